@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m evals.bench --suite=patch`."""

@@ -1,0 +1,114 @@
+"""Factorisation: a randomised one against the full SVD, in time and in energy captured.
+
+The synthetic deficit is 28 layers × 1024 tokens × width 512 with a spectrum that needs about 120 directions for 90 % of
+its energy, which is slower to fall, and so harder to sketch, than the deficits that were measured.
+"""
+
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvpatch_jax import deficit
+from pallas_kernels import factorise
+from pallas_kernels.factorise.shapes import PRODUCTION
+
+Deltas = Float[Array | np.ndarray, "*batch T F"]
+
+
+def synthetic_deficit(
+    layers: int, tokens: int, features: int, seed: int = 0, decay: float = 101.0
+) -> Float[np.ndarray, "L T F"]:
+    """Matrices with singular values √exp(−i / 52) · …, i = 0, 1, …: e90 is about 120 at the default decay (in squares)."""
+    generator = np.random.default_rng(seed)
+    count = min(tokens, features)
+    spectrum = np.exp(-np.arange(count) / decay)
+    result = np.empty((layers, tokens, features), np.float32)
+    for layer in range(layers):
+        left = np.linalg.qr(generator.standard_normal((tokens, count)))[0]
+        right = np.linalg.qr(generator.standard_normal((features, count)))[0]
+        result[layer] = (left * spectrum) @ right.T
+    return result
+
+
+def energy_ratio(deltas: Deltas, rank: int, method: str = "randomised", seed: int = 0) -> Float[np.ndarray, "*batch"]:
+    """Energy that our rank-`rank` factors capture of each matrix, over the most that any could; 1 where it is zero."""
+    deltas = jnp.asarray(deltas, jnp.float32)
+    u, v = factorise(deltas, rank, method=method, key=jax.random.key(seed))
+    return np.asarray(deficit.energy_ratio(deltas, u, v))
+
+
+def _interleaved(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, taken in turns so that a busy spell of the machine hits all alike; one warm-up first."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(repeats + 1):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            if round_:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def _real_deficits(path: str, ranks: tuple[int, ...]) -> list[dict]:
+    rows = []
+    with np.load(path) as archive:
+        for name in archive.files:
+            deltas = archive[name]
+            matrices = deltas.reshape(*deltas.shape[:2], -1) if deltas.ndim == 4 else deltas
+            for rank in ranks:
+                if rank <= min(matrices.shape[-2:]):
+                    ratio = energy_ratio(matrices, rank)
+                    rows.append({"name": name, "rank": rank, "lowest": float(ratio.min()), "mean": float(ratio.mean())})
+    return rows
+
+
+def run(*, repeats: int = 5, seed: int = 0, deficits: str | None = None) -> dict:
+    """Times both factorisations and measures what the randomised one captures.
+
+    Args:
+      repeats: interleaved timings of each.
+      seed: of the synthetic matrices.
+      deficits: an .npz of real deficits, or None.
+
+    Returns:
+      {"config", "environment", "rows"}, ready for JSON; seconds, ratios of medians, and energy captured / optimal.
+    """
+    shape = PRODUCTION[0]
+    matrix = jnp.asarray(synthetic_deficit(shape.batch[0], shape.tokens, shape.features, seed))
+    needed = deficit.e90({"delta": matrix[:2, :, None, :]})["delta"]
+    key = jax.random.key(seed)
+    randomised = jax.jit(lambda value: factorise(value, shape.rank, method="randomised", key=key))
+    full = jax.jit(lambda value: jnp.linalg.svd(value, full_matrices=False))
+    seconds = _interleaved({"randomised": lambda: randomised(matrix), "svd": lambda: full(matrix)}, repeats)
+    ratios = [slow / fast for slow, fast in zip(seconds["svd"], seconds["randomised"], strict=True)]
+    u, v = randomised(matrix)
+    energy = np.asarray(deficit.energy_ratio(matrix, u, v))
+    rows = [
+        {"metric": "seconds", "arm": arm, "value": statistics.median(values), "all": values}
+        for arm, values in seconds.items()
+    ]
+    rows.append({"metric": "speedup", "value": statistics.median(ratios), "low": min(ratios), "high": max(ratios)})
+    rows.append({"metric": "energy_ratio", "value": float(energy.mean()), "low": float(energy.min())})
+    if deficits is not None:
+        rows += [{"metric": "real_energy_ratio", **row} for row in _real_deficits(deficits, (8, 16, 32, 64))]
+    config = shape._asdict() | {"repeats": repeats, "seed": seed, "e90": int(np.median(needed))}
+    return {"config": config, "environment": environment(), "rows": rows}
+
+
+def environment() -> dict:
+    """Where this ran."""
+    return {
+        "jax": jax.__version__,
+        "device": str(jax.devices()[0].device_kind),
+        "cores": os.cpu_count(),
+        "load": pathlib.Path("/proc/loadavg").read_text().split()[0] if os.path.exists("/proc/loadavg") else None,
+        "python": platform.python_version(),
+    }

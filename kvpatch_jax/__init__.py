@@ -1,0 +1,33 @@
+"""Position-free KV chunks and thin conditioning patches for vision-language models, in JAX."""
+
+from . import deficit as deficit
+from . import errors as errors
+from . import ops as ops
+from .chunk import Chunk as Chunk
+from .layout import Channel as Channel
+from .layout import KVLayout as KVLayout
+from .layout import relocate as relocate
+from .layout import to_engine as to_engine
+from .layout import to_local as to_local
+from .layout import to_phase_free as to_phase_free
+from .patch import Accumulated as Accumulated
+from .patch import accumulate as accumulate
+from .patch import apply_patch as apply_patch
+from .patch import correction_patch as correction_patch
+from .patch import form_patch as form_patch
+from .patch import keep_layers as keep_layers
+from .patch import orbit_patch as orbit_patch
+from .patch import patch_bytes as patch_bytes
+from .patch import quantise as quantise
+from .patch import removal_patch as removal_patch
+from .patch import truncate as truncate
+from .patch import update_patch as update_patch
+from .readout import attention_with_lse as attention_with_lse
+from .readout import empty_readout as empty_readout
+from .readout import merge_readouts as merge_readouts
+from .rope import Rope as Rope
+from .rope import rope_tables as rope_tables
+from .rope import rotate as rotate
+from .scaling import Scaling as Scaling
+from .stamp import Patch as Patch
+from .stamp import Stamp as Stamp

@@ -1,0 +1,104 @@
+"""A chunk: one semantic unit prefilled alone, kept position-free. A host container around bare arrays.
+
+The arrays (`kv`, `local`, `encoder`, `hidden`) travel bare into jitted code; `Chunk` itself never does, so that an id
+is never part of a compiled program.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Num
+
+from .errors import InputError, NotFiniteError, PositionError, ShapeError
+from .layout import KVLayout, check_positions
+
+AnyArray = jax.Array | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunk:
+    """The canonical KV of one unit, with what is needed to place it anywhere.
+
+    Attributes:
+      kv: {channel: [L, T, K, H]}, phase-free, in the storage dtype. T may be padded beyond `length`.
+      local: positions relative to the chunk's start, [T] or [T, A]; float32, may be fractional.
+      span: how far the next chunk's start moves (under M-RoPE the largest extent, not the token count).
+      length: tokens that are not padding, 1 ≤ length ≤ T.
+      id: the chunk's name; patches are stamped with it.
+      layout: of kv.
+      backbone: fingerprint of the model that made it.
+      encoder: the vision (or audio) tower's output, [T', D], or None.
+      hidden: the residual stream at some layers' inputs, {layer: [T, D]}, or None.
+
+    Raises:
+      LayoutError, ShapeError, DtypeError: kv does not fit the layout. PositionError: local or span out of range.
+      NotFiniteError: NaN or infinity in kv. InputError: length out of range or an empty id.
+    """
+
+    kv: Mapping[str, Float[AnyArray, "L T _ _"]]
+    local: Num[AnyArray, "..."]
+    span: int
+    length: int
+    id: str
+    layout: KVLayout
+    backbone: str
+    encoder: Float[AnyArray, "..."] | None = None
+    hidden: Mapping[int, Float[AnyArray, "T D"]] | None = None
+
+    def __post_init__(self) -> None:
+        self.layout.check(self.kv, f"chunk {self.id!r}")
+        shape = self.kv[self.layout.names[0]].shape
+        if len(shape) != 4:
+            raise ShapeError(f"chunk {self.id!r}: kv of shape {shape}; expected [L, T, K, H]")
+        if not self.id:
+            raise InputError(f"chunk: id {self.id!r}; expected a name")
+        if not 1 <= self.length <= shape[1]:
+            raise InputError(f"chunk {self.id!r}: length {self.length}; expected 1 to {shape[1]}")
+        axes = self.layout.rope.axes
+        expected = (shape[1],) if axes is None else (shape[1], axes)
+        if self.local.shape != expected:
+            raise PositionError(f"chunk {self.id!r}: local positions {self.local.shape}; expected {expected}")
+        if self.span < 0:
+            raise PositionError(f"chunk {self.id!r}: span {self.span}; expected 0 or more")
+        check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
+        check_finite(self.kv, f"chunk {self.id!r}")
+
+    @property
+    def tokens(self) -> int:
+        """Padded number of tokens, T."""
+        return self.kv[self.layout.names[0]].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of kv."""
+        return sum(int(value.nbytes) for value in self.kv.values())
+
+    def pad(self, tokens: int) -> "Chunk":
+        """The same chunk with T padded by zeros to `tokens`, so that chunks of unequal length share one program.
+
+        Raises:
+          ShapeError: `tokens` below T.
+        """
+        more = tokens - self.tokens
+        if more < 0:
+            raise ShapeError(f"chunk {self.id!r}: pad to {tokens}; expected at least {self.tokens}")
+
+        def grow(value: AnyArray, axis: int) -> Array:
+            widths = [(0, 0)] * value.ndim
+            widths[axis] = (0, more)
+            return jnp.pad(jnp.asarray(value), widths)
+
+        hidden = None if self.hidden is None else {layer: grow(value, 0) for layer, value in self.hidden.items()}
+        kv = {name: grow(value, 1) for name, value in self.kv.items()}
+        return dataclasses.replace(self, kv=kv, local=grow(self.local, 0), hidden=hidden)
+
+
+def check_finite(values: Mapping[str, Num[AnyArray, "..."]], what: str) -> None:
+    """Raises NotFiniteError, naming the first channel that holds NaN or infinity."""
+    for name, value in values.items():
+        if not bool(jnp.isfinite(jnp.asarray(value)).all()):
+            count = int((~jnp.isfinite(jnp.asarray(value))).sum())
+            raise NotFiniteError(f"{what}[{name!r}]: {count} values are NaN or infinite; expected finite values")

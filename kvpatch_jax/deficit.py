@@ -1,0 +1,87 @@
+"""What a deficit looks like, per channel and layer: how deep, how low in rank, how spread over tokens and heads.
+
+Kamera §4 finds it deep, low-rank in features and diffuse over tokens. All functions take Δ as {channel: [L, T, K, H]}
+(float32, phase-free) and a `length` that masks padding, and return {channel: array over layers}.
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .ops import flatten_heads
+
+Delta = Mapping[str, Float[Array, "L T _ _"]]
+Length = Int[Array, ""] | int | None
+
+
+def _masked(delta: Delta, length: Length) -> dict[str, Array]:
+    result = {}
+    for name, value in delta.items():
+        value = jnp.asarray(value).astype(jnp.float32)
+        if length is not None:
+            value = jnp.where((jnp.arange(value.shape[1]) < length)[:, None, None], value, 0.0)
+        result[name] = value
+    return result
+
+
+def _share(part: Array, total: Array) -> Array:
+    return jnp.where(total > 0, part / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def relative_norm(delta: Delta, reference: Delta, length: Length = None) -> dict[str, Float[Array, " L"]]:
+    """The depth profile ‖Δ‖ / ‖reference‖ by layer (Frobenius); 0 where the reference is 0."""
+    part, whole = _masked(delta, length), _masked(reference, length)
+    norm = lambda value: jnp.sqrt(jnp.square(value).sum((1, 2, 3)))
+    return {name: _share(norm(part[name]), norm(whole[name])) for name in part}
+
+
+def energy_curve(delta: Delta, length: Length = None) -> dict[str, Float[Array, "L _"]]:
+    """Share of ‖Δ‖² that the best m directions hold, m = 1 … min(T, F), heads joined; zeros where Δ is 0."""
+    curves = {}
+    for name, value in _masked(delta, length).items():
+        energy = jnp.square(jnp.linalg.svd(flatten_heads(value), compute_uv=False))
+        curves[name] = _share(jnp.cumsum(energy, -1), energy.sum(-1, keepdims=True))
+    return curves
+
+
+def e90(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, Int[Array, " L"]]:
+    """The fewest directions that hold `share` of ‖Δ‖²; 0 where Δ is 0."""
+    return {
+        name: jnp.where(curve[:, -1] > 0, (curve < share).sum(-1) + 1, 0)
+        for name, curve in energy_curve(delta, length).items()
+    }
+
+
+def token_spread(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, Float[Array, " L"]]:
+    """The smallest fraction of tokens that holds `share` of ‖Δ‖² (an oracle selector's budget); 0 where Δ is 0."""
+    result = {}
+    for name, value in _masked(delta, length).items():
+        energy = jnp.sort(jnp.square(value).sum((2, 3)), axis=-1, descending=True)
+        total = energy.sum(-1, keepdims=True)
+        count = (_share(jnp.cumsum(energy, -1), total) < share).sum(-1) + 1
+        tokens = value.shape[1] if length is None else length
+        result[name] = jnp.where(total[:, 0] > 0, count / jnp.asarray(tokens, jnp.float32), 0.0)
+    return result
+
+
+def head_spread(delta: Delta, length: Length = None) -> dict[str, Float[Array, "L _"]]:
+    """Each KV head's share of ‖Δ‖²; zeros where Δ is 0."""
+    result = {}
+    for name, value in _masked(delta, length).items():
+        energy = jnp.square(value).sum((1, 3))
+        result[name] = _share(energy, energy.sum(-1, keepdims=True))
+    return result
+
+
+def energy_ratio(
+    delta: Float[Array, "*batch T F"], u: Float[Array, "*batch T M"], v: Float[Array, "*batch M F"]
+) -> Float[Array, "*batch"]:
+    """Energy that factors capture over the most that any factors of their rank could; 1 where Δ is 0.
+
+    Captured energy is ‖Δ‖² − ‖Δ − u v‖², and the optimum is the sum of the largest M squared singular values.
+    """
+    energy = jnp.square(jnp.linalg.svd(delta, compute_uv=False))
+    optimal = energy[..., : u.shape[-1]].sum(-1)
+    captured = energy.sum(-1) - jnp.square(delta - u @ v).sum((-1, -2))
+    return jnp.where(optimal > 0, captured / jnp.where(optimal > 0, optimal, 1.0), 1.0)

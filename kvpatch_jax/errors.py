@@ -1,0 +1,64 @@
+"""Typed errors. Each message names the offending value and what was expected.
+
+All of them are `ValueError`s, and all but the kernels' own derive from `KVPatchError`.
+"""
+
+from pallas_kernels.errors import KernelError as KernelError
+from pallas_kernels.errors import KernelShapeError as KernelShapeError
+from pallas_kernels.errors import KernelUnavailableError as KernelUnavailableError
+
+
+class KVPatchError(ValueError):
+    """Base of everything the library raises on bad input."""
+
+
+class LayoutError(KVPatchError):
+    """A layout, channel or rope that contradicts itself, or a kv pytree with other channels than its layout."""
+
+
+class ShapeError(KVPatchError):
+    """An array of another shape than its layout, chunk or positions ask for."""
+
+
+class DtypeError(KVPatchError):
+    """An array of another dtype than expected."""
+
+
+class RankError(KVPatchError):
+    """A rank below 1, or beyond what the deficit's shape allows."""
+
+
+class PositionError(KVPatchError):
+    """A start, position or span that is out of range, or of a shape that the rope does not take."""
+
+
+class RopeRegimeError(KVPatchError):
+    """A rope whose frequencies depend on the sequence length, used outside the one regime it was pinned to."""
+
+
+class NotFiniteError(KVPatchError):
+    """NaN or infinity in a canonical, a conditioned KV or a patch."""
+
+
+class StalePatchError(KVPatchError):
+    """A patch asked to serve another antecedent than the one it was formed behind."""
+
+
+class PatchMismatchError(KVPatchError):
+    """A patch of another chunk, base, layout, backbone, frame or start than the one it is applied to."""
+
+
+class WeightsError(KVPatchError):
+    """Missing, mis-shaped or unknown weights of a backbone."""
+
+
+class ImageError(KVPatchError):
+    """An image that cannot be read or does not fit the backbone."""
+
+
+class ConfigError(KVPatchError):
+    """A configuration with a missing, unknown or contradictory entry."""
+
+
+class InputError(KVPatchError):
+    """Any other bad input."""

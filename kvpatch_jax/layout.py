@@ -1,0 +1,238 @@
+"""What a backbone caches: channels, their widths, which carry rotary phase, and the three frames of keys.
+
+Frames: *phase-free* (keys before RoPE, after bias and qk-norm: what is stored and patched), *local* (rotated to
+positions counted from the chunk's own start) and *engine* (rotated to their place in the sequence). Only channels that
+rotate differ between frames. Kamera §3, "one mechanism for MLA, GQA and MHA".
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Num
+
+from .errors import DtypeError, LayoutError, PositionError, ShapeError
+from .rope import Rope, check_positions, relocation_tables, rope_tables, rotate
+
+Frame = Literal["phase_free", "local", "engine"]
+AnyArray = jax.Array | np.ndarray
+KV = Mapping[str, Float[AnyArray, "..."]]
+Positions = Num[AnyArray, "..."]
+Start = Int[AnyArray, "..."] | int | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """One cached tensor per layer: `heads` vectors of `width` per token, the first `rotary` entries carrying phase."""
+
+    name: str
+    heads: int
+    width: int
+    rotary: int = 0
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.width < 1 or not 0 <= self.rotary <= self.width:
+            raise LayoutError(
+                f"channel {self.name!r}: heads {self.heads}, width {self.width}, rotary {self.rotary}; expected "
+                "positive heads and width, and rotary at most the width"
+            )
+
+    @property
+    def features(self) -> int:
+        """Numbers per token and layer, F = K·H."""
+        return self.heads * self.width
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any of it carries rotary phase."""
+        return self.rotary > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class KVLayout:
+    """The channels of a backbone, in order. Hashable; a static argument under jit. Build with gqa, mha or mla."""
+
+    kind: Literal["gqa", "mha", "mla"]
+    layers: int
+    channels: tuple[Channel, ...]
+    rope: Rope
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise LayoutError(f"layout: layers {self.layers}; expected at least 1")
+        if len({channel.name for channel in self.channels}) != len(self.channels) or not self.channels:
+            raise LayoutError(f"layout: channels {[c.name for c in self.channels]}; expected distinct names")
+        for channel in self.channels:
+            if channel.rotates and (channel.rotary != self.rope.dim or channel.width != self.rope.head_width):
+                raise LayoutError(
+                    f"layout: channel {channel.name!r} is {channel.width} wide and rotates {channel.rotary}; expected "
+                    f"the rope's {self.rope.head_width} and {self.rope.dim}"
+                )
+
+    @classmethod
+    def gqa(cls, layers: int, kv_heads: int, head_dim: int, rope: Rope) -> "KVLayout":
+        """Grouped-query attention: channels k (rotates) and v, [L, T, kv_heads, head_dim] each.
+
+        Raises:
+          LayoutError: a rope that does not fit `head_dim`.
+        """
+        channels = (Channel("k", kv_heads, head_dim, rope.dim), Channel("v", kv_heads, head_dim))
+        return cls("gqa", layers, channels, rope)
+
+    @classmethod
+    def mha(cls, layers: int, heads: int, head_dim: int, rope: Rope) -> "KVLayout":
+        """Multi-head attention: as gqa, with one KV head per query head."""
+        return dataclasses.replace(cls.gqa(layers, heads, head_dim, rope), kind="mha")
+
+    @classmethod
+    def mla(cls, layers: int, latent: int = 512, rope_dim: int = 64, *, rope: Rope) -> "KVLayout":
+        """Multi-head latent attention: ckv (post-norm latent, no phase) and kpe (decoupled key, rotates), one head.
+
+        Raises:
+          LayoutError: a rope whose dim is not `rope_dim`.
+        """
+        return cls("mla", layers, (Channel("ckv", 1, latent), Channel("kpe", 1, rope_dim, rope.dim)), rope)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Channel names, in order."""
+        return tuple(channel.name for channel in self.channels)
+
+    def channel(self, name: str) -> Channel:
+        """The channel called `name`.
+
+        Raises:
+          LayoutError: no such channel.
+        """
+        for channel in self.channels:
+            if channel.name == name:
+                return channel
+        raise LayoutError(f"layout: no channel {name!r}; expected one of {self.names}")
+
+    def bytes_per_token(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
+        """Bytes one token takes, all layers and channels."""
+        return self.layers * sum(channel.features for channel in self.channels) * jnp.dtype(dtype).itemsize
+
+    def check(self, kv: KV, what: str = "kv") -> None:
+        """Refuses a kv pytree that is not {channel: float [L, ..., T, K, H]} of this layout.
+
+        Raises:
+          LayoutError: other channels. ShapeError: other shapes. DtypeError: not floating point.
+        """
+        if set(kv) != set(self.names):
+            raise LayoutError(f"{what}: channels {sorted(kv)}; expected {sorted(self.names)}")
+        middle = None
+        for channel in self.channels:
+            value = kv[channel.name]
+            if not jnp.issubdtype(value.dtype, jnp.floating):
+                raise DtypeError(f"{what}[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
+            shape = value.shape
+            if len(shape) < 4 or shape[0] != self.layers or shape[-2:] != (channel.heads, channel.width):
+                raise ShapeError(
+                    f"{what}[{channel.name!r}]: shape {shape}; expected [{self.layers}, ..., T, {channel.heads}, "
+                    f"{channel.width}]"
+                )
+            if middle is not None and shape[1:-2] != middle:
+                raise ShapeError(f"{what}[{channel.name!r}]: shape {shape}; expected {middle} between layers and heads")
+            middle = shape[1:-2]
+
+
+def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
+    """A start as an int32 array: a scalar, or [..., A] with sections (a scalar becomes one per axis).
+
+    Raises:
+      PositionError: not an integer, or not one per axis.
+    """
+    if not isinstance(start, jax.Array):
+        given = np.asarray(start)
+        if not np.issubdtype(given.dtype, np.integer) or (given.size and np.abs(given.astype(np.int64)).max() >= 2**30):
+            raise PositionError(f"start {start!r}; expected integers below 2**30 in magnitude")
+        start = given.astype(np.int32)
+    elif not jnp.issubdtype(start.dtype, jnp.integer):
+        raise PositionError(f"start of dtype {start.dtype}; expected int32")
+    if rope.axes is not None and start.ndim == 0:
+        return (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, (rope.axes,)).astype(jnp.int32)
+    if rope.axes is not None and start.shape[-1] != rope.axes:
+        raise PositionError(f"start of shape {start.shape}; expected a scalar or [..., {rope.axes}]")
+    return start.astype(jnp.int32)
+
+
+def _turn(layout: KVLayout, kv: KV, cos: Array, sin: Array, scale: float) -> dict[str, Array]:
+    return {
+        channel.name: rotate(jnp.asarray(kv[channel.name]), cos, sin, layout.rope.cached, scale)
+        if channel.rotates
+        else jnp.asarray(kv[channel.name])
+        for channel in layout.channels
+    }
+
+
+def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> dict[str, Float[Array, "..."]]:
+    """Phase-free → engine frame: keys turned by R(start + local) and multiplied by the rope's attention scaling.
+
+    Args:
+      layout: static.
+      kv: {channel: [L, ..., T, K, H]}, phase-free.
+      local: positions relative to start, [..., T] or [..., T, A].
+      start: int32, a scalar or one per axis; traced under jit.
+
+    Returns:
+      kv of the same shapes and dtypes; channels without phase are returned as they are.
+
+    Raises:
+      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: see their own words.
+    """
+    layout.check(kv)
+    start = as_start(layout.rope, start)
+    check_positions(layout.rope, local, start)
+    cos, sin = rope_tables(layout.rope, local, start)
+    return _turn(layout, kv, cos, sin, layout.rope.attention_scaling)
+
+
+def to_local(layout: KVLayout, kv: KV, local: Positions) -> dict[str, Float[Array, "..."]]:
+    """Phase-free → local frame: as `to_engine` at start 0. A query turned by R(−start) reads it as it stands."""
+    return to_engine(layout, kv, local, 0)
+
+
+def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) -> dict[str, Float[Array, "..."]]:
+    """Engine frame (or, at start 0, local frame) → phase-free: inverts `to_engine`, attention scaling included."""
+    layout.check(kv)
+    start = as_start(layout.rope, start)
+    check_positions(layout.rope, local, start)
+    cos, sin = rope_tables(layout.rope, local, start)
+    return _turn(layout, kv, cos, -sin, 1.0 / layout.rope.attention_scaling)
+
+
+def relocate(
+    layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start
+) -> dict[str, Float[Array, "..."]]:
+    """Engine frame at `old` → engine frame at `new`, in one rotation. For caches that we did not make.
+
+    Args:
+      layout: its rope should have that engine's `angles`.
+      kv: {channel: [L, ..., T, K, H]}, keys already rotated.
+      old, new: each a start (a scalar, or one per axis: [A]) or full positions ([..., T], or [..., T, A] with
+        sections). Two starts turn every token alike. The axes may move by unequal offsets.
+
+    Returns:
+      kv as before; no attention scaling is applied, for the keys carry it already.
+    """
+    layout.check(kv)
+    rope = layout.rope
+    sides = []
+    for side in (old, new):
+        array = side if isinstance(side, jax.Array) else np.asarray(side)
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            array = array.astype(np.float32)
+        elif not isinstance(array, jax.Array):
+            array = as_start(rope, array) if array.ndim == 0 else array.astype(np.int32)
+        if rope.axes is None:
+            array = array[None] if array.ndim == 0 else array
+        elif array.ndim < 2:
+            array = jnp.broadcast_to(jnp.asarray(array), (rope.axes,))[None, :]
+        check_positions(rope, array, np.zeros((), np.int32))
+        sides.append(array)
+    cos, sin = relocation_tables(rope, sides[0], sides[1])
+    return _turn(layout, kv, cos, sin, 1.0)

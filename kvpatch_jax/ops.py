@@ -1,0 +1,282 @@
+"""The pure array core: deficit, factorise, apply, accumulate. All of it can be jitted, vmapped and differentiated.
+
+Shapes: kv {channel: [L, ..., T, K, H]} with any batch dimensions between layers and tokens. Factors of a channel are
+(u, v) — joint over heads u [L, ..., T, M], v [L, ..., M, F]; per head u [L, ..., K, T, M], v [L, ..., K, M, H] — or one
+dense array [L, ..., T, K, H]; every leaf may be `Quantised`. Static: layouts, ranks, layer sets, padded lengths.
+Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here; `patch.py` checks before it calls.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key, Num
+
+from pallas_kernels import factorise, rotate_patch
+
+from .layout import KVLayout, to_engine
+from .rope import rope_tables
+from .rope import rotate as rotate
+
+Heads = Literal["joint", "separate"]
+PatchFrame = Literal["phase_free", "engine"]
+
+
+class Quantised(NamedTuple):
+    """Integers and the float32 scale that they are multiplied by."""
+
+    values: Array
+    scale: Array
+
+
+Leaf = Array | Quantised
+ChannelFactors = tuple[Leaf, Leaf] | Array | Quantised
+Factors = dict[str, ChannelFactors]
+
+
+@dataclasses.dataclass(frozen=True)
+class FormPlan:
+    """What `form` makes, all static.
+
+    Attributes:
+      ranks: (channel, rank) pairs; rank None stores the deficit dense; channels left out get no patch.
+      heads: one factorisation over all KV heads ("joint", the paper's), or one per head.
+      method: "randomised" or "exact".
+      layers: the layers to keep, or None for all.
+      shared_left: one left factor for all listed channels, which then have one rank.
+      frame: where the deficit is taken: "phase_free", or "engine" (the paper's order, as a control).
+      dtype: of the factors.
+    """
+
+    ranks: tuple[tuple[str, int | None], ...]
+    heads: Heads = "joint"
+    method: Literal["randomised", "exact"] = "randomised"
+    layers: tuple[int, ...] | None = None
+    shared_left: bool = False
+    frame: PatchFrame = "phase_free"
+    dtype: str = "float32"
+
+
+def value_of(leaf: Leaf) -> Num[Array, "..."]:
+    """The numbers of a factor, undoing quantisation."""
+    if isinstance(leaf, Quantised):
+        return leaf.values.astype(jnp.float32) * leaf.scale
+    return leaf
+
+
+def is_low_rank(factors: ChannelFactors) -> bool:
+    """Whether a channel holds (u, v) rather than a dense correction."""
+    return isinstance(factors, tuple) and not isinstance(factors, Quantised)
+
+
+def _token_mask(x: Array, length: Array | int, axis: int) -> Array:
+    """True for tokens below `length` (a scalar, or one per batch), shaped to select from x with tokens at `axis`."""
+    length = jnp.asarray(length)
+    tokens = x.shape[axis]
+    mask = jnp.arange(tokens) < length[..., None]
+    return mask.reshape(*mask.shape, *([1] * (-1 - axis)))
+
+
+def deficit(
+    conditioned: dict[str, Float[Array, "..."]],
+    base: dict[str, Float[Array, "..."]],
+    length: Int[Array, "..."] | int | None = None,
+) -> dict[str, Float[Array, "..."]]:
+    """Δ = conditioned − base in float32, zero on padding. Kamera eq. 2, in the frame both are in.
+
+    Args:
+      conditioned, base: {channel: [L, ..., T, K, H]}.
+      length: tokens that count, a scalar or one per batch; None for all.
+    """
+    delta = {name: conditioned[name].astype(jnp.float32) - base[name].astype(jnp.float32) for name in base}
+    if length is None:
+        return delta
+    return {name: jnp.where(_token_mask(value, length, -3), value, 0.0) for name, value in delta.items()}
+
+
+def flatten_heads(delta: Float[Array, "*leading T K H"]) -> Float[Array, "*leading T F"]:
+    """[..., T, K, H] → [..., T, K·H]."""
+    return delta.reshape(*delta.shape[:-2], delta.shape[-2] * delta.shape[-1])
+
+
+def _thin(
+    matrix: Array, rank: int, plan: FormPlan, key: Array, length: Array | int | None, heads: bool
+) -> tuple[Array, Array]:
+    u, v = factorise(matrix, rank, method=plan.method, key=key)
+    if length is not None:
+        length = jnp.asarray(length)
+        u = jnp.where(_token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
+    return u.astype(plan.dtype), v.astype(plan.dtype)
+
+
+def factorise_deficit(
+    delta: dict[str, Float[Array, "..."]],
+    key: Key[Array, ""],
+    length: Int[Array, "..."] | int | None = None,
+    *,
+    plan: FormPlan,
+) -> Factors:
+    """Factors of a deficit {channel: float32 [L, ..., T, K, H]} that is already zero on padding, by `plan`."""
+    if plan.layers is not None:
+        delta = {name: value[np.asarray(plan.layers)] for name, value in delta.items()}
+    thin = [(name, rank) for name, rank in plan.ranks if rank is not None]
+    factors: Factors = {name: delta[name].astype(plan.dtype) for name, rank in plan.ranks if rank is None}
+    if plan.shared_left and thin:
+        matrices = [flatten_heads(delta[name]) for name, _ in thin]
+        u, v = _thin(jnp.concatenate(matrices, axis=-1), thin[0][1], plan, key, length, False)
+        edges = np.cumsum([matrix.shape[-1] for matrix in matrices])[:-1].tolist()
+        for (name, _), part in zip(thin, jnp.split(v, edges, axis=-1), strict=True):
+            factors[name] = (u, part)
+        return factors
+    for index, (name, rank) in enumerate(thin):
+        own = jax.random.fold_in(key, index)
+        if plan.heads == "separate":
+            factors[name] = _thin(jnp.swapaxes(delta[name], -3, -2), rank, plan, own, length, True)
+        else:
+            factors[name] = _thin(flatten_heads(delta[name]), rank, plan, own, length, False)
+    return factors
+
+
+def form(
+    layout: KVLayout,
+    conditioned: dict[str, Float[Array, "..."]],
+    base: dict[str, Float[Array, "..."]],
+    length: Int[Array, "..."] | int,
+    key: Key[Array, ""],
+    local: Num[Array, "..."],
+    start: Int[Array, "..."],
+    *,
+    plan: FormPlan,
+) -> Factors:
+    """Factors of KV(B|A) − base. Kamera App. A `form_patch`, in the phase-free frame unless `plan.frame` says engine.
+
+    `local` and `start` only matter in the engine frame.
+    """
+    delta = deficit(conditioned, base, length)
+    if plan.frame == "engine":
+        delta = to_engine(layout, delta, local, start)
+    return factorise_deficit(delta, key, length, plan=plan)
+
+
+def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
+    """Puts the rows of kept layers among zeros."""
+    if layers is None or len(layers) == total:
+        return value
+    return jnp.zeros((total, *value.shape[1:]), value.dtype).at[np.asarray(layers)].set(value)
+
+
+def _kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | None, total: int, heads: Heads) -> dict:
+    if factors is None:
+        return {}
+    if is_low_rank(factors):
+        u, v = (_spread(value_of(leaf), layers, total) for leaf in factors)
+        return {"u": u, "v": v, "per_head": heads == "separate"}
+    return {"dense": _spread(value_of(factors), layers, total)}  # pyright: ignore[reportArgumentType]
+
+
+def correction(
+    layout: KVLayout, factors: Factors, *, layers: tuple[int, ...] | None = None, heads: Heads = "joint"
+) -> dict[str, Float[Array, "..."]]:
+    """The dense correction {channel: float32 [L, ..., T, K, H]} that factors stand for; no entry where absent."""
+    result = {}
+    for name, channel_factors in factors.items():
+        arguments = _kernel_arguments(channel_factors, layers, layout.layers, heads)
+        channel = layout.channel(name)
+        if "dense" in arguments:
+            result[name] = arguments["dense"].astype(jnp.float32)
+            continue
+        u = arguments["u"]
+        leading, tokens = (u.shape[:-3], u.shape[-2]) if heads == "separate" else (u.shape[:-2], u.shape[-2])
+        zero = jnp.zeros((*leading, tokens, channel.heads, channel.width), jnp.float32)
+        result[name] = rotate_patch(zero, **arguments)
+    return result
+
+
+def apply(
+    layout: KVLayout,
+    kv: dict[str, Float[Array, "..."]],
+    factors: Factors,
+    local: Num[Array, "..."],
+    start: Int[Array, "..."],
+    *,
+    layers: tuple[int, ...] | None = None,
+    heads: Heads = "joint",
+    frame: PatchFrame = "phase_free",
+) -> dict[str, Float[Array, "..."]]:
+    """R(start + local) · (kv + u v): phase-free kv and a patch to the engine frame, rounded once. Kamera eq. 1.
+
+    Without factors it is exactly the one rotation. In the engine frame (control) the correction is added after the
+    rotation, as the paper does. Shapes as in this module's head; the result has kv's shapes and dtypes.
+    """
+    if frame == "engine":
+        return _apply_after_rotation(layout, kv, factors, local, start, layers, heads)
+    cos, sin = rope_tables(layout.rope, local, start)
+    result = {}
+    for channel in layout.channels:
+        arguments = _kernel_arguments(factors.get(channel.name), layers, layout.layers, heads)
+        if channel.rotates:
+            arguments |= {"cos": cos, "sin": sin, "scale": layout.rope.attention_scaling}
+        value = kv[channel.name]
+        result[channel.name] = rotate_patch(value, layout=layout.rope.cached, **arguments) if arguments else value
+    return result
+
+
+def _apply_after_rotation(layout, kv, factors, local, start, layers, heads) -> dict[str, Array]:
+    turned = to_engine(layout, {name: value.astype(jnp.float32) for name, value in kv.items()}, local, start)
+    added = correction(layout, factors, layers=layers, heads=heads)
+    return {name: (turned[name] + added.get(name, 0.0)).astype(kv[name].dtype) for name in turned}
+
+
+def accumulate(
+    total: dict[str, Float[Array, "..."]],
+    conditioned: dict[str, Float[Array, "..."]],
+    base: dict[str, Float[Array, "..."]],
+    length: Int[Array, "..."] | int,
+) -> dict[str, Float[Array, "..."]]:
+    """total + (conditioned − base), float32: the running sum an orbit patch is made of."""
+    delta = deficit(conditioned, base, length)
+    return {name: total[name] + delta[name] for name in delta}
+
+
+def merge_factors(
+    first: tuple[Float[Array, "..."], Float[Array, "..."]],
+    second: tuple[Float[Array, "..."], Float[Array, "..."]],
+    rank: int,
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """The best rank-`rank` factors of u₁v₁ + u₂v₂ without forming it, by two thin QRs and a small SVD; (U·S, Vᵀ)."""
+    u = jnp.concatenate([first[0], second[0]], axis=-1).astype(jnp.float32)
+    v = jnp.concatenate([first[1], second[1]], axis=-2).astype(jnp.float32)
+    left, small_left = jnp.linalg.qr(u)
+    right, small_right = jnp.linalg.qr(jnp.swapaxes(v, -1, -2))
+    highest = jax.lax.Precision.HIGHEST
+    core = jnp.matmul(small_left, jnp.swapaxes(small_right, -1, -2), precision=highest)
+    core_u, s, core_vt = jnp.linalg.svd(core, full_matrices=False)
+    merged_u = jnp.matmul(left, core_u[..., :rank], precision=highest) * s[..., None, :rank]
+    merged_v = jnp.matmul(core_vt[..., :rank, :], jnp.swapaxes(right, -1, -2), precision=highest)
+    return merged_u, merged_v
+
+
+def quantise_int8(value: Float[Array, "..."], axis: int) -> Quantised:
+    """int8 with one float32 scale per slice along `axis` (the scale keeps that axis at length 1)."""
+    value = value.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / 127.0
+    scale = jnp.where(scale > 0, scale, 1.0)
+    return Quantised(jnp.round(value / scale).astype(jnp.int8), scale)
+
+
+jitted_form = jax.jit(form, static_argnames=("layout", "plan"))
+"""`form`, compiled once per layout, plan and padded shape; `jitted_form._cache_size()` counts."""
+
+jitted_factorise = jax.jit(factorise_deficit, static_argnames=("plan",))
+"""`factorise_deficit`, compiled once per plan and padded shape."""
+
+jitted_apply = jax.jit(apply, static_argnames=("layout", "layers", "heads", "frame"))
+"""`apply`, compiled once per layout, layer set and padded shape; moving a chunk or changing it never compiles again."""
+
+jitted_accumulate = jax.jit(accumulate)
+"""`accumulate`, compiled once per padded shape."""
+
+jitted_merge = jax.jit(merge_factors, static_argnames=("rank",))
+"""`merge_factors`, compiled once per rank and padded shape."""

@@ -1,0 +1,452 @@
+"""Forming, applying and reshaping conditioning patches. Host side: checks here, arithmetic in `ops.py`.
+
+Kamera §3 and App. A, with one change: the deficit is taken and added before the rotation, in the phase-free frame, so
+that one patch serves every position at a lower rank. ``frame="engine"`` keeps the paper's order as a control.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from . import ops
+from .chunk import AnyArray, Chunk, check_finite
+from .errors import InputError, PatchMismatchError, RankError, ShapeError
+from .layout import KVLayout, Start, as_start, check_positions
+from .ops import ChannelFactors, FormPlan, Heads, PatchFrame, is_low_rank, value_of
+from .resize import keep_layers as keep_layers
+from .resize import quantise as quantise
+from .resize import truncate as truncate
+from .stamp import Base, Patch, Stamp, check_layout, check_stamp, same_storage
+from .stamp import patch_bytes as patch_bytes
+
+Rank = int | Mapping[str, int]
+Method = Literal["randomised", "exact"]
+KVArrays = Mapping[str, Float[AnyArray, "L T _ _"]]
+
+
+def _arrays(kv: Mapping[str, AnyArray]) -> dict[str, Array]:
+    return {name: jnp.asarray(value) for name, value in kv.items()}
+
+
+def _check_conditioned(layout: KVLayout, conditioned: KVArrays, chunk: Chunk, what: str) -> None:
+    layout.check(conditioned, what)
+    for name, value in conditioned.items():
+        if value.shape != chunk.kv[name].shape:
+            raise ShapeError(f"{what}[{name!r}]: shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
+    check_finite(conditioned, what)
+
+
+def _check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:
+    if layers is None:
+        return tuple(range(total))
+    kept = tuple(sorted({int(layer) for layer in layers}))
+    if not kept or kept[0] < 0 or kept[-1] >= total:
+        raise InputError(f"patch: layers {kept}; expected some of 0 to {total - 1}")
+    return kept
+
+
+def _sides(layout: KVLayout, names: Sequence[str], chunk: Chunk, heads: Heads, shared: bool) -> dict[str, int]:
+    """The feature side of each channel's matrix."""
+    if shared:
+        return {name: sum(layout.channel(other).features for other in names) for name in names}
+    return {
+        name: layout.channel(name).width if heads == "separate" else layout.channel(name).features for name in names
+    }
+
+
+def _check_ranks(layout: KVLayout, rank: Rank, chunk: Chunk, heads: Heads, shared: bool) -> tuple:
+    """(channel, rank or None for dense) of the channels that get a patch."""
+    if isinstance(rank, Mapping):
+        for name in rank:
+            layout.channel(name)
+        wanted = {name: int(rank[name]) for name in layout.names if rank.get(name, 0) != 0}
+    else:
+        wanted = dict.fromkeys(layout.names, int(rank))
+    if shared and (heads == "separate" or len(set(wanted.values())) > 1):
+        raise RankError(
+            f"patch: ranks {wanted} with heads {heads!r}; expected one rank and joint heads for a shared left"
+        )
+    sides = _sides(layout, tuple(wanted), chunk, heads, shared)
+    chosen: list[tuple[str, int | None]] = []
+    for name, size in wanted.items():
+        limit = min(chunk.length, sides[name])
+        if not 1 <= size <= limit:
+            raise RankError(
+                f"patch: rank {size} for channel {name!r}; expected 1 to {limit} ({chunk.length} tokens, {sides[name]} "
+                "features)"
+            )
+        tokens = chunk.tokens
+        dense = size * (tokens + sides[name]) >= tokens * sides[name]
+        chosen.append((name, None if dense else size))
+    return tuple(chosen)
+
+
+def form_patch(
+    layout: KVLayout,
+    conditioned: KVArrays,
+    chunk: Chunk,
+    rank: Rank,
+    antecedent: Sequence[str],
+    *,
+    heads: Heads = "joint",
+    method: Method = "randomised",
+    key: Key[Array, ""] | None = None,
+    layers: Iterable[int] | None = None,
+    shared_left: bool = False,
+    frame: PatchFrame = "phase_free",
+    start: Start | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Patch:
+    """The patch of a chunk behind an antecedent: thin factors of KV(B|A) − KV(B|∅). Kamera App. A.
+
+    Args:
+      layout: of the chunk.
+      conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} of the chunk's shapes.
+      chunk: the canonical.
+      rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch).
+      antecedent: ids of the chunks in front, in order.
+      heads: one factorisation over all KV heads, or one per head.
+      method: "randomised" (deterministic by `key`) or "exact".
+      key: a typed PRNG key; None is `jax.random.key(0)`.
+      layers: layers to patch; None for all.
+      shared_left: one left factor for all channels.
+      frame: "phase_free", or "engine" for the paper's order, which holds only at `start`.
+      start: where the engine-frame patch is to be applied.
+      dtype: of the factors; None is the chunk's.
+
+    Returns:
+      A Patch. Where factors would not be smaller than the deficit, M·(T + F) ≥ T·F, that channel is stored dense.
+
+    Raises:
+      RankError: a rank below 1 or beyond min(T, F). LayoutError, ShapeError, DtypeError, NotFiniteError: `conditioned`
+      or the chunk do not fit. InputError: layers out of range, or an engine frame without start.
+    """
+    check_layout(layout, chunk)
+    _check_conditioned(layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
+    kept = _check_layers(layers, layout.layers)
+    if (frame == "engine") != (start is not None):
+        raise InputError(
+            f"patch: frame {frame!r}, start {start}; expected a start with the engine frame, and only then"
+        )
+    place = as_start(layout.rope, 0 if start is None else start)
+    plan = FormPlan(
+        ranks=_check_ranks(layout, rank, chunk, heads, shared_left),
+        heads=heads,
+        method=method,
+        layers=None if len(kept) == layout.layers else kept,
+        shared_left=shared_left,
+        frame=frame,
+        dtype=_factor_dtype(chunk, dtype),
+    )
+    factors = ops.jitted_form(
+        layout,
+        _arrays(conditioned),
+        _arrays(chunk.kv),
+        jnp.int32(chunk.length),
+        jax.random.key(0) if key is None else key,
+        jnp.asarray(chunk.local),
+        place,
+        plan=plan,
+    )
+    stamp = Stamp(
+        chunk=chunk.id,
+        base="canonical",
+        antecedent=tuple(antecedent),
+        backbone=chunk.backbone,
+        layout=layout,
+        layers=kept,
+        heads=heads,
+        shared_left=shared_left,
+        frame=frame,
+        start=None if start is None else tuple(int(number) for number in np.asarray(place).ravel()),
+    )
+    return Patch(factors, stamp)
+
+
+def _factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
+    return jnp.dtype(next(iter(chunk.kv.values())).dtype if dtype is None else dtype).name
+
+
+def _from_delta(
+    layout: KVLayout, delta: Mapping[str, Array], chunk: Chunk, rank: Rank, stamp: Stamp, method: Method, key, dtype
+) -> Patch:
+    """A joint-head, phase-free patch from a deficit that is at hand."""
+    ranks = _check_ranks(layout, rank, chunk, "joint", False)
+    plan = FormPlan(ranks=ranks, method=method, dtype=_factor_dtype(chunk, dtype))
+    key = jax.random.key(0) if key is None else key
+    return Patch(ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan), stamp)
+
+
+def _stamp(layout: KVLayout, chunk: Chunk, base: Base, antecedent: Sequence[str], **more) -> Stamp:
+    return Stamp(
+        chunk=chunk.id,
+        base=base,
+        antecedent=tuple(antecedent),
+        backbone=chunk.backbone,
+        layout=layout,
+        layers=tuple(range(layout.layers)),
+        **more,
+    )
+
+
+def apply_patch(
+    layout: KVLayout,
+    chunk: Chunk,
+    patch: Patch | None,
+    start: Start,
+    antecedent: Sequence[str] = (),
+    *,
+    base: KVArrays | None = None,
+    base_antecedent: Sequence[str] = (),
+    allow_stale: bool = False,
+) -> dict[str, Float[Array, "L T _ _"]]:
+    """R(start + local) · (KV + u v): the chunk in the engine frame, as the antecedent would have made it. Kamera eq. 1.
+
+    Args:
+      layout: of the chunk; its `angles` are the ones used.
+      chunk: the canonical.
+      patch: factors, or None for blind reuse (one rotation).
+      start: where the chunk's positions count from, int32, a scalar or one per axis. Moving never compiles again.
+      antecedent: ids in front of the chunk here; must be what the patch was formed behind.
+      base: for a removal patch, the conditioned KV (phase-free) it is added to, in place of the canonical.
+      base_antecedent: what `base` was conditioned on.
+      allow_stale: serve the patch behind another antecedent. Chunk, base, layout and backbone must agree all the same.
+
+    Returns:
+      {channel: [L, T, K, H]} in the engine frame and the chunk's dtype.
+
+    Raises:
+      StalePatchError, PatchMismatchError: the patch does not belong here. LayoutError, PositionError: bad layout or
+      start.
+    """
+    check_layout(layout, chunk)
+    place = as_start(layout.rope, start)
+    check_positions(layout.rope, chunk.local, place)
+    if base is not None:
+        _check_conditioned(layout, base, chunk, f"base of chunk {chunk.id!r}")
+    kv = _arrays(chunk.kv if base is None else base)
+    local = jnp.asarray(chunk.local)
+    if patch is None:
+        return ops.jitted_apply(layout, kv, {}, local, place, layers=None, heads="joint", frame="phase_free")
+    check_stamp(patch, layout, chunk, place, antecedent, None if base is None else base_antecedent, allow_stale)
+    _check_factor_shapes(patch, chunk)
+    stamp = patch.stamp
+    layers = None if len(stamp.layers) == layout.layers else stamp.layers
+    return ops.jitted_apply(
+        layout, kv, dict(patch.factors), local, place, layers=layers, heads=stamp.heads, frame=stamp.frame
+    )
+
+
+def _check_factor_shapes(patch: Patch, chunk: Chunk) -> None:
+    for name, factors in patch.factors.items():
+        low_rank = is_low_rank(factors)
+        tokens = value_of(factors[0]).shape[-2] if low_rank else value_of(factors).shape[-3]  # pyright: ignore
+        if tokens != chunk.tokens:
+            raise ShapeError(f"patch[{name!r}]: {tokens} tokens; expected the chunk's {chunk.tokens}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Accumulated:
+    """The running sum of a chunk's deficits over orderings of an antecedent set.
+
+    `total` is {channel: float32 [L, T, K, H]}; `count` orderings went into it; `antecedent` is the sorted set, or None.
+    """
+
+    total: Mapping[str, Float[AnyArray, "..."]]
+    count: int
+    chunk: Chunk
+    antecedent: tuple[str, ...] | None = None
+
+
+def accumulate(
+    acc: Accumulated | None, conditioned: KVArrays, chunk: Chunk, antecedent: Iterable[str] | None = None
+) -> Accumulated:
+    """Adds one ordering's deficit to a running sum (None starts it). Kamera §5, the orbit patch.
+
+    Args:
+      acc: what came before, of the same chunk.
+      conditioned: KV(B|A) behind this ordering, phase-free.
+      chunk: the canonical.
+      antecedent: ids of the antecedent; every ordering must hold the same set.
+
+    Raises:
+      PatchMismatchError: another chunk or antecedent set than before. ShapeError, NotFiniteError: bad `conditioned`.
+    """
+    _check_conditioned(chunk.layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
+    members = None if antecedent is None else tuple(sorted(antecedent))
+    if acc is None:
+        total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in chunk.kv.items()}
+        acc = Accumulated(total, 0, chunk, members)
+    if acc.chunk.id != chunk.id:
+        raise PatchMismatchError(f"accumulate: chunk {chunk.id!r}; expected {acc.chunk.id!r}")
+    if members is not None and acc.antecedent is not None and members != acc.antecedent:
+        raise PatchMismatchError(f"accumulate: antecedent {members}; expected an ordering of {acc.antecedent}")
+    total = ops.jitted_accumulate(dict(acc.total), _arrays(conditioned), _arrays(chunk.kv), jnp.int32(chunk.length))
+    return Accumulated(total, acc.count + 1, acc.chunk, acc.antecedent if members is None else members)
+
+
+def orbit_patch(
+    acc: Accumulated,
+    rank: Rank,
+    antecedent: Iterable[str] | None = None,
+    *,
+    method: Method = "randomised",
+    key: Key[Array, ""] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Patch:
+    """One patch for every ordering of an antecedent set: factors of the mean deficit. Kamera §5.
+
+    Args:
+      acc: from `accumulate`.
+      rank: as in `form_patch`.
+      antecedent: the set, where `accumulate` was not told.
+
+    Raises:
+      RankError: as in `form_patch`. PatchMismatchError: another set than was accumulated. InputError: no set known.
+    """
+    members = None if antecedent is None else tuple(sorted(antecedent))
+    if members is not None and acc.antecedent is not None and members != acc.antecedent:
+        raise PatchMismatchError(f"orbit_patch: antecedent {members}; expected {acc.antecedent}")
+    members = acc.antecedent if members is None else members
+    if members is None:
+        raise InputError("orbit_patch: antecedent None; expected the ids of the set, here or in accumulate")
+    chunk = acc.chunk
+    mean = {name: jnp.asarray(value) / acc.count for name, value in acc.total.items()}
+    stamp = _stamp(chunk.layout, chunk, "canonical", members, orbit=True)
+    return _from_delta(chunk.layout, mean, chunk, rank, stamp, method, key, dtype)
+
+
+def removal_patch(
+    layout: KVLayout,
+    target: KVArrays,
+    conditioned: KVArrays,
+    chunk: Chunk,
+    rank: Rank,
+    antecedent: Sequence[str],
+    base_antecedent: Sequence[str],
+    *,
+    method: Method = "randomised",
+    key: Key[Array, ""] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Patch:
+    """For a survivor C whose antecedent lost A: factors of KV(C|B) − KV(C|A,B), added to the conditioned KV.
+
+    Args:
+      target: KV(C|B), phase-free. conditioned: KV(C|A,B), phase-free, the base.
+      chunk: C. rank: as in `form_patch`.
+      antecedent: what is left in front of C (B); base_antecedent: what the base was conditioned on (A, B).
+
+    Raises:
+      As `form_patch`.
+    """
+    check_layout(layout, chunk)
+    _check_conditioned(layout, target, chunk, f"target KV of chunk {chunk.id!r}")
+    _check_conditioned(layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
+    delta = ops.deficit(_arrays(target), _arrays(conditioned), jnp.int32(chunk.length))
+    stamp = _stamp(layout, chunk, "conditioned", antecedent, base_antecedent=tuple(base_antecedent))
+    return _from_delta(layout, delta, chunk, rank, stamp, method, key, dtype)
+
+
+def correction_patch(
+    layout: KVLayout,
+    patch: Patch,
+    conditioned: KVArrays,
+    chunk: Chunk,
+    rank: Rank,
+    antecedent: Sequence[str],
+    *,
+    method: Method = "randomised",
+    key: Key[Array, ""] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Patch:
+    """What a stored patch lacks behind a changed antecedent: factors of KV(B|A′) − KV(B|∅) − u v. Kamera App. D.
+
+    It is small to ship; `update_patch` folds it into the stored patch, and nothing else takes it.
+
+    Raises:
+      PatchMismatchError: `patch` is of another chunk, base, frame or layout. Else as `form_patch`.
+    """
+    check_layout(layout, chunk)
+    stamp = patch.stamp
+    if stamp.chunk != chunk.id or stamp.base != "canonical" or stamp.frame != "phase_free":
+        raise PatchMismatchError(
+            f"patch: chunk {stamp.chunk!r}, base {stamp.base!r}, frame {stamp.frame!r}; expected {chunk.id!r}, "
+            "'canonical', 'phase_free'"
+        )
+    if not same_storage(stamp.layout, layout) or stamp.backbone != chunk.backbone:
+        raise PatchMismatchError(f"patch: layout {stamp.layout} of {stamp.backbone!r}; expected {layout}")
+    _check_conditioned(layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
+    _check_factor_shapes(patch, chunk)
+    have = ops.correction(layout, dict(patch.factors), layers=stamp.layers, heads=stamp.heads)
+    delta = ops.deficit(_arrays(conditioned), _arrays(chunk.kv), jnp.int32(chunk.length))
+    delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
+    new = _stamp(layout, chunk, "patched", antecedent, base_antecedent=stamp.antecedent)
+    return _from_delta(layout, delta, chunk, rank, new, method, key, dtype)
+
+
+def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> Patch:
+    """Folds a correction into a stored patch and brings it back to rank m, forming neither densely. Kamera App. D.
+
+    Args:
+      patch: joint-head patch of all layers. correction: from `correction_patch` of that patch.
+      rank: of the result, per channel or for all; None keeps each channel's rank.
+
+    Returns:
+      A patch stamped with the correction's antecedent.
+
+    Raises:
+      PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
+    """
+    old, new = patch.stamp, correction.stamp
+    if new.base != "patched" or (new.chunk, new.backbone, new.base_antecedent) != (
+        old.chunk,
+        old.backbone,
+        old.antecedent,
+    ):
+        raise PatchMismatchError(
+            f"update: correction of chunk {new.chunk!r}, base {new.base!r} behind {new.base_antecedent}; expected "
+            f"{old.chunk!r}, 'patched', {old.antecedent}"
+        )
+    if old.heads != "joint" or old.layers != new.layers or old.shared_left:
+        raise PatchMismatchError(
+            f"update: patch with heads {old.heads!r}, layers {old.layers}, shared_left {old.shared_left}; expected "
+            f"joint heads, layers {new.layers}, no shared left factor"
+        )
+    factors = {}
+    for name in old.layout.names:
+        wanted = rank.get(name) if isinstance(rank, Mapping) else rank
+        merged = _merge(patch.factors.get(name), correction.factors.get(name), wanted, name)
+        if merged is not None:
+            factors[name] = merged
+    stamp = dataclasses.replace(old, antecedent=new.antecedent, orbit=False, layout=new.layout)
+    return Patch(factors, stamp)
+
+
+def _merge(
+    first: ChannelFactors | None, second: ChannelFactors | None, rank: int | None, name: str
+) -> ChannelFactors | None:
+    if first is None or second is None:
+        return second if first is None else first
+    if is_low_rank(first) and is_low_rank(second):
+        (u1, v1), (u2, v2) = (tuple(value_of(leaf) for leaf in factors) for factors in (first, second))
+        rank = u1.shape[-1] if rank is None else rank
+        limit = min(u1.shape[-1] + u2.shape[-1], u1.shape[-2], v1.shape[-1])
+        if not 1 <= rank <= limit:
+            raise RankError(f"update: rank {rank} for channel {name!r}; expected 1 to {limit}")
+        u, v = ops.jitted_merge((u1, v1), (u2, v2), rank)
+        return u.astype(u1.dtype), v.astype(v1.dtype)
+    dense = [factors for factors in (first, second) if not is_low_rank(factors)]
+    shape = value_of(dense[0]).shape  # pyright: ignore[reportArgumentType]
+    total = jnp.zeros(shape, jnp.float32)
+    for factors in (first, second):
+        if is_low_rank(factors):
+            u, v = (value_of(leaf).astype(jnp.float32) for leaf in factors)
+            total = total + jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST).reshape(shape)
+        else:
+            total = total + value_of(factors)  # pyright: ignore[reportArgumentType]
+    return total.astype(value_of(dense[0]).dtype)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,91 @@
+"""Readouts: attention over one segment as (o, lse), and their exact merge. Kamera §2; FlashAttention's state merge.
+
+Everything is float32 and every lse is a natural logarithm, so merged segments equal attention over their union.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from .errors import ShapeError
+
+Readout = tuple[Float[Array, "..."], Float[Array, "..."]]
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def attention_with_lse(
+    q: Float[Array, "*batch T N H"],
+    k: Float[Array, "*batch S K H"],
+    v: Float[Array, "*batch S K E"],
+    mask: Bool[Array, "..."] | None = None,
+    scale: float | None = None,
+) -> tuple[Float[Array, "*batch T N E"], Float[Array, "*batch T N"]]:
+    """Attention of queries over one segment, with the log of its softmax mass.
+
+    Args:
+      q: queries; query head n reads KV head n // (N / K).
+      k, v: the segment's keys and values in the engine frame (K divides N; K = 1 serves MLA's absorbed form).
+      mask: True where a query may read a key, broadcastable to [..., T, S]; a row of False reads nothing.
+      scale: of the scores; H^-0.5 if None.
+
+    Returns:
+      o [..., T, N, E] and lse [..., T, N], float32; (0, −∞) for a query that reads nothing.
+
+    Raises:
+      ShapeError: N is not a multiple of K.
+    """
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if heads % kv_heads:
+        raise ShapeError(f"attention: {heads} query heads over {kv_heads} KV heads; expected a multiple")
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
+    scores = jnp.einsum("...tkgh,...skh->...tkgs", grouped, k, precision=HIGHEST) * factor
+    if mask is not None:
+        scores = jnp.where(mask[..., :, None, None, :], scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
+    weights = jnp.exp(scores - top)
+    mass = weights.sum(-1)
+    read = mass > 0
+    safe = jnp.where(read, mass, 1.0)
+    o = jnp.einsum("...tkgs,...ske->...tkge", weights, v, precision=HIGHEST) / safe[..., None]
+    lse = jnp.where(read, jnp.log(safe) + top[..., 0], -jnp.inf)
+    return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+
+
+def empty_readout(shape: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """The identity of `merge_readouts`, for o of `shape` [..., N, E]: o = 0, lse = −∞."""
+    return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
+
+
+def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Attention over the union of segments, from each segment's (o, lse). Exact, in any order.
+
+    Args:
+      readouts: one or more (o [..., N, E], lse [..., N]), natural-log lse.
+
+    Returns:
+      (o, lse) float32; where every segment is empty, (0, −∞).
+
+    Raises:
+      ShapeError: no readout, or shapes that differ.
+    """
+    if not readouts:
+        raise ShapeError("merge_readouts: no readouts; expected at least one")
+    for o, lse in readouts:
+        if o.shape != readouts[0][0].shape or lse.shape != o.shape[:-1]:
+            raise ShapeError(
+                f"merge_readouts: o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "
+                f"{readouts[0][0].shape[:-1]}"
+            )
+    outputs = jnp.stack([o.astype(jnp.float32) for o, _ in readouts])
+    masses = jnp.stack([lse.astype(jnp.float32) for _, lse in readouts])
+    top = jnp.max(masses, axis=0)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
+    weights = jnp.exp(masses - top)
+    mass = weights.sum(0)
+    read = mass > 0
+    safe = jnp.where(read, mass, 1.0)
+    o = (weights[..., None] * outputs).sum(0) / safe[..., None]
+    return o, jnp.where(read, jnp.log(safe) + top, -jnp.inf)

@@ -1,0 +1,79 @@
+"""Making a patch smaller: fewer directions, fewer layers, fewer bits."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import ops
+from .errors import InputError, RankError
+from .ops import ChannelFactors, Quantised, is_low_rank, value_of
+from .stamp import Patch
+
+Rank = int | Mapping[str, int]
+
+
+def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
+    cut = lambda value: jax.lax.slice_in_dim(value, 0, rank, axis=value.ndim + axis)
+    return Quantised(cut(leaf.values), cut(leaf.scale)) if isinstance(leaf, Quantised) else cut(leaf)
+
+
+def truncate(patch: Patch, rank: Rank) -> Patch:
+    """The same patch at a smaller rank: a slice, since singular values fall from left to right.
+
+    Args:
+      rank: for every low-rank channel, or per channel (channels left out stay). Dense channels stay dense.
+
+    Raises:
+      RankError: below 1 or above what the patch has.
+    """
+    factors: dict[str, ChannelFactors] = {}
+    for name, own in patch.factors.items():
+        wanted = rank.get(name) if isinstance(rank, Mapping) else rank
+        have = patch.ranks[name]
+        if wanted is None or have is None:
+            factors[name] = own
+            continue
+        if not 1 <= wanted <= have:
+            raise RankError(f"truncate: rank {wanted} for channel {name!r}; expected 1 to {have}")
+        factors[name] = (_rank_slice(own[0], wanted, -1), _rank_slice(own[1], wanted, -2))  # pyright: ignore
+    return Patch(factors, patch.stamp)
+
+
+def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
+    """The same patch on fewer layers; the others get no correction and take no bytes. Kamera §4, the deep-only patch.
+
+    Raises:
+      InputError: none, or layers that the patch does not cover.
+    """
+    kept = tuple(sorted({int(layer) for layer in layers}))
+    missing = [layer for layer in kept if layer not in patch.stamp.layers]
+    if missing or not kept:
+        raise InputError(f"keep_layers: layers {kept}; expected some of {patch.stamp.layers}")
+    rows = np.asarray([patch.stamp.layers.index(layer) for layer in kept])
+    factors = jax.tree.map(lambda leaf: leaf[rows], dict(patch.factors))
+    return Patch(factors, dataclasses.replace(patch.stamp, layers=kept))
+
+
+def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
+    """The same patch in a smaller dtype: a floating dtype by rounding, int8 with one float32 scale per direction.
+
+    Raises:
+      InputError: any other dtype.
+    """
+    target = jnp.dtype(dtype)
+    if jnp.issubdtype(target, jnp.floating):
+        convert = lambda leaf, axis: value_of(leaf).astype(target)
+    elif target == jnp.int8:
+        convert = lambda leaf, axis: ops.quantise_int8(value_of(leaf), axis)
+    else:
+        raise InputError(f"quantise: dtype {target}; expected a floating dtype or int8")
+    factors: dict[str, ChannelFactors] = {}
+    for name, own in patch.factors.items():
+        if is_low_rank(own):
+            factors[name] = (convert(own[0], -2), convert(own[1], -1))  # pyright: ignore
+        else:
+            factors[name] = convert(own, -1)
+    return Patch(factors, patch.stamp)

@@ -1,0 +1,110 @@
+"""Building blocks shared by every tower and decoder: linear maps, RMS norm, gated MLP, masked attention.
+
+Parameters may carry leading axes (a stack of layers); a block is then used on one slice of the stack inside a scan.
+Axis letters as everywhere: B batch, T tokens, S keys, N query heads, K KV heads, G = N/K, H head width, D model width.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> Array:
+    return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+
+class Linear(nnx.Module):
+    """y = x · kernel (+ bias), kernel [*lead, in, out]; products accumulate in float32 or wider."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool,
+        rngs: nnx.Rngs,
+        lead: tuple[int, ...] = (),
+        dtype: jnp.dtype = jnp.float32,
+        scale: float = 1.0,
+    ):
+        self.kernel = nnx.Param(_normal(rngs, (*lead, inputs, outputs), scale * inputs**-0.5, dtype))
+        self.bias = nnx.Param(jnp.zeros((*lead, outputs), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
+        """Apply to the last axis: [..., in] to [..., out]."""
+        y = jnp.matmul(x, self.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis; statistics in float32, the weight applied after the cast back."""
+
+    def __init__(
+        self, width: int, *, epsilon: float, lead: tuple[int, ...] = (), dtype: jnp.dtype = jnp.float32
+    ):
+        self.weight = nnx.Param(jnp.ones((*lead, width), dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
+        """Normalise [..., D]."""
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        return wide.astype(x.dtype) * self.weight[...].astype(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) · up(x)), as every family's language tower and Qwen2.5-VL's vision tower use it."""
+
+    def __init__(
+        self,
+        width: int,
+        intermediate: int,
+        *,
+        bias: bool,
+        rngs: nnx.Rngs,
+        activation: str = "silu",
+        lead: tuple[int, ...] = (),
+        dtype: jnp.dtype = jnp.float32,
+    ):
+        self.gate = Linear(width, intermediate, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        self.up = Linear(width, intermediate, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        self.down = Linear(intermediate, width, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
+        """Apply to [..., D]."""
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K W"],
+    mask: Bool[Array, "B 1 T S"],
+    scale: float,
+) -> Float[Array, "B T N W"]:
+    """Softmax attention of N query heads over K KV heads (GQA when N > K), softmax in float32.
+
+    `mask` is True where a query may look. A query that may look nowhere returns zeros, not NaN.
+    """
+    B, T, N, H = query.shape
+    K = key.shape[2]
+    grouped = query.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32) * scale
+    allowed = mask[:, :, None]
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=-1e30)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(top))
+    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+    mixed = jnp.einsum("BKGTS,BSKW->BTKGW", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    return mixed.reshape(B, T, N, value.shape[-1]).astype(query.dtype)

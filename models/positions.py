@@ -1,0 +1,194 @@
+"""Three-dimensional positions (time, height, width) of Qwen2.5-VL's M-RoPE, counted on the host with NumPy.
+
+Text advances all three axes together. An image of h×w merged patches at place p has time p, height p + row and
+width p + column, and the text after it goes on at p + max(h, w): an image moves the counter by its largest extent, not
+by its number of tokens. Where a video's following text goes differs by version, see `get_rope_positions`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Float32, Int, Int32
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+VideoRule = Literal["max", "hf5"]
+Grid = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionConfig:
+    """What positions depend on.
+
+    Attributes:
+      image_token_id: id of the image pad token.
+      video_token_id: id of the video pad token.
+      merge_size: patches per merged token along height and along width.
+      tokens_per_second: positions on the time axis per second of video.
+    """
+
+    image_token_id: int = 151655
+    video_token_id: int = 151656
+    merge_size: int = 2
+    tokens_per_second: int | float = 4
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "PositionConfig":
+        """Read from a Hugging Face `config.json` (as a dict); what is absent takes transformers' default.
+
+        Raises:
+          ConfigError: no `vision_config`.
+        """
+        vision = config.get("vision_config")
+        if not isinstance(vision, Mapping):
+            raise ConfigError(f"config.json has vision_config {vision!r}; expected a table")
+        return cls(
+            image_token_id=config.get("image_token_id", cls.image_token_id),
+            video_token_id=config.get("video_token_id", cls.video_token_id),
+            merge_size=vision.get("spatial_merge_size", cls.merge_size),
+            tokens_per_second=vision.get("tokens_per_second", cls.tokens_per_second),
+        )
+
+
+def get_rope_positions(
+    input_ids: Int[np.ndarray, " T"],
+    image_grid_thw: Int[np.ndarray, "images 3"] | None,
+    video_grid_thw: Int[np.ndarray, "videos 3"] | None,
+    second_per_grid_ts: Float[np.ndarray, " videos"] | None,
+    config: PositionConfig,
+    video_rule: VideoRule = "max",
+) -> tuple[Int32[np.ndarray, "T 3"], int]:
+    """Positions of a prompt, as transformers' `get_rope_index` counts them.
+
+    Args:
+      input_ids: one prompt without padding; pads are counted off against the grids in order.
+      image_grid_thw: (time, height, width) of each image, in patches before merging.
+      video_grid_thw: the same for each video.
+      second_per_grid_ts: seconds per temporal patch of each video; None means 1.
+      config: token ids, merge size, tokens per second.
+      video_rule: where text after a video goes on. "max": one past the largest position of any axis (the authors' code
+        and transformers ≤ 5.2). "hf5": max(h, w) past the video's start (transformers ≥ 5.3), which a long video's time
+        axis overtakes. Images are alike under both.
+
+    Returns:
+      Positions int32 [T, 3] (time, height, width), and rope_delta: the largest position + 1 − T, so that the token at
+      index i ≥ T decodes at i + rope_delta on every axis.
+
+    Raises:
+      InputError: pads and grids do not match, or a grid is not a multiple of the merge size.
+    """
+    if video_rule not in ("max", "hf5"):
+        raise InputError(f"video_rule is {video_rule!r}; expected 'max' or 'hf5'")
+    images, videos = _rows(image_grid_thw), _rows(video_grid_thw)
+    seconds = iter(_seconds(second_per_grid_ts, len(videos)))
+    pieces, place = [np.zeros((0, 3), np.int32)], 0
+    for kind, part in _segments(input_ids, images, videos, config):
+        if isinstance(part, int):
+            pieces.append(_text(part) + place)
+            place += part
+            continue
+        steps = _time_steps(part[0], next(seconds), config, video_rule) if kind == "video" else np.arange(part[0])
+        pieces.append(_grid_positions(part, config.merge_size, steps) + place)
+        by_time = kind == "video" and video_rule == "max"
+        place = int(pieces[-1].max()) + 1 if by_time else place + max(part[1:]) // config.merge_size
+    positions = np.concatenate(pieces).astype(np.int32)
+    return positions, int(positions.max(initial=-1)) + 1 - len(input_ids)
+
+
+def image_local_positions(
+    grid: Grid, merge: int, with_start_end_tokens: bool = True, time_step: int | float = 1
+) -> tuple[Float32[np.ndarray, "T 3"], int]:
+    """Positions of one image (or video) chunk counted from its own start, and how far the next chunk's start moves.
+
+    Args:
+      grid: (time, height, width) in patches before merging.
+      merge: merge size.
+      with_start_end_tokens: the chunk begins with a start token at 0 and closes with an end token after the largest
+        extent, so the image itself begins at 1.
+      time_step: positions per temporal patch (a video's seconds per grid × tokens per second); truncated as there.
+
+    Returns:
+      Local positions float32 [T, 3], and the span: 1 + the largest local position. This is the authors' rule ("max").
+
+    Raises:
+      InputError: a grid that is not a positive multiple of the merge size.
+    """
+    steps = (np.arange(grid[0], dtype=np.float32) * np.float32(time_step)).astype(np.int32)
+    block = _grid_positions(grid, merge, steps)
+    if with_start_end_tokens:
+        end = int(block.max()) + 2
+        block = np.concatenate([np.zeros((1, 3), np.int32), block + 1, np.full((1, 3), end, np.int32)])
+    return block.astype(np.float32), int(block.max()) + 1
+
+
+def text_local_positions(length: int) -> tuple[Float32[np.ndarray, "T 3"], int]:
+    """Local positions float32 [T, 3] of a text chunk (0, 1, 2, … on every axis), and its span: its length."""
+    return _text(length).astype(np.float32), length
+
+
+def _rows(grids: np.ndarray | None) -> list[Grid]:
+    return [] if grids is None else [(int(t), int(h), int(w)) for t, h, w in np.asarray(grids).tolist()]
+
+
+def _seconds(second_per_grid: np.ndarray | None, videos: int) -> np.ndarray:
+    if second_per_grid is None:
+        return np.ones(videos, np.float32)
+    if len(second_per_grid) != videos:
+        raise InputError(f"second_per_grid_ts has {len(second_per_grid)} values; expected one per video ({videos})")
+    return np.asarray(second_per_grid, np.float32)
+
+
+def _segments(
+    input_ids: np.ndarray, images: list[Grid], videos: list[Grid], config: PositionConfig
+) -> Iterator[tuple[str, int | Grid]]:
+    """The prompt in order: ("text", tokens), ("image", grid), ("video", grid); pads are held against the grids."""
+    kinds = {config.image_token_id: ("image", images), config.video_token_id: ("video", videos)}
+    used = dict.fromkeys(kinds, 0)
+    pads = np.append(np.flatnonzero(np.isin(input_ids, list(kinds))), len(input_ids))
+    cursor = 0
+    while cursor < len(input_ids):
+        text = int(pads[np.searchsorted(pads, cursor)]) - cursor
+        if text:
+            yield "text", text
+            cursor += text
+            continue
+        token = int(input_ids[cursor])
+        kind, grids = kinds[token]
+        if used[token] == len(grids):
+            raise InputError(f"the prompt has pads for {kind} {used[token]}; only {len(grids)} {kind} grids were given")
+        grid = grids[used[token]]
+        count = grid[0] * grid[1] * grid[2] // config.merge_size**2
+        _check_pads(input_ids[cursor : cursor + count], cursor, count, token, grid)
+        yield kind, grid
+        used[token], cursor = used[token] + 1, cursor + max(count, 1)
+    for token, (kind, grids) in kinds.items():
+        if used[token] != len(grids):
+            raise InputError(f"{len(grids)} {kind} grids were given; the prompt has pads for {used[token]}")
+
+
+def _check_pads(run: np.ndarray, cursor: int, count: int, token: int, grid: Grid) -> None:
+    if len(run) < count or not np.all(run == token):
+        found = int(np.argmax(np.append(run, -1) != token))
+        raise InputError(f"grid {grid} needs {count} pad tokens {token} from index {cursor}; found {found}")
+
+
+def _time_steps(length: int, seconds: np.float32, config: PositionConfig, rule: VideoRule) -> np.ndarray:
+    """Time positions of a video's temporal patches, rounded in float32 as torch does, then truncated."""
+    count, rate = np.arange(length, dtype=np.float32), np.float32(config.tokens_per_second)
+    scaled = count * seconds * rate if rule == "max" else count * (rate * seconds)
+    return scaled.astype(np.int32)
+
+
+def _grid_positions(grid: Grid, merge: int, steps: np.ndarray) -> np.ndarray:
+    """Positions [t·h·w, 3] of merged patches in raster order, from 0."""
+    height, width = grid[1:]
+    if min(grid) <= 0 or height % merge or width % merge:
+        raise InputError(f"grid {grid} is not a positive multiple of the merge size {merge}")
+    axes = np.meshgrid(steps, np.arange(height // merge), np.arange(width // merge), indexing="ij")
+    return np.stack(axes, axis=-1).reshape(-1, 3).astype(np.int32)
+
+
+def _text(length: int) -> np.ndarray:
+    return np.repeat(np.arange(length, dtype=np.int32)[:, None], 3, axis=1)

@@ -1,0 +1,310 @@
+"""Qwen2-VL image preprocessing: from a file, a PIL image or an array to `pixel_values`, with NumPy and Pillow.
+
+Every step rounds as transformers' `Qwen2VLImageProcessorPil` does, so the result is equal to it bit for bit: RGB (over
+white where there is transparency), bicubic resize by Pillow to multiples of patch × merge within a range of pixels,
+rescale, normalise, patches in the order of merge blocks with the image repeated along time.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from einops import repeat
+from jaxtyping import Array, Float, Float32, Int32, UInt8
+
+from kvpatch_jax.errors import ConfigError, ImageError
+
+CONFIG_FILE = "preprocessor_config.json"
+MAX_ASPECT_RATIO = 200
+ImageSource = Any  # a path, a PIL image, or uint8 [H, W], [H, W, 1 | 3 | 4]
+
+_COUNTS = ("patch_size", "merge_size", "temporal_patch_size", "resample")
+_SWITCHES = ("do_resize", "do_rescale", "do_normalize")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageConfig:
+    """How images become patches; the fields of `preprocessor_config.json`.
+
+    Attributes:
+      patch_size: pixels per patch side.
+      merge_size: patches per merged token side.
+      temporal_patch_size: frames per patch; a still image is repeated.
+      min_pixels, max_pixels: range of an image's area after resizing.
+      image_mean, image_std: per RGB channel, of values rescaled to 0..1.
+      rescale_factor: from stored values to 0..1.
+      do_resize, do_rescale, do_normalize: steps that can be left out.
+      resample: Pillow's number of the filter (3: bicubic).
+    """
+
+    patch_size: int = 14
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    rescale_factor: float = 1 / 255
+    do_resize: bool = True
+    do_rescale: bool = True
+    do_normalize: bool = True
+    resample: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected a positive whole number")
+        if self.min_pixels > self.max_pixels:
+            raise ConfigError(f"min_pixels {self.min_pixels} is above max_pixels {self.max_pixels}")
+        if min(self.image_std) <= 0:
+            raise ConfigError(f"image_std is {self.image_std!r}; expected positive numbers")
+
+    @property
+    def factor(self) -> int:
+        """Pixels per merged token side: what resized sides are multiples of."""
+        return self.patch_size * self.merge_size
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "ImageConfig":
+        """From the JSON of `preprocessor_config.json`; `min_pixels` and `max_pixels` win over `size`'s edges.
+
+        Raises:
+          ConfigError: a field of the wrong kind.
+        """
+        known: dict[str, Any] = {name: fields[name] for name in (*_COUNTS, *_SWITCHES) if name in fields}
+        size = fields.get("size") or {}
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            given = [value for value in (fields.get(name), size.get(name), size.get(edge)) if value is not None]
+            known |= {name: given[0]} if given else {}
+        for name, value in known.items():
+            wanted = bool if name in _SWITCHES else int
+            if type(value) is not wanted:
+                raise ConfigError(f"{name} is {value!r}; expected a {wanted.__name__}")
+        if "rescale_factor" in fields:
+            known["rescale_factor"] = _floats("rescale_factor", [fields["rescale_factor"]])[0]
+        for name in ("image_mean", "image_std"):
+            if name in fields:
+                value = fields[name]
+                known[name] = _floats(name, value if isinstance(value, list | tuple) else [value] * 3)
+                if len(known[name]) != 3:
+                    raise ConfigError(f"{name} is {value!r}; expected three numbers")
+        return cls(**known)
+
+    @classmethod
+    def from_directory(cls, directory: str | os.PathLike[str]) -> "ImageConfig":
+        """From a Hugging Face directory.
+
+        Raises:
+          ConfigError: the file is absent, not JSON, or holds a field of the wrong kind.
+        """
+        path = Path(directory) / CONFIG_FILE
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{path} is not there; expected the image settings of a Hugging Face directory"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{path} holds a {type(fields).__name__}; expected a table")
+        return cls.from_dict(fields)
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write `preprocessor_config.json` as transformers reads it. Returns its path."""
+        fields: dict[str, Any] = dataclasses.asdict(self)
+        fields |= {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
+        fields |= {"image_processor_type": "Qwen2VLImageProcessor", "do_convert_rgb": True}
+        path = Path(directory) / CONFIG_FILE
+        path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return path
+
+
+def _floats(name: str, values: Sequence[Any]) -> tuple[float, ...]:
+    if not all(isinstance(value, int | float) for value in values):
+        raise ConfigError(f"{name} is {values!r}; expected numbers")
+    return tuple(float(value) for value in values)
+
+
+def preprocess_images(
+    images: Sequence[ImageSource], config: ImageConfig
+) -> dict[str, Float32[np.ndarray, "patches features"] | Int32[np.ndarray, "images 3"]]:
+    """Turn images into the tower's input.
+
+    Args:
+      images: each a path of a file Pillow reads, a PIL image, or a uint8 array [H, W], [H, W, 1], [H, W, 3] or
+        [H, W, 4]. A file's EXIF orientation is applied; a PIL image is taken as it is.
+      config: settings.
+
+    Returns:
+      `pixel_values` float32 [patches of all images, channels · time · patch · patch] and `image_grid_thw` int32
+      [images, 3]: (time, height, width) in patches.
+
+    Raises:
+      ImageError: an image that cannot be read, is empty, or is more than 200 times longer than wide. It names the
+        image.
+    """
+    pixels, grids = [np.zeros((0, 3 * config.temporal_patch_size * config.patch_size**2), np.float32)], []
+    for number, source in enumerate(images):
+        name = _name(source, number)
+        image = _resize(read_image(source, name), config, name)
+        pixels.append(patchify(normalise(image, config)[None], config)[0])
+        grids.append((1, image.shape[0] // config.patch_size, image.shape[1] // config.patch_size))
+    return {"pixel_values": np.concatenate(pixels), "image_grid_thw": np.array(grids, np.int32).reshape(-1, 3)}
+
+
+def patchify(images: Float[Array | np.ndarray, "B H W 3"], config: ImageConfig) -> Float[Any, "B patches features"]:
+    """Cut normalised images of one size into patches; a pure function of NumPy or JAX arrays.
+
+    Patches come in raster order of merge blocks, the patches of a block together; a patch's features are channel, time,
+    row, column, with the image repeated along time. H and W must be multiples of patch × merge.
+
+    Raises:
+      ImageError: sides that are not such multiples.
+    """
+    height, width = images.shape[1:3]
+    if height % config.factor or width % config.factor:
+        raise ImageError(f"images of {height}×{width} pixels; expected multiples of {config.factor} (patch × merge)")
+    return repeat(
+        images,
+        "B (block_row row y) (block_column column x) C -> B (block_row block_column row column) (C time y x)",
+        row=config.merge_size,
+        column=config.merge_size,
+        y=config.patch_size,
+        x=config.patch_size,
+        time=config.temporal_patch_size,
+    )
+
+
+def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) -> Float32[np.ndarray, "*batch H W 3"]:
+    """Rescale and normalise stored values [..., H, W, 3]: one table look-up per value, rounded as transformers does."""
+    values = np.arange(256, dtype=np.float64)
+    table = (values * config.rescale_factor if config.do_rescale else values).astype(np.float32)[:, None]
+    table = np.repeat(table, 3, axis=1)
+    if config.do_normalize:
+        table = (table - np.array(config.image_mean, np.float32)) / np.array(config.image_std, np.float32)
+    return table[images, np.arange(3)]
+
+
+def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int]:
+    """Size to resize to: multiples of patch × merge, area within [min_pixels, max_pixels], aspect about kept.
+
+    Raises:
+      ImageError: an empty image, or one more than 200 times longer than wide.
+    """
+    if min(height, width) < 1:
+        raise ImageError(f"image is empty: {height}×{width} pixels")
+    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+        raise ImageError(f"image of {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+    factor = config.factor
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > config.max_pixels:
+        scale = math.sqrt((height * width) / config.max_pixels)
+        rows = max(factor, math.floor(height / scale / factor) * factor)
+        columns = max(factor, math.floor(width / scale / factor) * factor)
+    elif rows * columns < config.min_pixels:
+        scale = math.sqrt(config.min_pixels / (height * width))
+        rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    return rows, columns
+
+
+def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
+    """One image as uint8 RGB [H, W, 3]; transparency is laid over white. `name` is what errors call it.
+
+    Raises:
+      ImageError: a file that is not there, is not an image or is cut short; an array of another kind; an empty image.
+    """
+    if isinstance(source, np.ndarray):
+        image = _array_to_rgb(source, name)
+    elif isinstance(source, str | os.PathLike):
+        image = _read_file(Path(source), name)
+    else:
+        image = _pil_to_rgb(source, name)
+    if image.size == 0:
+        raise ImageError(f"{name} is empty: {image.shape[0]}×{image.shape[1]} pixels")
+    return image
+
+
+def _name(source: ImageSource, number: int) -> str:
+    return os.fspath(source) if isinstance(source, str | os.PathLike) else f"image {number}"
+
+
+def _read_file(path: Path, name: str) -> np.ndarray:
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+            turned = ImageOps.exif_transpose(image)
+    except FileNotFoundError as error:
+        raise ImageError(f"{name} is not there; expected an image file") from error
+    except Image.UnidentifiedImageError as error:
+        raise ImageError(f"{name} is not an image file that Pillow knows") from error
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        raise ImageError(f"{name} is damaged or cut short: {error}") from error
+    return _pil_to_rgb(turned, name)
+
+
+def _pil_to_rgb(source: Any, name: str) -> np.ndarray:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImageError(f"{name} is a {type(source).__name__}; images other than arrays need Pillow") from error
+    if not isinstance(source, Image.Image):
+        raise ImageError(f"{name} is a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
+    if 0 in source.size:
+        raise ImageError(f"{name} is empty: {source.height}×{source.width} pixels")
+    if source.mode.startswith(("I", "F")):
+        raise ImageError(
+            f"{name} has mode {source.mode}, more than 8 bits a value; Pillow would clip it: rescale it first"
+        )
+    try:
+        return _flatten(source)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ImageError(f"{name} (mode {source.mode}) cannot be read as RGB: {error}") from error
+
+
+def _flatten(image: Any) -> np.ndarray:
+    """A PIL image as RGB [H, W, 3], transparency over white."""
+    from PIL import Image
+
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    return np.array(image.convert("RGB"))
+
+
+def _array_to_rgb(array: np.ndarray, name: str) -> np.ndarray:
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
+        wanted = "expected uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]; normalised values go through patchify"
+        raise ImageError(f"{name} is {array.dtype} {list(array.shape)}; {wanted}")
+    if array.shape[-1] == 4 and array.size:
+        from PIL import Image
+
+        return _flatten(Image.fromarray(array, "RGBA"))
+    return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array[..., :3]
+
+
+def _resize(image: np.ndarray, config: ImageConfig, name: str) -> np.ndarray:
+    height, width = image.shape[:2]
+    if not config.do_resize:
+        if height % config.factor or width % config.factor:
+            raise ImageError(f"{name} is {height}×{width} pixels; without resizing, multiples of {config.factor}")
+        return image
+    try:
+        rows, columns = smart_resize(height, width, config)
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from error
+    if (rows, columns) == (height, width):
+        return image
+    from PIL import Image
+
+    return np.array(Image.fromarray(image).resize((columns, rows), Image.Resampling(config.resample)))

@@ -1,0 +1,341 @@
+"""A loaded backbone: the house's Protocol (prepare, embed, prefill, recompute, decode, generate) over one model.
+
+The heavy calls are jitted once per backbone over the split parameters; positions, slots, masks and caches are traced,
+so neither another prompt of the same shape nor another place recompiles.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Int
+
+from kvpatch_jax.backbone import KV, Output, Step, Tokens
+from kvpatch_jax.errors import ConfigError, InputError, ShapeError
+from kvpatch_jax.layout import KVLayout, to_engine
+
+from . import qwen2_5_vl as family
+from .positions import PositionConfig, get_rope_positions
+from .preprocessing import ImageConfig, preprocess_images
+from .qwen2_5_vl_weights import weight_map
+from .vision_qwen2_5 import plan_patches
+from .weights import flatten_params, load_weights, save_weights
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class QwenVLBackbone:
+    """Qwen2.5-VL with its weights, its image settings and (where the directory has one) its tokenizer.
+
+    Attributes:
+      layout: the KV layout that follows from the configuration.
+      config, image_config: as read from the directory.
+    """
+
+    layout: KVLayout
+
+    def __init__(
+        self,
+        config: family.Qwen25VLConfig,
+        parameters: Mapping[str, Any],
+        image_config: ImageConfig,
+        tokenizer: Any = None,
+    ):
+        self.config, self.image_config, self.tokenizer = config, image_config, tokenizer
+        self.layout = config.text.layout
+        self._graph, self._state = nnx.split(family.with_parameters(config, dict(parameters)))
+        jit = functools.partial(jax.jit, static_argnames=("start_layer", "hidden_at"))
+        self._embed = jax.jit(self._embed_core)
+        self._prefill = jit(self._prefill_core)
+        self._recompute = jax.jit(self._recompute_core)
+        self._generate = jax.jit(self._generate_core, static_argnames=("steps",))
+
+    # ------------------------------------------------------------------------------------------ parameters
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameters as nested dictionaries of arrays."""
+        return nnx.to_pure_dict(self._state)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """blake2b over the configuration, the image settings and every parameter's bytes."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(json.dumps(self.config.to_dict(), sort_keys=True).encode())
+        digest.update(self.config.text.rope.angles.encode())
+        digest.update(json.dumps(dataclasses.asdict(self.image_config), sort_keys=True).encode())
+        for path, leaf in sorted(flatten_params(self.parameters).items()):
+            digest.update(".".join(path).encode())
+            digest.update(np.ascontiguousarray(leaf).tobytes())
+        return digest.hexdigest()
+
+    def replaced(self, parameters: Mapping[str, Any]) -> "QwenVLBackbone":
+        """The same backbone with other parameters."""
+        return QwenVLBackbone(self.config, parameters, self.image_config, self.tokenizer)
+
+    # --------------------------------------------------------------------------------------------- prompts
+
+    def prepare(
+        self,
+        items: Sequence[Any],
+        second_per_grid_ts: Sequence[float] | None = None,
+    ) -> dict[str, Any]:
+        """Texts, images and token ids, in order, to one prompt's arrays (batch of one).
+
+        Args:
+          items: each a text (needs the directory's tokenizer), a sequence of token ids, or an image: a path
+            (`pathlib.Path`), a PIL image, or a uint8 array [H,W] or [H,W,C]. An image stands between its start and end
+            tokens.
+
+        Returns:
+          input_ids [1,T], position_ids [1,T,3], and where there are images pixel_values [P,F], image_grid_thw [n,3].
+
+        Raises:
+          ImageError: an image that cannot be read. InputError: an item of another kind, or text without a tokenizer.
+        """
+        images = [item for item in items if _is_image(item)]
+        processed = preprocess_images(images, self.image_config)
+        grids = iter(processed["image_grid_thw"])
+        ids: list[int] = []
+        for item in items:
+            ids += self._image_ids(next(grids)) if _is_image(item) else self._text_ids(item)
+        input_ids = np.array(ids, np.int32)
+        grid = processed["image_grid_thw"] if images else None
+        positions, _ = get_rope_positions(input_ids, grid, None, None, self._position_config)
+        prompt: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": positions[None]}
+        return {**prompt, **processed} if images else prompt
+
+    @property
+    def _position_config(self) -> PositionConfig:
+        config = self.config
+        return PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
+
+    def _image_ids(self, grid: Int[np.ndarray, "3"]) -> list[int]:
+        pads = int(np.prod(grid)) // self.config.vision.merge**2
+        return [self.config.vision_start_token, *[self.config.image_token] * pads, self.config.vision_end_token]
+
+    def _text_ids(self, item: Any) -> list[int]:
+        if isinstance(item, str):
+            if self.tokenizer is None:
+                raise InputError(f"text {item[:40]!r}: this backbone has no {TOKENIZER_FILE}; expected token ids instead")
+            return list(self.tokenizer.encode(item).ids)
+        if isinstance(item, list | tuple) and all(isinstance(token, int | np.integer) for token in item):
+            return [int(token) for token in item]
+        raise InputError(f"prompt item of type {type(item).__name__}; expected text, token ids or an image")
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Token ids as text."""
+        if self.tokenizer is None:
+            raise InputError(f"this backbone has no {TOKENIZER_FILE}; expected one in its directory")
+        return self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=False)
+
+    def embed(
+        self,
+        input_ids: Int[Array | np.ndarray, "B T"],
+        position_ids: Array | np.ndarray | None = None,
+        pixel_values: Array | np.ndarray | None = None,
+        image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
+        video_grid_thw: Int[np.ndarray, "m 3"] | None = None,
+    ) -> Tokens:
+        """Run the tower over the packed patches and put its features at the placeholders.
+
+        With a batch, patches are packed in the order of the placeholders, row by row. `position_ids` are needed for
+        more than one row; for one they are derived when absent.
+
+        Raises:
+          InputError: grids that do not match the patches or the placeholders.
+        """
+        input_ids = np.asarray(input_ids, np.int32)
+        grids = [np.asarray(grid) for grid in (image_grid_thw, video_grid_thw) if grid is not None and len(grid)]
+        if len(grids) == 2:
+            raise InputError("images and videos in one call: expected one kind; embed them one after the other")
+        if position_ids is None:
+            position_ids = self._positions(input_ids, image_grid_thw, video_grid_thw)
+        plan = plan_patches(self.config.vision, grids[0]) if grids else None
+        if plan is not None:
+            self._check_patches(input_ids, pixel_values, plan)
+        embeddings = self._embed(self._state, input_ids, pixel_values if plan else None, plan)
+        return Tokens(embeddings, jnp.asarray(position_ids))
+
+    def _positions(self, input_ids: np.ndarray, images, videos) -> np.ndarray:
+        if len(input_ids) != 1:
+            raise InputError(f"embed: {len(input_ids)} rows without position_ids; expected position_ids for a batch")
+        return get_rope_positions(input_ids[0], images, videos, None, self._position_config)[0][None]
+
+    def _check_patches(self, input_ids: np.ndarray, pixel_values: Any, plan: Mapping[str, np.ndarray]) -> None:
+        patches, merged = plan["rows"].size, plan["rows"].size // self.config.vision.merge**2
+        if pixel_values is None or tuple(pixel_values.shape) != (patches, self.config.vision.features):
+            found = None if pixel_values is None else tuple(pixel_values.shape)
+            raise InputError(f"pixel_values of shape {found}; expected {(patches, self.config.vision.features)}")
+        pads = int(np.isin(input_ids, (self.config.image_token, self.config.video_token)).sum())
+        if pads != merged:
+            raise InputError(f"{pads} image placeholders in input_ids; expected {merged} for the grids given")
+
+    # --------------------------------------------------------------------------------------------- forward
+
+    def prefill(
+        self,
+        tokens: Tokens,
+        context: KV | None = None,
+        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+        start_layer: int = 0,
+        hidden_at: tuple[int, ...] = (),
+    ) -> Output:
+        """See `kvpatch_jax.backbone.Backbone.prefill`."""
+        return self._prefill(self._state, tokens, context, mask, start_layer=start_layer, hidden_at=tuple(hidden_at))
+
+    def recompute(
+        self,
+        tokens: Tokens,
+        cache: KV,
+        slots: Int[Array | np.ndarray, "B T"],
+        keep: Bool[Array | np.ndarray, "L B T"] | None = None,
+        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+    ) -> Step:
+        """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
+        if keep is not None and not isinstance(keep, jax.core.Tracer):
+            sets = np.asarray(keep)
+            if sets.shape[0] != self.layout.layers or (sets[1:] & ~sets[:-1]).any():
+                raise ShapeError(
+                    f"keep {sets.shape}: expected one token set per layer ({self.layout.layers}), each inside the one below"
+                )
+        return self._recompute(self._state, tokens, cache, jnp.asarray(slots), keep, mask)
+
+    def decode(
+        self,
+        tokens: Tokens,
+        cache: KV,
+        slots: Int[Array | np.ndarray, "B T"],
+        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+    ) -> Step:
+        """See `kvpatch_jax.backbone.Backbone.decode`."""
+        return self._recompute(self._state, tokens, cache, jnp.asarray(slots), None, mask)
+
+    def generate(
+        self,
+        tokens: Tokens,
+        steps: int,
+        context: KV | None = None,
+        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+    ) -> Int[Array, "B steps"]:
+        """Greedy continuation: the next `steps` token ids behind tokens and, where given, an engine-frame context."""
+        return self._generate(self._state, tokens, context, mask, steps=steps)
+
+    def _embed_core(self, state, input_ids, pixel_values, plan) -> Array:
+        return nnx.merge(self._graph, state).embed(input_ids, pixel_values, plan)
+
+    def _prefill_core(self, state, tokens: Tokens, context, mask, *, start_layer: int, hidden_at) -> Output:
+        decoder = nnx.merge(self._graph, state).decoder
+        B, T, _ = tokens.embeddings.shape
+        if mask is None:
+            mask = _causal(B, T, 0 if context is None else next(iter(context.values())).shape[2])
+        run = decoder.run(
+            tokens.embeddings, tokens.positions, mask, context=context, start_layer=start_layer, hidden_at=hidden_at
+        )
+        return Output(decoder.logits(run.hidden), run.kv, run.taps)
+
+    def _recompute_core(self, state, tokens: Tokens, cache, slots, keep, mask) -> Step:
+        decoder = nnx.merge(self._graph, state).decoder
+        if mask is None:
+            size = next(iter(cache.values())).shape[2]
+            mask = (jnp.arange(size) <= slots[..., None])[:, None]
+        run = decoder.run(tokens.embeddings, tokens.positions, mask, context=cache, slots=slots, keep=keep)
+        assert run.cache is not None
+        return Step(decoder.logits(run.hidden), run.cache)
+
+    def _generate_core(self, state, tokens: Tokens, context, mask, *, steps: int) -> Array:
+        decoder = nnx.merge(self._graph, state).decoder
+        B, T, _ = tokens.embeddings.shape
+        size = 0 if context is None else next(iter(context.values())).shape[2]
+        seen = _causal(B, T, size) if mask is None else mask
+        out = self._prefill_core(state, tokens, context, seen, start_layer=0, hidden_at=())
+        cache = self._grow(out.kv, tokens.positions, context, steps)
+        axes = tuple(range(1, tokens.positions.ndim))
+        place = jnp.max(tokens.positions, axis=axes) + 1
+        ahead = jnp.arange(size + T + steps)
+
+        def body(carry, index):
+            token, cache = carry
+            at = (place + index).reshape((B,) + (1,) * (tokens.positions.ndim - 1))
+            step_tokens = Tokens(decoder.embed(token[:, None]), jnp.broadcast_to(at, (B, 1, *tokens.positions.shape[2:])))
+            allowed = jnp.pad(seen[:, :, -1:], ((0, 0), (0, 0), (0, 0), (0, steps)))
+            allowed = allowed | ((ahead >= size + T) & (ahead <= size + T + index))
+            slots = jnp.full((B, 1), size + T, jnp.int32) + index
+            step = self._recompute_core(state, step_tokens, cache, slots, None, allowed)
+            return (jnp.argmax(step.logits[:, -1], axis=-1), step.cache), token
+
+        first = jnp.argmax(out.logits[:, -1], axis=-1)
+        return jax.lax.scan(body, (first, cache), jnp.arange(steps))[1].T
+
+    def _grow(self, kv: KV, positions: Array, context: KV | None, steps: int) -> KV:
+        """Engine-frame cache of context and tokens with room for `steps` more."""
+        turned = to_engine(self.layout, kv, positions, 0)
+        room = lambda new: jnp.pad(new, ((0, 0), (0, 0), (0, steps), (0, 0), (0, 0)))
+        if context is None:
+            return {name: room(new) for name, new in turned.items()}
+        return {name: room(jnp.concatenate([context[name].astype(new.dtype), new], 2)) for name, new in turned.items()}
+
+    # ------------------------------------------------------------------------------------------------ disk
+
+    def save(self, directory: str | os.PathLike[str], dtype: str | None = None) -> Path:
+        """Write a Hugging Face directory: config.json, preprocessor_config.json, model.safetensors, tokenizer.json."""
+        root = Path(directory)
+        root.mkdir(parents=True, exist_ok=True)
+        raw = self.config.to_dict()
+        values = self.parameters
+        if dtype is not None:
+            raw["torch_dtype"] = dtype
+            values = jax.tree.map(lambda leaf: leaf.astype(dtype), values)
+        (root / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        self.image_config.save(root)
+        if self.tokenizer is not None:
+            self.tokenizer.save(str(root / TOKENIZER_FILE))
+        save_weights(root, values, weight_map(self.config))
+        return root
+
+    @classmethod
+    def from_directory(
+        cls, directory: str | os.PathLike[str], raw: Mapping[str, Any], dtype: str | None, angles: str
+    ) -> "QwenVLBackbone":
+        """Read config, image settings, weights and tokenizer. `dtype` None takes the configuration's."""
+        config = family.Qwen25VLConfig.from_dict(raw, angles)
+        if dtype is not None:
+            config = dataclasses.replace(
+                config,
+                text=dataclasses.replace(config.text, dtype=dtype),
+                vision=dataclasses.replace(config.vision, dtype=dtype),
+            )
+        expected = flatten_params(family.parameters(family.abstract(config)))
+        values = load_weights(directory, weight_map(config), expected)
+        return cls(config, values, ImageConfig.from_directory(directory), _tokenizer(Path(directory)))
+
+
+def _tokenizer(root: Path) -> Any:
+    path = root / TOKENIZER_FILE
+    if not path.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def _is_image(item: Any) -> bool:
+    return not isinstance(item, str | list | tuple)
+
+
+def _causal(B: int, T: int, size: int) -> Array:
+    """[B,1,T,size+T]: the whole context, and the tokens up to one's own."""
+    own = jnp.tril(jnp.ones((T, T), bool))
+    return jnp.broadcast_to(jnp.concatenate([jnp.ones((T, size), bool), own], axis=1), (B, 1, T, size + T))

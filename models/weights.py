@@ -1,0 +1,314 @@
+"""Strict reading and writing of Hugging Face weight directories (`model.safetensors`, alone or sharded with an index).
+
+A family says where each tensor goes with a list of `Entry`; everything else (which tensors must be there, in which
+shape) follows from the parameters the model expects. Every header is checked before the first byte of data is read, so
+a bad checkpoint raises one typed error and leaves nothing half loaded.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from kvpatch_jax.errors import WeightsError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_INTEGER = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+
+ParamPath = tuple[str, ...]
+Params = dict[str, Any]
+Expected = Mapping[ParamPath, jax.ShapeDtypeStruct]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where one kind of tensor of a Hugging Face file goes.
+
+    Attributes:
+      pattern: the tensor's name; `{layer}` (any name in braces) stands for a number.
+      path: where the parameter is in the nested parameters. A part `{layer}` takes the number, if not stacked.
+      permute: axes of the file's tensor in the parameter's order, as for `numpy.transpose`; None leaves them.
+      stack: the tensors of all numbers are one parameter, on leading axes in the order of the braces.
+      file_shape: the tensor's shape in the file, where the parameter has its (permuted) axes flattened together.
+      tied_to: name of the tensor to read where this one is absent (an output head tied to the embedding).
+    """
+
+    pattern: str
+    path: ParamPath
+    permute: tuple[int, ...] | None = None
+    stack: bool = False
+    file_shape: tuple[int, ...] | None = None
+    tied_to: str | None = None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names in braces, in order."""
+        return tuple(field for _, field, _, _ in string.Formatter().parse(self.pattern) if field)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the file as a parameter needs it: name, shape there, and which slot of the parameter it fills."""
+
+    name: str
+    file_shape: tuple[int, ...]
+    entry: Entry
+    path: ParamPath
+    slot: tuple[int, ...]
+
+
+def weight_index(directory: str | os.PathLike[str]) -> dict[str, Path]:
+    """Tensor name to the file that holds it.
+
+    Raises:
+      WeightsError: no safetensors weights there, an index that cannot be read or names a file that is not there, or a
+        damaged file.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise WeightsError(f"{root} is not a directory; expected one with {SINGLE_FILE} or {INDEX_FILE}")
+    if (root / INDEX_FILE).is_file():
+        return _sharded_index(root)
+    if (root / SINGLE_FILE).is_file():
+        return {name: root / SINGLE_FILE for name in _headers(root / SINGLE_FILE)}
+    others = sorted(path.name for path in root.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    found = f"found {', '.join(others)}, which is not read" if others else "found no weights"
+    raise WeightsError(f"{root}: {found}; expected {SINGLE_FILE} or {INDEX_FILE}")
+
+
+def _sharded_index(root: Path) -> dict[str, Path]:
+    path = root / INDEX_FILE
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
+        index = {str(name): root / str(file) for name, file in entries}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f'{path} is not an index: expected JSON with "weight_map": {error}') from error
+    present: dict[str, Path] = {}
+    for file in sorted(set(index.values())):
+        if file.parent != root or file.name in ("", ".", ".."):
+            raise WeightsError(f"{path} names the file {str(file)!r}; expected a plain file name beside it")
+        if not file.is_file():
+            raise WeightsError(f"{path} names {file.name}, which is not in {root}")
+        present |= {name: file for name in _headers(file)}
+    for name, file in index.items():
+        if present.get(name) != file:
+            raise WeightsError(f"{path} says tensor {name!r} is in {file.name}; it is not there")
+    return present
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise WeightsError(f"{path} is damaged, cut short or not a safetensors file: {error}") from error
+
+
+def _headers(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name to (shape, stored type) of every tensor in a file, without reading its data."""
+    with _open(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+        return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+
+
+def _plan(entries: Sequence[Entry], expected: Expected) -> list[_Tensor]:
+    """Every tensor that must be in the file. Raises WeightsError where entries and parameters do not match."""
+    tensors: list[_Tensor] = []
+    filled: set[ParamPath] = set()
+    for entry in entries:
+        for path, numbers in _targets(entry, expected):
+            if path in filled:
+                raise WeightsError(f"two entries fill the parameter {'.'.join(path)}; second: {entry.pattern!r}")
+            filled.add(path)
+            tensors += _tensors_of(entry, path, expected[path], numbers)
+    unfilled = sorted(set(expected) - filled)
+    if unfilled:
+        raise WeightsError(f"no entry fills the parameter {'.'.join(unfilled[0])} ({len(unfilled)} in all)")
+    return tensors
+
+
+def _targets(entry: Entry, expected: Expected) -> Iterator[tuple[ParamPath, dict[str, int]]]:
+    """Parameters an entry fills, with the numbers in their paths: one, or one per number where the path has braces."""
+    braces = re.compile(r"\\\{(\w+)\\\}")
+    rules = [re.compile(braces.sub(r"(?P<\1>\\d+)", re.escape(part))) for part in entry.path]
+    found = False
+    for path in expected:
+        matches = [rule.fullmatch(part) for rule, part in zip(rules, path, strict=False)]
+        if len(path) == len(rules) and all(matches):
+            found = True
+            yield path, {field: int(n) for match in matches if match for field, n in match.groupdict().items()}
+    if not found:
+        raise WeightsError(f"entry {entry.pattern!r} fills {'.'.join(entry.path)}, which the model does not have")
+
+
+def _tensors_of(
+    entry: Entry, path: ParamPath, leaf: jax.ShapeDtypeStruct, numbers: dict[str, int]
+) -> Iterator[_Tensor]:
+    depth = len(entry.fields) if entry.stack else 0
+    lead, inner = leaf.shape[:depth], leaf.shape[depth:]
+    fits = len(lead) == depth and len(entry.permute or ()) in (0, len(entry.file_shape or inner))
+    file_shape = entry.file_shape or (_unpermuted(inner, entry.permute) if fits else ())
+    if not fits or math.prod(file_shape) != math.prod(inner):
+        raise WeightsError(f"entry {entry.pattern!r} does not fit the parameter {'.'.join(path)} of shape {leaf.shape}")
+    for slot in itertools.product(*map(range, lead)):
+        numbers = dict(zip(entry.fields, slot, strict=True)) if entry.stack else numbers
+        yield _Tensor(entry.pattern.format(**numbers), tuple(file_shape), entry, path, slot)
+
+
+def _unpermuted(shape: Sequence[int], permute: tuple[int, ...] | None) -> tuple[int, ...]:
+    return tuple(shape) if permute is None else tuple(shape[axis] for axis in np.argsort(permute))
+
+
+def load_weights(
+    directory: str | os.PathLike[str],
+    entries: Sequence[Entry],
+    expected: Expected,
+    dtype: DTypeLike | None = None,
+    ignore: Sequence[str] = (),
+) -> Params:
+    """Read a checkpoint into nested parameters.
+
+    Args:
+      directory: a Hugging Face directory.
+      entries: the family's map from tensors to parameters.
+      expected: path to shape and type of every parameter of the model.
+      dtype: type for floating parameters; None takes each parameter's expected one.
+      ignore: regular expressions of tensor names that may be there and are not read.
+
+    Returns:
+      Nested dict of JAX arrays, one per path of `expected`. Stored float64, float32, float16 and bfloat16 are cast.
+
+    Raises:
+      WeightsError: a missing, unexpected, mis-shaped or mis-typed tensor, a damaged file, or no weights at all. It
+        names the tensor or the file and what was expected.
+    """
+    index = weight_index(directory)
+    tensors = _resolve_ties(_plan(entries, expected), index)
+    headers = {name: header for file in sorted(set(index.values())) for name, header in _headers(file).items()}
+    _check(Path(directory), tensors, headers, expected, ignore)
+    params: Params = {}
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_open(path)) for path in sorted(set(index.values()))}
+        for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
+            leaf = expected[path]
+            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+            value = np.empty(leaf.shape, jnp.dtype(dtype) if floating and dtype is not None else leaf.dtype)
+            for tensor in group:
+                value[tensor.slot] = _read(files[index[tensor.name]], tensor).reshape(value[tensor.slot].shape)
+            _put(params, path, jnp.asarray(value))
+    return params
+
+
+def _resolve_ties(tensors: list[_Tensor], index: Mapping[str, Path]) -> list[_Tensor]:
+    return [
+        dataclasses.replace(tensor, name=tensor.entry.tied_to)
+        if tensor.name not in index and tensor.entry.tied_to is not None
+        else tensor
+        for tensor in tensors
+    ]
+
+
+def _check(
+    root: Path,
+    tensors: Sequence[_Tensor],
+    headers: Mapping[str, tuple[tuple[int, ...], str]],
+    expected: Expected,
+    ignore: Sequence[str],
+) -> None:
+    for tensor in tensors:
+        place = ".".join(tensor.path)
+        if tensor.name not in headers:
+            raise WeightsError(
+                f"{root}: tensor {tensor.name!r} is missing; expected shape {tensor.file_shape} for {place}"
+            )
+        shape, stored = headers[tensor.name]
+        if shape != tensor.file_shape:
+            raise WeightsError(
+                f"{root}: tensor {tensor.name!r} has shape {shape}; expected {tensor.file_shape} for {place}"
+            )
+        floating = jnp.issubdtype(expected[tensor.path].dtype, jnp.floating)
+        allowed = _FLOATING if floating else _INTEGER
+        if stored not in allowed:
+            raise WeightsError(
+                f"{root}: tensor {tensor.name!r} has type {stored}; expected one of {', '.join(allowed)}"
+            )
+    known = {tensor.name for tensor in tensors}
+    skip = [re.compile(pattern) for pattern in ignore]
+    extra = sorted(name for name in headers if name not in known and not any(rule.fullmatch(name) for rule in skip))
+    if extra:
+        raise WeightsError(
+            f"{root}: tensor {extra[0]!r} is unexpected ({len(extra)} in all); this model has no such parameter"
+        )
+
+
+def _read(file: Any, tensor: _Tensor) -> np.ndarray:
+    try:
+        value = file.get_tensor(tensor.name)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise WeightsError(f"tensor {tensor.name!r} cannot be read: {error}") from error
+    return value if tensor.entry.permute is None else value.transpose(tensor.entry.permute)
+
+
+def _put(params: Params, path: ParamPath, value: jax.Array) -> None:
+    for part in path[:-1]:
+        params = params.setdefault(part, {})
+    params[path[-1]] = value
+
+
+def flatten_params(params: Mapping[str, Any], prefix: ParamPath = ()) -> dict[ParamPath, Any]:
+    """Nested parameters as path to leaf."""
+    flat: dict[ParamPath, Any] = {}
+    for name, value in params.items():
+        path = (*prefix, str(name))
+        flat |= flatten_params(value, path) if isinstance(value, Mapping) else {path: value}
+    return flat
+
+
+def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], entries: Sequence[Entry]) -> Path:
+    """Write parameters as `model.safetensors` under Hugging Face's names, in the type they have.
+
+    A parameter tied to another tensor is left out. The file appears whole or not at all. Returns its path.
+
+    Raises:
+      WeightsError: a parameter that no entry covers, or an entry whose parameter is not there.
+    """
+    flat = flatten_params(params)
+    expected = {path: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for path, leaf in flat.items()}
+    values: dict[str, np.ndarray] = {}
+    for path, group in itertools.groupby(_plan(entries, expected), key=lambda tensor: tensor.path):
+        leaf = np.asarray(flat[path])
+        for tensor in group:
+            if tensor.entry.tied_to is None:
+                values[tensor.name] = _to_file(leaf[tensor.slot], tensor)
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    partial = root / f".{SINGLE_FILE}.partial"
+    try:
+        save_file(values, partial, metadata={"format": "pt"})
+        os.replace(partial, root / SINGLE_FILE)
+    finally:
+        partial.unlink(missing_ok=True)
+    return root / SINGLE_FILE
+
+
+def _to_file(value: np.ndarray, tensor: _Tensor) -> np.ndarray:
+    permute = tensor.entry.permute
+    if permute is None:
+        return np.ascontiguousarray(value.reshape(tensor.file_shape))
+    permuted = value.reshape([tensor.file_shape[axis] for axis in permute])
+    return np.ascontiguousarray(permuted.transpose(np.argsort(permute)))

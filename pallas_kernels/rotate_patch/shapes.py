@@ -1,0 +1,31 @@
+"""Shapes that tests and benchmarks share: (name, leading, tokens, heads, width, rotary, rank, layout)."""
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """One case: x [*leading, tokens, heads, width], rotary channels, rank, layout word."""
+
+    name: str
+    leading: tuple[int, ...]
+    tokens: int
+    heads: int
+    width: int
+    rotary: int
+    rank: int
+    layout: str
+
+
+SMALL = (
+    Shape("gqa", (2,), 12, 2, 16, 16, 4, "half"),
+    Shape("pairs", (2, 3), 7, 2, 16, 16, 3, "pairs"),
+    Shape("partial", (2,), 9, 2, 16, 8, 2, "pairs"),
+    Shape("mla", (3,), 10, 1, 64, 64, 8, "half"),
+    Shape("ragged", (1,), 13, 3, 20, 12, 1, "half"),
+)
+
+PRODUCTION = (
+    Shape("qwen2_5_vl_7b", (28,), 1024, 4, 128, 128, 32, "half"),
+    Shape("qwen3_vl_8b", (36,), 1024, 8, 128, 128, 32, "half"),
+    Shape("kimi_vl_rope", (27,), 1088, 1, 64, 64, 32, "half"),
+)

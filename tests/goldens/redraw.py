@@ -1,0 +1,51 @@
+"""Draw the weights of a golden model again from their names, so that no weights are committed.
+
+The same code runs where the goldens are made (with transformers) and in the tests. It uses only the raw words of a
+counter-based generator and plain float64 arithmetic, so the bits depend neither on NumPy's version nor on a maths
+library.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+_WORDS_PER_VALUE = 4  # four 16-bit uniforms, summed: close to normal, standard deviation 2^16 / sqrt(3)
+_NORM_MARKERS = ("norm", "ln_q", "layernorm")
+
+
+def standard_values(name: str, count: int, seed: int = 0) -> np.ndarray:
+    """`count` nearly normal float64 values (mean 0, variance 1, |x| <= 3.5) that depend only on `name` and `seed`."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
+    words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count).astype("<u8")
+    parts = words.view("<u2").reshape(count, _WORDS_PER_VALUE).astype(np.int64)
+    centred = 2 * parts.sum(axis=1) - _WORDS_PER_VALUE * (2**16 - 1)
+    return centred.astype(np.float64) * (np.sqrt(3.0 / _WORDS_PER_VALUE) / 2**16)
+
+
+def _scale(name: str, shape: Sequence[int]) -> tuple[float, float]:
+    """Mean and standard deviation of a parameter, from the last words of its name and its shape."""
+    owner = name.split(".")[-2] if "." in name else name
+    if name.endswith("bias"):
+        return 0.0, 0.2
+    if len(shape) == 1 and any(marker in owner for marker in _NORM_MARKERS):
+        return 1.0, 0.2
+    if "embed_tokens" in name or "pos_emb" in name or len(shape) < 2:
+        return 0.0, 1.0
+    return 0.0, 1.2 / float(np.sqrt(np.prod(shape[1:])))
+
+
+def redraw(name: str, shape: Sequence[int], dtype: np.typing.DTypeLike = np.float32, seed: int = 0) -> np.ndarray:
+    """The parameter called `name` (Hugging Face's name and `[out, in, ...]` layout), drawn again.
+
+    Matrices and kernels have standard deviation 1.2 / sqrt(fan in), norm weights 1 ± 0.2, biases 0 ± 0.2, embeddings
+    0 ± 1: large enough that a wrong or forgotten parameter shows in every output.
+    """
+    mean, deviation = _scale(name, shape)
+    values = mean + deviation * standard_values(name, int(np.prod(shape)), seed)
+    return values.reshape(tuple(shape)).astype(dtype)
+
+
+def redraw_all(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, np.ndarray]:
+    """Every parameter of `shapes` (name -> shape), drawn again in float32."""
+    return {name: redraw(name, shape, seed=seed) for name, shape in shapes.items()}

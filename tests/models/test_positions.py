@@ -1,0 +1,131 @@
+"""Positions against transformers' get_rope_index, the authors' video rule, and chunks' local positions."""
+
+from collections.abc import Iterator
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from kvpatch_jax.errors import ConfigError, InputError
+from models.positions import PositionConfig, VideoRule, get_rope_positions, image_local_positions, text_local_positions
+from tests.goldens.load import golden_arrays
+
+CONFIG = PositionConfig(image_token_id=301, video_token_id=302, merge_size=2, tokens_per_second=2)
+TABLES = golden_arrays("qwen2_5_vl", "positions")
+MIXTURES = sorted({name.split(".")[0] for name in TABLES})
+
+
+def mixture(name: str) -> dict[str, np.ndarray]:
+    return {key.split(".")[1]: value for key, value in TABLES.items() if key.split(".")[0] == name}
+
+
+def positions_of(case: dict[str, np.ndarray], rule: VideoRule) -> tuple[np.ndarray, int]:
+    return get_rope_positions(case["input_ids"], case["images"], case["videos"], case["seconds"], CONFIG, rule)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_hf5_rule_equals_transformers(name: str) -> None:
+    case = mixture(name)
+    positions, delta = positions_of(case, "hf5")
+    assert np.array_equal(positions, case["positions"])
+    assert delta == case["delta"]
+
+
+@pytest.mark.parametrize("name", ["image", "images"])
+def test_rules_agree_on_images(name: str) -> None:
+    case = mixture(name)
+    assert np.array_equal(positions_of(case, "max")[0], case["positions"])
+
+
+@pytest.mark.parametrize("name", ["text", "one_image", "two_images", "video"])
+def test_positions_of_the_golden_prompts(name: str) -> None:
+    case = golden_arrays("qwen2_5_vl", name)
+    images, videos, seconds = (case.get(key) for key in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts"))
+    positions, delta = get_rope_positions(case["input_ids"], images, videos, seconds, CONFIG)
+    assert np.array_equal(positions, case["position_ids"])
+    assert delta == positions.max() + 1 - len(positions)
+    assert delta == case.get("rope_delta", delta)
+
+
+def test_authors_rule_goes_on_after_the_time_axis() -> None:
+    ids = np.array([303] + [302] * 60 + [304], np.int32)
+    grid = np.array([[10, 4, 6]], np.int32)
+    ends = {}
+    for rule in ("max", "hf5"):
+        positions, _ = get_rope_positions(ids, None, grid, np.array([1.0], np.float32), CONFIG, rule)
+        assert positions[1:-1, 0].tolist() == np.repeat(1 + 2 * np.arange(10), 6).tolist()
+        ends[rule] = positions[-1].tolist()
+    assert ends == {"max": [20] * 3, "hf5": [4] * 3}
+
+
+@pytest.mark.parametrize("name", ["one_image", "two_images", "video"])
+def test_local_positions_placed_make_the_prompts(name: str) -> None:
+    case = golden_arrays("qwen2_5_vl", name)
+    seconds = case.get("second_per_grid_ts", np.ones(1))
+    grids = case.get("image_grid_thw", case.get("video_grid_thw"))
+    assert grids is not None
+    lead = int(np.argmax(case["input_ids"] == 303))
+    pieces, start = [], 0
+    chunks = [text_local_positions(lead)]
+    chunks += [image_local_positions(tuple(grid), 2, time_step=2 * float(seconds[0])) for grid in grids.tolist()]
+    for local, span in chunks:
+        assert local.dtype == np.float32
+        assert span == local.max() + 1
+        pieces.append(local + start)
+        start += span
+    pieces.append(text_local_positions(len(case["input_ids"]) - sum(map(len, pieces)))[0] + start)
+    assert np.array_equal(np.concatenate(pieces), case["position_ids"])
+
+
+def test_local_positions_of_an_image() -> None:
+    local, span = image_local_positions((1, 4, 6), 2)
+    assert local.tolist() == [[0, 0, 0], *[[1, 1 + row, 1 + column] for row in (0, 1) for column in (0, 1, 2)], [4] * 3]
+    assert span == 5
+    bare, span = image_local_positions((1, 4, 6), 2, with_start_end_tokens=False)
+    assert np.array_equal(bare, local[1:-1] - 1)
+    assert span == 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "images", "videos", "message"),
+    [
+        ([1, 301, 301], [], [], "pads for image 0; only 0 image grids"),
+        ([1, 301, 301], [(1, 4, 4)], [], "needs 4 pad tokens 301 from index 1; found 2"),
+        ([1, 301, 1, 301, 301], [(1, 4, 4)], [], "found 1"),
+        ([1, 2], [(1, 2, 2)], [], "1 image grids were given; the prompt has pads for 0"),
+        ([302, 302], [], [(1, 2, 5)], "not a positive multiple of the merge size 2"),
+    ],
+)
+def test_pads_and_grids_must_match(ids: list, images: list, videos: list, message: str) -> None:
+    first, second = (np.array(grid, np.int32).reshape(-1, 3) for grid in (images, videos))
+    with pytest.raises(InputError, match=message):
+        get_rope_positions(np.array(ids, np.int32), first, second, None, CONFIG)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Type checks off, as in production, so that our own errors are what a caller sees."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_other_bad_input() -> None:
+    ids, grid = np.array([302], np.int32), np.array([[1, 2, 2]], np.int32)
+    with pytest.raises(InputError, match="second_per_grid_ts has 2 values"):
+        get_rope_positions(ids, None, grid, np.ones(2, np.float32), CONFIG)
+    with pytest.raises(InputError, match="video_rule is 'other'"):
+        get_rope_positions(ids, None, grid, None, CONFIG, "other")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="not a positive multiple"):
+        image_local_positions((1, 0, 2), 2)
+    with pytest.raises(ConfigError, match="vision_config None"):
+        PositionConfig.from_config({})
+
+
+def test_empty_prompt_and_configuration() -> None:
+    positions, delta = get_rope_positions(np.zeros(0, np.int32), None, None, None, CONFIG)
+    assert (positions.shape, delta) == ((0, 3), 0)
+    fields = {"image_token_id": 301, "video_token_id": 302}
+    vision = {"spatial_merge_size": 2, "tokens_per_second": 2}
+    assert PositionConfig.from_config(fields | {"vision_config": vision}) == CONFIG

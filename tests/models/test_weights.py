@@ -1,0 +1,201 @@
+"""Reading and writing Hugging Face weight directories: round trips, shards, and every way a checkpoint can be wrong."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvpatch_jax.errors import WeightsError
+from models.weights import Entry, flatten_params, load_weights, save_weights, weight_index
+from tests.goldens.load import golden_shapes
+from tests.goldens.redraw import redraw, redraw_all
+
+ENTRIES = [
+    Entry("embed.weight", ("embedding",)),
+    Entry("layers.{layer}.proj.weight", ("layers", "kernel"), permute=(1, 0), stack=True),
+    Entry("layers.{layer}.experts.{expert}.weight", ("layers", "experts"), permute=(1, 0), stack=True),
+    Entry("layers.{layer}.norm.weight", ("norm_{layer}", "weight")),
+    Entry("patch.weight", ("patch", "kernel"), permute=(1, 2, 3, 4, 0), file_shape=(6, 3, 2, 2, 2)),
+]
+SHAPES = {
+    ("embedding",): (5, 4),
+    ("layers", "kernel"): (3, 4, 7),
+    ("layers", "experts"): (3, 2, 4, 2),
+    **{(f"norm_{layer}", "weight"): (4,) for layer in range(3)},
+    ("patch", "kernel"): (24, 6),
+}
+EXPECTED = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()}
+
+
+def file_tensors() -> dict[str, np.ndarray]:
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (5, 4), "patch.weight": (6, 3, 2, 2, 2)}
+    for layer in range(3):
+        shapes |= {f"layers.{layer}.proj.weight": (7, 4), f"layers.{layer}.norm.weight": (4,)}
+        shapes |= {f"layers.{layer}.experts.{expert}.weight": (2, 4) for expert in range(2)}
+    return redraw_all(shapes)
+
+
+def write_shards(root: Path, tensors: dict[str, np.ndarray]) -> None:
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, root / file)
+    weight_map = {name: file for file, part in files.items() for name in part}
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_load_permutes_stacks_and_flattens(tmp_path: Path) -> None:
+    tensors = file_tensors()
+    save_file(tensors, tmp_path / "model.safetensors")
+    params = load_weights(tmp_path, ENTRIES, EXPECTED)
+    assert {path: leaf.shape for path, leaf in flatten_params(params).items()} == SHAPES
+    assert np.array_equal(params["layers"]["kernel"][2], tensors["layers.2.proj.weight"].T)
+    assert np.array_equal(params["layers"]["experts"][1, 1], tensors["layers.1.experts.1.weight"].T)
+    assert np.array_equal(params["norm_1"]["weight"], tensors["layers.1.norm.weight"])
+    assert np.array_equal(params["patch"]["kernel"], tensors["patch.weight"].reshape(6, 24).T)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_round_trip(tmp_path: Path, dtype: jnp.dtype) -> None:
+    tensors = {name: value.astype(dtype) for name, value in file_tensors().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    params = load_weights(tmp_path, ENTRIES, EXPECTED, dtype=dtype)
+    path = save_weights(tmp_path / "again", params, ENTRIES)
+    again = load_file(path)
+    assert again.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert again[name].dtype == value.dtype
+        assert again[name].tobytes() == value.tobytes(), name
+    assert [file.name for file in path.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_golden_checkpoint_round_trip(qwen2_5_vl_directory: Path, tmp_path: Path) -> None:
+    shapes = golden_shapes("qwen2_5_vl")
+    entries = [Entry(name, (name.replace(".", "/"),)) for name in shapes]
+    expected = {e.path: jax.ShapeDtypeStruct(tuple(shapes[e.pattern]), jnp.float32) for e in entries}
+    params = load_weights(qwen2_5_vl_directory, entries, expected)
+    path = save_weights(tmp_path, params, entries)
+    assert path.read_bytes() == (qwen2_5_vl_directory / "model.safetensors").read_bytes()
+
+
+def test_bfloat16_file_into_float32_and_back(tmp_path: Path) -> None:
+    tensors = {name: value.astype(ml_dtypes.bfloat16) for name, value in file_tensors().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    params = load_weights(tmp_path, ENTRIES, EXPECTED)
+    assert params["embedding"].dtype == jnp.float32
+    assert np.array_equal(params["embedding"], tensors["embed.weight"].astype(np.float32))
+
+
+def test_shards_load_like_one_file(tmp_path: Path) -> None:
+    write_shards(tmp_path, file_tensors())
+    index = weight_index(tmp_path)
+    assert {file.name for file in index.values()} == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save_file(file_tensors(), whole / "model.safetensors")
+    first, second = (flatten_params(load_weights(root, ENTRIES, EXPECTED)) for root in (tmp_path, whole))
+    assert all(np.array_equal(first[path], second[path]) for path in SHAPES)
+
+
+def test_tied_head_takes_the_embedding_and_is_not_written(tmp_path: Path) -> None:
+    save_file(file_tensors(), tmp_path / "model.safetensors")
+    entries = [*ENTRIES, Entry("head.weight", ("head",), permute=(1, 0), tied_to="embed.weight")]
+    expected = EXPECTED | {("head",): jax.ShapeDtypeStruct((4, 5), jnp.float32)}
+    params = load_weights(tmp_path, entries, expected)
+    assert np.array_equal(params["head"], params["embedding"].T)
+    assert "head.weight" not in load_file(save_weights(tmp_path / "again", params, entries))
+
+
+def test_ignored_tensors_may_be_there(tmp_path: Path) -> None:
+    save_file(file_tensors() | {"layers.0.inv_freq": np.ones(2)}, tmp_path / "model.safetensors")
+    load_weights(tmp_path, ENTRIES, EXPECTED, ignore=(r"layers\.\d+\.inv_freq",))
+    with pytest.raises(WeightsError, match=r"'layers\.0\.inv_freq' is unexpected \(1 in all\)"):
+        load_weights(tmp_path, ENTRIES, EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("layers.1.proj.weight", None, r"'layers\.1\.proj\.weight' is missing; expected shape \(7, 4\)"),
+        ("layers.1.proj.weight", np.ones((4, 7), np.float32), r"has shape \(4, 7\); expected \(7, 4\)"),
+        (
+            "layers.1.proj.weight",
+            np.ones((7, 4), np.int32),
+            r"'layers\.1\.proj\.weight' has type I32; expected one of F",
+        ),
+        ("layers.3.proj.weight", np.ones((7, 4), np.float32), r"'layers\.3\.proj\.weight' is unexpected"),
+    ],
+)
+def test_wrong_tensor_is_named(tmp_path: Path, name: str, value: np.ndarray | None, message: str) -> None:
+    tensors = file_tensors() | {name: value}
+    save_file({key: part for key, part in tensors.items() if part is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=message):
+        load_weights(tmp_path, ENTRIES, EXPECTED)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 900])
+def test_file_cut_short(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(file_tensors(), path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(WeightsError, match=r"model\.safetensors is damaged"):
+        load_weights(tmp_path, ENTRIES, EXPECTED)
+
+
+def test_directory_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="found no weights"):
+        weight_index(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(WeightsError, match=r"pytorch_model\.bin, which is not read"):
+        weight_index(tmp_path)
+    with pytest.raises(WeightsError, match="is not a directory"):
+        weight_index(tmp_path / "nowhere")
+
+
+def test_wrong_index(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    write_shards(tmp_path, file_tensors())
+    weight_map = json.loads(path.read_text())["weight_map"]
+    wrong = {
+        "not JSON": ("{", "is not an index"),
+        "no map": ("{}", "is not an index"),
+        "absent shard": (json.dumps({"weight_map": {"a": "absent.safetensors"}}), r"names absent\.safetensors"),
+        "outside": (json.dumps({"weight_map": {"a": "../m.safetensors"}}), "plain file name"),
+        "other shard": (json.dumps({"weight_map": weight_map | {"a.weight": weight_map["embed.weight"]}}), "not there"),
+    }
+    for text, message in wrong.values():
+        path.write_text(text)
+        with pytest.raises(WeightsError, match=message):
+            weight_index(tmp_path)
+
+
+def test_map_and_model_must_match(tmp_path: Path) -> None:
+    save_file(file_tensors(), tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"no entry fills the parameter patch\.kernel"):
+        load_weights(tmp_path, ENTRIES[:-1], EXPECTED)
+    with pytest.raises(WeightsError, match="which the model does not have"):
+        load_weights(tmp_path, [*ENTRIES, Entry("a", ("other",))], EXPECTED)
+    with pytest.raises(WeightsError, match="two entries fill the parameter embedding"):
+        load_weights(tmp_path, [*ENTRIES, Entry("a", ("embedding",))], EXPECTED)
+    with pytest.raises(WeightsError, match="does not fit the parameter embedding"):
+        load_weights(tmp_path, [Entry("embed.weight", ("embedding",), permute=(0, 2, 1)), *ENTRIES[1:]], EXPECTED)
+
+
+def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    save_file(file_tensors(), tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(WeightsError):
+        save_weights(tmp_path, {"embedding": jnp.zeros((5, 4))}, ENTRIES)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_redraw_is_pinned() -> None:
+    value = redraw("model.layers.0.self_attn.q_proj.weight", (64, 64))
+    assert value[0, :3].view(np.uint32).tolist() == [3175506206, 3188477144, 1048102165]
+    assert abs(value.std() * 8 / 1.2 - 1) < 0.05
+    assert not np.array_equal(value, redraw("model.layers.1.self_attn.q_proj.weight", (64, 64)))
