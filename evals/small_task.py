@@ -145,7 +145,10 @@ def _draw_colours(rng: np.random.Generator, legend_glyph: np.ndarray) -> tuple[n
     fill = np.empty_like(legend_glyph)
     stripe = np.empty_like(legend_glyph)
     rows = np.arange(count)[:, None]
-    first_fill, second_shift = rng.integers(0, ACTIVE_FILLS, (count, GLYPHS)), rng.integers(1, ACTIVE_FILLS, (count, GLYPHS))
+    first_fill, second_shift = (
+        rng.integers(0, ACTIVE_FILLS, (count, GLYPHS)),
+        rng.integers(1, ACTIVE_FILLS, (count, GLYPHS)),
+    )
     first_stripe, stripe_shift = rng.integers(0, COLOURS, (count, GLYPHS)), rng.integers(1, COLOURS, (count, GLYPHS))
     seen = np.zeros((count, GLYPHS), np.int64)
     for legend in range(LEGENDS):
@@ -220,14 +223,39 @@ def _ink(glyph: np.ndarray, digits: np.ndarray) -> np.ndarray:
 
 
 def _draw_digits(rng: np.random.Generator, glyph: np.ndarray, split: str) -> np.ndarray:
+    """One handwritten image [8, 8] per glyph; training images are also mixed within their class and warped."""
     pools = handwriting(split)
     flat = (glyph % DIGITS).reshape(-1)
-    draws = rng.random(flat.size)
-    out = np.empty((flat.size, 8, 8), np.float32)
-    for digit in range(DIGITS):
-        mine = flat == digit
-        out[mine] = pools[digit][(draws[mine] * len(pools[digit])).astype(np.int64)]
-    return out.reshape(*glyph.shape, 8, 8)
+    first, second = (_pick_digits(pools, flat, rng.random(flat.size)) for _ in range(2))
+    if split == "train":
+        share = np.float32(0.5) * rng.random((flat.size, 1, 1), np.float32)
+        first = _warp(rng, first + share * (second - first))
+    return first.reshape(*glyph.shape, 8, 8)
+
+
+def _pick_digits(pools: list[np.ndarray], digits: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    out = np.empty((digits.size, 8, 8), np.float32)
+    for digit, pool in enumerate(pools):
+        mine = digits == digit
+        out[mine] = pool[(draws[mine] * len(pool)).astype(np.int64)]
+    return out
+
+
+def _warp(rng: np.random.Generator, images: np.ndarray) -> np.ndarray:
+    """Images [n, 8, 8] under small random affine maps (turn, stretch, shear, shift), bilinear, blank outside."""
+    count = len(images)
+    matrix = np.eye(2, dtype=np.float32) + rng.normal(0.0, 0.1, (count, 2, 2)).astype(np.float32)
+    shift = rng.uniform(-0.6, 0.6, (count, 2, 1)).astype(np.float32)
+    grid = np.indices((8, 8), np.float32).reshape(2, -1) - 3.5
+    place = np.clip(matrix @ grid + 3.5 + shift, -1.0, 8.0)
+    floor = np.floor(place).astype(np.int64)
+    part = place - floor
+    padded = np.pad(images, ((0, 0), (1, 2), (1, 2)))
+    item = np.arange(count)[:, None]
+    corner = lambda down, right: padded[item, floor[:, 0] + 1 + down, floor[:, 1] + 1 + right]
+    top = corner(0, 0) * (1 - part[:, 1]) + corner(0, 1) * part[:, 1]
+    bottom = corner(1, 0) * (1 - part[:, 1]) + corner(1, 1) * part[:, 1]
+    return (top * (1 - part[:, 0]) + bottom * part[:, 0]).reshape(count, 8, 8)
 
 
 def render(contexts: Contexts, split: str = "held_out") -> tuple[np.ndarray, np.ndarray]:
@@ -246,7 +274,10 @@ def render(contexts: Contexts, split: str = "held_out") -> tuple[np.ndarray, np.
     pages[:, :, 1:] = PALETTE[contexts.cell_tag][..., None, None, :]
     for index, seed in enumerate(contexts.ink_seed):
         rng = np.random.default_rng(int(seed))
-        for cells, glyph in ((legends[index, :, :, 0], contexts.legend_glyph), (pages[index, :, 1:], contexts.page_glyph)):
+        for cells, glyph in (
+            (legends[index, :, :, 0], contexts.legend_glyph),
+            (pages[index, :, 1:], contexts.page_glyph),
+        ):
             cells[..., 1:9, 1:9, :] = _ink(glyph[index], _draw_digits(rng, glyph[index], split))[..., None]
         for cells in (legends[index], pages[index]):
             cells += 10.0 * rng.standard_normal(cells.shape, np.float32)
@@ -352,7 +383,9 @@ def _either_colour(rng: np.random.Generator, glyph: np.ndarray, colours) -> tupl
     item = np.arange(len(glyph))[:, None]
     fill = rng.random(glyph.shape) < 0.5
     ask_token = np.where(fill, VOCABULARY.ask_fill, VOCABULARY.ask_stripe)
-    return ask_token, np.where(fill, VOCABULARY.fill + colours[0][item, glyph], VOCABULARY.stripe + colours[1][item, glyph])
+    return ask_token, np.where(
+        fill, VOCABULARY.fill + colours[0][item, glyph], VOCABULARY.stripe + colours[1][item, glyph]
+    )
 
 
 def _ask_most(contexts: Contexts, rng: np.random.Generator, count: int, fill_of: np.ndarray, times: np.ndarray):

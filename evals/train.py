@@ -7,198 +7,185 @@ checkpoint in DIR/checkpoints. Leaves DIR/model (a Hugging Face directory), DIR/
 import dataclasses
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from absl import app, flags
 from flax import nnx
 from jaxtyping import Array
 
-from kvpatch_jax.rope import Rope
-from models.decoder import DecoderConfig
-from models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, with_parameters
-from models.vision_qwen2_5 import VisionConfig, plan_patches
+from kvpatch_jax.errors import ConfigError
+from models import QwenVLBackbone
+from models.vision_qwen2_5 import plan_patches
 
-from . import sequences, small_task
-from .small_task import VOCABULARY
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Every training choice.
-
-    window: share of the page questions that see only the page (the legends have slid out of the window).
-    auxiliary: weight of the auxiliary loss, which reads each image token against the token embeddings.
-    tied_init: whether query projections start as copies of the key projections of their group.
-    """
-
-    seed: int = 0
-    steps: int = 2200
-    batch: int = 16
-    learning_rate: float = 1.5e-3
-    warmup: int = 60
-    weight_decay: float = 0.01
-    beta2: float = 0.98
-    clip: float = 1.0
-    window: float = 0.5
-    auxiliary: float = 0.5
-    tied_init: bool = True
-    start_range: int = 64
-    page: int = 3
-    legend: int = 3
-    chain: int = 8
-    aggregate: int = 5
-    override: int = 4
-
-    @property
-    def questions(self) -> dict[str, int]:
-        """How many questions of each kind are packed behind each context."""
-        return {kind: getattr(self, kind) for kind in small_task.KINDS}
-
-
-def small_config() -> Qwen25VLConfig:
-    """The small backbone: Qwen2.5-VL's architecture at 1.4 M parameters, KV width 128."""
-    text = DecoderConfig(
-        vocabulary=len(VOCABULARY),
-        width=128,
-        layers=6,
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        intermediate=256,
-        rope=Rope(1e4, 64, sections=(1, 9, 22), order="blocked", angles="exact"),
-        attention_bias=True,
-    )
-    vision = VisionConfig(
-        depth=2,
-        width=64,
-        heads=2,
-        intermediate=128,
-        output_width=128,
-        patch=small_task.PATCH,
-        merge=small_task.MERGE,
-        temporal=small_task.TEMPORAL,
-        window=small_task.CELL_PIXELS,
-        full_layers=(),
-    )
-    return Qwen25VLConfig(
-        text=text,
-        vision=vision,
-        image_token=VOCABULARY.image,
-        video_token=VOCABULARY.video,
-        vision_start_token=VOCABULARY.vision_start,
-        vision_end_token=VOCABULARY.vision_end,
-        end_tokens=(VOCABULARY.end,),
-    )
-
-
-def initialise(config: Qwen25VLConfig, recipe: Recipe) -> Qwen25VL:
-    """Fresh parameters: unit embeddings, cell tokens as the mean of their row and tag, tied query and key kernels."""
-    model = Qwen25VL(config, nnx.Rngs(recipe.seed))
-    table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
-    row = table[VOCABULARY.row : VOCABULARY.row + small_task.ROWS]
-    tag = table[VOCABULARY.tag : VOCABULARY.tag + small_task.CELLS]
-    cell = ((row[:, None] + tag[None]) * 0.5**0.5).reshape(-1, table.shape[1])
-    model.decoder.embedding[...] = table.at[VOCABULARY.cell :].set(cell)
-    if recipe.tied_init:
-        attention, text = model.decoder.layers.attention, config.text
-        key = attention.key.kernel[...].reshape(text.layers, text.width, text.kv_heads, 1, text.head_dim)
-        query = jnp.broadcast_to(key, (*key.shape[:3], text.heads // text.kv_heads, text.head_dim))
-        attention.query.kernel[...] = query.reshape(attention.query.kernel.shape)
-    return model
-
-
-# What each tap must tell: (layer, label, first token of the group, size of the group).
-AUXILIARY = (
-    (0, "seen", VOCABULARY.row, VOCABULARY.cell - VOCABULARY.row),
-    (0, "tag", VOCABULARY.tag, small_task.CELLS),
-    (2, "seen", VOCABULARY.row, VOCABULARY.cell - VOCABULARY.row),
-    (2, "bound", VOCABULARY.glyph, small_task.GLYPHS),
-    (2, "cell", VOCABULARY.cell, small_task.ROWS * small_task.CELLS),
-    (6, "fill", VOCABULARY.fill, small_task.COLOURS),
-    (6, "stripe", VOCABULARY.stripe, small_task.COLOURS),
+from . import small_task
+from .small_model import (
+    Recipe,
+    draw_batch,
+    image_config,
+    image_grids,
+    initialise,
+    loss_of,
+    make_optimiser,
+    make_tokenizer,
+    small_config,
 )
 
 
-def _read(hidden: Array, embedding: Array, labels: Array, first: int, size: int) -> Array:
-    """Mean cross-entropy of reading `labels` (-1: nothing) off hidden states against part of the embedding table."""
-    scaled = hidden * jax.lax.rsqrt(jnp.mean(jnp.square(hidden), axis=-1, keepdims=True) + 1e-6)
-    logits = scaled @ embedding[first : first + size].T * hidden.shape[-1] ** -0.5
-    there = labels >= 0
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(there, labels - first, 0))
-    return jnp.sum(loss * there) / jnp.maximum(jnp.sum(there), 1)
+class Trainer:
+    """Parameters, optimiser state and the jitted step; checkpoints through Orbax."""
+
+    def __init__(self, recipe: Recipe, folder: Path):
+        self.recipe, self.folder, self.config = recipe, folder, small_config()
+        self.graph, self.state = nnx.split(initialise(self.config, recipe))
+        self.optimiser = make_optimiser(recipe)
+        self.moments = self.optimiser.init(self.state)
+        self.plan = plan_patches(self.config.vision, image_grids(recipe.batch))
+        self.step = 0
+        self._jitted = jax.jit(self._update, donate_argnums=(0, 1))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._check_recipe()
+        self.checkpoints = ocp.CheckpointManager(
+            (folder / "checkpoints").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+        )
+
+    def _check_recipe(self) -> None:
+        path = self.folder / "recipe.json"
+        mine = json.dumps(dataclasses.asdict(self.recipe), indent=2) + "\n"
+        if path.exists() and path.read_text() != mine:
+            raise ConfigError(f"{path} holds another recipe; expected the one asked for, or an empty --out")
+        path.write_text(mine)
+
+    def _update(self, state, moments, batch, labels):
+        whole = lambda state: loss_of(nnx.merge(self.graph, state), batch, labels, self.plan, self.recipe.auxiliary)
+        (_, parts), gradients = jax.value_and_grad(whole, has_aux=True)(state)
+        updates, moments = self.optimiser.update(gradients, moments, state)
+        return optax.apply_updates(state, updates), moments, parts
+
+    @property
+    def _tree(self) -> dict[str, Any]:
+        return {"parameters": nnx.to_pure_dict(self.state), "moments": jax.tree.leaves(self.moments)}
+
+    def resume(self) -> int:
+        """Take up the newest checkpoint, where there is one; returns the step to go on from."""
+        newest = self.checkpoints.latest_step()
+        if newest is None:
+            return 0
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._tree)
+        tree = self.checkpoints.restore(newest, args=ocp.args.StandardRestore(target))
+        nnx.replace_by_pure_dict(self.state, tree["parameters"])
+        self.moments = jax.tree.unflatten(jax.tree.structure(self.moments), tree["moments"])
+        self.step = newest
+        return newest
+
+    def save(self) -> None:
+        """Checkpoint the present step."""
+        self.checkpoints.save(self.step, args=ocp.args.StandardSave(self._tree))
+        self.checkpoints.wait_until_finished()
+
+    def train(self, until: int, every: int = 50, save_every: int = 200) -> None:
+        """Run to step `until`, one curve line per `every` steps and a checkpoint per `save_every`."""
+        from tqdm import tqdm
+
+        tally: dict[str, list[tuple[float, float]]] = {}
+        began = time.perf_counter()
+        with ThreadPoolExecutor(1) as pool, (self.folder / "curve.jsonl").open("a") as curve:
+            ahead = pool.submit(draw_batch, self.recipe, self.step)
+            bar = tqdm(range(self.step, until), initial=self.step, total=until, unit="step", mininterval=2)
+            for step in bar:
+                batch, labels, kinds = ahead.result()
+                ahead = pool.submit(draw_batch, self.recipe, step + 1)
+                self.state, self.moments, parts = self._jitted(self.state, self.moments, batch, labels)
+                _note(tally, parts, batch["weight"], kinds)
+                self.step = step + 1
+                if self.step % every == 0 or self.step == until:
+                    line = {"step": self.step, **_means(tally), "seconds": round(time.perf_counter() - began, 1)}
+                    curve.write(json.dumps(line) + "\n")
+                    curve.flush()
+                    bar.set_postfix(chain=f"{line['chain']:.3f}", aggregate=f"{line['aggregate']:.3f}")
+                    tally.clear()
+                if self.step % save_every == 0 or self.step == until:
+                    self.save()
+
+    def backbone(self) -> QwenVLBackbone:
+        """The trained backbone with the task's image settings and vocabulary."""
+        return QwenVLBackbone(self.config, nnx.to_pure_dict(self.state), image_config(), make_tokenizer())
 
 
-def forward(model: Qwen25VL, batch: dict[str, Array], plan: dict[str, Array]) -> tuple[Array, dict[int, Array]]:
-    """Logits [B,Q,V] at the questions' last tokens, and the residuals at the auxiliary taps."""
-    hidden = model.embed(batch["input_ids"], batch["patches"], plan)
-    taps = tuple(sorted({layer for layer, *_ in AUXILIARY}))
-    state = model.decoder.run(hidden, batch["positions"], batch["mask"], hidden_at=taps)
-    return model.decoder.logits(state.hidden[:, batch["asked"]]), state.taps
+def _note(
+    tally: dict[str, list[tuple[float, float]]], parts: dict[str, Array], weight: np.ndarray, kinds: np.ndarray
+) -> None:
+    right = np.asarray(parts["right"])
+    for number, name in enumerate(small_task.KINDS):
+        here = kinds == number
+        tally.setdefault(name, []).append((float(right[here].sum()), float(weight[here].sum())))
+    for name, value in parts.items():
+        if name != "right":
+            tally.setdefault(name, []).append((float(value), 1.0))
 
 
-def loss_of(model: Qwen25VL, batch: dict[str, Array], labels: dict[str, Array], plan, weight: float):
-    """Question cross-entropy plus `weight` times the mean auxiliary loss; and parts for the curve."""
-    logits, taps = forward(model, batch, plan)
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["answer"])
-    total = jnp.maximum(jnp.sum(batch["weight"]), 1)
-    question = jnp.sum(each * batch["weight"]) / total
-    table = model.decoder.embedding[...]
-    prefix = sequences.PREFIX_TOKENS
-    reads = {
-        f"{layer}.{name}": _read(taps[layer][:, :prefix], table, labels[name], first, size)
-        for layer, name, first, size in AUXILIARY
+def _means(tally: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+    return {
+        name: round(sum(x for x, _ in pairs) / max(sum(n for _, n in pairs), 1.0), 4) for name, pairs in tally.items()
     }
-    loss = question + weight * sum(reads.values()) / len(reads)
-    right = (jnp.argmax(logits, axis=-1) == batch["answer"]) * batch["weight"]
-    return loss, {"loss": question, "right": right, **reads}
 
 
-def draw_batch(recipe: Recipe, step: int, split: str = "train"):
-    """The host side of one step, a function of the seed and the step alone: packed batch, labels, question kinds."""
-    rng = np.random.default_rng([recipe.seed, step, 0 if split == "train" else 1])
-    contexts = small_task.sample_contexts(rng, recipe.batch)
-    contexts = contexts.reordered(rng.permuted(contexts.order, axis=1))
-    many = rng.choice(small_task.LEGENDS + 1, p=[0.08, 0.08, 0.14, 0.70], size=recipe.batch)
-    shown = rng.permuted(np.arange(small_task.LEGENDS) < many[:, None], axis=1)
-    by_storage = np.zeros_like(shown)
-    by_storage[np.arange(recipe.batch)[:, None], contexts.order] = shown
-    questions = small_task.ask(contexts, rng, recipe.questions, by_storage)
-    on_page = questions.kind != small_task.KINDS.index("legend")
-    sees = ~(on_page & (rng.random(on_page.shape) < recipe.window))
-    batch = sequences.pack(
-        contexts,
-        questions,
-        patches=sequences.context_patches(contexts, split),
-        shown=shown,
-        sees_legends=sees,
-        start=rng.integers(0, recipe.start_range, recipe.batch),
-    )
-    return batch.arrays(), sequences.cell_labels(contexts, shown), questions.kind
+def draw_curve(folder: Path) -> Path:
+    """Draw DIR/curve.jsonl: accuracy by kind and the losses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+    lines = list({line["step"]: line for line in lines}.values())
+    steps = [line["step"] for line in lines]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name in small_task.KINDS:
+        left.plot(steps, [line[name] for line in lines], label=name)
+    for name in lines[-1]:
+        if name == "loss" or "." in name:
+            right.plot(steps, [line[name] for line in lines], label=name)
+    left.set(title="accuracy on training batches", xlabel="step", ylim=(0, 1))
+    right.set(title="losses (layer.label: auxiliary)", xlabel="step", yscale="log")
+    for axis in (left, right):
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(folder / "curve.png", dpi=110)
+    plt.close(figure)
+    return folder / "curve.png"
 
 
-def image_grids(count: int) -> np.ndarray:
-    """The (time, height, width) patch grids of `count` contexts' images, in packing order."""
-    shapes = [sequences.LEGEND_SHAPE] * small_task.LEGENDS + [sequences.PAGE_SHAPE]
-    one = np.array([[1, rows * small_task.MERGE, columns * small_task.MERGE] for rows, columns in shapes])
-    return np.tile(one, (count, 1))
+_OUT = flags.DEFINE_string(
+    "out", "out/train", "folder for checkpoints, curve and the trained model; a used one resumes"
+)
+_FIELDS = {field.name: field for field in dataclasses.fields(Recipe)}
+for _name, _field in _FIELDS.items():
+    _define = {"int": flags.DEFINE_integer, "float": flags.DEFINE_float, "bool": flags.DEFINE_boolean}[
+        str(_field.type if isinstance(_field.type, str) else _field.type.__name__)
+    ]
+    _define(_name, _field.default, f"recipe: {_name} (default {_field.default})")
 
 
-def make_optimiser(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW under a warmed-up cosine; decay on matrices only."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, recipe.learning_rate, recipe.warmup, recipe.steps, 0.02 * recipe.learning_rate
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(recipe.clip),
-        optax.adamw(
-            schedule,
-            b2=recipe.beta2,
-            weight_decay=recipe.weight_decay,
-            mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
-        ),
-    )
+def main(arguments: list[str]) -> None:
+    """Train, save the Hugging Face directory, draw the curve."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]!r}")
+    recipe = Recipe(**{name: getattr(flags.FLAGS, name) for name in _FIELDS})
+    trainer = Trainer(recipe, Path(_OUT.value))
+    began = trainer.resume()
+    print(f"training from step {began} to {recipe.steps}; {trainer.folder}")
+    trainer.train(recipe.steps)
+    root = trainer.backbone().save(trainer.folder / "model", dtype="bfloat16")
+    versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
+    disclosure = {"recipe": dataclasses.asdict(recipe), "versions": versions}
+    (root / "training.json").write_text(json.dumps(disclosure, indent=2) + "\n")
+    print(f"model in {root}; curve in {draw_curve(trainer.folder)}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -55,7 +55,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.attention != "gqa":
-            raise ConfigError(f"attention kind {self.attention!r} is not built; this decoder knows 'gqa' (MHA included)")
+            raise ConfigError(
+                f"attention kind {self.attention!r} is not built; this decoder knows 'gqa' (MHA included)"
+            )
         if self.heads % self.kv_heads:
             raise ConfigError(f"query heads {self.heads} are not a multiple of KV heads {self.kv_heads}")
 

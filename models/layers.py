@@ -42,9 +42,7 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis; statistics in float32, the weight applied after the cast back."""
 
-    def __init__(
-        self, width: int, *, epsilon: float, lead: tuple[int, ...] = (), dtype: jnp.dtype = jnp.float32
-    ):
+    def __init__(self, width: int, *, epsilon: float, lead: tuple[int, ...] = (), dtype: jnp.dtype = jnp.float32):
         self.weight = nnx.Param(jnp.ones((*lead, width), dtype))
         self.epsilon = epsilon
 

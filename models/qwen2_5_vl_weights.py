@@ -33,7 +33,9 @@ def _visual(config: VisionConfig) -> list[Entry]:
     blocks, path = "visual.blocks.{layer}", ("visual", "blocks")
     shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
     entries = [
-        Entry("visual.patch_embed.proj.weight", ("visual", "patch_embedding", "kernel"), (1, 2, 3, 4, 0), file_shape=shape),
+        Entry(
+            "visual.patch_embed.proj.weight", ("visual", "patch_embedding", "kernel"), (1, 2, 3, 4, 0), file_shape=shape
+        ),
         Entry("visual.merger.ln_q.weight", ("visual", "merger_norm", "weight")),
         Entry(f"{blocks}.norm1.weight", (*path, "attention_norm", "weight"), stack=True),
         Entry(f"{blocks}.norm2.weight", (*path, "mlp_norm", "weight"), stack=True),

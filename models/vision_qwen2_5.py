@@ -46,7 +46,6 @@ class VisionConfig:
         return self.channels * self.temporal * self.patch**2
 
 
-
 def plan_patches(config: VisionConfig, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
     """Index arrays for images with these (time, height, width) grids of patches.
 

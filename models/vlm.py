@@ -126,7 +126,9 @@ class QwenVLBackbone:
     def _text_ids(self, item: Any) -> list[int]:
         if isinstance(item, str):
             if self.tokenizer is None:
-                raise InputError(f"text {item[:40]!r}: this backbone has no {TOKENIZER_FILE}; expected token ids instead")
+                raise InputError(
+                    f"text {item[:40]!r}: this backbone has no {TOKENIZER_FILE}; expected token ids instead"
+                )
             return list(self.tokenizer.encode(item).ids)
         if isinstance(item, list | tuple) and all(isinstance(token, int | np.integer) for token in item):
             return [int(token) for token in item]
@@ -206,7 +208,8 @@ class QwenVLBackbone:
             sets = np.asarray(keep)
             if sets.shape[0] != self.layout.layers or (sets[1:] & ~sets[:-1]).any():
                 raise ShapeError(
-                    f"keep {sets.shape}: expected one token set per layer ({self.layout.layers}), each inside the one below"
+                    f"keep {sets.shape}: expected one token set per layer ({self.layout.layers}), each inside the one "
+                    "below"
                 )
         return self._recompute(self._state, tokens, cache, jnp.asarray(slots), keep, mask)
 
@@ -266,7 +269,9 @@ class QwenVLBackbone:
         def body(carry, index):
             token, cache = carry
             at = (place + index).reshape((B,) + (1,) * (tokens.positions.ndim - 1))
-            step_tokens = Tokens(decoder.embed(token[:, None]), jnp.broadcast_to(at, (B, 1, *tokens.positions.shape[2:])))
+            step_tokens = Tokens(
+                decoder.embed(token[:, None]), jnp.broadcast_to(at, (B, 1, *tokens.positions.shape[2:]))
+            )
             allowed = jnp.pad(seen[:, :, -1:], ((0, 0), (0, 0), (0, 0), (0, steps)))
             allowed = allowed | ((ahead >= size + T) & (ahead <= size + T + index))
             slots = jnp.full((B, 1), size + T, jnp.int32) + index
@@ -332,7 +337,8 @@ def _tokenizer(root: Path) -> Any:
 
 
 def _is_image(item: Any) -> bool:
-    return not isinstance(item, str | list | tuple)
+    """A path, an array, or a PIL image (told by its `getbands`, so that Pillow need not be there)."""
+    return isinstance(item, os.PathLike | np.ndarray) or hasattr(item, "getbands")
 
 
 def _causal(B: int, T: int, size: int) -> Array:

@@ -26,7 +26,7 @@ Deltas = Float[Array | np.ndarray, "*batch T F"]
 def synthetic_deficit(
     layers: int, tokens: int, features: int, seed: int = 0, decay: float = 101.0
 ) -> Float[np.ndarray, "L T F"]:
-    """Matrices with singular values √exp(−i / 52) · …, i = 0, 1, …: e90 is about 120 at the default decay (in squares)."""
+    """Matrices with singular values exp(−i / decay), i = 0, 1, …: e90 is about 120 at the default decay."""
     generator = np.random.default_rng(seed)
     count = min(tokens, features)
     spectrum = np.exp(-np.arange(count) / decay)

@@ -1,1 +1,17 @@
-"""Placeholder, filled by the first modules."""
+"""Other published ways of mending a spliced cache, one file each, one signature: `repair(backbone, splice, count)`.
+
+They recompute tokens; the library's own patch corrects features instead. Here to be compared with (Kamera §6, App.
+C.3), on the same relocated KV and with tokens really recomputed in context.
+"""
+
+from ._common import Repair as Repair
+from ._common import Repaired as Repaired
+from ._common import Splice as Splice
+from ._common import count_of_equal_bytes as count_of_equal_bytes
+from ._common import fraction_to_count as fraction_to_count
+from .cacheblend import cacheblend as cacheblend
+from .first_k import first_k as first_k
+from .oracle_delta import oracle_delta as oracle_delta
+
+REPAIRS: dict[str, Repair] = {"first_k": first_k, "cacheblend": cacheblend, "oracle_delta": oracle_delta}
+"""Every token repair by name."""

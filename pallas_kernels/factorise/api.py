@@ -9,8 +9,8 @@ from ..errors import KernelShapeError
 from . import reference
 
 METHODS = ("randomised", "exact")
-OVERSAMPLE = 16
-ITERATIONS = 2
+OVERSAMPLE = 32
+ITERATIONS = 4
 
 
 def factorise(

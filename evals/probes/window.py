@@ -1,0 +1,1 @@
+probe_recall = probe_reorder = probe_slide = None

@@ -1,0 +1,249 @@
+"""Intervals over questions that come in clusters, and the long-form rows they are written as.
+
+Questions about one context share its images, so contexts, not questions, are resampled. The resamples depend on the
+number of contexts and the seed alone: two arms over the same questions are compared on the same draws (paired), and
+an interval never depends on which other arms were run. All intervals are 95 % percentile intervals.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Shaped
+
+Items = Shaped[np.ndarray, "items"]
+LOW, HIGH = 2.5, 97.5
+
+
+class Interval(NamedTuple):
+    """A statistic with its 95 % interval.
+
+    value, low, high: in the unit of the statistic; low and high are NaN where no interval can be given (fewer than
+    two contexts, a value that is not finite). n: how many items the value rests on.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+UNDEFINED = Interval(math.nan, math.nan, math.nan, 0)
+
+
+def mean(values: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
+    """Mean over items, resampling whole clusters.
+
+    Args:
+      values: numbers or booleans [items].
+      cluster: which context each item belongs to [items], any labels.
+      seed: of the resamples; the same seed gives the same draws to every arm.
+      draws: how many resamples.
+
+    Raises:
+      ValueError: lengths differ, or draws < 1.
+    """
+    return ratio(values, np.ones(len(values)), cluster, seed, draws)
+
+
+def paired_difference(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
+    """Mean of a − b over the same items [items], resampling whole clusters. Raises ValueError as `mean` does."""
+    _check(a, b, cluster)
+    return mean(np.asarray(a, np.float64) - np.asarray(b, np.float64), cluster, seed, draws)
+
+
+def ratio(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
+    """Σ a / Σ b over items [items], resampling whole clusters; NaN where Σ b is 0 or not finite.
+
+    Resamples whose Σ b is 0 are left out of the interval; n is the number of items. Raises ValueError as `mean` does.
+    """
+    _check(a, b, cluster)
+    columns = np.stack([np.asarray(a, np.float64), np.asarray(b, np.float64)], axis=1)
+    count = len(columns)
+    bottom = columns[:, 1].sum()
+    if not count or bottom == 0 or not math.isfinite(bottom):
+        return UNDEFINED._replace(n=count)
+    value = float(columns[:, 0].sum() / bottom)
+    sums, counts = _cluster_sums(columns, cluster), _resamples(len(np.unique(cluster)), seed, draws)
+    if counts is None or not np.isfinite(columns).all():
+        return Interval(value, math.nan, math.nan, count)
+    drawn = counts @ sums
+    drawn = drawn[drawn[:, 1] != 0]
+    return _interval(value, drawn[:, 0] / drawn[:, 1], count)
+
+
+def eta(kl_arm: Items, kl_blind: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
+    """η = 1 − Σ KL(re-prefill‖arm) / Σ KL(re-prefill‖blind): the share of blind reuse's divergence an arm removes.
+
+    Args:
+      kl_arm, kl_blind: nats per item [items].
+      cluster, seed, draws: as in `mean`.
+
+    Returns:
+      1 for re-prefill, 0 for blind reuse, negative for an arm worse than blind; NaN where Σ KL(blind) is 0 or not
+      finite. n is the number of items.
+
+    Raises:
+      ValueError: lengths differ, or draws < 1.
+    """
+    share = ratio(kl_arm, kl_blind, cluster, seed, draws)
+    return Interval(1 - share.value, 1 - share.high, 1 - share.low, share.n)
+
+
+def median_eta(
+    kl_arm: Items,
+    kl_blind: Items,
+    kl_control: Items,
+    cluster: Items,
+    seed: int = 0,
+    draws: int = 1000,
+) -> Interval:
+    """Median over items of 1 − KL(arm)/KL(blind), only where KL(blind) > 10 × the position-matched control's KL.
+
+    Elsewhere the per-item quotient is noise. n is the number of items kept; NaN when none is.
+    Arguments [items] in nats, and errors, as for `eta`.
+    """
+    _check(kl_arm, kl_blind, kl_control, cluster)
+    arm, blind = np.asarray(kl_arm, np.float64), np.asarray(kl_blind, np.float64)
+    keep = blind > 10 * np.asarray(kl_control, np.float64)
+    kept = int(keep.sum())
+    if not kept:
+        return UNDEFINED
+    quotient = 1 - arm[keep] / blind[keep]
+    value = float(np.median(quotient))
+    labels, where = np.unique(cluster, return_inverse=True)
+    counts = _resamples(len(labels), seed, draws)
+    if counts is None or not np.isfinite(quotient).all():
+        return Interval(value, math.nan, math.nan, kept)
+    order = np.argsort(quotient)
+    return _interval(value, _weighted_medians(quotient[order], counts[:, where[keep][order]]), kept)
+
+
+def flip_recover(
+    reference_pred: Items,
+    blind_pred: Items,
+    arm_pred: Items,
+    cluster: Items,
+    seed: int = 0,
+    draws: int = 1000,
+) -> Interval:
+    """Of the items whose re-prefill decision blind reuse flips, the share an arm brings back.
+
+    Args:
+      reference_pred, blind_pred, arm_pred: decisions [items] (token ids) of re-prefill, blind reuse and the arm.
+      cluster, seed, draws: as in `mean`.
+
+    Returns:
+      The share in 0…1; n is the number of flips; NaN when blind reuse flips nothing.
+
+    Raises:
+      ValueError: lengths differ, or draws < 1.
+    """
+    _check(reference_pred, blind_pred, arm_pred, cluster)
+    flipped = reference_pred != blind_pred
+    share = ratio(flipped & (arm_pred == reference_pred), flipped, cluster, seed, draws)
+    return share._replace(n=int(flipped.sum()))
+
+
+def _check(*columns: np.ndarray) -> None:
+    shapes = [np.shape(column) for column in columns]
+    if len(set(shapes)) != 1 or len(shapes[0]) != 1:
+        raise ValueError(f"expected columns of one length, [items] each, got shapes {shapes}")
+
+
+def _cluster_sums(columns: np.ndarray, cluster: np.ndarray) -> np.ndarray:
+    """Sums per cluster [clusters, columns] of columns [items, columns], clusters in the order of their labels."""
+    labels, where = np.unique(cluster, return_inverse=True)
+    return np.stack([np.bincount(where, column, len(labels)) for column in columns.T], axis=1)
+
+
+def _resamples(clusters: int, seed: int, draws: int) -> np.ndarray | None:
+    """How often each cluster is drawn [draws, clusters]; None for fewer than two clusters (nothing to resample)."""
+    if draws < 1:
+        raise ValueError(f"expected at least one draw, got {draws}")
+    return _multinomial(clusters, seed, draws) if clusters > 1 else None
+
+
+@functools.lru_cache(maxsize=8)
+def _multinomial(clusters: int, seed: int, draws: int) -> np.ndarray:
+    counts = np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), draws)
+    counts = counts.astype(np.float64)
+    counts.flags.writeable = False
+    return counts
+
+
+def _weighted_medians(ordered: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Medians of ascending values [items], repeated by whole-number weights [draws, items]; empty draws left out."""
+    reached = np.cumsum(weights, axis=1)
+    total = reached[:, -1:]
+    reached, total = reached[total[:, 0] > 0], total[total[:, 0] > 0]
+    lower, upper = (reached >= total / 2).argmax(axis=1), (reached > total / 2).argmax(axis=1)
+    return (ordered[lower] + ordered[upper]) / 2
+
+
+def _interval(value: float, drawn: np.ndarray, n: int) -> Interval:
+    if not drawn.size:
+        return Interval(value, math.nan, math.nan, n)
+    low, high = np.percentile(drawn, [LOW, HIGH])
+    return Interval(value, float(low), float(high), n)
+
+
+# ------------------------------------------------------------------------------------------------- long-form rows
+
+
+def as_row(probe: str, model: str, arm: str, metric: str, interval: Interval | float) -> dict[str, Any]:
+    """One row of results.json; what is not finite is written as None, so that the file is strict JSON.
+
+    A bare number (a share of bytes, say) is a row without interval and with n = 1.
+    """
+    if not isinstance(interval, Interval):
+        interval = Interval(float(interval), math.nan, math.nan, 1)
+    finite = lambda number: float(number) if math.isfinite(number) else None
+    value, low, high = (finite(number) for number in interval[:3])
+    return dict(probe=probe, model=model, arm=arm, metric=metric, value=value, low=low, high=high, n=int(interval.n))
+
+
+class Rows:
+    """The rows of a results dictionary by (probe, arm, metric) for one model. What is missing reads as UNDEFINED.
+
+    Args:
+      results: {"config", "environment", "rows"}; only "rows" and config["model"] are read.
+      model: whose rows; by default config["model"], else the first model that is not a "…_no_window" control.
+    """
+
+    def __init__(self, results: Mapping[str, Any], model: str | None = None) -> None:
+        rows: Sequence[Mapping[str, Any]] = results.get("rows", [])
+        self.models = list(dict.fromkeys(row["model"] for row in rows))
+        chosen = model or results.get("config", {}).get("model")
+        if chosen not in self.models:
+            main = [name for name in self.models if not name.endswith("_no_window")]
+            chosen = model or (main or self.models or [""])[0]
+        self.model: str = chosen
+        number = lambda value: math.nan if value is None else float(value)
+        self.table = {
+            (row["probe"], row["arm"], row["metric"]): Interval(
+                number(row["value"]), number(row.get("low")), number(row.get("high")), int(row.get("n") or 0)
+            )
+            for row in rows
+            if row["model"] == self.model
+        }
+
+    def get(self, probe: str, arm: str, metric: str) -> Interval:
+        """The statistic, or UNDEFINED."""
+        return self.table.get((probe, arm, metric), UNDEFINED)
+
+    def arms(self, probe: str, prefix: str = "") -> list[str]:
+        """Arms of a probe that begin with `prefix`, in order of appearance."""
+        return list(dict.fromkeys(arm for where, arm, _ in self.table if where == probe and arm.startswith(prefix)))
+
+    def kinds(self, probe: str, metric: str = "accuracy") -> list[str]:
+        """Question kinds for which the probe reports `metric`, in order of appearance."""
+        names = (name for where, _, name in self.table if where == probe and name.startswith(metric + "."))
+        return list(dict.fromkeys(name.split(".", 1)[1] for name in names))
+
+    def settings(self, probe: str, prefix: str) -> list[tuple[float, str]]:
+        """(setting, arm) of the arms named `prefix`<number>, ascending: ("patch.rank=" gives ranks)."""
+        found = [(arm.removeprefix(prefix), arm) for arm in self.arms(probe, prefix)]
+        return sorted((float(setting), arm) for setting, arm in found if setting.replace(".", "", 1).isdigit())

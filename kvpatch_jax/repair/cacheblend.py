@@ -1,0 +1,56 @@
+"""CacheBlend: recompute a few whole layers, see which tokens moved most there, and recompute those above."""
+
+import jax.numpy as jnp
+
+from ..backbone import KV, Backbone
+from ..errors import InputError
+from ._common import (
+    Repaired,
+    Splice,
+    check_splice,
+    deviation,
+    largest,
+    live_tokens,
+    mark,
+    read_slots,
+    recompute_tokens,
+    untouched,
+)
+
+
+def cacheblend(backbone: Backbone, splice: Splice, count: int, check_layer: int = 1) -> Repaired:
+    """Recomputes all tokens through `check_layer`, and above it the `count` tokens whose KV deviates most there.
+
+    The sets are nested: all tokens at layers 0 … check_layer, the chosen ones above. The full recompute of the lower
+    layers is part of the method and of `token_layers`. Source: CacheBlend (Yao et al. 2025, "KV deviation" and "HKVD
+    tokens"), in the strongest form of Kamera §6 and Table 6: recomputed tokens attend to the full context.
+
+    Args:
+      count: tokens per row above the check layer, static, 0 … T; 0 returns the cache as it is.
+      check_layer: static; where fresh and spliced KV are compared.
+
+    Returns:
+      The mended cache, and the tokens rewritten [L,B,T].
+
+    Raises:
+      InputError: a count outside 0 … T, or a layer the backbone does not have. ShapeError, LayoutError, DtypeError: a
+        splice that does not fit.
+    """
+    layout = backbone.layout
+    check_splice(layout, splice, count)
+    if not 0 <= check_layer < layout.layers:
+        raise InputError(f"cacheblend: check_layer {check_layer}; expected 0 to {layout.layers - 1}")
+    if count == 0:
+        return untouched(layout, splice)
+    live = live_tokens(splice)
+    below = (jnp.arange(layout.layers) <= check_layer)[:, None, None]
+    lower = backbone.recompute(splice.tokens, splice.cache, splice.slots, below & live, splice.mask).cache
+    checked = lambda cache: read_slots(_layer(cache, check_layer), splice.slots)
+    index = largest(deviation(checked(lower), checked(splice.cache), live), count)
+    # Run again from the embeddings, the chosen tokens meet fresh lower layers and pass through them unchanged.
+    cache = recompute_tokens(backbone, splice._replace(cache=lower), index)
+    return Repaired(cache, (below & live) | mark(splice, index))
+
+
+def _layer(cache: KV, layer: int) -> KV:
+    return {name: value[layer : layer + 1] for name, value in cache.items()}

@@ -1,0 +1,27 @@
+"""First-k: recompute the chunk's first tokens, where a chunk prefilled alone put its attention sink."""
+
+import jax.numpy as jnp
+
+from ..backbone import Backbone
+from ._common import Repaired, Splice, check_splice, repair_everywhere, untouched
+
+
+def first_k(backbone: Backbone, splice: Splice, count: int) -> Repaired:
+    """Recomputes the first `count` tokens of the chunk in context, at every layer.
+
+    Source: EPIC (Hu et al. 2025, LegoLink) and its multimodal form MPIC, as Kamera App. C.3 and Table 6 compare them.
+
+    Args:
+      count: tokens per row, static, 0 … T; 0 returns the cache as it is.
+
+    Returns:
+      The mended cache, and the tokens rewritten [L,B,T].
+
+    Raises:
+      InputError: a count outside 0 … T. ShapeError, LayoutError, DtypeError: a splice that does not fit.
+    """
+    check_splice(backbone.layout, splice, count)
+    if count == 0:
+        return untouched(backbone.layout, splice)
+    index = jnp.broadcast_to(jnp.arange(count), (splice.slots.shape[0], count))
+    return repair_everywhere(backbone, splice, index)

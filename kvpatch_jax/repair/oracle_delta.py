@@ -1,0 +1,44 @@
+"""Oracle-Δ: recompute the tokens that truly changed most. Not a method to serve with, but a bound on selectors."""
+
+from ..backbone import Backbone
+from ..errors import InputError
+from ..layout import to_engine
+from ._common import (
+    Repaired,
+    Splice,
+    check_splice,
+    deviation,
+    largest,
+    live_tokens,
+    read_slots,
+    repair_everywhere,
+    untouched,
+)
+
+
+def oracle_delta(backbone: Backbone, splice: Splice, count: int) -> Repaired:
+    """Recomputes in context, at every layer, the `count` tokens with the largest true deficit ‖Δ‖.
+
+    ‖Δ‖ is ‖conditioned − spliced‖ over each channel's typical norm, summed over layers and channels. Source: Kamera
+    App. C.3, Fig. 6a (an oracle that selects tokens by true Δ-magnitude needs about half of them).
+
+    Args:
+      splice: `conditioned` is needed; nothing else of it reaches the cache but the choice.
+      count: tokens per row, static, 0 … T; 0 returns the cache as it is.
+
+    Returns:
+      The mended cache, and the tokens rewritten [L,B,T].
+
+    Raises:
+      InputError: no `conditioned`, or a count outside 0 … T. ShapeError, LayoutError, DtypeError: a splice that does
+        not fit.
+    """
+    layout = backbone.layout
+    check_splice(layout, splice, count)
+    if splice.conditioned is None:
+        raise InputError("oracle_delta: splice.conditioned is None; expected the chunk's phase-free KV in context")
+    if count == 0:
+        return untouched(layout, splice)
+    true = to_engine(layout, splice.conditioned, splice.tokens.positions, 0)
+    score = deviation(true, read_slots(splice.cache, splice.slots), live_tokens(splice))
+    return repair_everywhere(backbone, splice, largest(score, count))

@@ -1,0 +1,224 @@
+"""Figures, report and summary from made-up results."""
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from evals import figures, report
+from evals.statistics import UNDEFINED, Interval, Rows, as_row
+
+KINDS = ("page", "legend", "chain", "aggregate", "override")
+TOP = {"page": 0.97, "legend": 0.99, "chain": 0.96, "aggregate": 0.8, "override": 0.9}
+LOSS = {"page": 0.002, "legend": 0.0, "chain": 0.5, "aggregate": 0.55, "override": 0.4}
+
+
+def around(value, half=0.02, n=1000):
+    return Interval(value, value - half, value + half, n)
+
+
+class Made:
+    """Rows of an imaginary model in which an arm that loses a share `lost` of the gap loses it on every measure."""
+
+    def __init__(self, model):
+        self.model, self.rows = model, []
+
+    def add(self, probe, arm, metric, interval):
+        self.rows.append(as_row(probe, self.model, arm, metric, interval))
+
+    def arm(self, probe, arm, lost, share=None):
+        for kind in KINDS:
+            down = LOSS[kind] * lost
+            self.add(probe, arm, f"accuracy.{kind}", around(TOP[kind] - down))
+            self.add(probe, arm, f"difference.{kind}", around(-down, 0.01))
+            self.add(probe, arm, f"kl.{kind}", around(4 * LOSS[kind] * lost**1.5, 0.3 * LOSS[kind] * lost**1.5))
+            self.add(probe, arm, f"eta.{kind}", around(1 - lost**1.5) if LOSS[kind] else UNDEFINED)
+            self.add(probe, arm, f"flip_recover.{kind}", around(1 - lost, n=500))
+        if share is not None:
+            self.add(probe, arm, "bytes", share)
+
+
+def repair_rows(made, probe):
+    made.arm(probe, "re-prefill", 0.0)
+    made.arm(probe, "blind", 1.0)
+    made.arm(probe, "mask_4d", 1.0)
+    for power, rank in enumerate((1, 2, 4, 8, 16, 32, 64)):
+        made.arm(probe, f"patch.rank={rank}", 0.62 * 0.3**power, 0.018 * rank)
+        if power > 1:
+            made.arm(probe, f"patch.rotated_frame.rank={rank}", 0.8 * 0.5**power, 0.018 * rank)
+    for variant, lost in (("deepest_half", 0.05), ("k_only", 0.95), ("v_only", 0.08)):
+        made.arm(probe, f"patch.{variant}.rank=16", lost, 0.15)
+    for method, power in (("first_k", 1.0), ("cacheblend", 0.7), ("oracle_delta", 1.3)):
+        for budget in (0.1, 0.15, 0.25, 0.5):
+            made.arm(probe, f"{method}.budget={budget}", 1 - budget * power)
+        for rank in (8, 16):
+            made.arm(probe, f"{method}.bytes_of_rank={rank}", 1 - 0.018 * rank * power)
+
+
+def made_results():
+    made = Made("small")
+    repair_rows(made, "repair.visible")
+    repair_rows(made, "repair.evicted")
+    for arm, lost in (("re-prefill", 0.0), ("transfer", 0.3), ("orbit", 0.08), ("exact", 0.01), ("blind", 1.0)):
+        made.arm("reorder", arm, lost)
+    made.add("reorder", "order", "relative_order_effect", around(0.31))
+    for kind in KINDS:
+        made.add("reorder", "orbit", f"orbit_minus_exact.{kind}", around(-0.07 * LOSS[kind], 0.005))
+    for arm, lost in (("re-prefill", 0.0), ("removal", 0.02), ("keep", 0.1), ("blind", 1.0)):
+        made.arm("slide", arm, lost)
+    for turnover in range(4):
+        for arm, lost in (("re-prefill", 0.0), ("fresh", 0.01), ("stale", 0.01 + 0.4 * turnover), ("blind", 1.0)):
+            made.arm("recall", f"{arm}.turnover={turnover}", lost)
+    for layer in range(6):
+        for channel, scale in (("k", 0.15), ("v", 0.22)):
+            arm = f"layer={layer}.{channel}"
+            made.add("deficit", arm, "relative_norm", around(scale * layer))
+            made.add("deficit", arm, "e90", around(4 + 10 * scale * layer) if layer else UNDEFINED)
+            made.add("deficit", arm, "token_share_90", around(0.5 + layer * scale / 5))
+            made.add("deficit", arm, "head_share_90", around(0.6 + layer * scale / 6))
+    control = Made("small_no_window")
+    control.arm("repair.visible", "re-prefill", 0.0)
+    control.arm("repair.visible", "blind", 0.2)
+    config = {
+        "model": "small",
+        "command": "python -m evals.run --seed=11",
+        "contexts": 256,
+        "seed": 11,
+        "training": {"small": {"window": 0.5, "seed": 0, "note": "<b>tied & true</b>"}},
+    }
+    return {"config": config, "environment": {"jax": "0.0", "cpu": "two cores"}, "rows": made.rows + control.rows}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return json.loads(json.dumps(made_results(), allow_nan=False))
+
+
+@pytest.fixture(scope="module")
+def drawn(results, tmp_path_factory):
+    return figures.draw_all(results, tmp_path_factory.mktemp("figures"))
+
+
+def without(results, probe):
+    return results | {"rows": [row for row in results["rows"] if not row["probe"].startswith(probe)]}
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_every_figure_is_drawn(drawn):
+    names = [path.stem for path in drawn]
+    assert names == ["accuracy_visible", "accuracy_evicted", "rank_and_bytes", "reorder", "slide", "recall", "deficit"]
+    assert all(is_png(path) for path in drawn)
+
+
+def test_missing_probes_are_skipped(results, tmp_path):
+    nothing = {"config": {}, "environment": {}, "rows": []}
+    assert figures.draw_all(nothing, tmp_path) == []
+    assert [path.stem for path in figures.draw_all(without(results, "re"), tmp_path)] == ["slide", "deficit"]
+    for some in (nothing, without(results, "repair"), without(results, "recall"), without(results, "deficit")):
+        assert report.write_report(some, [], tmp_path, []).read_text().endswith("</html>\n")
+        report.print_summary(some, io.StringIO())
+
+
+def test_example_shows_every_answer(tmp_path):
+    rng = np.random.default_rng(0)
+    legends, page = rng.integers(0, 255, (3, 70, 30, 3), np.uint8), rng.integers(0, 255, (100, 100, 3), np.uint8)
+    questions = ["chain: fill of cell r3t2", "aggregate: most in row r5"]
+    answers = {"re-prefill": ["red", "blue"], "blind": ["green", "red"], "patch.rank=8": ["red", "blue"]}
+    path = figures.example_figure(legends, page, questions, answers, tmp_path / "example.png", correct=["red", "blue"])
+    assert is_png(path)
+    with pytest.raises(ValueError, match="'blind' has 1 answers to 2 questions"):
+        figures.example_figure(legends, page, questions, {"blind": ["red"]}, path)
+
+
+def test_labels():
+    assert figures.arm_label("patch.deepest_half.rank=16") == "patch, deepest half, rank 16"
+    assert figures.arm_label("first_k.budget=0.15") == "first-k, 15 % of tokens"
+    assert figures.arm_label("oracle_delta.bytes_of_rank=8") == "oracle Δ, bytes of rank 8"
+    assert figures.family("patch.rotated_frame.rank=4") == "rotated_frame"
+    rows = Rows(made_results())
+    assert figures.byte_share(rows, "repair.visible", "cacheblend.bytes_of_rank=16") == pytest.approx(0.288)
+    assert figures.byte_share(rows, "repair.visible", "first_k.budget=0.25") == 0.25
+
+
+def test_smallest_rank(results):
+    """0.55 · 0.62 · 0.3ⁿ falls below 0.01 first at n = 3, rank 8; nothing comes within 1e-5."""
+    assert report.smallest_rank(results, "repair.visible") == 8
+    assert report.smallest_rank(results, "repair.visible", tolerance=0.2) == 2
+    assert report.smallest_rank(results, "repair.visible", tolerance=1e-5) is None
+    assert report.smallest_rank(results, "slide") is None
+
+
+def test_report_reads_offline(results, drawn, tmp_path):
+    path = report.write_report(results, drawn, tmp_path, ["a note of ours <here>"])
+    page = path.read_text()
+    assert path.name == "report.html"
+    assert page.count("<table") == page.count("</table>")
+    assert page.count("data:image/png;base64,") == len(drawn)
+    assert base64.b64encode(drawn[0].read_bytes()).decode() in page
+    assert not re.search(r"(src|href)=\"(?!data:|#)", page)
+    assert "<script" not in page
+    assert "a note of ours &lt;here&gt;" in page
+    assert "&lt;b&gt;tied &amp; true&lt;/b&gt;" in page
+    assert "python -m evals.run --seed=11" in page
+    assert "two cores" in page
+    assert str(tmp_path) not in page
+    for heading in ("Reorder", "Slide", "Recall", "Beside the paper"):
+        assert f"{heading}" in page
+
+
+def verdicts(results):
+    return {claim.about: claim.verdict for claim in report.compare(results)}
+
+
+def test_directions_are_computed(results):
+    """The same claims turn round when the measured numbers do."""
+    before = verdicts(results)
+    assert before["Blind reuse loses multi-hop answers (chain)"] == "same direction"
+    assert before["One orbit patch does as well as the order's own"] == "same direction"
+    turned = json.loads(json.dumps(results))
+    for row in turned["rows"]:
+        if row["arm"] == "blind" and row["metric"] == "difference.chain":
+            row.update(value=0.1, low=0.05, high=0.15)
+        if row["arm"] == "orbit" and row["metric"].startswith("eta."):
+            row.update(value=0.1, low=0.05, high=0.15)
+        if row["arm"] == "order":
+            row.update(value=0.01, low=0.0, high=0.02)
+    after = verdicts(turned)
+    assert after["Blind reuse loses multi-hop answers (chain)"] == "differs"
+    assert after["One orbit patch does as well as the order's own"] == "differs"
+    assert set(verdicts({"config": {}, "rows": []}).values()) == {"not measured"}
+    for row in turned["rows"]:
+        if row["arm"] == "blind" and row["metric"] == "difference.chain":
+            row.update(value=-0.01, low=-0.05, high=0.05)
+    assert verdicts(turned)["Blind reuse loses multi-hop answers (chain)"] == "undecided"
+
+
+def test_summary_is_a_dozen_lines(results):
+    out = io.StringIO()
+    report.print_summary(results, out, report=Path("out") / "report.html")
+    lines = out.getvalue().strip().splitlines()
+    assert 10 <= len(lines) <= 16
+    assert max(map(len, lines)) <= 120
+    text = out.getvalue()
+    assert "rank 8" in text
+    assert "out/report.html" in text
+    for word in ("chain", "aggregate", "blind", "Reorder", "Slide", "Recall"):
+        assert word in text
+    assert "nan" not in text
+
+
+def test_bad_results_are_named(tmp_path):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(ValueError, match="'metric'"):
+            report.write_report({"rows": [{"probe": "slide", "model": "m", "arm": "keep"}]}, [], tmp_path, [])
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
