@@ -5,6 +5,7 @@ What a run did not measure is left out: a function whose probe is missing writes
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ KINDS = {
     "chain": "chain: two hops",
     "aggregate": "aggregate: many hops",
     "override": "override: order decides",
+    "survivor": "survivor: fact of a legend that stayed",
+    "evicted": "evicted: fact of the legend that left",
 }
 MULTI_HOP = ("chain", "aggregate")
 SETTINGS = {
@@ -33,6 +36,7 @@ SETTINGS = {
 NAMES = {
     "re-prefill": "re-prefill",
     "blind": "blind reuse",
+    "answer": "right answer",
     "patch": "patch",
     "first_k": "first-k",
     "cacheblend": "CacheBlend-style",
@@ -69,7 +73,7 @@ COLOURS = {
     "fresh": "#0072B2",
 }
 MARKERS = {"first_k": "s", "cacheblend": "^", "oracle_delta": "D", "blind": "v", "re-prefill": "o"}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
@@ -102,7 +106,7 @@ def arm_label(arm: str) -> str:
 
 def family(arm: str) -> str:
     """What decides an arm's colour: its method, or "rotated_frame" for that variant of the patch."""
-    return "rotated_frame" if ".rotated_frame" in arm else re.split(r"[.=]", arm)[0]
+    return "rotated_frame" if ".rotated_frame" in arm else re.split(r"[.=, ]", arm)[0]
 
 
 def draw_all(results: Results, out: Path) -> list[Path]:
@@ -171,8 +175,8 @@ def _dot_panels(rows: Rows, probe: str, arms: Sequence[str], title: str, path: P
             for place, arm in enumerate(arms):
                 colour = COLOURS.get(family(arm), "#555555")
                 got = rows.get(probe, arm, f"accuracy.{kind}")
-                panel.plot([got.low, got.high], [place, place], color=colour, linewidth=1.6, solid_capstyle="butt")
-                panel.plot([got.value], [place], MARKERS.get(family(arm), "o"), color=colour, markersize=4.5)
+                panel.plot([got.low, got.high], [place, place], color=colour, linewidth=1.8, solid_capstyle="butt")
+                panel.plot([got.value], [place], MARKERS.get(family(arm), "o"), color=colour, markersize=3.6)
             panel.set(title=_wrapped(KINDS.get(kind, kind)), xlabel="accuracy", xlim=(-0.03, 1.03))
             panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
             panel.grid(visible=False, axis="y")
@@ -182,7 +186,8 @@ def _dot_panels(rows: Rows, probe: str, arms: Sequence[str], title: str, path: P
 
 
 def _wrapped(label: str) -> str:
-    return label.replace(": ", ":\n", 1) if ": " in label else f"{label}\n"
+    first, _, rest = label.partition(": ")
+    return f"{first}:\n{textwrap.fill(rest, 26)}" if rest else f"{label}\n"
 
 
 def rank_and_bytes_figure(results: Results, out: Path) -> list[Path]:
@@ -220,7 +225,7 @@ def _kl_by_rank(panel: Axes, rows: Rows, probe: str, kind: str) -> None:
             )
             panel.plot(ranks, [floored(y.value) for _, y in points], "o-", color=COLOURS[name], markersize=4)
             label = "patch" if name == "patch" else "patch formed\nafter rotation"
-            middle = len(points) // 2
+            middle = (len(points) - 1) // 2
             above = name != "patch"
             panel.annotate(
                 label,
@@ -234,10 +239,8 @@ def _kl_by_rank(panel: Axes, rows: Rows, probe: str, kind: str) -> None:
     blind = rows.get(probe, "blind", f"kl.{kind}").value
     if math.isfinite(blind):
         panel.axhline(floored(blind), color=COLOURS["blind"], linestyle=(0, (4, 3)), linewidth=1)
-        across = panel.get_yaxis_transform()
-        panel.text(
-            0.98, floored(blind), "blind reuse", transform=across, ha="right", va="bottom", color=COLOURS["blind"]
-        )
+        place: dict[str, Any] = dict(transform=panel.get_yaxis_transform(), ha="right", va="bottom")
+        panel.text(0.98, floored(blind), "blind reuse", color=COLOURS["blind"], **place)
     panel.set(xscale="log", yscale="log", title=KINDS[kind], xlabel="patch rank")
     ticks = [int(x) for x, _ in rows.settings(probe, "patch.rank=")]
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -333,7 +336,9 @@ DEFICIT_METRICS = {
     "relative_norm": "‖Δ‖ / ‖canonical‖",
     "e90": "directions with 90 % of ‖Δ‖²",
     "token_share_90": "share of tokens with 90 % of ‖Δ‖²",
+    "e90_rotated": "directions with 90 %, rotated keys",
     "head_share_90": "share of heads with 90 % of ‖Δ‖²",
+    "head_share_max": "largest head's share of ‖Δ‖²",
 }
 
 
@@ -368,7 +373,7 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
                 marker = "o" if channel in ("k", "kpe") else "s"
                 panel.plot(layers, [point.value for _, point in points], color=colour, marker=marker, markersize=4)
             panel.set(title=_wrapped(DEFICIT_METRICS[metric]), xlabel="layer")
-            panel.set_ylim(0, 1.03 if metric.endswith("share_90") else None)
+            panel.set_ylim(0, 1.03 if "_share_" in metric else None)
             panel.xaxis.get_major_locator().set_params(integer=True)
             _label_right(panel, ends)
         return [_save(figure, "The deficit Δ = KV(page | legends) − KV(page alone)", out / "deficit.png")]
@@ -390,13 +395,14 @@ def example_figure(
       question_texts: one per question.
       answers_by_arm: arm → one answer per question, columns in this order.
       path: the PNG to write.
-      correct: the right answers; wrong answers are then marked with a cross.
+      correct: the right answers (or put them in answers_by_arm["answer"]); wrong ones are then marked with a cross.
 
     Raises:
       ValueError: an arm answers another number of questions than were asked.
     """
-    columns = {"right answer": correct} if correct is not None else {}
+    columns = {"answer": correct} if correct is not None else {}
     columns |= answers_by_arm
+    correct = columns.get("answer")
     for arm, answers in columns.items():
         if len(answers) != len(question_texts):
             raise ValueError(f"arm {arm!r} has {len(answers)} answers to {len(question_texts)} questions")
@@ -404,7 +410,8 @@ def example_figure(
     widths = [image.shape[1] / image.shape[0] for image in images[:-1]] + [page_image.shape[1] / page_image.shape[0]]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 3.6 + 0.26 * len(question_texts)), layout="constrained")
-        upper, lower = figure.subfigures(2, 1, height_ratios=[3.0, 0.55 + 0.26 * len(question_texts)])
+        halves: Any = figure.subfigures(2, 1, height_ratios=[3.0, 0.6 + 0.26 * len(question_texts)])
+        upper, lower = halves
         for place, panel in enumerate(upper.subplots(1, len(images), width_ratios=widths, squeeze=False)[0]):
             panel.imshow(images[place], interpolation="nearest")
             panel.set_axis_off()
@@ -415,15 +422,16 @@ def example_figure(
 
 def _answer_table(panel: Axes, questions: Sequence[str], columns: Mapping[str, Sequence[str]], correct: Any) -> None:
     panel.set_axis_off()
-    panel.set(xlim=(0, 1), ylim=(len(questions) + 0.1, -1))
+    panel.set(xlim=(0, 1), ylim=(len(questions) - 0.4, -1.6))
     left, step = 0.3, 0.7 / max(len(columns), 1)
     panel.axhline(-0.45, color="#888888", linewidth=0.8)
-    panel.text(0, -0.7, "question", color="#555555", va="center")
+    panel.text(0, -0.5, "question", color="#555555", va="bottom")
     for row, question in enumerate(questions):
         panel.text(0, row, question, va="center")
     for place, (arm, answers) in enumerate(columns.items()):
         x = left + step * place
-        panel.text(x, -0.7, arm_label(arm), color=COLOURS.get(family(arm), "#222222"), va="center")
+        header = textwrap.fill(arm_label(arm), 18)
+        panel.text(x, -0.5, header, color=COLOURS.get(family(arm), "#222222"), va="bottom")
         for row, answer in enumerate(answers):
             wrong = correct is not None and answer != correct[row]
             text, colour = (f"✗ {answer}", COLOURS["blind"]) if wrong else (answer, "#222222")

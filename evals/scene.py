@@ -6,7 +6,7 @@ engine-frame cache.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,12 +146,16 @@ _engine = jax.jit(lambda layout, kv, positions: to_engine(layout, kv, positions,
 
 
 def place_page(
-    scene: Scene, page: KV, tokens: Tokens, factors: ops.Factors | None = None, frame: str = "phase_free"
+    scene: Scene,
+    page: KV,
+    tokens: Tokens,
+    factors: Mapping[str, tuple[Array, Array]] | None = None,
+    frame: ops.PatchFrame = "phase_free",
 ) -> KV:
     """The page in the engine frame, R(p)·(page + U Vᵀ): one jitted call, no forward pass."""
     local = scene.chunks[-1].positions
     start = (tokens.positions[:, PAGE.start] - local[:, 0]).astype(jnp.int32)
-    return ops.jitted_apply(scene.backbone.layout, page, factors or {}, local, start, frame=frame)
+    return ops.jitted_apply(scene.backbone.layout, page, {**(factors or {})}, local, start, frame=frame)
 
 
 def with_page(prefix: KV, page: KV) -> KV:

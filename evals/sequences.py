@@ -6,8 +6,11 @@ positions right behind the page and sees no other question. Axis letters: B batc
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
+
+from models.preprocessing import ImageConfig, normalise, patchify
 
 from . import small_task as task
 from .small_task import VOCABULARY, Contexts, Questions
@@ -18,7 +21,16 @@ LEGEND_SPAN, PAGE_SPAN = 2 + max(LEGEND_SHAPE), 2 + max(PAGE_SHAPE)
 CHUNKS = task.LEGENDS + 1
 PREFIX_TOKENS = task.LEGENDS * LEGEND_TOKENS + PAGE_TOKENS
 QUESTION_TOKENS = 2
-MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+IMAGE_CONFIG = ImageConfig(
+    patch_size=task.PATCH,
+    merge_size=task.MERGE,
+    temporal_patch_size=task.TEMPORAL,
+    min_pixels=task.CELL_PIXELS**2,
+    max_pixels=1_000_000,
+    image_mean=(0.5, 0.5, 0.5),
+    image_std=(0.5, 0.5, 0.5),
+)
+"""The small backbone's image settings: no resizing, five-pixel patches."""
 
 
 @functools.cache
@@ -45,8 +57,8 @@ def _chunk_table() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 def chunk_slices() -> list[slice]:
     """Where each of the four chunks stands in the prefix."""
-    edges = np.cumsum([0] + [LEGEND_TOKENS] * task.LEGENDS + [PAGE_TOKENS])
-    return [slice(int(first), int(last)) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+    edges = np.cumsum([0, *[LEGEND_TOKENS] * task.LEGENDS, PAGE_TOKENS])
+    return [slice(int(first), int(last)) for first, last in itertools.pairwise(edges)]
 
 
 def prefix_positions(shown: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,15 +95,10 @@ class Batch:
 
 
 def patch_cells(images: np.ndarray) -> np.ndarray:
-    """Images uint8 [..., H, W, 3] as patch rows [..., patches, F], the processor's arithmetic and order."""
-    *lead, height, width, _ = images.shape
-    scaled = (images.astype(np.float32) * np.float32(1 / 255) - np.float32(MEAN)) / np.float32(STD)
-    merge, patch = task.MERGE, task.PATCH
-    block = merge * patch
-    split = scaled.reshape(-1, height // block, merge, patch, width // block, merge, patch, 3)
-    ordered = split.transpose(0, 1, 4, 2, 5, 7, 3, 6)[:, :, :, :, :, :, None]
-    tiled = np.broadcast_to(ordered, (*ordered.shape[:6], task.TEMPORAL, patch, patch))
-    return tiled.reshape(*lead, -1, 3 * task.TEMPORAL * patch * patch)
+    """Images uint8 [..., H, W, 3] as patch rows [..., patches, F], by the backbone's own preprocessing."""
+    lead = images.shape[:-3]
+    rows = patchify(normalise(images.reshape(-1, *images.shape[-3:]), IMAGE_CONFIG), IMAGE_CONFIG)
+    return np.asarray(rows).reshape(*lead, *rows.shape[1:])
 
 
 def context_patches(contexts: Contexts, split: str) -> np.ndarray:

@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 from kvpatch_jax.rope import Rope
 from models.decoder import DecoderConfig
-from models.preprocessing import ImageConfig
 from models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
 from models.vision_qwen2_5 import VisionConfig
 
@@ -197,19 +196,6 @@ def make_optimiser(recipe: Recipe) -> optax.GradientTransformation:
             weight_decay=recipe.weight_decay,
             mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
         ),
-    )
-
-
-def image_config() -> ImageConfig:
-    """The small backbone's image settings: no resizing, five-pixel patches."""
-    return ImageConfig(
-        patch_size=small_task.PATCH,
-        merge_size=small_task.MERGE,
-        temporal_patch_size=small_task.TEMPORAL,
-        min_pixels=small_task.CELL_PIXELS**2,
-        max_pixels=1_000_000,
-        image_mean=sequences.MEAN,
-        image_std=sequences.STD,
     )
 
 

@@ -119,6 +119,16 @@ def sample_contexts(rng: np.random.Generator, count: int) -> Contexts:
     )
 
 
+def recolour(contexts: Contexts, rng: np.random.Generator, count: int) -> Contexts:
+    """The same glyphs and handwriting with `count` randomly chosen legends in other colours (every fill and stripe)."""
+    chosen = rng.permuted(np.tile(np.arange(LEGENDS) < count, (len(contexts), 1)), axis=1)[..., None]
+    fill, stripe = (
+        np.where(chosen, (colour + rng.integers(1, COLOURS, colour.shape)) % COLOURS, colour)
+        for colour in (contexts.legend_fill, contexts.legend_stripe)
+    )
+    return dataclasses.replace(contexts, legend_fill=fill, legend_stripe=stripe)
+
+
 def _deal_legends(rng: np.random.Generator, glyphs: np.ndarray, double: np.ndarray) -> np.ndarray:
     """Legend rows: each doubly defined glyph in two different legends, every other glyph in one."""
     table = np.empty((len(glyphs), LEGENDS, LEGEND_ROWS), np.int64)
@@ -205,8 +215,8 @@ def handwriting(split: str) -> list[np.ndarray]:
     """
     from sklearn.datasets import load_digits
 
-    data = load_digits()
-    images, labels = np.asarray(data.images, np.float32) / 16.0, np.asarray(data.target)
+    flat, labels = load_digits(return_X_y=True)
+    images = np.asarray(flat, np.float32).reshape(-1, 8, 8) / 16.0
     parts = []
     for digit in range(DIGITS):
         mine = images[labels == digit]
@@ -348,7 +358,7 @@ def _choose(rng: np.random.Generator, allowed: np.ndarray, count: int) -> tuple[
 
 def _columns(kind: str, valid, ask_token, argument, answer, row, cell):
     fill = lambda x: np.broadcast_to(x, valid.shape)
-    return tuple(fill(x) for x in (KINDS.index(kind), ask_token, argument, answer, row, cell)) + (valid,)
+    return (*(fill(x) for x in (KINDS.index(kind), ask_token, argument, answer, row, cell)), valid)
 
 
 def _cell_argument(contexts: Contexts, row: np.ndarray, cell: np.ndarray) -> np.ndarray:

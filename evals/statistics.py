@@ -190,6 +190,50 @@ def _interval(value: float, drawn: np.ndarray, n: int) -> Interval:
     return Interval(value, float(low), float(high), n)
 
 
+def number(value: float) -> str:
+    """Three decimals, or two significant digits below 0.01 ("<1e-6" for less); "–" where undefined."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) < 0.01:
+        return "<1e-6" if 0 < value < 1e-6 else f"{value:.2g}".replace("-", "−", 1 if value < 0 else 0)
+    return f"{value:.3f}".replace("-", "−")
+
+
+def show(interval: Interval) -> str:
+    """A value with its interval: "0.453 [0.421, 0.486]"; the value alone where there is none or it has no width."""
+    if not math.isfinite(interval.low + interval.high) or interval.low == interval.value == interval.high:
+        return number(interval.value)
+    return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
+
+
+def within(got: Interval, low: float, high: float) -> str:
+    """Whether a statistic lies in [low, high], by its whole interval (by its value where it has none).
+
+    "same direction" if inside, "differs" if outside, "undecided" across an edge, "not measured" where undefined.
+    """
+    if not math.isfinite(got.value):
+        return "not measured"
+    left, right = _ends(got)
+    if low <= left and right <= high:
+        return "same direction"
+    return "differs" if right < low or left > high else "undecided"
+
+
+def above(a: Interval, b: Interval, margin: float = 0.0) -> str:
+    """Whether a is above b by more than `margin`, interval against interval, in the words of `within`."""
+    if not (math.isfinite(a.value) and math.isfinite(b.value)):
+        return "not measured"
+    if _ends(a)[0] - _ends(b)[1] > margin:
+        return "same direction"
+    return "differs" if _ends(a)[1] - _ends(b)[0] < margin else "undecided"
+
+
+def _ends(got: Interval) -> tuple[float, float]:
+    return (got.low, got.high) if math.isfinite(got.low + got.high) else (got.value, got.value)
+
+
 # ------------------------------------------------------------------------------------------------- long-form rows
 
 
@@ -214,6 +258,7 @@ class Rows:
     """
 
     def __init__(self, results: Mapping[str, Any], model: str | None = None) -> None:
+        self.results = results
         rows: Sequence[Mapping[str, Any]] = results.get("rows", [])
         self.models = list(dict.fromkeys(row["model"] for row in rows))
         chosen = model or results.get("config", {}).get("model")
@@ -233,6 +278,11 @@ class Rows:
     def get(self, probe: str, arm: str, metric: str) -> Interval:
         """The statistic, or UNDEFINED."""
         return self.table.get((probe, arm, metric), UNDEFINED)
+
+    def gap(self, probe: str, arm: str, kind: str) -> float:
+        """Accuracy of an arm minus re-prefill's (−1…1), NaN where either is missing."""
+        metric = f"accuracy.{kind}"
+        return self.get(probe, arm, metric).value - self.get(probe, "re-prefill", metric).value
 
     def arms(self, probe: str, prefix: str = "") -> list[str]:
         """Arms of a probe that begin with `prefix`, in order of appearance."""

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from absl import app, flags
+from absl import app, flags, logging
 from flax import nnx
 from jaxtyping import Array
 
@@ -24,10 +24,10 @@ from models import QwenVLBackbone
 from models.vision_qwen2_5 import plan_patches
 
 from . import small_task
+from .sequences import IMAGE_CONFIG
 from .small_model import (
     Recipe,
     draw_batch,
-    image_config,
     image_grids,
     initialise,
     loss_of,
@@ -114,7 +114,7 @@ class Trainer:
 
     def backbone(self) -> QwenVLBackbone:
         """The trained backbone with the task's image settings and vocabulary."""
-        return QwenVLBackbone(self.config, nnx.to_pure_dict(self.state), image_config(), make_tokenizer())
+        return QwenVLBackbone(self.config, nnx.to_pure_dict(self.state), IMAGE_CONFIG, make_tokenizer())
 
 
 def _note(
@@ -175,6 +175,7 @@ def main(arguments: list[str]) -> None:
     """Train, save the Hugging Face directory, draw the curve."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
+    logging.set_verbosity(logging.WARNING)
     recipe = Recipe(**{name: getattr(flags.FLAGS, name) for name in _FIELDS})
     trainer = Trainer(recipe, Path(_OUT.value))
     began = trainer.resume()

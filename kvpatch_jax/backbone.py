@@ -8,7 +8,7 @@ the engine frame, as an ordinary attention kernel reads it.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from .layout import KVLayout
 
@@ -53,7 +53,11 @@ class Backbone(Protocol):
     """A model that can prepare, embed, prefill, recompute, decode and generate."""
 
     layout: KVLayout
-    fingerprint: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the weights, the configuration and the preprocessing: equal means equal KV."""
+        ...
 
     def prepare(self, items: Sequence[Any]) -> dict[str, Any]:
         """Texts and images, in order, to the processor's arrays (input_ids, pixel_values, position_ids, …).
@@ -125,9 +129,3 @@ class Backbone(Protocol):
         """Greedy continuation behind tokens (and a context): the next `steps` token ids."""
         ...
 
-
-class Prompt(Protocol):
-    """The arrays `prepare` returns, by their processor names."""
-
-    input_ids: Int[Array, "B T"]
-    pixel_values: Float[Array, "P F"] | None

@@ -21,7 +21,7 @@ Frame = Literal["phase_free", "local", "engine"]
 AnyArray = jax.Array | np.ndarray
 KV = Mapping[str, Float[AnyArray, "..."]]
 Positions = Num[AnyArray, "..."]
-Start = Int[AnyArray, "..."] | int | tuple[int, ...]
+Start = Int[AnyArray, "..."] | int | np.integer | tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,13 +160,35 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
     return start.astype(jnp.int32)
 
 
-def _turn(layout: KVLayout, kv: KV, cos: Array, sin: Array, scale: float) -> dict[str, Array]:
+def _turn(layout: KVLayout, kv: KV, cos: Array, sin: Array) -> dict[str, Array]:
     return {
-        channel.name: rotate(jnp.asarray(kv[channel.name]), cos, sin, layout.rope.cached, scale)
+        channel.name: rotate(jnp.asarray(kv[channel.name]), cos, sin, layout.rope.cached)
         if channel.rotates
         else jnp.asarray(kv[channel.name])
         for channel in layout.channels
     }
+
+
+def _place(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
+    cos, sin = rope_tables(layout.rope, local, start)
+    scale = layout.rope.attention_scaling
+    return {
+        name: rotate(value, cos, -sin if back else sin, layout.rope.cached, 1.0 / scale if back else scale)
+        for name, value in kv.items()
+    }
+
+
+jitted_place = jax.jit(_place, static_argnames=("layout", "back"))
+"""Rotation of the channels that carry phase, compiled once per layout and shape, so that it always rounds alike."""
+
+
+def _placed(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
+    layout.check(kv)
+    start = as_start(layout.rope, start)
+    check_positions(layout.rope, local, start)
+    turning = {channel.name: jnp.asarray(kv[channel.name]) for channel in layout.channels if channel.rotates}
+    turned = jitted_place(layout, turning, jnp.asarray(local), jnp.asarray(start), back=back)
+    return {name: turned[name] if name in turned else jnp.asarray(kv[name]) for name in layout.names}
 
 
 def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> dict[str, Float[Array, "..."]]:
@@ -184,11 +206,7 @@ def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> dict[
     Raises:
       LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: see their own words.
     """
-    layout.check(kv)
-    start = as_start(layout.rope, start)
-    check_positions(layout.rope, local, start)
-    cos, sin = rope_tables(layout.rope, local, start)
-    return _turn(layout, kv, cos, sin, layout.rope.attention_scaling)
+    return _placed(layout, kv, local, start, False)
 
 
 def to_local(layout: KVLayout, kv: KV, local: Positions) -> dict[str, Float[Array, "..."]]:
@@ -198,11 +216,7 @@ def to_local(layout: KVLayout, kv: KV, local: Positions) -> dict[str, Float[Arra
 
 def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) -> dict[str, Float[Array, "..."]]:
     """Engine frame (or, at start 0, local frame) → phase-free: inverts `to_engine`, attention scaling included."""
-    layout.check(kv)
-    start = as_start(layout.rope, start)
-    check_positions(layout.rope, local, start)
-    cos, sin = rope_tables(layout.rope, local, start)
-    return _turn(layout, kv, cos, -sin, 1.0 / layout.rope.attention_scaling)
+    return _placed(layout, kv, local, start, True)
 
 
 def relocate(
@@ -235,4 +249,4 @@ def relocate(
         check_positions(rope, array, np.zeros((), np.int32))
         sides.append(array)
     cos, sin = relocation_tables(rope, sides[0], sides[1])
-    return _turn(layout, kv, cos, sin, 1.0)
+    return _turn(layout, kv, cos, sin)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Key
 from . import ops
 from .chunk import AnyArray, Chunk, check_finite
 from .errors import InputError, PatchMismatchError, RankError, ShapeError
-from .layout import KVLayout, Start, as_start, check_positions
+from .layout import KVLayout, Start, as_start, check_positions, to_engine
 from .ops import ChannelFactors, FormPlan, Heads, PatchFrame, is_low_rank, value_of
 from .resize import keep_layers as keep_layers
 from .resize import quantise as quantise
@@ -232,9 +232,11 @@ def apply_patch(
     kv = _arrays(chunk.kv if base is None else base)
     local = jnp.asarray(chunk.local)
     if patch is None:
-        return ops.jitted_apply(layout, kv, {}, local, place, layers=None, heads="joint", frame="phase_free")
+        return to_engine(layout, kv, local, place)
     check_stamp(patch, layout, chunk, place, antecedent, None if base is None else base_antecedent, allow_stale)
     _check_factor_shapes(patch, chunk)
+    if not patch.factors:
+        return to_engine(layout, kv, local, place)
     stamp = patch.stamp
     layers = None if len(stamp.layers) == layout.layers else stamp.layers
     return ops.jitted_apply(

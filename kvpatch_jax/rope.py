@@ -202,8 +202,8 @@ def _place(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tu
 
 
 def rope_tables(
-    rope: Rope, positions: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."] | int = 0
-) -> tuple[Float[Array, "*batch T R/2"], Float[Array, "*batch T R/2"]]:
+    rope: Rope, positions: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."] | int | np.integer = 0
+) -> tuple[Float[Array, "*batch T half"], Float[Array, "*batch T half"]]:
     """Cosines and sines at start + positions, float32, without the attention scaling.
 
     Args:

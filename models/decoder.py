@@ -8,6 +8,7 @@ Axis letters: B batch, T tokens, S keys, L layers, N query heads, K KV heads, H 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -198,7 +199,7 @@ class Decoder(nnx.Module):
         bounds = sorted({start_layer, stop, *hidden_at})
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
         pieces, caches = [], []
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        for first, last in itertools.pairwise(bounds):
             hidden, kv, cache = self._scan(hidden, step, context, keep, first, last)
             pieces.append(kv)
             caches.append(cache)

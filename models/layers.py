@@ -9,10 +9,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> Array:
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: DTypeLike) -> Array:
     return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
 
 
@@ -27,7 +28,7 @@ class Linear(nnx.Module):
         bias: bool,
         rngs: nnx.Rngs,
         lead: tuple[int, ...] = (),
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         scale: float = 1.0,
     ):
         self.kernel = nnx.Param(_normal(rngs, (*lead, inputs, outputs), scale * inputs**-0.5, dtype))
@@ -42,7 +43,7 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis; statistics in float32, the weight applied after the cast back."""
 
-    def __init__(self, width: int, *, epsilon: float, lead: tuple[int, ...] = (), dtype: jnp.dtype = jnp.float32):
+    def __init__(self, width: int, *, epsilon: float, lead: tuple[int, ...] = (), dtype: DTypeLike = jnp.float32):
         self.weight = nnx.Param(jnp.ones((*lead, width), dtype))
         self.epsilon = epsilon
 
@@ -72,7 +73,7 @@ class GatedMLP(nnx.Module):
         rngs: nnx.Rngs,
         activation: str = "silu",
         lead: tuple[int, ...] = (),
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ):
         self.gate = Linear(width, intermediate, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
         self.up = Linear(width, intermediate, bias=bias, rngs=rngs, lead=lead, dtype=dtype)

@@ -10,7 +10,7 @@ TRANSPOSE = (1, 0)
 
 def _linear(name: str, path: tuple[str, ...], *, bias: bool, stack: bool = True) -> list[Entry]:
     entries = [Entry(f"{name}.weight", (*path, "kernel"), permute=TRANSPOSE, stack=stack)]
-    return entries + [Entry(f"{name}.bias", (*path, "bias"), stack=stack)] if bias else entries
+    return [*entries, Entry(f"{name}.bias", (*path, "bias"), stack=stack)] if bias else entries
 
 
 def _decoder(tied: bool) -> list[Entry]:

@@ -7,6 +7,7 @@ Axis letters: P patches, W windows, O patches per window (padded), E merged toke
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -117,8 +118,8 @@ class VisionTower(nnx.Module):
     def __call__(
         self,
         pixel_values: Float[Array, "P F"],
-        rows: Int[Array, "P"],
-        columns: Int[Array, "P"],
+        rows: Int[Array, " P"],
+        columns: Int[Array, " P"],
         windows: Int[Array, "W O"],
         frames: Int[Array, "Y Z"],
     ) -> Float[Array, "E D"]:
@@ -159,4 +160,4 @@ def _runs(depth: int, full_layers: tuple[int, ...]) -> list[tuple[int, int, bool
     """Maximal runs of layers of one kind: [(first, last, attends over the whole frame)]."""
     kinds = [layer in full_layers for layer in range(depth)]
     edges = [0, *[layer for layer in range(1, depth) if kinds[layer] != kinds[layer - 1]], depth]
-    return [(first, last, kinds[first]) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+    return [(first, last, kinds[first]) for first, last in itertools.pairwise(edges)]

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import KV, Output, Step, Tokens
@@ -204,7 +205,7 @@ class QwenVLBackbone:
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
-        if keep is not None and not isinstance(keep, jax.core.Tracer):
+        if keep is not None and not isinstance(keep, Tracer):
             sets = np.asarray(keep)
             if sets.shape[0] != self.layout.layers or (sets[1:] & ~sets[:-1]).any():
                 raise ShapeError(

@@ -2,7 +2,12 @@
 
 from .deficit import deficit_shape as deficit_shape
 from .ledger import Ledger as Ledger
+from .repair import PageReuse as PageReuse
+from .repair import arm_count as arm_count
 from .repair import compare_repairs as compare_repairs
+from .repair import factorise as factorise
+from .repair import leading as leading
+from .window import orbit_against_exact as orbit_against_exact
 from .window import probe_recall as probe_recall
 from .window import probe_reorder as probe_reorder
 from .window import probe_slide as probe_slide

@@ -16,8 +16,8 @@ Row = dict[str, object]
 class Sheet:
     """The items of one probe: question by question, every arm's prediction and KL from the reference arm."""
 
-    def __init__(self, reference: str, blind: str):
-        self.reference, self.blind = reference, blind
+    def __init__(self, label: str, reference: str, blind: str):
+        self.label, self.reference, self.blind = label, reference, blind
         self.fixed: dict[str, list[np.ndarray]] = {name: [] for name in ("kind", "cluster", "answer")}
         self.predicted: dict[str, list[np.ndarray]] = {}
         self.divergence: dict[str, list[np.ndarray]] = {}
@@ -49,12 +49,13 @@ class Ledger:
 
     def __init__(self, model: str):
         self.model = model
-        self.sheets: dict[str, Sheet] = {}
+        self.sheets: dict[tuple[str, str], Sheet] = {}
         self.plain: list[Row] = []
+        self.samples: dict[tuple[str, str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
 
-    def sheet(self, probe: str, reference: str = "re-prefill", blind: str = "blind") -> Sheet:
-        """The sheet of a probe, made at first use."""
-        return self.sheets.setdefault(probe, Sheet(reference, blind))
+    def sheet(self, probe: str, part: str = "", reference: str = "re-prefill", blind: str = "blind") -> Sheet:
+        """The sheet of a probe (or of one part of it, with a reference of its own), made at first use."""
+        return self.sheets.setdefault((probe, part), Sheet(probe, reference, blind))
 
     def row(self, probe: str, arm: str, metric: str, interval: statistics.Interval) -> None:
         """Add one row that is not derived from items."""
@@ -64,11 +65,19 @@ class Ledger:
         """Add one number without an interval."""
         self.row(probe, arm, metric, statistics.Interval(value, value, value, n))
 
+    def sample(self, probe: str, arm: str, metric: str, values: np.ndarray, clusters: np.ndarray) -> None:
+        """Add one batch of a number measured per context; its row is the mean over all batches."""
+        self.samples.setdefault((probe, arm, metric), []).append((np.asarray(values, float), np.asarray(clusters)))
+
     def rows(self) -> list[Row]:
         """Every row, long-form."""
-        return [row for probe, sheet in self.sheets.items() for row in self._rows_of(probe, sheet)] + self.plain
+        rows = [row for sheet in self.sheets.values() for row in self._rows_of(sheet)]
+        for (probe, arm, metric), batches in self.samples.items():
+            values, clusters = (np.concatenate(columns) for columns in zip(*batches, strict=True))
+            rows.append(_row(self.model, probe, arm, metric, statistics.mean(values, clusters)))
+        return rows + self.plain
 
-    def _rows_of(self, probe: str, sheet: Sheet) -> Iterator[Row]:
+    def _rows_of(self, sheet: Sheet) -> Iterator[Row]:
         kind, cluster, answer = (sheet.column(name) for name in ("kind", "cluster", "answer"))
         reference, blind = sheet.arm(sheet.reference), sheet.arm(sheet.blind)
         for number, name in enumerate(sheet.kinds):
@@ -79,12 +88,12 @@ class Ledger:
             for arm in sheet.predicted:
                 metrics = _metrics(cut(sheet.arm(arm)), cut(reference), cut(blind), answer[here], cluster[here])
                 for metric, interval in metrics.items():
-                    yield _row(self.model, probe, arm, f"{metric}.{name}", interval)
+                    yield _row(self.model, sheet.label, arm, f"{metric}.{name}", interval)
 
     def write_items(self, path: Path) -> None:
         """One JSON line per probe and question: context, kind, answer, and per arm [prediction, KL in nats]."""
         with path.open("a", encoding="utf-8") as file:
-            for probe, sheet in self.sheets.items():
+            for sheet in self.sheets.values():
                 arms = {name: sheet.arm(name) for name in sheet.predicted}
                 columns = [sheet.column(name) for name in ("cluster", "kind", "answer")]
                 for index, (cluster, kind, answer) in enumerate(zip(*columns, strict=True)):
@@ -93,7 +102,7 @@ class Ledger:
                         for name, (tokens, divergence) in arms.items()
                     }
                     line = {
-                        "probe": probe,
+                        "probe": sheet.label,
                         "model": self.model,
                         "context": int(cluster),
                         "kind": sheet.kinds[int(kind)],

@@ -1,19 +1,22 @@
 """The main comparison: the page reused behind legends, by every arm, read with and without the legends in view."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from kvpatch_jax import ops
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.layout import KVLayout
 from kvpatch_jax.repair import REPAIRS, Splice, count_of_equal_bytes, fraction_to_count
 
 from .. import scene as scenes
 from ..scene import KV, PAGE, Scene
-from ..small_task import Questions
+from ..small_task import KINDS, Questions
 from .ledger import Ledger
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -21,21 +24,22 @@ SHOWN_RANK = 16
 ROTATED_RANKS = (4, 8, 16, 32)
 BUDGETS = (0.10, 0.15, 0.25, 0.50)
 BYTE_RANKS = (8, 16)
+Thin = dict[str, tuple[Array, Array]]
 SETTINGS = {"repair.visible": True, "repair.evicted": False}
 
 
 @functools.lru_cache
-def full_plan(layout, frame: str, rank: int = max(RANKS)) -> ops.FormPlan:
+def full_plan(layout: KVLayout, frame: ops.PatchFrame, rank: int = max(RANKS)) -> ops.FormPlan:
     """Exact factors at the largest rank; smaller ranks are their leading columns."""
     return ops.FormPlan(tuple((channel.name, rank) for channel in layout.channels), method="exact", frame=frame)
 
 
-def factorise(scene: Scene, delta: KV, frame: str = "phase_free", rank: int = max(RANKS)) -> ops.Factors:
+def factorise(scene: Scene, delta: KV, frame: ops.PatchFrame = "phase_free", rank: int = max(RANKS)) -> Thin:
     """Exact factors of a deficit {channel: [L,B,T,K,H]} at the largest rank asked for."""
     return ops.jitted_factorise(delta, jax.random.key(0), plan=full_plan(scene.backbone.layout, frame, rank))
 
 
-def leading(factors: ops.Factors, rank: int, only: str | None = None, first_layer: int = 0) -> ops.Factors:
+def leading(factors: Thin, rank: int, only: str | None = None, first_layer: int = 0) -> Thin:
     """The best `rank` of larger exact factors; other channels, or layers below `first_layer`, zeroed."""
     cut = {}
     for name, (u, v) in factors.items():
@@ -57,7 +61,7 @@ class PageReuse:
         self.canonical = scene.canonical[-1]
         self.delta = ops.deficit(self.page, self.canonical)
 
-    def cache(self, factors: ops.Factors | None = None, frame: str = "phase_free") -> KV:
+    def cache(self, factors: Thin | None = None, frame: ops.PatchFrame = "phase_free") -> KV:
         """The prefix in the engine frame with the page reused: rotated, patched by `factors`."""
         page = scenes.place_page(self.scene, self.canonical, self.tokens, factors, frame)
         return scenes.with_page(self.engine, page)
@@ -119,6 +123,12 @@ def _token_arms(reuse: PageReuse) -> Iterator[tuple[str, float, Callable[[], KV]
             yield f"{method}.{mark}", count / tokens, make
 
 
+def arm_count(layout: KVLayout) -> int:
+    """How many arms `arm_caches` yields."""
+    patches = len(RANKS) + 1 + len(layout.channels) + len(ROTATED_RANKS)
+    return 2 + patches + len(REPAIRS) * (len(BUDGETS) + len(BYTE_RANKS))
+
+
 def compare_repairs(
     ledger: Ledger,
     scene: Scene,
@@ -147,10 +157,6 @@ def compare_repairs(
 
 def _askable(questions: Questions, probe: str) -> Questions:
     """Questions about a legend make no sense once the legends have left the window."""
-    import dataclasses
-
-    from ..small_task import KINDS
-
     if SETTINGS[probe]:
         return questions
     return dataclasses.replace(questions, valid=questions.valid & (questions.kind != KINDS.index("legend")))

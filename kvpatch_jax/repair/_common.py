@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import KV, Backbone, Tokens
@@ -131,7 +132,7 @@ def _expect(what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> Non
 
 
 def _check_slots(splice: Splice, size: int) -> None:
-    if any(isinstance(value, jax.core.Tracer) for value in (splice.slots, splice.length)):
+    if any(isinstance(value, Tracer) for value in (splice.slots, splice.length)):
         return
     slots = np.asarray(splice.slots)
     outside = ((slots < 0) | (slots >= size)) & np.asarray(live_tokens(splice))

@@ -14,8 +14,8 @@ from evals import figures, report
 from evals.statistics import UNDEFINED, Interval, Rows, as_row
 
 KINDS = ("page", "legend", "chain", "aggregate", "override")
-TOP = {"page": 0.97, "legend": 0.99, "chain": 0.96, "aggregate": 0.8, "override": 0.9}
-LOSS = {"page": 0.002, "legend": 0.0, "chain": 0.5, "aggregate": 0.55, "override": 0.4}
+TOP = {"page": 0.97, "legend": 0.99, "chain": 0.96, "aggregate": 0.8, "override": 0.9, "survivor": 0.95, "evicted": 0.3}
+LOSS = {"page": 0.002, "legend": 0.0, "chain": 0.5, "aggregate": 0.55, "override": 0.4, "survivor": 0.5, "evicted": 0.1}
 
 
 def around(value, half=0.02, n=1000):
@@ -27,12 +27,13 @@ class Made:
 
     def __init__(self, model):
         self.model, self.rows = model, []
+        self.kinds: tuple[str, ...] = KINDS
 
     def add(self, probe, arm, metric, interval):
         self.rows.append(as_row(probe, self.model, arm, metric, interval))
 
     def arm(self, probe, arm, lost, share=None):
-        for kind in KINDS:
+        for kind in self.kinds:
             down = LOSS[kind] * lost
             self.add(probe, arm, f"accuracy.{kind}", around(TOP[kind] - down))
             self.add(probe, arm, f"difference.{kind}", around(-down, 0.01))
@@ -69,8 +70,11 @@ def made_results():
     made.add("reorder", "order", "relative_order_effect", around(0.31))
     for kind in KINDS:
         made.add("reorder", "orbit", f"orbit_minus_exact.{kind}", around(-0.07 * LOSS[kind], 0.005))
+    made.kinds = ("survivor", "evicted", "aggregate")
     for arm, lost in (("re-prefill", 0.0), ("removal", 0.02), ("keep", 0.1), ("blind", 1.0)):
         made.arm("slide", arm, lost)
+    made.kinds = KINDS
+    made.add("mask", "mask_4d", "probability_difference", 3e-6)
     for turnover in range(4):
         for arm, lost in (("re-prefill", 0.0), ("fresh", 0.01), ("stale", 0.01 + 0.4 * turnover), ("blind", 1.0)):
             made.arm("recall", f"{arm}.turnover={turnover}", lost)
@@ -123,7 +127,7 @@ def test_missing_probes_are_skipped(results, tmp_path):
     assert figures.draw_all(nothing, tmp_path) == []
     assert [path.stem for path in figures.draw_all(without(results, "re"), tmp_path)] == ["slide", "deficit"]
     for some in (nothing, without(results, "repair"), without(results, "recall"), without(results, "deficit")):
-        assert report.write_report(some, [], tmp_path, []).read_text().endswith("</html>\n")
+        assert report.write_report(some, [], tmp_path / "report.html", []).read_text().endswith("</html>\n")
         report.print_summary(some, io.StringIO())
 
 
@@ -157,9 +161,8 @@ def test_smallest_rank(results):
 
 
 def test_report_reads_offline(results, drawn, tmp_path):
-    path = report.write_report(results, drawn, tmp_path, ["a note of ours <here>"])
+    path = report.write_report(results, drawn, tmp_path / "new" / "report.html", ["a note of ours <here>"])
     page = path.read_text()
-    assert path.name == "report.html"
     assert page.count("<table") == page.count("</table>")
     assert page.count("data:image/png;base64,") == len(drawn)
     assert base64.b64encode(drawn[0].read_bytes()).decode() in page
@@ -181,7 +184,7 @@ def verdicts(results):
 def test_directions_are_computed(results):
     """The same claims turn round when the measured numbers do."""
     before = verdicts(results)
-    assert before["Blind reuse loses multi-hop answers (chain)"] == "same direction"
+    assert before["Blind reuse loses multi-hop answers"] == "same direction"
     assert before["One orbit patch does as well as the order's own"] == "same direction"
     turned = json.loads(json.dumps(results))
     for row in turned["rows"]:
@@ -192,13 +195,13 @@ def test_directions_are_computed(results):
         if row["arm"] == "order":
             row.update(value=0.01, low=0.0, high=0.02)
     after = verdicts(turned)
-    assert after["Blind reuse loses multi-hop answers (chain)"] == "differs"
+    assert after["Blind reuse loses multi-hop answers"] == "differs"
     assert after["One orbit patch does as well as the order's own"] == "differs"
     assert set(verdicts({"config": {}, "rows": []}).values()) == {"not measured"}
     for row in turned["rows"]:
         if row["arm"] == "blind" and row["metric"] == "difference.chain":
             row.update(value=-0.01, low=-0.05, high=0.05)
-    assert verdicts(turned)["Blind reuse loses multi-hop answers (chain)"] == "undecided"
+    assert verdicts(turned)["Blind reuse loses multi-hop answers"] == "undecided"
 
 
 def test_summary_is_a_dozen_lines(results):
@@ -219,6 +222,8 @@ def test_bad_results_are_named(tmp_path):
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         with pytest.raises(ValueError, match="'metric'"):
-            report.write_report({"rows": [{"probe": "slide", "model": "m", "arm": "keep"}]}, [], tmp_path, [])
+            report.write_report(
+                {"rows": [{"probe": "slide", "model": "m", "arm": "keep"}]}, [], tmp_path / "report.html", []
+            )
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)

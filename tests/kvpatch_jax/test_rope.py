@@ -1,4 +1,5 @@
 """Rope: angles right at far positions, sections, layouts, scaling, the group law, and what it refuses."""
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 import dataclasses
 
@@ -14,6 +15,8 @@ from kvpatch_jax.errors import LayoutError, PositionError, RopeRegimeError
 from kvpatch_jax.rope import check_positions, relocation_tables
 
 BAR = 2e-6
+TABLES = jax.jit(kvp.rope_tables, static_argnums=0)
+RELOCATION = jax.jit(relocation_tables, static_argnums=0)
 ROPES = {
     "half": kvp.Rope(1e6, 128),
     "pairs": kvp.Rope(1e4, 64, cached="pairs", width=128),
@@ -33,7 +36,11 @@ def rotated_in_float64(rope: kvp.Rope, x: np.ndarray, position: np.ndarray) -> n
     angle = (chosen * rope.inverse_frequencies)[:, None, :]
     x = x.astype(np.float64)
     half = rope.dim // 2
-    a, b = (slice(0, half), slice(half, rope.dim)) if rope.cached == "half" else (slice(0, rope.dim, 2), slice(1, rope.dim, 2))
+    a, b = (
+        (slice(0, half), slice(half, rope.dim))
+        if rope.cached == "half"
+        else (slice(0, rope.dim, 2), slice(1, rope.dim, 2))
+    )
     result = x.copy()
     result[..., a] = x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle)
     result[..., b] = x[..., b] * np.cos(angle) + x[..., a] * np.sin(angle)
@@ -58,28 +65,28 @@ def local_of(rope: kvp.Rope, tokens: int, fraction: float = 0.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ROPES)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 @given(start=positions, offset=positions, fraction=st.sampled_from([0.0, 0.25, 1 / 3]))
 def test_exact_angles_meet_the_bar(name: str, start: int, offset: int, fraction: float):
     rope = ROPES[name]
     x, local = keys(rope, 5), local_of(rope, 5, fraction)
     whole = start + offset
     begin = np.int32(whole) if rope.axes is None else np.array([whole, start, offset], np.int32)
-    cos, sin = kvp.rope_tables(rope, local, begin)
+    cos, sin = TABLES(rope, local, begin)
     found = np.asarray(kvp.rotate(jnp.asarray(x), cos, sin, rope.cached))
     expected = rotated_in_float64(rope, x, local.astype(np.float64) + np.asarray(begin, np.float64))
     assert pair_error(rope, found, expected) < BAR
 
 
 @pytest.mark.parametrize("name", ROPES)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 @given(old=positions, new=positions, other=positions)
 def test_relocation_meets_the_bar(name: str, old: int, new: int, other: int):
     rope = ROPES[name]
     x, local = keys(rope, 5), local_of(rope, 5)
     before = np.float64(local) + (old if rope.axes is None else np.array([old, old, other]))
     after = np.float64(local) + (new if rope.axes is None else np.array([new, other, old]))
-    cos, sin = relocation_tables(rope, before.astype(np.float32), after.astype(np.float32))
+    cos, sin = RELOCATION(rope, before.astype(np.float32), after.astype(np.float32))
     found = np.asarray(kvp.rotate(jnp.asarray(x), cos, sin, rope.cached))
     assert pair_error(rope, found, rotated_in_float64(rope, x, after - before)) < BAR
 
@@ -93,7 +100,7 @@ def test_grid_of_far_positions():
         assert np.abs(sin - np.sin(angle)).max() < 2e-7
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=5)
 @given(first=positions, second=positions)
 def test_group_law(first: int, second: int):
     rope = ROPES["half"]
@@ -180,7 +187,7 @@ def test_refuses_bad_ropes():
 def test_refuses_bad_positions():
     with pytest.raises(PositionError, match="axes"):
         kvp.rope_tables(ROPES["blocked"], np.zeros(5, np.float32))
-    with pytest.raises(PositionError, match="2147483640|1073741824"):
+    with pytest.raises(PositionError, match="2147483640"):
         check_positions(ROPES["half"], np.array([2147483640]), np.array(0))
     with pytest.raises(PositionError, match="finite"):
         check_positions(ROPES["half"], np.array([np.nan]), np.array(0))

@@ -35,7 +35,8 @@ def test_is_nearly_optimal(shape: Shape, method: str):
     error = ((np.asarray(a, np.float64) - np.asarray(u, np.float64) @ np.asarray(v, np.float64)) ** 2).sum((-1, -2))
     total = (singular**2).sum(-1)
     assert ((error - best) / total).max() < (1e-6 if method == "exact" else 5e-3)
-    np.testing.assert_allclose(v @ jnp.swapaxes(v, -1, -2), np.broadcast_to(np.eye(shape.rank), (*shape.batch, shape.rank, shape.rank)), atol=1e-5)
+    identity = np.broadcast_to(np.eye(shape.rank), (*shape.batch, shape.rank, shape.rank))
+    np.testing.assert_allclose(v @ jnp.swapaxes(v, -1, -2), identity, atol=1e-5)
     norms = np.linalg.norm(u, axis=-2)
     assert (np.diff(norms, axis=-1) <= 1e-5).all()
 

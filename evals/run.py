@@ -1,0 +1,242 @@
+"""The main job: `python -m evals.run`.
+
+Loads a small trained backbone, renders held-out PNG images, caches every image position-free, forms conditioning
+patches, reuses the page behind other images, and compares what it then answers with re-prefill and with the published
+alternatives. Leaves results.json, items.jsonl, figures and report.html in --out, and prints a short summary.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from kvpatch_jax.errors import InputError
+from models import QwenVLBackbone, load
+
+from . import probes, small_task
+from . import scene as scenes
+from .figures import draw_all, example_figure
+from .probes.ledger import Ledger
+from .report import print_summary, write_report
+
+TRAINED = Path(__file__).parent / "trained"
+SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control")
+MAIN, CONTROL = "qwen2_5_vl", "qwen2_5_vl_no_window"
+CONTROL_ARMS = ("re-prefill", "blind", "patch.rank=8", "patch.rank=16", "first_k.budget=0.15", "cacheblend.budget=0.15")
+QUESTIONS = {"page": 4, "legend": 4, "chain": 8, "aggregate": 5, "override": 4}
+
+_BACKBONE = flags.DEFINE_string(
+    "backbone", MAIN, f"a shipped instance (a folder of evals/trained, such as {MAIN}), or a checkpoint directory"
+)
+_SUITE = flags.DEFINE_list("suite", ["all"], f"which parts to run: all, or a list out of {', '.join(SUITES)}")
+_OUT = flags.DEFINE_string("out", "out/run", "folder for results.json, items.jsonl, figures/ and report.html")
+_QUICK = flags.DEFINE_boolean("quick", False, "32 contexts instead of 256: a look, not a measurement")
+_SEED = flags.DEFINE_integer("seed", 9001, "seed of the held-out contexts; 9001 was never used while designing")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What a run measures. contexts: in the main comparison; window_contexts: in reorder, slide, recall and control."""
+
+    backbone: str
+    suite: tuple[str, ...]
+    seed: int
+    contexts: int = 256
+    window_contexts: int = 128
+    batch: int = 64
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs in the project's own cache directory, .cache/jax."""
+    jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".cache" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def directory_of(name: str) -> Path:
+    """A shipped instance by name, or any checkpoint directory.
+
+    Raises:
+      InputError: neither; the shipped ones are listed.
+    """
+    for path in (TRAINED / name, Path(name)):
+        if (path / "config.json").exists():
+            return path
+    known = sorted(path.parent.name for path in TRAINED.glob("*/config.json"))
+    raise InputError(f"--backbone={name!r} is neither shipped nor a checkpoint directory; shipped: {known}")
+
+
+class Progress:
+    """One bar over all arms of all probes."""
+
+    def __init__(self, total: int):
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=total, unit="arm", mininterval=0.5, file=sys.stderr)
+
+    def __call__(self, name: str) -> None:
+        self.bar.set_description_str(name[:28].ljust(28))
+        self.bar.update()
+
+
+def _ticks(config: RunConfig, arms: int) -> int:
+    batches = -(-config.contexts // config.batch)
+    window = -(-config.window_contexts // config.batch)
+    per = {"repair": batches * arms, "reorder": 6 * window, "slide": window, "recall": 4 * window}
+    per["control"] = window * len(CONTROL_ARMS)
+    return sum(per.get(suite, 0) for suite in config.suite)
+
+
+def measure(backbone: QwenVLBackbone, config: RunConfig, folder: Path, progress: Progress) -> Ledger:
+    """Run the main backbone's probes."""
+    ledger = Ledger(Path(config.backbone).name)
+    reuses = []
+    batches = scenes.scenes(backbone, config.seed, config.contexts, folder / "images", config.batch)
+    for number, (scene, rng) in enumerate(batches):
+        clusters = number * config.batch + np.arange(len(scene))
+        if "repair" in config.suite:
+            questions = small_task.ask(scene.contexts, rng, QUESTIONS)
+            reuse = probes.compare_repairs(ledger, scene, questions, clusters, progress)
+        else:
+            reuse = probes.PageReuse(scene)
+        if (number + 1) * config.batch <= config.window_contexts:
+            reuses.append(reuse)
+            _window_probes(ledger, scene, config, clusters, folder, progress)
+    if "deficit" in config.suite:
+        probes.deficit_shape(ledger, reuses)
+    probes.orbit_against_exact(ledger)
+    return ledger
+
+
+def _window_probes(ledger: Ledger, scene, config: RunConfig, clusters, folder: Path, progress: Progress) -> None:
+    for suite, seed in (("reorder", 1), ("slide", 2), ("recall", 3)):
+        if suite not in config.suite:
+            continue
+        rng = np.random.default_rng([config.seed, int(clusters[0]), seed])
+        if suite == "reorder":
+            probes.probe_reorder(ledger, scene, rng, clusters, progress)
+        elif suite == "slide":
+            probes.probe_slide(ledger, scene, rng, clusters, progress)
+        else:
+            probes.probe_recall(ledger, scene, rng, clusters, folder / "images", progress)
+
+
+def measure_control(config: RunConfig, folder: Path, progress: Progress) -> Ledger:
+    """The instance trained without the sliding window: blind reuse, patches and token recompute."""
+    ledger = Ledger(CONTROL)
+    backbone = load(TRAINED / CONTROL, dtype="float32")
+    for number, (scene, rng) in enumerate(
+        scenes.scenes(backbone, config.seed, config.window_contexts, folder / "images", config.batch)
+    ):
+        questions = small_task.ask(scene.contexts, rng, QUESTIONS)
+        clusters = number * config.batch + np.arange(len(scene))
+        probes.compare_repairs(ledger, scene, questions, clusters, progress, CONTROL_ARMS)
+    return ledger
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for the results file."""
+    names = ("jax", "jaxlib", "flax", "numpy", "orbax-checkpoint", "safetensors", "pillow", "scikit-learn")
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: version(name) for name in names},
+        "kvpatch_jax": version("kvpatch_jax"),
+    }
+
+
+def training_of(name: str) -> dict[str, Any]:
+    """How a shipped instance was trained, as disclosed beside it ({} for other checkpoints)."""
+    path = directory_of(name) / "training.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def draw_example(backbone: QwenVLBackbone, ledger_folder: Path, seed: int) -> Path:
+    """One held-out context with its images, a few questions, and what re-prefill, blind reuse and a patch answer."""
+    rng = np.random.default_rng([seed, 77])
+    contexts = small_task.sample_contexts(rng, 1)
+    scene = scenes.load_scene(backbone, contexts, ledger_folder / "images")
+    questions = small_task.ask(contexts, rng, {"page": 1, "legend": 1, "chain": 3, "aggregate": 2})
+    reuse = probes.PageReuse(scene)
+    factors = probes.leading(probes.factorise(scene, reuse.delta), 8)
+    caches = {"re-prefill": reuse.engine, "blind reuse": reuse.cache(), "patch, rank 8": reuse.cache(factors)}
+    names = small_task.VOCABULARY.names
+    said = {
+        arm: [names[int(token)] for token in scenes.read(scene, cache, questions, sees_legends=True).predicted[0]]
+        for arm, cache in caches.items()
+    }
+    texts = [
+        f"{small_task.KINDS[int(kind)]}: {names[int(ask)]} {names[int(argument)]}"
+        for kind, ask, argument in zip(questions.kind[0], questions.ask[0], questions.argument[0], strict=True)
+    ]
+    correct = [names[int(token)] for token in questions.answer[0]]
+    legends, pages = small_task.render(contexts)
+    return example_figure(list(legends[0]), pages[0], texts, said, ledger_folder / "figures" / "example.png", correct)
+
+
+def main(arguments: list[str]) -> None:
+    """Parse flags, measure, write, print."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+    unknown = [name for name in _SUITE.value if name not in (*SUITES, "all")]
+    if unknown:
+        raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {', '.join(SUITES)}")
+    suite = SUITES if "all" in _SUITE.value else tuple(_SUITE.value)
+    if _BACKBONE.value != MAIN or not (TRAINED / CONTROL / "config.json").exists():
+        suite = tuple(name for name in suite if name != "control")
+    small = {"contexts": 32, "window_contexts": 32, "batch": 32} if _QUICK.value else {}
+    config = RunConfig(_BACKBONE.value, suite, _SEED.value, **small)
+    folder = Path(_OUT.value)
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    use_compilation_cache()
+    began = time.perf_counter()
+    backbone = load(directory_of(config.backbone), dtype="float32")
+    progress = Progress(_ticks(config, probes.arm_count(backbone.layout)))
+    ledgers = [measure(backbone, config, folder, progress)]
+    if "control" in config.suite:
+        ledgers.append(measure_control(config, folder, progress))
+    progress.bar.close()
+    models = (config.backbone, *(ledger.model for ledger in ledgers[1:]))
+    results = {
+        "config": {
+            **dataclasses.asdict(config),
+            "command": shlex.join(["python", "-m", "evals.run", *sys.argv[1:]]),
+            "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(backbone.parameters))),
+            "fingerprint": backbone.fingerprint,
+            "training": {name: training_of(name) for name in models},
+        },
+        "environment": environment(),
+        "rows": [row for ledger in ledgers for row in ledger.rows()],
+    }
+    write_results(results, ledgers, folder)
+    example = draw_example(backbone, folder, config.seed)
+    figures = [example, *draw_all(results, folder / "figures")]
+    report = write_report(results, figures, folder / "report.html", [])
+    print_summary(results)
+    print(f"{time.perf_counter() - began:.0f} s; report: {report}")
+
+
+def write_results(results: dict[str, Any], ledgers: list[Ledger], folder: Path) -> None:
+    """results.json (NaN written as null) and items.jsonl."""
+    clean = lambda value: None if isinstance(value, float) and not np.isfinite(value) else value
+    rows = [{name: clean(value) for name, value in row.items()} for row in results["rows"]]
+    (folder / "results.json").write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
+    items = folder / "items.jsonl"
+    items.unlink(missing_ok=True)
+    for ledger in ledgers:
+        ledger.write_items(items)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,41 @@
+"""Chunks: what they refuse, and padding."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operator_cases import LAYOUTS, chunk_of, kv_of
+
+from kvpatch_jax.errors import InputError, LayoutError, NotFiniteError, PositionError, ShapeError
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pads_with_zeros(name: str):
+    chunk = chunk_of(name, tokens=10)
+    wide = chunk.pad(16)
+    assert (wide.tokens, wide.length) == (16, 10)
+    for channel in chunk.layout.names:
+        np.testing.assert_array_equal(wide.kv[channel][:, :10], chunk.kv[channel])
+        assert not wide.kv[channel][:, 10:].any()
+    assert chunk.nbytes == 10 * chunk.layout.bytes_per_token(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"kv": kv_of(LAYOUTS["mla"], 24)}, LayoutError, "ckv"),
+        ({"kv": kv_of(LAYOUTS["gqa"], 24, batch=(2,))}, ShapeError, "expected"),
+        ({"kv": kv_of(LAYOUTS["gqa"], 24) | {"k": jnp.full((3, 24, 2, 16), jnp.nan)}}, NotFiniteError, "'k'"),
+        ({"local": np.zeros(23, np.float32)}, PositionError, "23"),
+        ({"length": 25}, InputError, "25"),
+        ({"id": ""}, InputError, "id"),
+        ({"span": -1}, PositionError, "-1"),
+    ],
+)
+def test_refuses(unchecked, change, error, words):
+    with pytest.raises(error, match=words):
+        chunk_of("gqa", **change)
+
+
+def test_refuses_to_shrink():
+    with pytest.raises(ShapeError, match="at least 24"):
+        chunk_of("gqa").pad(12)

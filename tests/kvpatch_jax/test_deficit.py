@@ -1,0 +1,40 @@
+"""Deficit statistics on deficits whose shape is known."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvpatch_jax import deficit
+
+
+def known() -> dict:
+    """Two layers: zero, and three equal directions on tokens 0-2, all in head 0."""
+    value = np.zeros((2, 8, 2, 4), np.float32)
+    for token in range(3):
+        value[1, token, 0, token] = 2.0
+    return {"k": jnp.asarray(value)}
+
+
+def test_known_shape():
+    delta = known()
+    assert deficit.e90(delta)["k"].tolist() == [0, 3]
+    np.testing.assert_allclose(deficit.energy_curve(delta)["k"][1, :3], [1 / 3, 2 / 3, 1], atol=1e-6)
+    np.testing.assert_allclose(deficit.token_spread(delta)["k"], [0, 3 / 8], atol=1e-6)
+    np.testing.assert_allclose(deficit.head_spread(delta)["k"], [[0, 0], [1, 0]], atol=1e-6)
+    reference = {"k": jnp.ones((2, 8, 2, 4))}
+    np.testing.assert_allclose(deficit.relative_norm(delta, reference)["k"], [0, np.sqrt(12 / 64)], atol=1e-6)
+
+
+def test_length_masks_padding():
+    delta = known()
+    assert deficit.e90(delta, 2)["k"].tolist() == [0, 2]
+    np.testing.assert_allclose(deficit.token_spread(delta, 4)["k"], [0, 3 / 4], atol=1e-6)
+    np.testing.assert_allclose(
+        deficit.relative_norm(delta, {"k": jnp.ones((2, 8, 2, 4))}, 4)["k"], [0, np.sqrt(12 / 32)], atol=1e-6
+    )
+
+
+def test_energy_ratio():
+    matrix = jnp.asarray(np.random.default_rng(0).standard_normal((12, 8)), jnp.float32)
+    u, s, vt = jnp.linalg.svd(matrix, full_matrices=False)
+    np.testing.assert_allclose(deficit.energy_ratio(matrix, u[:, :3] * s[:3], vt[:3]), 1.0, atol=1e-5)
+    assert deficit.energy_ratio(matrix, u[:, 3:6] * s[3:6], vt[3:6]) < 0.9

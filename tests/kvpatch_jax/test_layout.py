@@ -1,0 +1,107 @@
+"""Layouts and frames: what is stored, what rotates, and that frames invert."""
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operator_cases import LAYOUTS, kv_of, local_of
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import DtypeError, LayoutError, PositionError, ShapeError
+
+
+def starts(layout: kvp.KVLayout, base: int):
+    return base if layout.rope.axes is None else np.array([base, base + 3, base - 5], np.int32)
+
+
+def test_channels_and_bytes():
+    qwen = kvp.KVLayout.gqa(28, 4, 128, kvp.Rope(1e6, 128, sections=(16, 24, 24)))
+    kimi = kvp.KVLayout.mla(27, 512, 64, rope=kvp.Rope(8e5, 64))
+    assert (qwen.names, qwen.bytes_per_token(jnp.bfloat16)) == (("k", "v"), 57_344)
+    assert (kimi.names, kimi.bytes_per_token(jnp.bfloat16)) == (("ckv", "kpe"), 31_104)
+    assert [c.rotates for c in qwen.channels] == [True, False]
+    assert [c.rotates for c in kimi.channels] == [False, True]
+    assert hash(qwen) == hash(kvp.KVLayout.gqa(28, 4, 128, kvp.Rope(1e6, 128, sections=(16, 24, 24))))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_frames_invert(name: str):
+    layout = LAYOUTS[name]
+    kv, local, start = kv_of(layout, 12), local_of(layout, 12), starts(layout, 123_456 if name != "yarn" else 40)
+    engine = kvp.to_engine(layout, kv, local, start)
+    back = kvp.to_phase_free(layout, engine, local, start)
+    for channel in layout.channels:
+        np.testing.assert_allclose(back[channel.name], kv[channel.name], atol=3e-6)
+        if channel.rotates:
+            assert np.abs(engine[channel.name] - kv[channel.name]).max() > 0.1
+        else:
+            assert engine[channel.name] is kv[channel.name]
+    near = kvp.to_phase_free(layout, kvp.to_local(layout, kv, local), local)
+    np.testing.assert_allclose(near[layout.names[0]], kv[layout.names[0]], atol=3e-6)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_relocate_is_the_engine_frame_at_the_new_place(name: str):
+    layout = LAYOUTS[name]
+    kv, local = kv_of(layout, 12), local_of(layout, 12)
+    old, new = starts(layout, 999_000), 17
+    there = kvp.to_engine(layout, kv, local, new)
+    moved = kvp.relocate(layout, kvp.to_engine(layout, kv, local, old), old, new)
+    full = kvp.relocate(layout, kvp.to_engine(layout, kv, local, old), local + np.float32(old), local + np.float32(new))
+    for channel in layout.names:
+        np.testing.assert_allclose(moved[channel], there[channel], atol=6e-6)
+        np.testing.assert_allclose(full[channel], there[channel], atol=6e-6)
+
+
+def test_attention_scaling_is_in_the_engine_frame_and_not_in_relocation():
+    layout = LAYOUTS["yarn"]
+    kv, local = kv_of(layout, 12), local_of(layout, 12)
+    scale = layout.rope.attention_scaling
+    assert scale > 1.1
+    norm = lambda x: np.linalg.norm(np.asarray(x["k"]), axis=-1)
+    engine = kvp.to_engine(layout, kv, local, 7)
+    np.testing.assert_allclose(norm(engine), norm(kv) * scale, rtol=1e-5)
+    np.testing.assert_allclose(norm(kvp.relocate(layout, engine, 7, 40)), norm(engine), rtol=1e-5)
+
+
+def test_batches_broadcast():
+    layout = LAYOUTS["gqa"]
+    kv, local = kv_of(layout, 6, batch=(2,)), local_of(layout, 6)
+    both = kvp.to_engine(layout, kv, np.stack([local, local]), np.array([5, 50], np.int32))
+    for index, start in enumerate((5, 50)):
+        one = kvp.to_engine(layout, {name: value[:, index] for name, value in kv.items()}, local, start)
+        np.testing.assert_array_equal(both["k"][:, index], one["k"])
+
+
+def test_bfloat16_moves_within_one_unit_of_recompute():
+    """Storing phase-free in bf16 and turning once exceeds recompute's error by at most one ulp of the row's top."""
+    layout = LAYOUTS["gqa"]
+    kv, local = kv_of(layout, 64), local_of(layout, 64)
+    exact = np.asarray(kvp.to_engine(layout, kv, local, 100_000)["k"])
+    recompute = np.asarray(jnp.asarray(exact).astype(jnp.bfloat16).astype(jnp.float32))
+    stored = {name: value.astype(jnp.bfloat16) for name, value in kv.items()}
+    moved = np.asarray(kvp.to_engine(layout, stored, local, 100_000)["k"].astype(jnp.float32))
+    top = np.abs(exact).max(-1)
+    ulp = 2.0 ** (np.floor(np.log2(top)) - 7)
+    assert (np.abs(moved - exact).max(-1) <= np.abs(recompute - exact).max(-1) + ulp).all()
+
+
+def test_refuses(unchecked):
+    layout = LAYOUTS["gqa"]
+    kv, local = kv_of(layout, 6), local_of(layout, 6)
+    with pytest.raises(LayoutError, match="channels"):
+        kvp.to_engine(layout, {"k": kv["k"]}, local, 0)
+    with pytest.raises(ShapeError, match="expected"):
+        kvp.to_engine(layout, kv | {"v": kv["v"][:, :5]}, local, 0)
+    with pytest.raises(DtypeError, match="int32"):
+        kvp.to_engine(layout, kv | {"v": kv["v"].astype(jnp.int32)}, local, 0)
+    with pytest.raises(PositionError, match="start"):
+        kvp.to_engine(layout, kv, local, 1.5)
+    with pytest.raises(PositionError, match="start"):
+        kvp.to_engine(
+            LAYOUTS["blocked"], kv_of(LAYOUTS["blocked"], 6), local_of(LAYOUTS["blocked"], 6), np.zeros(2, int)
+        )
+    with pytest.raises(LayoutError, match="rope"):
+        kvp.KVLayout.gqa(2, 2, 32, kvp.Rope(1e4, 16))
+    with pytest.raises(LayoutError, match="'q'"):
+        layout.channel("q")

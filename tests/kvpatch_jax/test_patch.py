@@ -1,0 +1,244 @@
+"""Patches: forming, applying, stamps, orbit, removal, update, and smaller forms."""
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import (
+    InputError,
+    LayoutError,
+    NotFiniteError,
+    PatchMismatchError,
+    RankError,
+    ShapeError,
+    StalePatchError,
+)
+
+A = ("A1", "A2")
+
+
+def error(found: dict, expected: dict) -> float:
+    widen = lambda x: np.asarray(jnp.asarray(x).astype(jnp.float32))
+    return max(float(np.abs(widen(found[name]) - widen(expected[name])).max()) for name in expected)
+
+
+@pytest.mark.parametrize("method", ["randomised", "exact"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_restores_a_low_rank_deficit_anywhere(name: str, method: str):
+    chunk = chunk_of(name)
+    conditioned = conditioned_of(chunk)
+    patch = kvp.form_patch(chunk.layout, conditioned, chunk, 4, A, method=method)
+    assert all(rank == 4 for rank in patch.ranks.values())
+    for start in (0, 20):
+        found = kvp.apply_patch(chunk.layout, chunk, patch, start, A)
+        assert error(found, kvp.to_engine(chunk.layout, conditioned, chunk.local, start)) < 2e-5
+
+
+@pytest.mark.parametrize("options", [{"heads": "separate"}, {"shared_left": True}, {"frame": "engine", "start": 7}])
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_other_forms_restore_too(name: str, options: dict):
+    chunk = chunk_of(name)
+    conditioned = conditioned_of(chunk)
+    rank = 8 if options.get("shared_left") else 4
+    if "frame" in options:
+        rank = min(chunk.layout.channels[-1].features, 16)
+    patch = kvp.form_patch(chunk.layout, conditioned, chunk, rank, A, **options)
+    found = kvp.apply_patch(chunk.layout, chunk, patch, 7, A)
+    expected = kvp.to_engine(chunk.layout, conditioned, chunk.local, 7)
+    bar = 2e-5 if "frame" not in options else 1.5
+    assert error(found, expected) < bar
+
+
+def test_no_patch_is_one_rotation_bit_for_bit():
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for name in LAYOUTS:
+            chunk = chunk_of(name, dtype=dtype)
+            empty = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, {}, A)
+            turned = kvp.to_engine(chunk.layout, chunk.kv, chunk.local, 20)
+            for patch in (None, empty):
+                found = kvp.apply_patch(chunk.layout, chunk, patch, 20, A)
+                assert all((found[c] == turned[c]).all() and found[c].dtype == dtype for c in chunk.layout.names)
+
+
+def test_bfloat16_patch_stays_within_one_unit_of_recompute():
+    chunk = chunk_of("gqa", tokens=48)
+    conditioned = conditioned_of(chunk)
+    exact = np.asarray(kvp.to_engine(chunk.layout, conditioned, chunk.local, 1000)["k"])
+    small = dataclasses.replace(chunk, kv={name: value.astype(jnp.bfloat16) for name, value in chunk.kv.items()})
+    patch = kvp.form_patch(chunk.layout, conditioned, small, 8, A)
+    found = np.asarray(kvp.apply_patch(chunk.layout, small, patch, 1000, A)["k"].astype(jnp.float32))
+    recompute = np.asarray(jnp.asarray(exact).astype(jnp.bfloat16).astype(jnp.float32))
+    ulp = 2.0 ** (np.floor(np.log2(np.abs(exact).max(-1))) - 7)
+    assert (np.abs(found - exact).max(-1) <= np.abs(recompute - exact).max(-1) + ulp).all()
+
+
+def test_bytes_are_the_papers():
+    layout = kvp.KVLayout.gqa(1, 4, 128, kvp.Rope(1e6, 128))
+    kv = kv_of(layout, 480)
+    chunk = kvp.Chunk(kv, np.arange(480, dtype=np.float32), 480, 480, "B", layout, "tiny")
+    patch = kvp.form_patch(layout, kv_of(layout, 480, 1), chunk, 16, A)
+    assert kvp.patch_bytes(patch) == 31 * layout.bytes_per_token(jnp.float32)
+
+
+def test_channels_ranks_and_dense():
+    chunk = chunk_of("mla")
+    conditioned = conditioned_of(chunk)
+    patch = kvp.form_patch(chunk.layout, conditioned, chunk, {"ckv": 4, "kpe": 16}, A)
+    assert patch.ranks == {"ckv": 4, "kpe": None}
+    only = kvp.form_patch(chunk.layout, conditioned, chunk, {"kpe": 4, "ckv": 0}, A)
+    assert only.ranks == {"ckv": 0, "kpe": 4}
+    found = kvp.apply_patch(chunk.layout, chunk, only, 5, A)
+    assert (found["ckv"] == chunk.kv["ckv"]).all()
+    full = kvp.apply_patch(chunk.layout, chunk, patch, 5, A)
+    assert error(full, kvp.to_engine(chunk.layout, conditioned, chunk.local, 5)) < 2e-5
+
+
+def test_padding_changes_nothing():
+    chunk = chunk_of("gqa", tokens=20)
+    conditioned = conditioned_of(chunk)
+    wide = chunk.pad(32)
+    pad = lambda value: jnp.pad(value, [(0, 0), (0, 12), (0, 0), (0, 0)], constant_values=3.0)
+    wide_conditioned = {name: pad(value) for name, value in conditioned.items()}
+    for method in ("randomised", "exact"):
+        narrow = kvp.form_patch(chunk.layout, conditioned, chunk, 3, A, method=method)
+        padded = kvp.form_patch(chunk.layout, wide_conditioned, wide, 3, A, method=method)
+        assert not padded.factors["k"][0][:, 20:].any()
+        found = kvp.apply_patch(chunk.layout, wide, padded, 5, A)
+        expected = kvp.apply_patch(chunk.layout, chunk, narrow, 5, A)
+        assert error({name: value[:, :20] for name, value in found.items()}, expected) < (
+            5e-3 if method == "randomised" else 1e-4
+        )
+
+
+def test_orbit_is_the_mean_of_the_orderings():
+    chunk = chunk_of("gqa")
+    first, second = conditioned_of(chunk, 2, 1), conditioned_of(chunk, 2, 2)
+    acc = kvp.accumulate(None, first, chunk, A)
+    acc = kvp.accumulate(acc, second, chunk, A[::-1])
+    patch = kvp.orbit_patch(acc, 4)
+    mean = {name: (first[name] + second[name]) / 2 for name in first}
+    for ordering in (A, A[::-1]):
+        found = kvp.apply_patch(chunk.layout, chunk, patch, 3, ordering)
+        assert error(found, kvp.to_engine(chunk.layout, mean, chunk.local, 3)) < 2e-5
+    with pytest.raises(StalePatchError, match="A3"):
+        kvp.apply_patch(chunk.layout, chunk, patch, 3, ("A1", "A3"))
+    with pytest.raises(PatchMismatchError, match="A3"):
+        kvp.accumulate(acc, second, chunk, ("A1", "A3"))
+    with pytest.raises(PatchMismatchError, match="B5"):
+        kvp.accumulate(acc, second, chunk_of("gqa", seed=5))
+    with pytest.raises(InputError, match="None"):
+        kvp.orbit_patch(kvp.accumulate(None, first, chunk), 4)
+
+
+def test_removal_adds_to_the_conditioned():
+    chunk = chunk_of("gqa")
+    conditioned, target = conditioned_of(chunk, 2, 1), conditioned_of(chunk, 2, 2)
+    patch = kvp.removal_patch(chunk.layout, target, conditioned, chunk, 4, ("A2",), A)
+    found = kvp.apply_patch(chunk.layout, chunk, patch, 3, ("A2",), base=conditioned, base_antecedent=A)
+    assert error(found, kvp.to_engine(chunk.layout, target, chunk.local, 3)) < 2e-5
+    with pytest.raises(PatchMismatchError, match="'conditioned'; expected 'canonical'"):
+        kvp.apply_patch(chunk.layout, chunk, patch, 3, ("A2",))
+    with pytest.raises(StalePatchError, match="base"):
+        kvp.apply_patch(chunk.layout, chunk, patch, 3, ("A2",), base=conditioned, base_antecedent=("A9",))
+
+
+def test_update_follows_a_changed_antecedent():
+    chunk = chunk_of("gqa")
+    old, new = conditioned_of(chunk, 2, 1), conditioned_of(chunk, 2, 2)
+    patch = kvp.form_patch(chunk.layout, old, chunk, 4, A)
+    correction = kvp.correction_patch(chunk.layout, patch, new, chunk, 4, ("A1", "A3"))
+    updated = kvp.update_patch(patch, correction)
+    assert (updated.ranks, updated.stamp.antecedent) == ({"k": 4, "v": 4}, ("A1", "A3"))
+    found = kvp.apply_patch(chunk.layout, chunk, updated, 3, ("A1", "A3"))
+    assert error(found, kvp.to_engine(chunk.layout, new, chunk.local, 3)) < 5e-5
+    with pytest.raises(PatchMismatchError, match="'patched'"):
+        kvp.apply_patch(chunk.layout, chunk, correction, 3, ("A1", "A3"))
+    with pytest.raises(RankError, match="rank 9"):
+        kvp.update_patch(patch, correction, 9)
+    with pytest.raises(PatchMismatchError, match="correction"):
+        kvp.update_patch(updated, correction)
+
+
+def test_smaller_forms():
+    chunk = chunk_of("gqa")
+    conditioned = conditioned_of(chunk)
+    patch = kvp.form_patch(chunk.layout, conditioned, chunk, 6, A, method="exact")
+    short = kvp.truncate(patch, 3)
+    own = kvp.form_patch(chunk.layout, conditioned, chunk, 3, A, method="exact")
+    applied = lambda patch: kvp.apply_patch(chunk.layout, chunk, patch, 3, A)
+    assert error(applied(short), applied(own)) < 1e-5
+    for dtype, bar in ((jnp.bfloat16, 0.03), (jnp.int8, 0.05)):
+        small = kvp.quantise(patch, dtype)
+        assert kvp.patch_bytes(small) < 0.6 * kvp.patch_bytes(patch)
+        assert 0 < error(applied(small), applied(patch)) < bar
+        assert error(applied(kvp.truncate(small, 3)), applied(short)) < bar
+    deep = kvp.keep_layers(patch, (1, 2))
+    assert kvp.patch_bytes(deep) * 3 == kvp.patch_bytes(patch) * 2
+    found, bare, full = applied(deep), applied(None), applied(patch)
+    np.testing.assert_array_equal(found["k"][0], bare["k"][0])
+    np.testing.assert_allclose(found["k"][1:], full["k"][1:], atol=1e-6)
+    formed = kvp.form_patch(chunk.layout, conditioned, chunk, 6, A, method="exact", layers=(1, 2))
+    assert error(applied(formed), found) < 1e-5
+    shared = kvp.form_patch(chunk.layout, conditioned, chunk, 6, A, shared_left=True)
+    assert kvp.patch_bytes(shared) == 3 * 6 * (24 + 64) * 4
+
+
+def test_refuses_a_patch_that_does_not_belong():
+    chunk = chunk_of("gqa")
+    patch = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, 4, A)
+    apply = lambda chunk, patch, antecedent=A, **more: kvp.apply_patch(
+        chunk.layout, chunk, patch, 3, antecedent, **more
+    )
+    with pytest.raises(StalePatchError, match=r"A2.*A1"):
+        apply(chunk, patch, A[::-1])
+    assert apply(chunk, patch, A[::-1], allow_stale=True)["k"].shape == chunk.kv["k"].shape
+    with pytest.raises(PatchMismatchError, match="chunk 'B0'; expected 'B1'"):
+        apply(chunk_of("gqa", seed=1), patch, allow_stale=True)
+    with pytest.raises(PatchMismatchError, match="backbone 'tiny'; expected 'other'"):
+        apply(chunk_of("gqa", backbone="other"), patch)
+    with pytest.raises(PatchMismatchError, match="layout"):
+        apply(chunk_of("blocked"), patch)
+    with pytest.raises(PatchMismatchError, match="base"):
+        apply(chunk, patch, base=chunk.kv)
+    with pytest.raises(ShapeError, match="24 tokens"):
+        apply(chunk.pad(30), patch)
+    with pytest.raises(LayoutError, match="layout"):
+        kvp.apply_patch(LAYOUTS["mla"], chunk, patch, 3, A)
+    engine = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, 4, A, frame="engine", start=5)
+    with pytest.raises(PatchMismatchError, match="engine"):
+        apply(chunk, engine)
+
+
+def test_refuses_bad_ranks_and_input(unchecked):
+    chunk = chunk_of("gqa")
+    conditioned = conditioned_of(chunk)
+    form = lambda rank=4, conditioned=conditioned, **more: kvp.form_patch(
+        chunk.layout, conditioned, chunk, rank, A, **more
+    )
+    for rank in (0, -1, 25, {"k": 33}):
+        with pytest.raises(RankError, match="expected 1 to 24"):
+            form(rank)
+    with pytest.raises(RankError, match="shared"):
+        form({"k": 2, "v": 3}, shared_left=True)
+    with pytest.raises(LayoutError, match="'q'"):
+        form({"q": 2})
+    with pytest.raises(NotFiniteError, match="'v'"):
+        form(conditioned=conditioned | {"v": conditioned["v"].at[0, 0, 0, 0].set(jnp.nan)})
+    with pytest.raises(ShapeError, match="expected the chunk's"):
+        form(conditioned={name: value[:, :9] for name, value in conditioned.items()})
+    with pytest.raises(InputError, match="layers"):
+        form(layers=(3,))
+    with pytest.raises(InputError, match="start"):
+        form(frame="engine")
+    patch = form()
+    with pytest.raises(RankError, match="rank 5"):
+        kvp.truncate(patch, 5)
+    with pytest.raises(InputError, match="layers"):
+        kvp.keep_layers(patch, (7,))
+    with pytest.raises(InputError, match="int16"):
+        kvp.quantise(patch, jnp.int16)

@@ -1,0 +1,62 @@
+"""Readouts: merging any split equals attention over the union."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import ShapeError
+
+RNG = np.random.default_rng(0)
+Q, K, V = (jnp.asarray(RNG.standard_normal(s), jnp.float32) for s in ((2, 5, 4, 8), (2, 12, 2, 8), (2, 12, 2, 6)))
+
+
+def test_is_softmax_attention():
+    o, lse = kvp.attention_with_lse(Q, K, V)
+    keys, values = (np.repeat(np.asarray(x, np.float64), 2, axis=2) for x in (K, V))
+    scores = np.einsum("btnh,bsnh->btns", np.asarray(Q, np.float64), keys) / np.sqrt(8)
+    weights = np.exp(scores)
+    np.testing.assert_allclose(lse, np.log(weights.sum(-1)), atol=2e-6)
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(o, np.einsum("btns,bsne->btne", weights, values), atol=2e-6)
+
+
+@settings(deadline=None, max_examples=4)
+@given(cuts=st.lists(st.integers(1, 11), unique=True, max_size=4).map(sorted), masked=st.booleans())
+def test_merging_a_split_is_the_union(cuts: list[int], masked: bool):
+    mask = jnp.asarray(np.random.default_rng(1).random((2, 5, 12)) > 0.4) if masked else None
+    edges = [0, *cuts, 12]
+    parts = [
+        kvp.attention_with_lse(Q, K[:, a:b], V[:, a:b], None if mask is None else mask[..., a:b])
+        for a, b in itertools.pairwise(edges)
+    ]
+    o, lse = kvp.merge_readouts(*reversed(parts), kvp.empty_readout((2, 5, 4, 6)))
+    whole, whole_lse = kvp.attention_with_lse(Q, K, V, mask)
+    np.testing.assert_allclose(o, whole, atol=2e-6)
+    np.testing.assert_allclose(lse, whole_lse, atol=2e-6)
+
+
+def test_empty_is_the_identity_and_never_nan():
+    empty = kvp.empty_readout((2, 5, 4, 6))
+    o, lse = kvp.merge_readouts(empty, empty)
+    assert not o.any()
+    assert (lse == -jnp.inf).all()
+    o, lse = kvp.attention_with_lse(Q, K, V, jnp.zeros((5, 12), bool))
+    assert not o.any()
+    assert (lse == -jnp.inf).all()
+    gradient = jax.grad(lambda q: kvp.attention_with_lse(q, K, V, jnp.zeros((5, 12), bool))[0].sum())(Q)
+    assert jnp.isfinite(gradient).all()
+
+
+def test_refuses(unchecked):
+    with pytest.raises(ShapeError, match="3 query heads"):
+        kvp.attention_with_lse(Q[:, :, :3], K, V)
+    with pytest.raises(ShapeError, match="no readouts"):
+        kvp.merge_readouts()
+    with pytest.raises(ShapeError, match="expected"):
+        kvp.merge_readouts(kvp.empty_readout((2, 5, 4, 6)), kvp.empty_readout((2, 5, 4, 7)))
