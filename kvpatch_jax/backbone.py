@@ -5,7 +5,7 @@ V vocabulary. KV travels as {channel: [L,B,T,K,H]}; what a forward returns is ph
 the engine frame, as an ordinary attention kernel reads it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Int
@@ -67,8 +67,9 @@ class Backbone(Protocol):
         """
         ...
 
-    def embed(self, **prompt: Any) -> Tokens:
-        """Run the vision tower and look up embeddings."""
+    @property
+    def embed(self) -> Callable[..., Tokens]:
+        """embed(**prompt): run the vision tower and look up embeddings; takes what `prepare` returns, by name."""
         ...
 
     def prefill(

@@ -53,6 +53,7 @@ class QwenVLBackbone:
     ):
         self.config, self.image_config, self.tokenizer = config, image_config, tokenizer
         self.layout = config.text.layout
+        self._fingerprint: str | None = None
         self._graph, self._state = nnx.split(family.with_parameters(config, dict(parameters)))
         jit = functools.partial(jax.jit, static_argnames=("start_layer", "hidden_at"))
         self._embed = jax.jit(self._embed_core)
@@ -67,9 +68,14 @@ class QwenVLBackbone:
         """Parameters as nested dictionaries of arrays."""
         return nnx.to_pure_dict(self._state)
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """blake2b over the configuration, the image settings and every parameter's bytes."""
+        """blake2b over the configuration, the image settings and every parameter's bytes; computed once."""
+        if self._fingerprint is None:
+            self._fingerprint = self._digest()
+        return self._fingerprint
+
+    def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(json.dumps(self.config.to_dict(), sort_keys=True).encode())
         digest.update(self.config.text.rope.angles.encode())
