@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from kvpatch_jax.errors import InputError
 from models import QwenVLBackbone, load
 
 from . import probes, small_task
@@ -28,8 +27,8 @@ from . import scene as scenes
 from .figures import draw_all, example_figure
 from .probes.ledger import Ledger
 from .report import print_summary, write_report
+from .trained import shipped, shipped_names
 
-TRAINED = Path(__file__).parent / "trained"
 SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control")
 MAIN, CONTROL = "qwen2_5_vl", "qwen2_5_vl_no_window"
 CONTROL_ARMS = ("re-prefill", "blind", "patch.rank=8", "patch.rank=16", "first_k.budget=0.15", "cacheblend.budget=0.15")
@@ -60,19 +59,6 @@ def use_compilation_cache() -> None:
     """Keep compiled programs in the project's own cache directory, .cache/jax."""
     jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".cache" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def directory_of(name: str) -> Path:
-    """A shipped instance by name, or any checkpoint directory.
-
-    Raises:
-      InputError: neither; the shipped ones are listed.
-    """
-    for path in (TRAINED / name, Path(name)):
-        if (path / "config.json").exists():
-            return path
-    known = sorted(path.parent.name for path in TRAINED.glob("*/config.json"))
-    raise InputError(f"--backbone={name!r} is neither shipped nor a checkpoint directory; shipped: {known}")
 
 
 class Progress:
@@ -133,7 +119,7 @@ def _window_probes(ledger: Ledger, scene, config: RunConfig, clusters, folder: P
 def measure_control(config: RunConfig, folder: Path, progress: Progress) -> Ledger:
     """The instance trained without the sliding window: blind reuse, patches and token recompute."""
     ledger = Ledger(CONTROL)
-    backbone = load(TRAINED / CONTROL, dtype="float32")
+    backbone = load(shipped(CONTROL), dtype="float32")
     for number, (scene, rng) in enumerate(
         scenes.scenes(backbone, config.seed, config.window_contexts, folder / "images", config.batch)
     ):
@@ -158,7 +144,7 @@ def environment() -> dict[str, Any]:
 
 def training_of(name: str) -> dict[str, Any]:
     """How a shipped instance was trained, as disclosed beside it ({} for other checkpoints)."""
-    path = directory_of(name) / "training.json"
+    path = shipped(name) / "training.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -193,7 +179,7 @@ def main(arguments: list[str]) -> None:
     if unknown:
         raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {', '.join(SUITES)}")
     suite = SUITES if "all" in _SUITE.value else tuple(_SUITE.value)
-    if _BACKBONE.value != MAIN or not (TRAINED / CONTROL / "config.json").exists():
+    if _BACKBONE.value != MAIN or CONTROL not in shipped_names():
         suite = tuple(name for name in suite if name != "control")
     small = {"contexts": 32, "window_contexts": 32, "batch": 32} if _QUICK.value else {}
     config = RunConfig(_BACKBONE.value, suite, _SEED.value, **small)
@@ -201,7 +187,7 @@ def main(arguments: list[str]) -> None:
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     use_compilation_cache()
     began = time.perf_counter()
-    backbone = load(directory_of(config.backbone), dtype="float32")
+    backbone = load(shipped(config.backbone), dtype="float32")
     progress = Progress(_ticks(config, probes.arm_count(backbone.layout)))
     ledgers = [measure(backbone, config, folder, progress)]
     if "control" in config.suite:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -45,7 +46,7 @@ class Trainer:
         self.graph, self.state = nnx.split(initialise(self.config, recipe))
         self.optimiser = make_optimiser(recipe)
         self.moments = self.optimiser.init(self.state)
-        self.plan = plan_patches(self.config.vision, image_grids(recipe.batch))
+        self.plan = jax.tree.map(jnp.asarray, plan_patches(self.config.vision, image_grids(recipe.batch)))
         self.step = 0
         self._jitted = jax.jit(self._update, donate_argnums=(0, 1))
         folder.mkdir(parents=True, exist_ok=True)

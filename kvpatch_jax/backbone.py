@@ -129,4 +129,3 @@ class Backbone(Protocol):
     ) -> Int[Array, "B steps"]:
         """Greedy continuation behind tokens (and a context): the next `steps` token ids."""
         ...
-

@@ -10,7 +10,7 @@ from . import reference
 
 METHODS = ("randomised", "exact")
 OVERSAMPLE = 32
-ITERATIONS = 4
+ITERATIONS = 3
 
 
 def factorise(

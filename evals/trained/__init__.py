@@ -1,0 +1,24 @@
+"""The small trained backbones that ship with the library, one Hugging Face directory each."""
+
+from pathlib import Path
+
+from kvpatch_jax.errors import InputError
+
+ROOT = Path(__file__).parent
+
+
+def shipped_names() -> list[str]:
+    """Names of the shipped instances."""
+    return sorted(path.parent.name for path in ROOT.glob("*/config.json"))
+
+
+def shipped(name: str) -> Path:
+    """The directory of a shipped instance, or of any checkpoint by its path.
+
+    Raises:
+      InputError: neither; the shipped ones are listed.
+    """
+    for path in (ROOT / name, Path(name)):
+        if (path / "config.json").exists():
+            return path
+    raise InputError(f"backbone {name!r} is neither shipped nor a checkpoint directory; shipped: {shipped_names()}")

@@ -1,0 +1,42 @@
+"""The code in the documents runs as it is printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def run(blocks: list[str], name: str) -> dict:
+    space = {"__name__": "__main__"}
+    exec(compile("\n".join(blocks), name, "exec"), space)
+    return space
+
+
+def test_readme_shows_the_example():
+    assert "\n".join(python_blocks(ROOT / "README.md")[:2]) == (ROOT / "docs" / "example.py").read_text("utf-8")
+
+
+def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(ROOT)
+    space = run(python_blocks(ROOT / "README.md"), "README.md")
+    said = [line.split() for line in capsys.readouterr().out.splitlines() if " right " in line]
+    assert len(said) == 6
+    assert space["patch"].nbytes < 0.3 * space["page"].nbytes
+    right = lambda column: sum(line[3] == line[column] for line in said)  # ask cell right R blind B patched P
+    assert right(7) >= right(5)
+
+
+def test_operators_page_runs():
+    run(python_blocks(ROOT / "docs" / "operators.md"), "docs/operators.md")
+
+
+def test_commands_of_the_readme():
+    text = (ROOT / "README.md").read_text("utf-8").splitlines()
+    for extras, what in (("evals", "python -m evals.run"), ("evals,test", "pytest")):
+        assert f"python3 -m venv .venv && .venv/bin/pip install -e '.[{extras}]' && .venv/bin/{what}" in text

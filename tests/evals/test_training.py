@@ -1,0 +1,147 @@
+"""The training program: it learns, resumes to the bit, refuses a folder of another recipe, and saves what it trained."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from evals import small_task
+from evals.small_model import AUXILIARY, Recipe, draw_batch, small_config
+from evals.train import Trainer, draw_curve
+from kvpatch_jax.errors import ConfigError
+from models import load
+from models.weights import flatten_params
+
+STEPS = 12
+RECIPE = Recipe(steps=24, batch=2, warmup=3, learning_rate=3e-3, page=1, legend=1, chain=2, aggregate=1, override=1)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """A dozen steps without interruption."""
+    trainer = Trainer(RECIPE, tmp_path_factory.mktemp("straight"))
+    trainer.train(STEPS, every=1, save_every=100)
+    return trainer
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+
+
+def test_the_loss_falls(straight: Trainer):
+    """The questions' loss and the auxiliary ones are lower at the end than at the start, and all are numbers."""
+    lines = curve(straight.folder)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(np.isfinite(list(line.values())).all() for line in lines)
+    names = [f"{layer}.{label}" for layer, label, *_ in AUXILIARY]
+    assert set(lines[0]) == {"step", "seconds", "loss", *names, *small_task.KINDS}
+    auxiliary = lambda line: np.mean([line[name] for name in names])
+    assert np.mean([line["loss"] for line in lines[-3:]]) < lines[0]["loss"] - 0.5
+    assert np.mean([auxiliary(line) for line in lines[-3:]]) < auxiliary(lines[0]) - 0.2
+
+
+def test_gradients_reach_every_parameter(straight: Trainer):
+    """Adam's running mean of squared gradients: finite everywhere, and not zero in any parameter."""
+    adam = next(part for part in jax.tree.leaves(straight.moments, is_leaf=is_adam) if is_adam(part))
+    squares = flatten_params(jax.tree.map(np.asarray, dict(adam.nu)))
+    assert len(squares) == len(jax.tree.leaves(straight.state)) > 20
+    for path, value in squares.items():
+        assert np.isfinite(value).all(), path
+        assert value.max() > 0, path
+
+
+def is_adam(part: object) -> bool:
+    return hasattr(part, "nu")
+
+
+def test_resumed_equals_straight(straight: Trainer, tmp_path: Path):
+    """Stopped at step 5 and taken up by another Trainer: parameters and optimiser state equal to the bit."""
+    first = Trainer(RECIPE, tmp_path)
+    assert first.resume() == 0
+    first.train(5, every=5, save_every=100)
+    second = Trainer(RECIPE, tmp_path)
+    assert second.resume() == 5
+    second.train(STEPS, every=STEPS, save_every=100)
+    assert second.step == straight.step == STEPS
+    for name in ("state", "moments"):
+        got, expected = (jax.tree.leaves(getattr(trainer, name)) for trainer in (second, straight))
+        assert len(got) == len(expected)
+        for ours, theirs in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    assert [line["step"] for line in curve(tmp_path)] == [5, STEPS]
+    assert draw_curve(tmp_path).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"window": 0.0}, {"steps": 25}])
+def test_another_recipe_is_refused(straight: Trainer, change: dict[str, float]):
+    """A used folder keeps its recipe; the error names the file."""
+    before = (straight.folder / "recipe.json").read_text()
+    with pytest.raises(ConfigError, match=r"recipe\.json"):
+        Trainer(dataclasses.replace(RECIPE, **change), straight.folder)  # type: ignore[arg-type]
+    assert (straight.folder / "recipe.json").read_text() == before
+    assert json.loads(before) == dataclasses.asdict(RECIPE)
+
+
+def test_batches_follow_from_seed_and_step():
+    """The same step draws the same batch, whichever was drawn before; seeds, steps and splits differ."""
+    whole = lambda drawn: jax.tree.leaves(drawn)
+    first = draw_batch(RECIPE, 7)
+    draw_batch(RECIPE, 8)
+    for got, expected in zip(whole(draw_batch(RECIPE, 7)), whole(first), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    others = [draw_batch(RECIPE, 8), draw_batch(dataclasses.replace(RECIPE, seed=1), 7), draw_batch(RECIPE, 7, "eval")]
+    for other in others:
+        assert (other[0]["patches"] != first[0]["patches"]).any()
+
+
+def test_saved_directory_gives_the_same_logits(straight: Trainer, tmp_path: Path):
+    """Saved in bf16 and loaded again: equal to the bit to the trained parameters rounded to bf16, close to unrounded."""
+    backbone = straight.backbone()
+    directory = backbone.save(tmp_path / "model", dtype="bfloat16")
+    loaded = load(directory, dtype="float32")
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), backbone.parameters)
+    for got, expected in zip(jax.tree.leaves(loaded.parameters), jax.tree.leaves(rounded), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+    assert loaded.config == small_config()
+    assert loaded.image_config == backbone.image_config
+    contexts = small_task.sample_contexts(np.random.default_rng(0), 1)
+    legends, pages = small_task.render(contexts)
+    items = [*legends[0], pages[0], "glyph? r0t0"]
+    ours, theirs, near = (
+        np.asarray(each.prefill(each.embed(**each.prepare(items))).logits)
+        for each in (backbone.replaced(rounded), loaded, backbone)
+    )
+    np.testing.assert_array_equal(theirs, ours)
+    assert np.abs(theirs - near).max() < 2**-5 * np.abs(near).max()
+    assert np.abs(near).max() > 0.1
+
+
+def test_small_backbone_is_small():
+    """1.4 M parameters: under 4 MB in bf16."""
+    from models import qwen2_5_vl
+
+    sizes = [leaf.size for leaf in jax.tree.leaves(qwen2_5_vl.abstract(small_config()))]
+    assert 1_000_000 < sum(sizes) < 2_000_000
+
+
+def test_help_names_every_choice():
+    """Every field of the recipe is a flag."""
+    done = subprocess.run([sys.executable, "-m", "evals.train", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1)
+    for field in dataclasses.fields(Recipe):
+        assert f"--{'[no]' if field.type in (bool, 'bool') else ''}{field.name}:" in done.stdout
+
+
+@pytest.mark.slow
+def test_training_reads_the_page(tmp_path: Path):
+    """Two hundred steps of the shipped recipe's batch: cells' glyphs and frames are read off the image."""
+    trainer = Trainer(dataclasses.replace(Recipe(), steps=200), tmp_path)
+    trainer.train(200, every=20, save_every=1000)
+    last = curve(tmp_path)[-1]
+    assert last["0.seen"] < 0.7
+    assert last["0.tag"] < 0.3
