@@ -27,7 +27,7 @@ def cache(path: Path) -> kvp.Chunk:
     """Prefill one image alone and keep its KV without its position: the canonical."""
     prompt = backbone.prepare([path])
     output = backbone.prefill(backbone.embed(**prompt))
-    local = prompt["position_ids"][0]
+    local = jnp.asarray(prompt["position_ids"][0])
     return kvp.Chunk(
         kv={name: value[:, 0] for name, value in output.kv.items()},  # [L, T, K, H]
         local=local,
@@ -60,7 +60,7 @@ def answer(question: str, page_kv: dict[str, jax.Array]) -> str:
     context = {name: jnp.concatenate([legend_kv[name], page_kv[name]], axis=1)[:, None] for name in layout.names}
     tokens = backbone.embed(**backbone.prepare([question]))
     tokens = Tokens(tokens.embeddings, tokens.positions + page_start + page.span)
-    return backbone.text(backbone.generate(tokens, steps=1, context=context)[0])
+    return backbone.text(backbone.generate(tokens, steps=1, context=context)[0].tolist())
 
 
 # Which colour does the legend give the glyph in one cell of the page? That needs both images.

@@ -1,0 +1,281 @@
+"""What the shipped backbone shows on held-out contexts: the claims of the main job, on one small scene.
+
+Chance is computed from the contexts, see `chance_without_sight` and `chance_without_place`. Bars on accuracies of n
+items allow three standard errors of a binomial; bars at chance, three standard errors over contexts, because the
+questions of a context share colours.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from evals import probes, run, sequences, small_task
+from evals import scene as scenes
+from evals.probes.ledger import Ledger
+from evals.scene import Answers, Scene
+from evals.small_model import Recipe
+from evals.small_task import CELLS, COLOURS, GLYPHS, KINDS, VOCABULARY, Questions
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.layout import to_engine
+from models import load
+
+CONTEXTS, SEED = 32, 60_221
+MULTI_HOP, SINGLE_HOP = ("chain", "aggregate"), ("page", "legend")
+TRUE_KINDS = (*SINGLE_HOP, *MULTI_HOP)
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """One held-out scene with its questions, and what the arms answer."""
+
+    scene: Scene
+    reuse: probes.PageReuse
+    questions: Questions
+    said: dict[str, Answers]
+
+    def of(self, kind: str) -> np.ndarray:
+        """Which questions [B,Q] are valid ones of this kind."""
+        return self.questions.valid & (self.questions.kind == KINDS.index(kind))
+
+    def accuracy(self, answers: Answers, kind: str) -> float:
+        return float((answers.predicted == self.questions.answer)[self.of(kind)].mean())
+
+    def divergence(self, arm: str, kind: str) -> float:
+        """Mean KL from re-prefill, nats."""
+        return float(self.said[arm].divergence_from(self.said["re-prefill"])[self.of(kind)].mean())
+
+    def by_context(self, values: np.ndarray, kind: str) -> np.ndarray:
+        """Mean of values [B,Q] over each context's questions of this kind."""
+        here = self.of(kind)
+        return np.array([value[mine].mean() for value, mine in zip(values, here, strict=True) if mine.any()])
+
+    def read(self, tokens: Tokens) -> Answers:
+        """Re-prefill of these prefix tokens, then the questions."""
+        kv = self.scene.backbone.prefill(tokens).kv
+        return scenes.read(self.scene, scenes.engine(self.scene, kv, tokens), self.questions, sees_legends=True)
+
+
+@pytest.fixture(scope="module")
+def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
+    """The shipped backbone before 32 held-out contexts it was never shown while the task was designed."""
+    backbone = load(run.TRAINED / run.MAIN, dtype="float32")
+    rng = np.random.default_rng(SEED)
+    contexts = small_task.sample_contexts(rng, CONTEXTS)
+    questions = small_task.ask(contexts, rng, run.QUESTIONS)
+    scene = scenes.load_scene(backbone, contexts, tmp_path_factory.mktemp("images"))
+    reuse = probes.PageReuse(scene)
+    caches = {
+        "re-prefill": reuse.engine,
+        "blind": reuse.cache(),
+        "patch": reuse.cache(probes.factorise(scene, reuse.delta, rank=16)),
+    }
+    ask = lambda cache: scenes.read(scene, cache, questions, sees_legends=True)
+    return Look(scene, reuse, questions, {name: ask(cache) for name, cache in caches.items()})
+
+
+# --------------------------------------------------------------------------------------------------- the claims
+
+
+@pytest.mark.parametrize(("kind", "bar"), [("page", 0.95), ("legend", 0.95), ("chain", 0.95), ("aggregate", 0.75)])
+def test_re_prefill_answers(look: Look, kind: str, bar: float):
+    """Accuracy on held-out handwriting, less three binomial standard errors of the bar itself."""
+    n = int(look.of(kind).sum())
+    assert n >= 100
+    assert look.accuracy(look.said["re-prefill"], kind) >= bar - 3 * (bar * (1 - bar) / n) ** 0.5
+
+
+@pytest.mark.parametrize("kind", MULTI_HOP)
+def test_blind_reuse_breaks_multi_hop(look: Look, kind: str):
+    assert look.accuracy(look.said["blind"], kind) <= look.accuracy(look.said["re-prefill"], kind) - 0.25
+
+
+@pytest.mark.parametrize("kind", SINGLE_HOP)
+def test_blind_reuse_keeps_single_hop(look: Look, kind: str):
+    assert abs(look.accuracy(look.said["blind"], kind) - look.accuracy(look.said["re-prefill"], kind)) <= 0.02
+
+
+@pytest.mark.parametrize("kind", MULTI_HOP)
+def test_a_thin_patch_brings_multi_hop_back(look: Look, kind: str):
+    """Rank 16: accuracy within 0.02 of re-prefill, KL a hundredth of blind reuse's."""
+    assert abs(look.accuracy(look.said["patch"], kind) - look.accuracy(look.said["re-prefill"], kind)) <= 0.02
+    assert 100 * look.divergence("patch", kind) <= look.divergence("blind", kind)
+
+
+def test_mask_control_equals_blind_reuse(look: Look):
+    """A whole prefill whose page may not look at the legends answers as blind reuse, within 1e-5 in probability."""
+    mask = scenes.prefix_mask(CONTEXTS, page_sees_legends=False)
+    masked = look.scene.backbone.prefill(look.reuse.tokens, mask=mask).kv
+    cache = scenes.engine(look.scene, masked, look.reuse.tokens)
+    answers = scenes.read(look.scene, cache, look.questions, sees_legends=True)
+    apart = np.exp(answers.log_probabilities) - np.exp(look.said["blind"].log_probabilities)
+    assert np.abs(apart).max() <= 1e-5
+
+
+def test_canonical_moves_exactly(look: Look):
+    """Every chunk's canonical turned to another start is what a prefill there leaves in an engine's cache."""
+    backbone = look.scene.backbone
+    start = np.random.default_rng(0).integers(1, 1_000_000, CONTEXTS).astype(np.int32)
+    for chunk, canonical in zip(look.scene.chunks, look.scene.canonical, strict=True):
+        positions = chunk.positions + start[:, None, None]
+        there = to_engine(backbone.layout, backbone.prefill(Tokens(chunk.embeddings, positions)).kv, positions, 0)
+        moved = to_engine(backbone.layout, canonical, chunk.positions, start)
+        for name, expected in there.items():
+            assert jnp.abs(moved[name] - expected).max() <= 5e-6 * jnp.abs(expected).max()
+        assert jnp.abs(there["k"] - canonical["k"]).max() > 0.1 * jnp.abs(canonical["k"]).max()
+
+
+def test_recall_needs_a_fresh_patch(look: Look, tmp_path: Path):
+    """A fresh patch is within 0.005 of re-prefill at every turnover; a stale one is worse once colours have changed."""
+    ledger = Ledger("shipped")
+    rng = np.random.default_rng(SEED + 1)
+    probes.probe_recall(ledger, look.scene, rng, np.arange(CONTEXTS), tmp_path, lambda _: None)
+    found = {(row["arm"], row["metric"]): row["value"] for row in ledger.rows()}
+    value = lambda arm, metric: float(str(found[arm, metric]))
+    for kind in MULTI_HOP:
+        for turnover in range(small_task.LEGENDS + 1):
+            assert abs(value(f"fresh.turnover={turnover}", f"difference.{kind}")) <= 0.005
+        gone = [value(f"stale.turnover={turnover}", f"difference.{kind}") for turnover in range(1, 4)]
+        assert max(gone) <= -0.1
+        assert gone[-1] <= -0.4
+        assert value("stale.turnover=3", f"kl.{kind}") > 100 * value("fresh.turnover=3", f"kl.{kind}")
+
+
+# ------------------------------------------------------------------------------------- does it look at the images?
+
+
+def chance_without_sight(kind: str) -> float:
+    """What a reader of the question alone scores: glyphs, and colours of a kind, are dealt evenly, so one over each."""
+    return 1 / GLYPHS if kind == "page" else 1 / COLOURS
+
+
+def candidates(look: Look, kind: str, context: int, question: int) -> np.ndarray:
+    """Answers that a reader cannot tell apart who sees every cell, but not where it stands.
+
+    page, chain: what the page's cells with the asked tag hold (one per row). legend: every swatch of the asked sort
+    in the three legends. aggregate: the commonest fill of every row.
+    """
+    contexts, questions = look.scene.contexts, look.questions
+    fill = bool(questions.ask[context, question] != VOCABULARY.ask_stripe)
+    first = VOCABULARY.fill if fill else VOCABULARY.stripe
+    colour = contexts.legend_fill if fill else contexts.legend_stripe
+    if kind == "legend":
+        return first + colour[context].ravel()
+    page = contexts.page_glyph[context]
+    table = small_task.latest_colours(contexts.legend_glyph, colour, contexts.order)[context]
+    if kind == "aggregate":
+        return first + small_task.leading_colour(table[page])[0]
+    tag = (questions.argument[context, question] - VOCABULARY.cell) % CELLS
+    glyphs = page[contexts.cell_tag[context] == tag]
+    return VOCABULARY.glyph + glyphs if kind == "page" else first + table[glyphs]
+
+
+def chance_without_place(look: Look, kind: str) -> np.ndarray:
+    """[B,Q]: the probability that a candidate drawn at random, the right one among them, has the right answer.
+
+    Σ over candidates of [answer = right] / number of candidates. For a page cell that is 1/10 + 9/10 · P(a random
+    other cell with this tag has the same answer).
+    """
+    table = np.zeros(look.questions.answer.shape)
+    for context, question in zip(*np.nonzero(look.of(kind)), strict=True):
+        answer = look.questions.answer[context, question]
+        table[context, question] = (candidates(look, kind, context, question) == answer).mean()
+        assert table[context, question] > 0
+    return table
+
+
+def excess(look: Look, answers: Answers, kind: str, chance: np.ndarray | float) -> tuple[float, float]:
+    """Accuracy above chance, and its standard error over contexts."""
+    above = look.by_context((answers.predicted == look.questions.answer) - chance, kind)
+    return float(above.mean()), float(above.std(ddof=1) / len(above) ** 0.5)
+
+
+def test_without_the_tower_chance_is_left(look: Look):
+    """All weights of the tower zero: every kind at (or below) 1/16 for glyphs, 1/8 for colours, + 3 standard errors."""
+    backbone = look.scene.backbone
+    parameters = backbone.parameters
+    dark = backbone.replaced({**parameters, "visual": jax.tree.map(jnp.zeros_like, parameters["visual"])})
+    parts = [dark.embed(**prompts(look.scene, number)).embeddings for number in range(sequences.CHUNKS)]
+    answers = look.read(Tokens(jnp.concatenate(parts, axis=1), look.reuse.tokens.positions))
+    for kind in KINDS:
+        above, error = excess(look, answers, kind, chance_without_sight(kind))
+        assert above <= 3 * error, kind
+        assert look.accuracy(look.said["re-prefill"], kind) > chance_without_sight(kind) + 0.5
+
+
+def prompts(scene: Scene, number: int) -> dict[str, np.ndarray]:
+    """One image of every context, from its rendered array, as `embed` takes it (legends by place)."""
+    legends, pages = small_task.render(scene.contexts)
+    item = np.arange(len(scene))
+    images = pages if number == small_task.LEGENDS else legends[item, scene.contexts.order[:, number]]
+    each = [scene.backbone.prepare([image]) for image in images]
+    return {name: np.concatenate([prompt[name] for prompt in each]) for name in each[0]}
+
+
+def shuffled(look: Look, seed: int) -> np.ndarray:
+    """[B,T]: a random permutation within the image tokens of every image; start and end tokens stay."""
+    rng = np.random.default_rng(seed)
+    order = np.tile(np.arange(sequences.PREFIX_TOKENS), (CONTEXTS, 1))
+    for piece in sequences.chunk_slices():
+        inside = np.s_[:, piece.start + 1 : piece.stop - 1]
+        order[inside] = rng.permuted(order[inside], axis=1)
+    return order
+
+
+@pytest.mark.parametrize("kind", TRUE_KINDS)
+def test_without_places_chance_is_left(look: Look, shuffled_answers: dict[str, Answers], kind: str):
+    """Image tokens at each other's places: at (or below) `chance_without_place`, + 3 standard errors.
+
+    A token takes the height and width position of another and its turn in the reading order.
+    """
+    above, error = excess(look, shuffled_answers["place"], kind, chance_without_place(look, kind))
+    assert above <= 3 * error
+
+
+@pytest.mark.parametrize("kind", TRUE_KINDS)
+def test_without_positions_little_is_left(look: Look, shuffled_answers: dict[str, Answers], kind: str):
+    """Height and width positions shuffled, both axes, the reading order kept: four fifths of the lead over chance go.
+
+    Not all of it: tokens still see only what was read before them, so the first row's cells can only belong to the
+    first row's header, and the last row's header can only have the last row's cells.
+    """
+    chance = chance_without_place(look, kind)
+    left, error = excess(look, shuffled_answers["positions"], kind, chance)
+    whole, _ = excess(look, look.said["re-prefill"], kind, chance)
+    assert left <= 0.2 * whole + 3 * error
+    assert whole > 0.3
+
+
+@pytest.fixture(scope="module")
+def shuffled_answers(look: Look) -> dict[str, Answers]:
+    """Answers when image tokens stand at each other's places, and when only their H and W positions are shuffled."""
+    order = jnp.asarray(shuffled(look, 5))[..., None]
+    tokens = look.reuse.tokens
+    turned = jnp.take_along_axis(tokens.positions, order, axis=1)
+    assert (turned[..., 0] == tokens.positions[..., 0]).all()
+    assert (turned != tokens.positions).any()
+    return {
+        "place": look.read(Tokens(jnp.take_along_axis(tokens.embeddings, order, axis=1), tokens.positions)),
+        "positions": look.read(Tokens(tokens.embeddings, turned)),
+    }
+
+
+# -------------------------------------------------------------------------------------------------- what is shipped
+
+
+@pytest.mark.parametrize(("name", "window"), [(run.MAIN, Recipe().window), (run.CONTROL, 0.0)])
+def test_shipped_directory(name: str, window: float):
+    """At most 4 MB, bf16, every training choice beside the weights, and the two differ in the window alone."""
+    root = run.TRAINED / name
+    assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= 4_000_000
+    for needed in ("config.json", "preprocessor_config.json", "model.safetensors", "tokenizer.json"):
+        assert (root / needed).is_file()
+    training = json.loads((root / "training.json").read_text())
+    assert training["recipe"] == dataclasses.asdict(Recipe(window=window))
+    assert {"jax", "numpy", "optax"} <= set(training["versions"])
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(load(root).parameters)}
+    assert dtypes == {"bfloat16"}
