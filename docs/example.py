@@ -9,7 +9,6 @@ from PIL import Image
 
 import kvpatch_jax as kvp
 from evals import small_task
-from kvpatch_jax.backbone import Tokens
 from models import load
 
 backbone = load("evals/trained/qwen2_5_vl", dtype="float32")
@@ -22,24 +21,9 @@ folder = Path(tempfile.mkdtemp())
 Image.fromarray(legends[0, 0]).save(folder / "legend.png")
 Image.fromarray(pages[0]).save(folder / "page.png")
 
-
-def cache(path: Path) -> kvp.Chunk:
-    """Prefill one image alone and keep its KV without its position: the canonical."""
-    prompt = backbone.prepare([path])
-    output = backbone.prefill(backbone.embed(**prompt))
-    local = jnp.asarray(prompt["position_ids"][0])
-    return kvp.Chunk(
-        kv={name: value[:, 0] for name, value in output.kv.items()},  # [L, T, K, H]
-        local=local,
-        span=int(local.max()) + 1,
-        length=len(local),
-        id=path.stem,
-        layout=layout,
-        backbone=backbone.fingerprint,
-    )
-
-
-legend, page = cache(folder / "legend.png"), cache(folder / "page.png")
+# Each image prefilled alone, its KV kept without its position: the canonicals.
+legend = kvp.make_chunk(backbone, [folder / "legend.png"], id="legend")
+page = kvp.make_chunk(backbone, [folder / "page.png"], id="page")
 
 # Once, both images in one prompt: what the page becomes behind the legend. The patch is the thin part of the change.
 both = backbone.prefill(backbone.embed(**backbone.prepare([folder / "legend.png", folder / "page.png"]))).kv
@@ -58,9 +42,8 @@ patched = kvp.apply_patch(layout, page, patch, page_start, antecedent=[legend.id
 def answer(question: str, page_kv: dict[str, jax.Array]) -> str:
     """Ask over the legend's and the page's KV, as an engine would read them."""
     context = {name: jnp.concatenate([legend_kv[name], page_kv[name]], axis=1)[:, None] for name in layout.names}
-    tokens = backbone.embed(**backbone.prepare([question]))
-    tokens = Tokens(tokens.embeddings, tokens.positions + page_start + page.span)
-    return backbone.text(backbone.generate(tokens, steps=1, context=context)[0].tolist())
+    tokens = kvp.moved(backbone.embed(**backbone.prepare([question])), page_start + page.span)
+    return backbone.text(backbone.generate(tokens, steps=1, context=context)[0])
 
 
 # Which colour does the legend give the glyph in one cell of the page? That needs both images.

@@ -36,7 +36,8 @@ QUESTIONS = {"page": 4, "legend": 4, "chain": 8, "aggregate": 5, "override": 4}
 
 NOTES = [
     "The task, its sizes and the recipe were designed on other seeds and chosen so that blind reuse has something to "
-    "lose; the evaluation seed was never used while designing. Handwriting is held out too.",
+    "lose (777 and 9001 among them); the default evaluation seed was first used when both were final. Handwriting is "
+    "held out too.",
     "Half of the training questions see only the page, as a windowed agent's model is trained; the control was trained "
     "without that. Training also reads what every image token shows or stands for against the token embeddings "
     "(auxiliary loss), and query projections start as copies of key projections (tied initialisation).",
@@ -52,7 +53,9 @@ _BACKBONE = flags.DEFINE_string(
 _SUITE = flags.DEFINE_list("suite", ["all"], f"which parts to run: all, or a list out of {', '.join(SUITES)}")
 _OUT = flags.DEFINE_string("out", "out/run", "folder for results.json, items.jsonl, figures/ and report.html")
 _QUICK = flags.DEFINE_boolean("quick", False, "32 contexts instead of 256: a look, not a measurement")
-_SEED = flags.DEFINE_integer("seed", 9001, "seed of the held-out contexts; 9001 was never used while designing")
+_SEED = flags.DEFINE_integer(
+    "seed", 52711, "seed of the held-out contexts; the default was not used before the task and the recipe were final"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,12 +164,25 @@ def draw_curve(folder: Path) -> Path:
 _OUT = flags.DEFINE_string(
     "out", "out/train", "folder for checkpoints, curve and the trained model; a used one resumes"
 )
+_HELP = {
+    "seed": "of the initial parameters and of every batch",
+    "steps": "optimiser steps; the cosine schedule ends there",
+    "batch": "contexts per step",
+    "learning_rate": "peak learning rate",
+    "warmup": "steps of linear warm-up",
+    "weight_decay": "on matrices",
+    "beta2": "of AdamW",
+    "clip": "largest global gradient norm",
+    "window": "share of page questions that see only the page; 0 trains the control without a sliding window",
+    "auxiliary": "weight of the auxiliary loss on image tokens",
+    "tied_init": "start query projections as copies of key projections",
+    "start_range": "contexts start at a random position below this",
+}
 _FIELDS = {field.name: field for field in dataclasses.fields(Recipe)}
+_DEFINE = {"int": flags.DEFINE_integer, "float": flags.DEFINE_float, "bool": flags.DEFINE_boolean}
 for _name, _field in _FIELDS.items():
-    _define = {"int": flags.DEFINE_integer, "float": flags.DEFINE_float, "bool": flags.DEFINE_boolean}[
-        str(_field.type if isinstance(_field.type, str) else _field.type.__name__)
-    ]
-    _define(_name, _field.default, f"recipe: {_name} (default {_field.default})")
+    _kind = _field.type if isinstance(_field.type, str) else _field.type.__name__
+    _DEFINE[_kind](_name, _field.default, _HELP.get(_name, f"questions of kind {_name} per context"))
 
 
 def main(arguments: list[str]) -> None:

@@ -3,6 +3,10 @@
 from . import deficit as deficit
 from . import errors as errors
 from . import ops as ops
+from .backbone import Backbone as Backbone
+from .backbone import Tokens as Tokens
+from .backbone import make_chunk as make_chunk
+from .backbone import moved as moved
 from .chunk import Chunk as Chunk
 from .layout import Channel as Channel
 from .layout import KVLayout as KVLayout

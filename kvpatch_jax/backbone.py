@@ -8,8 +8,10 @@ the engine frame, as an ordinary attention kernel reads it.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from .chunk import Chunk
 from .layout import KVLayout
 
 KV = Mapping[str, Array]
@@ -129,3 +131,34 @@ class Backbone(Protocol):
     ) -> Int[Array, "B steps"]:
         """Greedy continuation behind tokens (and a context): the next `steps` token ids."""
         ...
+
+
+def make_chunk(backbone: Backbone, items: Sequence[Any], id: str) -> Chunk:
+    """Prefill one unit alone and keep its KV position-free: the canonical.
+
+    Args:
+      items: texts and images as `backbone.prepare` takes them; an image brings its start and end tokens along.
+      id: the chunk's name, which patches are stamped with.
+
+    Returns:
+      A Chunk of one unpadded row; its span is one more than its largest local position.
+
+    Raises:
+      ImageError, InputError: as `prepare`. NotFiniteError: the forward gave NaN or infinity.
+    """
+    tokens = backbone.embed(**backbone.prepare(items))
+    local = np.asarray(tokens.positions)[0]
+    return Chunk(
+        kv={name: value[:, 0] for name, value in backbone.prefill(tokens).kv.items()},
+        local=local,
+        span=int(local.max()) + 1,
+        length=len(local),
+        id=id,
+        layout=backbone.layout,
+        backbone=backbone.fingerprint,
+    )
+
+
+def moved(tokens: Tokens, start: int) -> Tokens:
+    """The same tokens with every position moved by `start`: to ask behind cached chunks."""
+    return Tokens(tokens.embeddings, tokens.positions + start)

@@ -141,11 +141,11 @@ class QwenVLBackbone:
             return [int(token) for token in item]
         raise InputError(f"prompt item of type {type(item).__name__}; expected text, token ids or an image")
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
         """Token ids as text."""
         if self.tokenizer is None:
             raise InputError(f"this backbone has no {TOKENIZER_FILE}; expected one in its directory")
-        return self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=False)
+        return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=False)
 
     def embed(
         self,

@@ -1,6 +1,7 @@
 """The code in the documents runs as it is printed."""
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ def test_readme_shows_the_example():
     assert "\n".join(python_blocks(ROOT / "README.md")[:2]) == (ROOT / "docs" / "example.py").read_text("utf-8")
 
 
-def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     space = run(python_blocks(ROOT / "README.md"), "README.md")
     said = [line.split() for line in capsys.readouterr().out.splitlines() if " right " in line]
     assert len(said) == 6

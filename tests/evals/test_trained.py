@@ -20,6 +20,7 @@ from evals.probes.ledger import Ledger
 from evals.scene import Answers, Scene
 from evals.small_model import Recipe
 from evals.small_task import CELLS, COLOURS, GLYPHS, KINDS, VOCABULARY, Questions
+from evals.trained import shipped
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.layout import to_engine
 from models import load
@@ -63,7 +64,7 @@ class Look:
 @pytest.fixture(scope="module")
 def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
     """The shipped backbone before 32 held-out contexts it was never shown while the task was designed."""
-    backbone = load(run.TRAINED / run.MAIN, dtype="float32")
+    backbone = load(shipped(run.MAIN), dtype="float32")
     rng = np.random.default_rng(SEED)
     contexts = small_task.sample_contexts(rng, CONTEXTS)
     questions = small_task.ask(contexts, rng, run.QUESTIONS)
@@ -117,11 +118,11 @@ def test_mask_control_equals_blind_reuse(look: Look):
 
 
 def test_canonical_moves_exactly(look: Look):
-    """Every chunk's canonical turned to another start is what a prefill there leaves in an engine's cache."""
+    """Every chunk's canonical turned to another start (one per axis) is what a prefill there leaves in a cache."""
     backbone = look.scene.backbone
-    start = np.random.default_rng(0).integers(1, 1_000_000, CONTEXTS).astype(np.int32)
+    start = np.random.default_rng(0).integers(1, 1_000_000, (CONTEXTS, 3)).astype(np.int32)
     for chunk, canonical in zip(look.scene.chunks, look.scene.canonical, strict=True):
-        positions = chunk.positions + start[:, None, None]
+        positions = chunk.positions + start[:, None]
         there = to_engine(backbone.layout, backbone.prefill(Tokens(chunk.embeddings, positions)).kv, positions, 0)
         moved = to_engine(backbone.layout, canonical, chunk.positions, start)
         for name, expected in there.items():
@@ -270,7 +271,7 @@ def shuffled_answers(look: Look) -> dict[str, Answers]:
 @pytest.mark.parametrize(("name", "window"), [(run.MAIN, Recipe().window), (run.CONTROL, 0.0)])
 def test_shipped_directory(name: str, window: float):
     """At most 4 MB, bf16, every training choice beside the weights, and the two differ in the window alone."""
-    root = run.TRAINED / name
+    root = shipped(name)
     assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= 4_000_000
     for needed in ("config.json", "preprocessor_config.json", "model.safetensors", "tokenizer.json"):
         assert (root / needed).is_file()

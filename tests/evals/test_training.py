@@ -1,4 +1,4 @@
-"""The training program: it learns, resumes to the bit, refuses a folder of another recipe, and saves what it trained."""
+"""The training program: learns, resumes to the bit, refuses a folder of another recipe, saves what it trained."""
 
 import dataclasses
 import json
@@ -104,7 +104,7 @@ def test_batches_follow_from_seed_and_step():
 
 
 def test_saved_directory_gives_the_same_logits(straight: Trainer, tmp_path: Path):
-    """Saved in bf16 and loaded again: equal to the bit to the trained parameters rounded to bf16, close to unrounded."""
+    """Saved in bf16 and loaded: to the bit the trained parameters rounded to bf16, close to the unrounded ones."""
     backbone = straight.backbone()
     directory = backbone.save(tmp_path / "model", dtype="bfloat16")
     loaded = load(directory, dtype="float32")
@@ -143,9 +143,9 @@ def test_help_names_every_choice():
 
 @pytest.mark.slow
 def test_training_reads_the_page(tmp_path: Path):
-    """Two hundred steps of the shipped recipe's batch: cells' glyphs and frames are read off the image."""
-    trainer = Trainer(dataclasses.replace(Recipe(), steps=200), tmp_path)
-    trainer.train(200, every=20, save_every=1000)
+    """A hundred and twenty steps of the shipped recipe's batch: cells' glyphs and frames are read off the image."""
+    trainer = Trainer(dataclasses.replace(Recipe(), steps=120), tmp_path)
+    trainer.train(120, every=20, save_every=1000)
     last = curve(tmp_path)[-1]
     assert last["0.seen"] < 0.7
     assert last["0.tag"] < 0.3

@@ -1,0 +1,299 @@
+"""The main job on eight contexts: what it writes, which arms and metrics are there, how its flags answer."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evals import probes, run, small_task
+from evals.figures import draw_all
+from evals.report import COLUMNS, write_report
+from evals.small_task import COLOURS, KINDS, VOCABULARY
+from evals.trained import shipped, shipped_names
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.repair import REPAIRS
+from models import QwenVLBackbone, load
+
+CONTEXTS = 8
+CONFIG = run.RunConfig(
+    run.MAIN, tuple(suite for suite in run.SUITES if suite != "control"), 77, CONTEXTS, CONTEXTS, CONTEXTS
+)
+PER_ITEM = ("accuracy", "difference", "kl", "eta", "flip_recover")
+MULTI_HOP = ("chain", "aggregate")
+PATCH_ARMS = [f"patch.rank={rank}" for rank in (1, 2, 4, 8, 16, 32, 64)]
+VARIANTS = ["patch.deepest_half.rank=16", "patch.k_only.rank=16", "patch.v_only.rank=16"]
+ROTATED = [f"patch.rotated_frame.rank={rank}" for rank in (4, 8, 16, 32)]
+TOKEN_ARMS = [
+    f"{method}.{budget}"
+    for method in ("first_k", "cacheblend", "oracle_delta")
+    for budget in ("budget=0.1", "budget=0.15", "budget=0.25", "budget=0.5", "bytes_of_rank=8", "bytes_of_rank=16")
+]
+REPAIR_ARMS = ["re-prefill", "blind", *PATCH_ARMS, *VARIANTS, *ROTATED, *TOKEN_ARMS]
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One measured run and what it wrote."""
+
+    folder: Path
+    rows: list[Row]
+    written: dict[str, Any]
+    items: list[dict[str, Any]]
+    ticks: Counter[str]
+
+    def value(self, probe: str, arm: str, metric: str) -> float:
+        """The one row's value."""
+        found = [row for row in self.rows if (row["probe"], row["arm"], row["metric"]) == (probe, arm, metric)]
+        assert len(found) == 1, (probe, arm, metric)
+        return found[0]["value"]
+
+
+@pytest.fixture(scope="module")
+def backbone() -> QwenVLBackbone:
+    return load(shipped(run.MAIN), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, backbone: QwenVLBackbone) -> Job:
+    """Every suite but the control, on eight contexts."""
+    folder = tmp_path_factory.mktemp("run")
+
+    class Count(run.Progress):
+        """Counts instead of drawing."""
+
+        def __init__(self) -> None:
+            self.names: Counter[str] = Counter()
+
+        def __call__(self, name: str) -> None:
+            self.names[name] += 1
+
+    progress = Count()
+    ledger = run.measure(backbone, CONFIG, folder, progress)
+    rows = ledger.rows()
+    config = {**dataclasses.asdict(CONFIG), "command": "python -m evals.run --seed=77"}
+    results = {"config": config, "environment": run.environment(), "rows": rows}
+    run.write_results(results, [ledger], folder)
+    example = run.draw_example(backbone, folder, CONFIG.seed)
+    figures = [example, *draw_all(results, folder / "figures")]
+    write_report(results, figures, folder / "report.html", run.NOTES)
+    strict = lambda text: json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    items = [strict(line) for line in (folder / "items.jsonl").read_text().splitlines()]
+    return Job(folder, rows, strict((folder / "results.json").read_text()), items, progress.names)
+
+
+# --------------------------------------------------------------------------------------------------------- rows
+
+
+def test_rows_are_long_form(job: Job):
+    """Exactly the eight keys; each (probe, arm, metric) once; values inside their intervals; n a count."""
+    assert {tuple(sorted(row)) for row in job.rows} == {tuple(sorted(COLUMNS))}
+    assert max(Counter((row["probe"], row["arm"], row["metric"]) for row in job.rows).values()) == 1
+    for row in job.rows:
+        assert row["model"] == run.MAIN
+        assert isinstance(row["n"], int)
+        assert row["n"] >= 0
+        if math.isfinite(row["low"]):
+            assert row["low"] <= row["value"] <= row["high"], row
+
+
+def test_numbers_are_finite_where_they_must_be(job: Job):
+    """Only η (blind equals re-prefill), flip-recover (no flips) and rows without items may be undefined."""
+    for row in job.rows:
+        if not math.isfinite(row["value"]):
+            assert row["metric"].split(".")[0] in ("eta", "flip_recover"), row
+    for kind in MULTI_HOP:
+        for arm in REPAIR_ARMS:
+            for metric in PER_ITEM:
+                assert math.isfinite(job.value("repair.visible", arm, f"{metric}.{kind}")), (arm, metric)
+
+
+def test_nan_is_written_as_null(job: Job):
+    """results.json is strict JSON and says the same as the rows."""
+    assert set(job.written) == {"config", "environment", "rows"}
+    assert len(job.written["rows"]) == len(job.rows)
+    undefined = 0
+    for row, written in zip(job.rows, job.written["rows"], strict=True):
+        for name in COLUMNS:
+            nan = isinstance(row[name], float) and not math.isfinite(row[name])
+            undefined += nan
+            assert written[name] == (None if nan else row[name])
+    assert undefined > 0
+    assert job.written["environment"]["cpus"] >= 1
+    assert job.written["config"]["seed"] == CONFIG.seed
+
+
+@pytest.mark.parametrize("probe", ["repair.visible", "repair.evicted"])
+def test_every_repair_arm_is_there(job: Job, probe: str):
+    """All arms × metrics × kinds; questions about legends only while legends are in view; bytes once per arm."""
+    kinds = [kind for kind in KINDS if probe == "repair.visible" or kind != "legend"]
+    arms = [*REPAIR_ARMS, "mask_4d"] if probe == "repair.visible" else REPAIR_ARMS
+    expected = {(arm, f"{metric}.{kind}") for arm in arms for metric in PER_ITEM for kind in kinds}
+    found = {(row["arm"], row["metric"]) for row in job.rows if row["probe"] == probe}
+    if probe == "repair.visible":
+        expected |= {(arm, "bytes") for arm in REPAIR_ARMS}
+    assert found == expected
+
+
+def test_arm_count_is_what_the_bar_was_told(job: Job, backbone: QwenVLBackbone):
+    """The progress bar ends where its total says."""
+    arms = probes.arm_count(backbone.layout)
+    assert arms == len(REPAIR_ARMS)
+    assert {name: job.ticks[name] for name in REPAIR_ARMS} == dict.fromkeys(REPAIR_ARMS, 1)
+    assert job.ticks.total() == run._ticks(CONFIG, arms)
+    assert set(REPAIRS) == {"first_k", "cacheblend", "oracle_delta"}
+
+
+def test_window_probes_are_there(job: Job):
+    found = {(row["probe"], row["arm"], row["metric"]) for row in job.rows}
+    arms = {
+        "reorder": (["re-prefill", "blind", "transfer", "orbit", "exact"], ["page", "chain", "aggregate", "override"]),
+        "slide": (["re-prefill", "keep", "removal", "blind"], ["survivor", "evicted", "aggregate"]),
+        "recall": (
+            [f"{arm}.turnover={k}" for arm in ("re-prefill", "blind", "stale", "fresh") for k in range(4)],
+            ["page", "chain", "aggregate"],
+        ),
+    }
+    for probe, (names, kinds) in arms.items():
+        expected = {(probe, arm, f"{metric}.{kind}") for arm in names for metric in PER_ITEM for kind in kinds}
+        if probe == "reorder":
+            expected.add((probe, "order", "relative_order_effect"))
+            expected |= {(probe, "orbit", f"orbit_minus_exact.{kind}") for kind in kinds}
+        assert {row for row in found if row[0] == probe} == expected
+    metrics = ("relative_norm", "e90", "e90_rotated", "token_share_90", "head_share_max")
+    shape = {("deficit", f"layer={layer}.{name}", m) for layer in range(6) for name in "kv" for m in metrics}
+    assert {row for row in found if row[0] == "deficit"} == shape
+    assert {row for row in found if row[0] == "mask"} == {
+        ("mask", "mask_4d", "probability_difference"),
+        ("mask", "mask_4d", "kv_difference"),
+    }
+
+
+def test_numbers_agree_with_each_other(job: Job):
+    """What must hold by construction, at any sample size."""
+    value = job.value
+    for probe in ("repair.visible", "repair.evicted"):
+        for kind in MULTI_HOP:
+            assert value(probe, "re-prefill", f"kl.{kind}") == 0
+            assert value(probe, "re-prefill", f"difference.{kind}") == 0
+            assert value(probe, "blind", f"eta.{kind}") == 0
+            assert value(probe, "blind", f"flip_recover.{kind}") == 0
+            assert value(probe, "patch.rank=64", f"eta.{kind}") > 0.999
+            for arm in ("blind", "patch.rank=8", "first_k.budget=0.15"):
+                gap = value(probe, arm, f"accuracy.{kind}") - value(probe, "re-prefill", f"accuracy.{kind}")
+                assert abs(value(probe, arm, f"difference.{kind}") - gap) < 1e-12
+    shares = [value("repair.visible", arm, "bytes") for arm in ("blind", *PATCH_ARMS)]
+    assert shares == sorted(shares)
+    assert value("repair.visible", "re-prefill", "bytes") == 1
+    assert value("mask", "mask_4d", "probability_difference") <= 1e-5
+    assert value("deficit", "layer=0.k", "relative_norm") < 1e-4
+    assert value("deficit", "layer=5.v", "relative_norm") > 0.1
+    stale = [value("recall", f"stale.turnover={k}", "kl.chain") for k in range(4)]
+    assert stale[0] < 0.01 < min(stale[1:])
+
+
+# -------------------------------------------------------------------------------------------------------- files
+
+
+def test_items_are_one_line_per_valid_question(job: Job):
+    """As many lines of each kind as the rows say items, each with every arm's answer and KL, none a question twice."""
+    counts = Counter((line["probe"], line["kind"]) for line in job.items)
+    for probe, arm in (
+        ("repair.visible", "blind"),
+        ("repair.evicted", "blind"),
+        ("slide", "keep"),
+        ("reorder", "orbit"),
+    ):
+        rows = [row for row in job.rows if row["probe"] == probe and row["arm"] == arm]
+        for row in rows:
+            name, _, kind = row["metric"].partition(".")
+            if name == "accuracy":
+                assert counts[probe, kind] == row["n"] > 0
+    rng = np.random.default_rng([CONFIG.seed, 0])
+    contexts = small_task.sample_contexts(rng, CONTEXTS)
+    questions = small_task.ask(contexts, rng, run.QUESTIONS)
+    visible = [line for line in job.items if line["probe"] == "repair.visible"]
+    assert len(visible) == questions.valid.sum()
+    for line, index in zip(visible, np.argwhere(questions.valid), strict=True):
+        context, question = index
+        assert line["model"] == run.MAIN
+        assert line["context"] == context
+        assert line["kind"] == KINDS[questions.kind[context, question]]
+        assert line["answer"] == VOCABULARY.names[questions.answer[context, question]]
+        assert set(line["arms"]) == {*REPAIR_ARMS, "mask_4d"}
+        for said, divergence in line["arms"].values():
+            assert said in VOCABULARY.names
+            assert divergence >= -1e-5
+    right = np.mean([line["arms"]["patch.rank=8"][0] == line["answer"] for line in visible if line["kind"] == "chain"])
+    assert right == pytest.approx(job.value("repair.visible", "patch.rank=8", "accuracy.chain"), abs=1e-12)
+
+
+def test_report_and_figures_are_written(job: Job):
+    """report.html holds every figure inline and nothing from outside; no NaN is shown."""
+    page = (job.folder / "report.html").read_text()
+    figures = sorted((job.folder / "figures").glob("*.png"))
+    assert len(figures) >= 5
+    assert job.folder / "figures" / "example.png" in figures
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000 for path in figures)
+    assert page.count("data:image/png;base64,") == len(figures)
+    assert not re.search(r"(src|href)=\"(?!data:|#)", page)
+    assert str(job.folder) not in page
+    images = list((job.folder / "images").glob("*.png"))
+    assert len(images) >= CONTEXTS * (small_task.LEGENDS + 1)
+
+
+# -------------------------------------------------------------------------------------------------------- flags
+
+
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "evals.run", *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_help_explains():
+    done = call("--help")
+    assert done.returncode in (0, 1)
+    for word in ("--backbone", "--suite", "--out", "--[no]quick", "--seed", "re-prefill", "results.json", *run.SUITES):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "named"),
+    [("--suite=repairs", [*run.SUITES, "'repairs'"]), ("--backbone=nowhere", ["nowhere", run.MAIN])],
+)
+def test_unknown_names_are_refused(tmp_path: Path, flag: str, named: list[str]):
+    """A wrong suite or backbone ends the program, naming it and the known ones, before anything is measured."""
+    done = call(flag, f"--out={tmp_path / 'out'}")
+    assert done.returncode != 0
+    for word in named:
+        assert word in done.stdout + done.stderr
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_unknown_backbone_is_typed():
+    with pytest.raises(InputError, match="nowhere") as found:
+        shipped("nowhere")
+    assert run.MAIN in shipped_names()
+    assert all(name in str(found.value) for name in shipped_names())
+
+
+def test_training_is_disclosed():
+    """The recipe beside the weights goes into the results."""
+    assert run.training_of(run.MAIN)["recipe"]["window"] == 0.5
+
+
+def test_questions_cover_every_kind():
+    """Each kind gives 1 000 items or more in a full run."""
+    whole = run.RunConfig(run.MAIN, run.SUITES, 9001)
+    assert set(run.QUESTIONS) == set(KINDS)
+    assert all(count * whole.contexts >= 1000 for count in run.QUESTIONS.values())
+    assert COLOURS > small_task.ACTIVE_FILLS
