@@ -161,9 +161,6 @@ def draw_curve(folder: Path) -> Path:
     return folder / "curve.png"
 
 
-_OUT = flags.DEFINE_string(
-    "out", "out/train", "folder for checkpoints, curve and the trained model; a used one resumes"
-)
 _HELP = {
     "seed": "of the initial parameters and of every batch",
     "steps": "optimiser steps; the cosine schedule ends there",
@@ -178,11 +175,15 @@ _HELP = {
     "tied_init": "start query projections as copies of key projections",
     "start_range": "contexts start at a random position below this",
 }
-_FIELDS = {field.name: field for field in dataclasses.fields(Recipe)}
 _DEFINE = {"int": flags.DEFINE_integer, "float": flags.DEFINE_float, "bool": flags.DEFINE_boolean}
-for _name, _field in _FIELDS.items():
-    _kind = _field.type if isinstance(_field.type, str) else _field.type.__name__
-    _DEFINE[_kind](_name, _field.default, _HELP.get(_name, f"questions of kind {_name} per context"))
+
+
+def define_flags() -> None:
+    """--out, and one flag per field of `Recipe`. Only the program does this: importing it leaves absl's flags alone."""
+    flags.DEFINE_string("out", "out/train", "folder for checkpoints, curve and the trained model; a used one resumes")
+    for field in dataclasses.fields(Recipe):
+        kind = field.type if isinstance(field.type, str) else field.type.__name__
+        _DEFINE[kind](field.name, field.default, _HELP.get(field.name, f"questions of kind {field.name} per context"))
 
 
 def main(arguments: list[str]) -> None:
@@ -190,8 +191,8 @@ def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
     logging.set_verbosity(logging.WARNING)
-    recipe = Recipe(**{name: getattr(flags.FLAGS, name) for name in _FIELDS})
-    trainer = Trainer(recipe, Path(_OUT.value))
+    recipe = Recipe(**{field.name: getattr(flags.FLAGS, field.name) for field in dataclasses.fields(Recipe)})
+    trainer = Trainer(recipe, Path(flags.FLAGS.out))
     began = trainer.resume()
     print(f"training from step {began} to {recipe.steps}; {trainer.folder}")
     trainer.train(recipe.steps)
@@ -203,4 +204,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)
