@@ -18,17 +18,19 @@ from .statistics import Interval, Rows, above, number, show, within
 VISIBLE = "repair.visible"
 DEEP = "patch.deepest_half.rank=16"
 SINGLE_HOP = ("page", "legend")
+NO_WINDOW = "_no_window"
 TOKEN_METHODS = ("first_k", "cacheblend", "oracle_delta")
 COLUMNS = ("probe", "model", "arm", "metric", "value", "low", "high", "n")
 
 
 def smallest_rank(results: Results, probe: str, tolerance: float = 0.01) -> int | None:
-    """Smallest patch rank whose accuracy is within `tolerance` of re-prefill on chain and aggregate questions both.
+    """Smallest patch rank whose accuracy is within `tolerance` of re-prefill on every kind that needs both images.
 
-    None where no rank is, or where the probe was not run.
+    Chain and aggregate, and override where it was asked. None where no rank is, or where the probe was not run.
     """
     rows = Rows(results)
-    close = lambda arm: all(abs(rows.gap(probe, arm, kind)) <= tolerance + 1e-9 for kind in MULTI_HOP)
+    kinds = [*MULTI_HOP, *({"override"} & set(rows.kinds(probe)))]
+    close = lambda arm: all(abs(rows.gap(probe, arm, kind)) <= tolerance + 1e-9 for kind in kinds)
     return next((int(rank) for rank, arm in rows.settings(probe, "patch.rank=") if close(arm)), None)
 
 
@@ -272,8 +274,10 @@ def _say_window(results: Results, rows: Rows) -> list[str]:
     said = lambda probe, metric, arms: ", ".join(f"{name} {value(probe, metric, arm)}" for name, arm in arms.items())
     lines = []
     if rows.arms("reorder"):
-        arms = {"one orbit patch": "orbit", "the order's own patch": "exact", "another order's": "transfer"}
-        lines.append(f"Reorder (chain accuracy): {said('reorder', 'accuracy.chain', arms)}.")
+        both = lambda arm: " | ".join(value("reorder", f"accuracy.{kind}", arm) for kind in ("chain", "override"))
+        arms = {"orbit patch": "orbit", "own": "exact", "transferred": "transfer"}
+        shown = ", ".join(f"{name} {both(arm)}" for name, arm in arms.items())
+        lines.append(f"Reorder (chain | order decides): {shown}.")
     if rows.arms("slide"):
         arms = {"survivors kept as they are": "keep", "removal patch": "removal", "blind": "blind"}
         lines.append(f"Slide (KL, facts that stay): {said('slide', 'kl.survivor', arms)}.")
@@ -284,7 +288,18 @@ def _say_window(results: Results, rows: Rows) -> list[str]:
     apart = rows.get("mask", "mask_4d", "probability_difference").value
     if math.isfinite(apart):
         lines.append(f"Control: a mask that hides the legends answers as blind reuse does, within {number(apart)}.")
-    return lines
+    return lines + _say_control(results)
+
+
+def _say_control(results: Results) -> list[str]:
+    """The instance trained without the sliding window, where it was run."""
+    names = sorted({str(row["model"]) for row in results["rows"] if str(row["model"]).endswith(NO_WINDOW)})
+    if not names:
+        return []
+    control = Rows(results, model=names[0])
+    value = lambda arm, kind: number(control.get(VISIBLE, arm, f"accuracy.{kind}").value)
+    shown = ", ".join(f"{kind} {value('re-prefill', kind)} → {value('blind', kind)}" for kind in MULTI_HOP)
+    return [f"Trained without a window, re-prefill → blind: {shown}."]
 
 
 STYLE = """
