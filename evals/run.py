@@ -2,7 +2,7 @@
 
 Loads a small trained backbone, renders held-out PNG images, caches every image position-free, forms conditioning
 patches, reuses the page behind other images, and compares what it then answers with re-prefill and with the published
-alternatives. Leaves results.json, items.jsonl, figures and report.html in --out, and prints a short summary.
+alternatives. Leaves results.json, items.jsonl, table.md, figures and report.html in --out, and prints a short summary.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from . import scene as scenes
 from .figures import draw_all, example_figure
 from .probes.ledger import Ledger
 from .report import print_summary, write_report
+from .table import write_table
 from .trained import shipped, shipped_names
 
 SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control")
@@ -224,6 +225,7 @@ def main(arguments: list[str]) -> None:
     example = draw_example(backbone, folder, config.seed)
     figures = [example, *draw_all(results, folder / "figures")]
     report = write_report(results, figures, folder / "report.html", NOTES)
+    write_table(results, folder / "table.md")
     print_summary(results)
     print(f"{time.perf_counter() - began:.0f} s; report: {report}")
 
