@@ -22,14 +22,17 @@ class Tokens(NamedTuple):
 
     embeddings [B,T,D]: token embeddings with image features in place (or the residual entering `start_layer`).
     positions [B,T] or [B,T,A]: absolute positions, integer or fractional, one per axis where the layout has axes.
+    deepstack [B,T,n,D] or None: what is added to the residual that leaves layers 0 … n-1 (Qwen3-VL's image features).
     """
 
     embeddings: Array
     positions: Array
+    deepstack: Array | None = None
 
     def take(self, start: int, stop: int) -> "Tokens":
         """Tokens start … stop-1."""
-        return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop])
+        deepstack = None if self.deepstack is None else self.deepstack[:, start:stop]
+        return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack)
 
 
 class Output(NamedTuple):

@@ -7,23 +7,36 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
-from .qwen2_5_vl import ARCHITECTURE as _QWEN2_5_VL
+from .family import Family
+from .image_families import IMAGE_FAMILIES
+from .qwen2_5_vl import FAMILY as _QWEN2_5_VL
+from .text_families import TEXT_FAMILIES
+from .vlm import ModelBackbone as ModelBackbone
 from .vlm import QwenVLBackbone as QwenVLBackbone
 
-FAMILIES = {_QWEN2_5_VL: QwenVLBackbone}
-_BY_MODEL_TYPE = {"qwen2_5_vl": _QWEN2_5_VL}
+FAMILIES: dict[str, Family] = {_QWEN2_5_VL.architecture: _QWEN2_5_VL} | IMAGE_FAMILIES | TEXT_FAMILIES
+_BY_MODEL_TYPE = {family.model_type: family.architecture for family in FAMILIES.values()}
 
 
-def load(directory: str | os.PathLike[str], dtype: str | None = None, angles: str = "exact") -> QwenVLBackbone:
+def load(
+    directory: str | os.PathLike[str],
+    dtype: str | None = None,
+    angles: str = "exact",
+    regime: str | int | None = None,
+) -> ModelBackbone:
     """Load a backbone.
 
     Args:
-      directory: a Hugging Face checkpoint directory (config.json, preprocessor_config.json, safetensors).
+      directory: a Hugging Face checkpoint directory (config.json, safetensors, and for images
+        preprocessor_config.json).
       dtype: "float32" or "bfloat16"; the configuration's own when None.
       angles: "exact" for cosines right at every position, "float32" for parity with the original engines.
+      regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
+        "long" for longrope, a length for dynamic scaling (the model's own by default).
 
     Raises:
-      ConfigError: no readable config.json, or an architecture that is not built (the known ones are listed).
+      ConfigError: no readable config.json, a layer that keeps no KV, a regime for a rope that has none, or an
+        architecture that is not built (the known ones are listed).
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, or a damaged file.
     """
     path = Path(directory) / "config.json"
@@ -36,5 +49,13 @@ def load(directory: str | os.PathLike[str], dtype: str | None = None, angles: st
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(raw.get("model_type", ""), raw.get("model_type"))]
     for name in names:
         if name in FAMILIES:
-            return FAMILIES[name].from_directory(directory, raw, dtype, angles)
+            return ModelBackbone.from_directory(FAMILIES[name], directory, raw, dtype, angles, regime)
     raise ConfigError(f"architectures {names} in {path}; this library knows {sorted(FAMILIES)}")
+
+
+def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str | None = None) -> Path:
+    """Write a backbone as a Hugging Face checkpoint directory that `load` (and transformers) reads. Returns it.
+
+    `dtype` casts the parameters; None leaves them.
+    """
+    return backbone.save(directory, dtype)

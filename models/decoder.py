@@ -1,6 +1,7 @@
-"""One decoder for every language tower with a KV cache: grouped-query and multi-head attention behind switches.
+"""One decoder for every language tower with a KV cache: kinds of attention and of MLP behind switches.
 
-Layers are stacked on a leading axis and scanned. The decoder works on embeddings and positions; it never sees token
+Layers are stacked on a leading axis and scanned, in runs of one kind (the dense layers below a mixture of experts are a
+stack of their own). The decoder works on embeddings and positions; it never sees token
 ids or images. Its KV comes out phase-free (after bias and qk-norm, before rotation); its cached context comes in in
 the engine frame, as an ordinary attention kernel reads it.
 
@@ -10,7 +11,7 @@ Axis letters: B batch, T tokens, S keys, L layers, N query heads, K KV heads, H 
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,13 @@ from kvpatch_jax.errors import ConfigError, ShapeError
 from kvpatch_jax.layout import KVLayout
 from kvpatch_jax.rope import Rope, rope_tables, rotate
 
-from .layers import GatedMLP, Linear, RMSNorm, attend
+from .attention import GroupedAttention, LatentAttention, LatentConfig
+from .layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
+from .moe import ExpertConfig, Experts
 
 KV = dict[str, Array]
+TURNING = ("k", "kpe")
+"""Channels that carry rotary phase."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +37,12 @@ class DecoderConfig:
 
     `rope` holds frequencies, cached layout, partial width and M-RoPE sections. `qk_norm` puts an RMS norm on each
     head before rotation (Qwen3), `post_norms` adds norms after attention and MLP (GLM-4-0414), `attention_bias` puts
-    biases on query, key and value (Qwen2).
+    biases on query, key and value (Qwen2; on the downward projections of latent attention), `latent` makes attention
+    latent ("mla": `kv_heads` and `head_dim` then play no part), `experts` makes the MLP a mixture. `window` is the
+    longest row of keys the model may attend over (a sliding window: within it, attention is ordinary).
+
+    Raises:
+      ConfigError: a kind of attention that keeps no KV or is not built, or sizes that do not fit.
     """
 
     vocabulary: int
@@ -53,66 +63,53 @@ class DecoderConfig:
     tied_embeddings: bool = False
     attention: str = "gqa"
     dtype: str = "float32"
+    latent: LatentConfig | None = None
+    experts: ExpertConfig | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        if self.attention != "gqa":
+        if self.attention not in ("gqa", "mla"):
             raise ConfigError(
-                f"attention kind {self.attention!r} is not built; this decoder knows 'gqa' (MHA included)"
+                f"attention kind {self.attention!r} keeps no KV or is not built; this decoder knows 'gqa' (MHA "
+                "included) and 'mla'"
             )
+        if (self.attention == "mla") != (self.latent is not None):
+            raise ConfigError(f"attention {self.attention!r} with latent {self.latent}; expected both for 'mla'")
         if self.heads % self.kv_heads:
             raise ConfigError(f"query heads {self.heads} are not a multiple of KV heads {self.kv_heads}")
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(f"activation {self.activation!r} is not known; expected one of {sorted(ACTIVATIONS)}")
 
     @property
     def layout(self) -> KVLayout:
         """The KV layout that follows from this configuration."""
+        if self.latent is not None:
+            return KVLayout.mla(self.layers, self.latent.latent, self.latent.rope_dim, rope=self.rope)
         make = KVLayout.mha if self.heads == self.kv_heads else KVLayout.gqa
         heads = {"heads": self.heads} if self.heads == self.kv_heads else {"kv_heads": self.kv_heads}
         return make(layers=self.layers, head_dim=self.head_dim, rope=self.rope, **heads)
 
-
-class Attention(nnx.Module):
-    """Query, key, value and output projections of one layer (or a stack of layers)."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype):
-        heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.width
-        bias = config.attention_bias
-        self.query = Linear(width, heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
-        self.key = Linear(width, kv_heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
-        self.value = Linear(width, kv_heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
-        self.output = Linear(heads * head_dim, width, bias=config.output_bias, rngs=rngs, lead=lead, dtype=dtype)
-        norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
-        self.query_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
-        self.key_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
-        self.head_dim = head_dim
-
-    def project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
-        """Query [B,T,N,H], key and value [B,T,K,H], all without position."""
-        query, key, value = (
-            linear(x).reshape(*x.shape[:2], -1, self.head_dim) for linear in (self.query, self.key, self.value)
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        return query, key, value
+    @property
+    def dense_layers(self) -> int:
+        """How many layers at the bottom are a stack of their own."""
+        return 0 if self.experts is None else min(self.experts.dense_layers, self.layers)
 
 
 class DecoderLayer(nnx.Module):
     """One layer, or with `lead=(L,)` a stack of layers to scan over."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...] = ()):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...] = (), dense: bool = True):
         dtype = jnp.dtype(config.dtype)
-        norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
+        norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
+        mlp: dict[str, Any] = {"rngs": rngs, "activation": config.activation, "lead": lead, "dtype": dtype}
         self.input_norm = RMSNorm(config.width, **norm)
-        self.attention = Attention(config, rngs, lead, dtype)
+        kind = GroupedAttention if config.latent is None else LatentAttention
+        self.attention = kind(config, rngs, lead, dtype)
         self.mlp_norm = RMSNorm(config.width, **norm)
-        self.mlp = GatedMLP(
-            config.width,
-            config.intermediate,
-            bias=config.mlp_bias,
-            rngs=rngs,
-            activation=config.activation,
-            lead=lead,
-            dtype=dtype,
-        )
+        if config.experts is None or dense:
+            self.mlp = GatedMLP(config.width, config.intermediate, bias=config.mlp_bias, **mlp)
+        else:
+            self.mlp = Experts(config.experts, config.width, **mlp)
         self.attention_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
         self.mlp_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
 
@@ -139,13 +136,18 @@ class _Step(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """Token embedding, stacked layers, final norm and (tied or own) output head."""
+    """Token embedding, stacked layers, final norm and (tied or own) output head.
+
+    `layers` is the stack of all layers, or of those above `dense_layers` where the bottom ones are of another kind.
+    """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         table = 0.02 * jax.random.normal(rngs.params(), (config.vocabulary, config.width), jnp.float32)
         self.embedding = nnx.Param(table.astype(dtype))
-        self.layers = DecoderLayer(config, rngs, lead=(config.layers,))
+        dense = config.dense_layers
+        self.dense_layers = DecoderLayer(config, rngs, lead=(dense,)) if dense else None
+        self.layers = DecoderLayer(config, rngs, lead=(config.layers - dense,), dense=config.experts is None)
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
         own_head = lambda: Linear(config.width, config.vocabulary, bias=False, rngs=rngs, dtype=dtype)
         self.head = None if config.tied_embeddings else own_head()
@@ -173,6 +175,7 @@ class Decoder(nnx.Module):
         start_layer: int = 0,
         stop_layer: int | None = None,
         hidden_at: tuple[int, ...] = (),
+        deepstack: Float[Array, "n B T D"] | None = None,
     ) -> LayerState:
         """Run layers start_layer … stop_layer-1 over the tokens.
 
@@ -185,69 +188,77 @@ class Decoder(nnx.Module):
           slots: where in the context each token is written; out of range means nowhere.
           keep: which tokens are written at which layer (all of them when None).
           hidden_at: layers whose entering residual is to be returned (up to stop_layer, which taps the output).
+          deepstack: added to the residual that leaves layers 0 … n-1 (Qwen3-VL: zero where there is no image).
 
         Raises:
-          ShapeError: a layer range or tap outside the decoder.
+          ShapeError: a layer range or tap outside the decoder, or more keys than its window.
         """
         stop = self.config.layers if stop_layer is None else stop_layer
         if not 0 <= start_layer <= stop <= self.config.layers:
             raise ShapeError(f"layers {start_layer}…{stop} are outside this decoder's 0…{self.config.layers}")
         if any(not start_layer <= tap <= stop for tap in hidden_at):
             raise ShapeError(f"hidden_at {hidden_at} asks for layers outside {start_layer}…{stop}")
+        if self.config.window is not None and mask.shape[-1] > self.config.window:
+            raise ShapeError(f"{mask.shape[-1]} keys; expected at most {self.config.window}, this model's window")
         cos, sin = rope_tables(self.config.rope, positions)
         step = _Step(cos, sin, mask, slots)
-        bounds = sorted({start_layer, stop, *hidden_at})
+        edges = {self.config.dense_layers, 0 if deepstack is None else deepstack.shape[0]}
+        bounds = sorted({start_layer, stop, *hidden_at, *(edge for edge in edges if start_layer < edge < stop)})
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
         pieces, caches = [], []
         for first, last in itertools.pairwise(bounds):
-            hidden, kv, cache = self._scan(hidden, step, context, keep, first, last)
+            added = deepstack if deepstack is not None and first < deepstack.shape[0] else None
+            hidden, kv, cache = self._scan(hidden, step, (context, keep, added), first, last)
             pieces.append(kv)
             caches.append(cache)
             if last in hidden_at:
                 taps[last] = hidden
         return LayerState(hidden, _join(pieces), _join(caches) if slots is not None else None, taps)
 
-    def _scan(self, hidden: Array, step: _Step, context, keep, first: int, last: int):
-        graph, state = nnx.split(self.layers)
-        cut = lambda tree: jax.tree.map(lambda leaf: leaf[first:last], tree)
+    def _scan(self, hidden: Array, step: _Step, per_layer, first: int, last: int):
+        """Layers first … last-1, which are all of one kind; `per_layer` is cut to them."""
+        below = self.config.dense_layers
+        stack, offset = (self.layers, below) if first >= below else (self.dense_layers, 0)
+        graph, state = nnx.split(stack)
+        cut = lambda tree, offset=0: jax.tree.map(lambda leaf: leaf[first - offset : last - offset], tree)
 
         def body(carry: Array, per_layer):
-            state, cached, kept = per_layer
-            return self._layer(nnx.merge(graph, state), carry, step, cached, kept)
+            state, (cached, kept, added) = per_layer
+            carry, out = self._layer(nnx.merge(graph, state), carry, step, cached, kept)
+            return carry if added is None else carry + added.astype(carry.dtype), out
 
-        hidden, (kv, cache) = jax.lax.scan(body, hidden, (cut(state), cut(context), cut(keep)))
+        hidden, (kv, cache) = jax.lax.scan(body, hidden, (cut(state, offset), cut(per_layer)))
         return hidden, kv, cache
 
-    def _layer(self, layer: DecoderLayer, hidden: Array, step: _Step, cached, kept):
+    def _layer(self, layer: Any, hidden: Array, step: _Step, cached, kept):
         rope = self.config.rope
-        query, key, value = layer.attention.project(layer.input_norm(hidden))
+        query, kv = layer.attention.project(layer.input_norm(hidden))
         turn = lambda x: rotate(x, step.cos, step.sin, rope.cached, rope.attention_scaling)
-        turned_query, turned_key = turn(query), turn(key)
-        keys, values, cache = _gather_keys(turned_key, value, cached, step.slots, kept)
-        mixed = attend(turned_query, keys, values, step.mask, self.config.head_dim**-0.5)
-        mixed = layer.attention.output(mixed.reshape(*hidden.shape[:2], -1))
+        turned = {name: turn(new) if name in TURNING else new for name, new in kv.items()}
+        keys, cache = _gather_keys(turned, cached, step.slots, kept)
+        mixed = layer.attention.mix({**query, "turning": turn(query["turning"])}, keys, step.mask)
         if layer.attention_post_norm is not None:
             mixed = layer.attention_post_norm(mixed)
         hidden = hidden + mixed
         update = layer.mlp(layer.mlp_norm(hidden))
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
-        return hidden + update, ({"k": key, "v": value}, cache)
+        return hidden + update, (kv, cache)
 
 
-def _gather_keys(key: Array, value: Array, cached, slots: Array | None, kept: Array | None):
-    """Keys and values to attend over, and the cache with the tokens written into it (None without slots)."""
+def _gather_keys(kv: KV, cached: KV | None, slots: Array | None, kept: Array | None) -> tuple[KV, KV | None]:
+    """Engine-frame KV to attend over, and the cache with the tokens written into it (None without slots)."""
     if cached is None:
-        return key, value, None
+        return kv, None
     if slots is None:
         join = lambda name, new: jnp.concatenate([cached[name].astype(new.dtype), new], axis=1)
-        return join("k", key), join("v", value), None
-    size = cached["k"].shape[1]
+        return {name: join(name, new) for name, new in kv.items()}, None
+    size = next(iter(cached.values())).shape[1]
     slots = slots if kept is None else jnp.where(kept, slots, size)
     rows = jnp.arange(slots.shape[0])[:, None]
     write = lambda name, new: cached[name].at[rows, slots].set(new.astype(cached[name].dtype), mode="drop")
-    cache = {"k": write("k", key), "v": write("v", value)}
-    return cache["k"].astype(key.dtype), cache["v"].astype(value.dtype), cache
+    cache = {name: write(name, new) for name, new in kv.items()}
+    return {name: cache[name].astype(new.dtype) for name, new in kv.items()}, cache
 
 
 def _join(pieces: list):

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: DTypeLike) -> Array:
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: DTypeLike) -> Array:
+    """Normal values of one standard deviation, drawn in float32."""
     return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
 
 
@@ -31,7 +32,7 @@ class Linear(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         scale: float = 1.0,
     ):
-        self.kernel = nnx.Param(_normal(rngs, (*lead, inputs, outputs), scale * inputs**-0.5, dtype))
+        self.kernel = nnx.Param(normal(rngs, (*lead, inputs, outputs), scale * inputs**-0.5, dtype))
         self.bias = nnx.Param(jnp.zeros((*lead, outputs), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:

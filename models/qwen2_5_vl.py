@@ -7,16 +7,23 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.rope import Rope
 
 from .decoder import Decoder, DecoderConfig
-from .vision_qwen2_5 import VisionConfig, VisionTower
+from .family import Family, Vision
+from .family import abstract as abstract
+from .family import parameters as parameters
+from .family import with_parameters as with_parameters
+from .positions import PositionConfig, get_rope_positions
+from .preprocessing import ImageConfig, preprocess_images
+from .qwen2_5_vl_weights import weight_map
+from .vision_qwen2_5 import VisionConfig, VisionTower, plan_patches
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 
@@ -80,6 +87,11 @@ class Qwen25VLConfig:
             end_tokens=tuple(end) if isinstance(end, list | tuple) else () if end is None else (int(end),),
             tokens_per_second=raw["vision_config"].get("tokens_per_second", 2),
         )
+
+    @property
+    def family(self) -> Family:
+        """Qwen2.5-VL."""
+        return FAMILY
 
     def to_dict(self) -> dict[str, Any]:
         """`config.json` in the released (flat) form; `from_dict` reads it back."""
@@ -175,25 +187,50 @@ class Qwen25VL(nnx.Module):
         return jnp.where(pads.reshape(input_ids.shape)[..., None], placed.reshape(embeddings.shape), embeddings)
 
 
-def abstract(config: Qwen25VLConfig) -> Qwen25VL:
-    """The backbone's structure with shapes instead of values."""
-    return nnx.eval_shape(lambda: Qwen25VL(config, nnx.Rngs(0)))
+def _position_config(config: Qwen25VLConfig) -> PositionConfig:
+    return PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
 
 
-def parameters(model: Qwen25VL) -> dict[str, Any]:
-    """The parameters as nested dictionaries of arrays."""
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
+    grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
+    return get_rope_positions(input_ids, *grids, None, _position_config(config))[0]
 
 
-def with_parameters(config: Qwen25VLConfig, values: dict[str, Any]) -> Qwen25VL:
-    """The backbone of this configuration holding these parameters (nested as `parameters` gives them)."""
-    model = abstract(config)
-    state = nnx.state(model, nnx.Param)
-    nnx.replace_by_pure_dict(state, values)
-    nnx.update(model, state)
-    return model
+def _image_tokens(config: Qwen25VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
+    return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 
 
-def cast(model: Qwen25VL, dtype: str) -> dict[str, Any]:
-    """The parameters in another dtype."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), parameters(model))
+def _plan(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    grids = [np.asarray(arrays[name]) for name in ("image_grid_thw", "video_grid_thw") if len(arrays.get(name, ()))]
+    if len(grids) == 2:
+        raise InputError("images and videos in one call: expected one kind; embed them one after the other")
+    if not grids:
+        return None
+    plan = plan_patches(config.vision, grids[0])
+    pixel_values = arrays.get("pixel_values")
+    patches, merged = plan["rows"].size, plan["rows"].size // config.vision.merge**2
+    if pixel_values is None or tuple(pixel_values.shape) != (patches, config.vision.features):
+        found = None if pixel_values is None else tuple(pixel_values.shape)
+        raise InputError(f"pixel_values of shape {found}; expected {(patches, config.vision.features)}")
+    pads = int(np.isin(input_ids, (config.image_token, config.video_token)).sum())
+    if pads != merged:
+        raise InputError(f"{pads} image placeholders in input_ids; expected {merged} for the grids given")
+    return plan
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: str | int | None) -> Qwen25VLConfig:
+    if regime is not None:
+        raise ConfigError(f"regime {regime!r} for {ARCHITECTURE}, whose rope has one; expected None")
+    return Qwen25VLConfig.from_dict(raw, angles)
+
+
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=Qwen25VL,
+    entries=lambda config, shapes: weight_map(config),
+    positions=_positions,
+    vision=Vision(ImageConfig.from_directory, preprocess_images, _image_tokens, _plan),
+    model_type="qwen2_5_vl",
+)

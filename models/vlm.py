@@ -7,6 +7,7 @@ so neither another prompt of the same shape nor another place recompiles.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,38 +24,38 @@ from jaxtyping import Array, Bool, Int
 from kvpatch_jax.backbone import KV, Output, Step, Tokens
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
 from kvpatch_jax.layout import KVLayout, to_engine
+from kvpatch_jax.rope import check_positions
 
-from . import qwen2_5_vl as family
-from .positions import PositionConfig, get_rope_positions
-from .preprocessing import ImageConfig, preprocess_images
-from .qwen2_5_vl_weights import weight_map
-from .vision_qwen2_5 import plan_patches
-from .weights import flatten_params, load_weights, save_weights
+from .family import Config, Family, abstract, parameters, with_dtype, with_parameters
+from .weights import flatten_params, load_weights, save_weights, tensor_shapes
 
 TOKENIZER_FILE = "tokenizer.json"
 
 
-class QwenVLBackbone:
-    """Qwen2.5-VL with its weights, its image settings and (where the directory has one) its tokenizer.
+class ModelBackbone:
+    """A model of any family with its weights, its image settings and (where the directory has one) its tokenizer.
 
     Attributes:
       layout: the KV layout that follows from the configuration.
-      config, image_config: as read from the directory.
+      config, image_config: as read from the directory; `image_config` is None for a text family.
+      family: what tells this model from others.
     """
 
     layout: KVLayout
 
     def __init__(
         self,
-        config: family.Qwen25VLConfig,
+        config: Config,
         parameters: Mapping[str, Any],
-        image_config: ImageConfig,
+        image_config: Any = None,
         tokenizer: Any = None,
     ):
-        self.config, self.image_config, self.tokenizer = config, image_config, tokenizer
+        self.config: Any = config
+        self.family: Family = config.family
+        self.image_config, self.tokenizer = image_config, tokenizer
         self.layout = config.text.layout
         self._fingerprint: str | None = None
-        self._graph, self._state = nnx.split(family.with_parameters(config, dict(parameters)))
+        self._graph, self._state = nnx.split(with_parameters(config, dict(parameters)))
         jit = functools.partial(jax.jit, static_argnames=("start_layer", "hidden_at"))
         self._embed = jax.jit(self._embed_core)
         self._prefill = jit(self._prefill_core)
@@ -78,16 +79,20 @@ class QwenVLBackbone:
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
         digest.update(json.dumps(self.config.to_dict(), sort_keys=True).encode())
-        digest.update(self.config.text.rope.angles.encode())
-        digest.update(json.dumps(dataclasses.asdict(self.image_config), sort_keys=True).encode())
+        rope = self.config.text.rope
+        digest.update(rope.angles.encode())
+        if rope.scaling is not None:  # which regime is pinned
+            digest.update(repr(rope.scaling).encode())
+        if self.image_config is not None:
+            digest.update(json.dumps(dataclasses.asdict(self.image_config), sort_keys=True).encode())
         for path, leaf in sorted(flatten_params(self.parameters).items()):
             digest.update(".".join(path).encode())
             digest.update(np.ascontiguousarray(leaf).tobytes())
         return digest.hexdigest()
 
-    def replaced(self, parameters: Mapping[str, Any]) -> "QwenVLBackbone":
+    def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
         """The same backbone with other parameters."""
-        return QwenVLBackbone(self.config, parameters, self.image_config, self.tokenizer)
+        return ModelBackbone(self.config, parameters, self.image_config, self.tokenizer)
 
     # --------------------------------------------------------------------------------------------- prompts
 
@@ -104,31 +109,30 @@ class QwenVLBackbone:
             tokens.
 
         Returns:
-          input_ids [1,T], position_ids [1,T,3], and where there are images pixel_values [P,F], image_grid_thw [n,3].
+          input_ids [1,T], position_ids [1,T] or [1,T,A], and where there are images what the family's processor makes
+          of them (pixel_values, and sizes or grids).
 
         Raises:
           ImageError: an image that cannot be read. InputError: an item of another kind, or text without a tokenizer.
         """
         images = [item for item in items if _is_image(item)]
-        processed = preprocess_images(images, self.image_config)
-        grids = iter(processed["image_grid_thw"])
+        arrays = self._process(images) if images else {}
+        numbers = itertools.count()
         ids: list[int] = []
         for item in items:
-            ids += self._image_ids(next(grids)) if _is_image(item) else self._text_ids(item)
+            ids += self._image_ids(arrays, next(numbers)) if _is_image(item) else self._text_ids(item)
         input_ids = np.array(ids, np.int32)
-        grid = processed["image_grid_thw"] if images else None
-        positions, _ = get_rope_positions(input_ids, grid, None, None, self._position_config)
-        prompt: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": positions[None]}
-        return {**prompt, **processed} if images else prompt
+        positions = self.family.positions(self.config, input_ids, arrays)
+        return {"input_ids": input_ids[None], "position_ids": positions[None], **arrays}
 
-    @property
-    def _position_config(self) -> PositionConfig:
-        config = self.config
-        return PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
+    def _process(self, images: list[Any]) -> dict[str, np.ndarray]:
+        if self.family.vision is None:
+            raise InputError(f"{len(images)} images for {self.family.architecture}, which takes none; expected text")
+        return self.family.vision.process(images, self.image_config)
 
-    def _image_ids(self, grid: Int[np.ndarray, "3"]) -> list[int]:
-        pads = int(np.prod(grid)) // self.config.vision.merge**2
-        return [self.config.vision_start_token, *[self.config.image_token] * pads, self.config.vision_end_token]
+    def _image_ids(self, arrays: Mapping[str, Any], index: int) -> list[int]:
+        assert self.family.vision is not None
+        return self.family.vision.tokens(self.config, arrays, index, self.tokenizer)
 
     def _text_ids(self, item: Any) -> list[int]:
         if isinstance(item, str):
@@ -154,40 +158,50 @@ class QwenVLBackbone:
         pixel_values: Array | np.ndarray | None = None,
         image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
         video_grid_thw: Int[np.ndarray, "m 3"] | None = None,
+        **more: Any,
     ) -> Tokens:
         """Run the tower over the packed patches and put its features at the placeholders.
 
-        With a batch, patches are packed in the order of the placeholders, row by row. `position_ids` are needed for
-        more than one row; for one they are derived when absent.
+        With a batch, patches are packed in the order of the placeholders, row by row. M-RoPE's `position_ids` are
+        needed for more than one row; else they are derived when absent. `more` are further arrays that the
+        family's processor makes.
 
         Raises:
-          InputError: grids that do not match the patches or the placeholders.
+          InputError: grids that do not match the patches or the placeholders, or images for a text family.
+          RopeRegimeError: positions outside the regime that the rope is pinned to.
         """
         input_ids = np.asarray(input_ids, np.int32)
-        grids = [np.asarray(grid) for grid in (image_grid_thw, video_grid_thw) if grid is not None and len(grid)]
-        if len(grids) == 2:
-            raise InputError("images and videos in one call: expected one kind; embed them one after the other")
+        given = {
+            "pixel_values": pixel_values,
+            "image_grid_thw": image_grid_thw,
+            "video_grid_thw": video_grid_thw,
+            **more,
+        }
+        arrays = {name: value for name, value in given.items() if value is not None}
+        if self.family.vision is None and arrays:
+            raise InputError(
+                f"{sorted(arrays)} for {self.family.architecture}, which takes no images; expected ids alone"
+            )
+        plan = None if self.family.vision is None else self.family.vision.plan(self.config, input_ids, arrays)
         if position_ids is None:
-            position_ids = self._positions(input_ids, image_grid_thw, video_grid_thw)
-        plan = plan_patches(self.config.vision, grids[0]) if grids else None
-        if plan is not None:
-            self._check_patches(input_ids, pixel_values, plan)
-        embeddings = self._embed(self._state, input_ids, pixel_values if plan else None, plan)
-        return Tokens(embeddings, jnp.asarray(position_ids))
+            position_ids = self._positions(input_ids, arrays)
+        self._check_regime(position_ids)
+        embedded = self._embed(self._state, input_ids, arrays.get("pixel_values") if plan else None, plan)
+        embeddings, deepstack = embedded if isinstance(embedded, tuple) else (embedded, None)
+        return Tokens(embeddings, jnp.asarray(position_ids), deepstack)
 
-    def _positions(self, input_ids: np.ndarray, images, videos) -> np.ndarray:
-        if len(input_ids) != 1:
-            raise InputError(f"embed: {len(input_ids)} rows without position_ids; expected position_ids for a batch")
-        return get_rope_positions(input_ids[0], images, videos, None, self._position_config)[0][None]
+    def _positions(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
+        rows = len(input_ids)
+        if rows != 1 and self.layout.rope.axes is not None:
+            raise InputError(f"embed: {rows} rows without position_ids; expected position_ids for a batch")
+        positions = self.family.positions(self.config, input_ids[0], arrays)
+        return np.repeat(positions[None], rows, axis=0)
 
-    def _check_patches(self, input_ids: np.ndarray, pixel_values: Any, plan: Mapping[str, np.ndarray]) -> None:
-        patches, merged = plan["rows"].size, plan["rows"].size // self.config.vision.merge**2
-        if pixel_values is None or tuple(pixel_values.shape) != (patches, self.config.vision.features):
-            found = None if pixel_values is None else tuple(pixel_values.shape)
-            raise InputError(f"pixel_values of shape {found}; expected {(patches, self.config.vision.features)}")
-        pads = int(np.isin(input_ids, (self.config.image_token, self.config.video_token)).sum())
-        if pads != merged:
-            raise InputError(f"{pads} image placeholders in input_ids; expected {merged} for the grids given")
+    def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
+        """Refuses positions (and as many more) that a rope pinned to one regime does not serve."""
+        scaling = self.layout.rope.scaling
+        if scaling is not None and scaling.kind in ("longrope", "dynamic"):
+            check_positions(self.layout.rope, positions, np.array(ahead, np.int32))
 
     # --------------------------------------------------------------------------------------------- forward
 
@@ -200,6 +214,7 @@ class QwenVLBackbone:
         hidden_at: tuple[int, ...] = (),
     ) -> Output:
         """See `kvpatch_jax.backbone.Backbone.prefill`."""
+        self._check_regime(tokens.positions)
         return self._prefill(self._state, tokens, context, mask, start_layer=start_layer, hidden_at=tuple(hidden_at))
 
     def recompute(
@@ -218,6 +233,7 @@ class QwenVLBackbone:
                     f"keep {sets.shape}: expected one token set per layer ({self.layout.layers}), each inside the one "
                     "below"
                 )
+        self._check_regime(tokens.positions)
         return self._recompute(self._state, tokens, cache, jnp.asarray(slots), keep, mask)
 
     def decode(
@@ -228,6 +244,7 @@ class QwenVLBackbone:
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.decode`."""
+        self._check_regime(tokens.positions)
         return self._recompute(self._state, tokens, cache, jnp.asarray(slots), None, mask)
 
     def generate(
@@ -238,9 +255,10 @@ class QwenVLBackbone:
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
     ) -> Int[Array, "B steps"]:
         """Greedy continuation: the next `steps` token ids behind tokens and, where given, an engine-frame context."""
+        self._check_regime(tokens.positions, max(steps - 1, 0))
         return self._generate(self._state, tokens, context, mask, steps=steps)
 
-    def _embed_core(self, state, input_ids, pixel_values, plan) -> Array:
+    def _embed_core(self, state, input_ids, pixel_values, plan) -> Array | tuple[Array, Array]:
         return nnx.merge(self._graph, state).embed(input_ids, pixel_values, plan)
 
     def _prefill_core(self, state, tokens: Tokens, context, mask, *, start_layer: int, hidden_at) -> Output:
@@ -249,7 +267,13 @@ class QwenVLBackbone:
         if mask is None:
             mask = _causal(B, T, 0 if context is None else next(iter(context.values())).shape[2])
         run = decoder.run(
-            tokens.embeddings, tokens.positions, mask, context=context, start_layer=start_layer, hidden_at=hidden_at
+            tokens.embeddings,
+            tokens.positions,
+            mask,
+            context=context,
+            start_layer=start_layer,
+            hidden_at=hidden_at,
+            deepstack=_by_layer(tokens),
         )
         return Output(decoder.logits(run.hidden), run.kv, run.taps)
 
@@ -258,7 +282,15 @@ class QwenVLBackbone:
         if mask is None:
             size = next(iter(cache.values())).shape[2]
             mask = (jnp.arange(size) <= slots[..., None])[:, None]
-        run = decoder.run(tokens.embeddings, tokens.positions, mask, context=cache, slots=slots, keep=keep)
+        run = decoder.run(
+            tokens.embeddings,
+            tokens.positions,
+            mask,
+            context=cache,
+            slots=slots,
+            keep=keep,
+            deepstack=_by_layer(tokens),
+        )
         assert run.cache is not None
         return Step(decoder.logits(run.hidden), run.cache)
 
@@ -299,36 +331,49 @@ class QwenVLBackbone:
     # ------------------------------------------------------------------------------------------------ disk
 
     def save(self, directory: str | os.PathLike[str], dtype: str | None = None) -> Path:
-        """Write a Hugging Face directory: config.json, preprocessor_config.json, model.safetensors, tokenizer.json."""
+        """Write a Hugging Face directory: config.json, model.safetensors, and (with images) preprocessor_config.json
+        and (where there is one) tokenizer.json. Returns it.
+        """
         root = Path(directory)
         root.mkdir(parents=True, exist_ok=True)
-        raw = self.config.to_dict()
-        values = self.parameters
-        if dtype is not None:
-            raw["torch_dtype"] = dtype
-            values = jax.tree.map(lambda leaf: leaf.astype(dtype), values)
-        (root / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-        self.image_config.save(root)
+        config, values = self.config, self.parameters
+        if dtype is not None:  # what is float32 in every model (a router's correction) stays so
+            config = with_dtype(config, dtype)
+            values = jax.tree.map(lambda leaf, typed: leaf.astype(typed.dtype), values, parameters(abstract(config)))
+        (root / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+        if self.image_config is not None:
+            self.image_config.save(root)
         if self.tokenizer is not None:
             self.tokenizer.save(str(root / TOKENIZER_FILE))
-        save_weights(root, values, weight_map(self.config))
+        save_weights(root, values, self.family.entries(self.config, {}))
         return root
 
     @classmethod
     def from_directory(
-        cls, directory: str | os.PathLike[str], raw: Mapping[str, Any], dtype: str | None, angles: str
-    ) -> "QwenVLBackbone":
+        cls,
+        family: Family,
+        directory: str | os.PathLike[str],
+        raw: Mapping[str, Any],
+        dtype: str | None,
+        angles: str,
+        regime: str | int | None = None,
+    ) -> "ModelBackbone":
         """Read config, image settings, weights and tokenizer. `dtype` None takes the configuration's."""
-        config = family.Qwen25VLConfig.from_dict(raw, angles)
-        if dtype is not None:
-            config = dataclasses.replace(
-                config,
-                text=dataclasses.replace(config.text, dtype=dtype),
-                vision=dataclasses.replace(config.vision, dtype=dtype),
-            )
-        expected = flatten_params(family.parameters(family.abstract(config)))
-        values = load_weights(directory, weight_map(config), expected)
-        return cls(config, values, ImageConfig.from_directory(directory), _tokenizer(Path(directory)))
+        config = family.config(raw, angles, regime)
+        config = config if dtype is None else with_dtype(config, dtype)
+        expected = flatten_params(parameters(abstract(config)))
+        entries = family.entries(config, tensor_shapes(directory))
+        values = load_weights(directory, entries, expected, ignore=family.ignored(config))
+        images = None if family.vision is None else family.vision.settings(directory)
+        return cls(config, values, images, _tokenizer(Path(directory)))
+
+
+QwenVLBackbone = ModelBackbone
+
+
+def _by_layer(tokens: Tokens) -> Array | None:
+    """Deepstack features [n,B,T,D]."""
+    return None if tokens.deepstack is None else jnp.moveaxis(tokens.deepstack, 2, 0)
 
 
 def _tokenizer(root: Path) -> Any:

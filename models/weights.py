@@ -37,6 +37,16 @@ Expected = Mapping[ParamPath, jax.ShapeDtypeStruct]
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """A piece of a fused tensor: entries start … stop-1 of the `size` that the file's tensor has along `axis`."""
+
+    start: int
+    stop: int
+    size: int
+    axis: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """Where one kind of tensor of a Hugging Face file goes.
 
@@ -47,6 +57,8 @@ class Entry:
       stack: the tensors of all numbers are one parameter, on leading axes in the order of the braces.
       file_shape: the tensor's shape in the file, where the parameter has its (permuted) axes flattened together.
       tied_to: name of the tensor to read where this one is absent (an output head tied to the embedding).
+      part: the parameter is a piece of the file's tensor (fused projections); `permute` is for that piece.
+      offset: with `stack`, the number that the first brace starts from (a stack of layers 3, 4, …).
     """
 
     pattern: str
@@ -55,6 +67,8 @@ class Entry:
     stack: bool = False
     file_shape: tuple[int, ...] | None = None
     tied_to: str | None = None
+    part: Part | None = None
+    offset: int = 0
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -64,10 +78,14 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the file as a parameter needs it: name, shape there, and which slot of the parameter it fills."""
+    """One tensor of the file as a parameter needs it: name, shape there, and which slot of the parameter it fills.
+
+    `piece` is the shape of what is read of it: all of it, or the entry's part.
+    """
 
     name: str
     file_shape: tuple[int, ...]
+    piece: tuple[int, ...]
     entry: Entry
     path: ParamPath
     slot: tuple[int, ...]
@@ -126,6 +144,16 @@ def _headers(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
 
 
+def tensor_shapes(directory: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """Name to shape of every tensor of a checkpoint, for families whose releases differ in names or shapes.
+
+    Raises:
+      WeightsError: as `weight_index`.
+    """
+    files = sorted(set(weight_index(directory).values()))
+    return {name: shape for file in files for name, (shape, _) in _headers(file).items()}
+
+
 def _plan(entries: Sequence[Entry], expected: Expected) -> list[_Tensor]:
     """Every tensor that must be in the file. Raises WeightsError where entries and parameters do not match."""
     tensors: list[_Tensor] = []
@@ -162,12 +190,28 @@ def _tensors_of(
     depth = len(entry.fields) if entry.stack else 0
     lead, inner = leaf.shape[:depth], leaf.shape[depth:]
     fits = len(lead) == depth and len(entry.permute or ()) in (0, len(entry.file_shape or inner))
-    file_shape = entry.file_shape or (_unpermuted(inner, entry.permute) if fits else ())
-    if not fits or math.prod(file_shape) != math.prod(inner):
+    piece = tuple(entry.file_shape or (_unpermuted(inner, entry.permute) if fits else ()))
+    file_shape = _whole(piece, entry.part)
+    if not fits or file_shape is None or math.prod(piece) != math.prod(inner):
         raise WeightsError(f"entry {entry.pattern!r} does not fit the parameter {'.'.join(path)} of shape {leaf.shape}")
     for slot in itertools.product(*map(range, lead)):
-        numbers = dict(zip(entry.fields, slot, strict=True)) if entry.stack else numbers
-        yield _Tensor(entry.pattern.format(**numbers), tuple(file_shape), entry, path, slot)
+        if entry.stack:
+            named = (slot[0] + entry.offset, *slot[1:]) if slot else slot
+            numbers = dict(zip(entry.fields, named, strict=True))
+        yield _Tensor(entry.pattern.format(**numbers), file_shape, piece, entry, path, slot)
+
+
+def _whole(piece: tuple[int, ...], part: Part | None) -> tuple[int, ...] | None:
+    """Shape of the file's tensor that a piece is cut from; None where the piece does not fit its part."""
+    if part is None:
+        return piece
+    if part.axis >= len(piece) or piece[part.axis] != part.stop - part.start or part.stop > part.size:
+        return None
+    return (*piece[: part.axis], part.size, *piece[part.axis + 1 :])
+
+
+def _cut(part: Part) -> tuple[slice, ...]:
+    return (*[slice(None)] * part.axis, slice(part.start, part.stop))
 
 
 def _unpermuted(shape: Sequence[int], permute: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -258,7 +302,8 @@ def _check(
 
 def _read(file: Any, tensor: _Tensor) -> np.ndarray:
     try:
-        value = file.get_tensor(tensor.name)
+        part = tensor.entry.part
+        value = file.get_tensor(tensor.name) if part is None else file.get_slice(tensor.name)[_cut(part)]
     except (SafetensorError, OSError, ValueError) as error:
         raise WeightsError(f"tensor {tensor.name!r} cannot be read: {error}") from error
     return value if tensor.entry.permute is None else value.transpose(tensor.entry.permute)
@@ -293,7 +338,11 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
     for path, group in itertools.groupby(_plan(entries, expected), key=lambda tensor: tensor.path):
         leaf = np.asarray(flat[path])
         for tensor in group:
-            if tensor.entry.tied_to is None:
+            part = tensor.entry.part
+            if part is not None:
+                fused = values.setdefault(tensor.name, np.zeros(tensor.file_shape, leaf.dtype))
+                fused[_cut(part)] = _to_file(leaf[tensor.slot], tensor)
+            elif tensor.entry.tied_to is None:
                 values[tensor.name] = _to_file(leaf[tensor.slot], tensor)
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
@@ -309,6 +358,6 @@ def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], e
 def _to_file(value: np.ndarray, tensor: _Tensor) -> np.ndarray:
     permute = tensor.entry.permute
     if permute is None:
-        return np.ascontiguousarray(value.reshape(tensor.file_shape))
-    permuted = value.reshape([tensor.file_shape[axis] for axis in permute])
+        return np.ascontiguousarray(value.reshape(tensor.piece))
+    permuted = value.reshape([tensor.piece[axis] for axis in permute])
     return np.ascontiguousarray(permuted.transpose(np.argsort(permute)))

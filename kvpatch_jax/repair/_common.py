@@ -200,7 +200,7 @@ def recompute_tokens(backbone: Backbone, splice: Splice, index: Int[Array, "B co
     that of `count` tokens; another chunk of the same shape does not compile again.
     """
     take = lambda x: jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
-    tokens = Tokens(take(splice.tokens.embeddings), take(splice.tokens.positions))
+    tokens = jax.tree.map(take, splice.tokens)
     mask, keep = splice.mask, None
     if mask is not None:
         mask = jnp.take_along_axis(jnp.asarray(mask), index[:, None, :, None], axis=2)

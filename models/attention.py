@@ -1,0 +1,142 @@
+"""The two kinds of attention a decoder layer may have, behind one small interface.
+
+`project` gives queries and the tokens' phase-free KV by channel; `mix` attends with turned queries over turned keys.
+Everything between them (rotation, context, writing into a cache) is the decoder's and the same for both kinds.
+
+* `GroupedAttention`: grouped-query and multi-head attention, channels `k` and `v`.
+* `LatentAttention`: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), channels `ckv` and
+  `kpe`. It attends in absorbed form, straight from the latent: keys and values of the heads are never made.
+
+Axis letters: B batch, T tokens, S keys, N query heads, K KV heads, H head width, D model width, C latent, R rope width,
+U width of a head's position-free part, W width of a head's value.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from .layers import Linear, RMSNorm, attend
+
+if TYPE_CHECKING:
+    from .decoder import DecoderConfig
+
+LATENT_EPSILON = 1e-6
+"""Of the norms inside latent attention, whatever the configuration's own epsilon is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Widths of multi-head latent attention.
+
+    Attributes:
+      latent: width of the cached latent (`kv_lora_rank`).
+      rope_dim: width of the decoupled key (`qk_rope_head_dim`).
+      plain_dim: width of a head's part without position (`qk_nope_head_dim`).
+      value_dim: width of a head's value (`v_head_dim`).
+      query_rank: width of the queries' own latent (`q_lora_rank`), or None.
+      reads_pairs: the projections give rotary pairs side by side, halves are rotated and cached (DeepSeek-V3, Kimi).
+      scale_factor: multiplies the softmax scale (YaRN's mscale², 1 without).
+    """
+
+    latent: int = 512
+    rope_dim: int = 64
+    plain_dim: int = 128
+    value_dim: int = 128
+    query_rank: int | None = None
+    reads_pairs: bool = False
+    scale_factor: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        """What the scores are multiplied by."""
+        return (self.plain_dim + self.rope_dim) ** -0.5 * self.scale_factor
+
+
+class GroupedAttention(nnx.Module):
+    """Query, key, value and output projections of one layer (or a stack of layers)."""
+
+    def __init__(self, config: "DecoderConfig", rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype):
+        heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.width
+        bias = config.attention_bias
+        self.query = Linear(width, heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        self.key = Linear(width, kv_heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        self.value = Linear(width, kv_heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        self.output = Linear(heads * head_dim, width, bias=config.output_bias, rngs=rngs, lead=lead, dtype=dtype)
+        norm: dict[str, Any] = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
+        self.query_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
+        self.key_norm = RMSNorm(head_dim, **norm) if config.qk_norm else None
+        self.head_dim = head_dim
+
+    def project(self, x: Float[Array, "B T D"]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Queries {"turning": [B,T,N,H]} and KV {"k", "v": [B,T,K,H]}, all without position."""
+        query, key, value = (
+            linear(x).reshape(*x.shape[:2], -1, self.head_dim) for linear in (self.query, self.key, self.value)
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return {"turning": query}, {"k": key, "v": value}
+
+    def mix(
+        self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Bool[Array, "B 1 T S"]
+    ) -> Float[Array, "B T D"]:
+        """Attend with turned queries over engine-frame KV, and project out."""
+        mixed = attend(query["turning"], kv["k"], kv["v"], mask, self.head_dim**-0.5)
+        return self.output(mixed.reshape(*mixed.shape[:2], -1))
+
+
+class LatentAttention(nnx.Module):
+    """Projections to and from the latent of one layer (or a stack of layers)."""
+
+    def __init__(self, config: "DecoderConfig", rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype):
+        latent = config.latent
+        assert latent is not None
+        heads, width, bias = config.heads, config.width, config.attention_bias
+        linear: dict[str, Any] = {"rngs": rngs, "lead": lead, "dtype": dtype}
+        norm: dict[str, Any] = {"epsilon": LATENT_EPSILON, "lead": lead, "dtype": dtype}
+        queries, rank = heads * (latent.plain_dim + latent.rope_dim), latent.query_rank
+        self.query_down = None if rank is None else Linear(width, rank, bias=bias, **linear)
+        self.query_norm = None if rank is None else RMSNorm(rank, **norm)
+        self.query = Linear(width if rank is None else rank, queries, bias=False, **linear)
+        self.down = Linear(width, latent.latent + latent.rope_dim, bias=bias, **linear)
+        self.latent_norm = RMSNorm(latent.latent, **norm)
+        self.up = Linear(latent.latent, heads * (latent.plain_dim + latent.value_dim), bias=False, **linear)
+        self.output = Linear(heads * latent.value_dim, width, bias=config.output_bias, **linear)
+        self.heads, self.latent = heads, latent
+
+    def project(self, x: Float[Array, "B T D"]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Queries {"latent": [B,T,N,C], "turning": [B,T,N,R]} and KV {"ckv": [B,T,1,C], "kpe": [B,T,1,R]}."""
+        latent = self.latent
+        inner = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
+        query = self.query(inner).reshape(*x.shape[:2], self.heads, latent.plain_dim + latent.rope_dim)
+        plain, turning = query[..., : latent.plain_dim], query[..., latent.plain_dim :]
+        up = self._up(x.dtype)[..., : latent.plain_dim]
+        absorbed = jnp.einsum("BTNU,CNU->BTNC", plain, up, preferred_element_type=jnp.float32).astype(x.dtype)
+        down = self.down(x)[:, :, None]
+        ckv, kpe = self.latent_norm(down[..., : latent.latent]), down[..., latent.latent :]
+        if latent.reads_pairs:
+            turning, kpe = _halves(turning), _halves(kpe)
+        return {"latent": absorbed, "turning": turning}, {"ckv": ckv, "kpe": kpe}
+
+    def mix(
+        self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Bool[Array, "B 1 T S"]
+    ) -> Float[Array, "B T D"]:
+        """Attend with absorbed and turned queries over the cached latent, and project out."""
+        queries = jnp.concatenate([query["latent"], query["turning"]], axis=-1)
+        keys = jnp.concatenate([kv["ckv"], kv["kpe"]], axis=-1)
+        mixed = attend(queries, keys, kv["ckv"], mask, self.latent.scale)
+        up = self._up(mixed.dtype)[..., self.latent.plain_dim :]
+        values = jnp.einsum("BTNC,CNW->BTNW", mixed, up, preferred_element_type=jnp.float32).astype(mixed.dtype)
+        return self.output(values.reshape(*values.shape[:2], -1))
+
+    def _up(self, dtype: jnp.dtype) -> Array:
+        """The latent's way up to every head's plain key and value, [C,N,U+W]."""
+        return self.up.kernel[...].astype(dtype).reshape(self.latent.latent, self.heads, -1)
+
+
+def _halves(x: Array) -> Array:
+    """Rotary pairs side by side → all first members, then all second ones."""
+    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

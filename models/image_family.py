@@ -1,0 +1,90 @@
+"""What families with images share: reading the parts of a configuration, and placing features among embeddings."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+from .configuration import need
+
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def text_part(raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The text part of `config.json`, with what the top level says for it (tying, dtype) and the class's defaults.
+
+    Raises:
+      ConfigError: no `text_config`.
+    """
+    part = raw.get("text_config") or raw.get("language_config")
+    if not isinstance(part, Mapping):
+        raise ConfigError(f"config.json has text_config {part!r}; expected a table for {raw.get('architectures')}")
+    top = {name: raw[name] for name in _DTYPES if raw.get(name) is not None}
+    text = {**(defaults or {}), **top, **{name: value for name, value in part.items() if value is not None}}
+    if raw.get("tie_word_embeddings") is not None:
+        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
+    return {**text, "architectures": raw.get("architectures")}
+
+
+def vision_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The vision part of `config.json`.
+
+    Raises:
+      ConfigError: no `vision_config`.
+    """
+    part = need(raw, "vision_config")
+    if not isinstance(part, Mapping):
+        raise ConfigError(f"config.json has vision_config {part!r}; expected a table")
+    return part
+
+
+def one_size(raw: Mapping[str, Any], name: str) -> int:
+    """A number, or the one number that a pair of equal sides repeats.
+
+    Raises:
+      ConfigError: sides that differ.
+    """
+    value = need(raw, name)
+    sides = value if isinstance(value, list | tuple) else [value]
+    if len(set(sides)) != 1:
+        raise ConfigError(f"{name} is {value!r}; expected equal sides")
+    return int(sides[0])
+
+
+def freeze(raw: Mapping[str, Any]) -> str:
+    """`config.json` as text that a frozen configuration keeps."""
+    return json.dumps(dict(raw), sort_keys=True)
+
+
+def thaw(kept: str, architecture: str, dtype: str) -> dict[str, Any]:
+    """`config.json` as it was read, with the dtype that the parameters have now."""
+    raw: dict[str, Any] = json.loads(kept)
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        for name in _DTYPES:
+            part.pop(name, None)
+    return raw | {"architectures": [architecture], "torch_dtype": dtype}
+
+
+def refuse_regime(regime: str | int | None, architecture: str) -> None:
+    """Raises ConfigError for a regime given to a family whose rope has one."""
+    if regime is not None:
+        raise ConfigError(f"regime {regime!r} for {architecture}, whose rope has one; expected None")
+
+
+def check_placeholders(
+    input_ids: Int[np.ndarray, "B T"], pads: tuple[int, ...], expected: int, pixel_values: Any, shape: tuple
+) -> None:
+    """Raises InputError where placeholders or pixels are not as many as the images given ask for.
+
+    `shape` is what `pixel_values` must have; a None in it stands for any size.
+    """
+    found = None if pixel_values is None else tuple(pixel_values.shape)
+    if found is None or len(found) != len(shape) or any(b not in (None, a) for a, b in zip(found, shape, strict=True)):
+        raise InputError(f"pixel_values of shape {found}; expected {shape}")
+    count = int(np.isin(input_ids, pads).sum())
+    if count != expected:
+        raise InputError(f"{count} image placeholders in input_ids; expected {expected} for the images given")

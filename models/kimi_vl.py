@@ -1,0 +1,148 @@
+"""Kimi-VL: MoonViT, a normed 2×2 projector, DeepSeek-V3's decoder (latent attention, experts).
+
+Two forms of the same function: Kimi-VL's released files, and transformers' Kimi_K25 on images (video is not built).
+Sources: Kimi-VL's released configuration and tensor names; transformers' Kimi_K25ForConditionalGeneration.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+from .configuration import Regime, need
+from .decoder import Decoder, DecoderConfig
+from .decoder_weights import decoder_entries
+from .family import Family, Shapes, Vision
+from .image_family import check_placeholders, freeze, one_size, text_part, thaw, vision_part
+from .image_processing import HALVES, PictureConfig, process_kimi
+from .text_families import read_deepseek
+from .vision_common import place_features
+from .vision_moonvit import MoonViT, MoonViTConfig, plan_patches
+from .vision_weights import moonvit_entries
+from .weights import Entry
+
+RELEASED = "KimiVLForConditionalGeneration"
+TRANSFORMERS = "Kimi_K25ForConditionalGeneration"
+
+
+@dataclasses.dataclass(frozen=True)
+class KimiVLConfig:
+    """The whole backbone. Start and end ids stand around an image where the configuration names them."""
+
+    architecture: str
+    text: DecoderConfig
+    vision: MoonViTConfig
+    image_token: int
+    start_token: int | None
+    end_token: int | None
+    raw: str
+
+    @property
+    def family(self) -> Family:
+        """The form of these files."""
+        return FAMILIES[self.architecture]
+
+    def to_dict(self) -> dict[str, Any]:
+        """`config.json` as it was read, with the dtype that the parameters have now."""
+        return thaw(self.raw, self.architecture, self.text.dtype)
+
+
+def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> KimiVLConfig:
+    text, vision = read_deepseek(text_part(raw), angles, regime), vision_part(raw)
+    side = need(vision, "init_pos_emb_height", "pos_emb_height")
+    if need(vision, "init_pos_emb_width", "pos_emb_width") != side:
+        raise ConfigError(f"learned positions of {side} rows; expected a square")
+    tower = MoonViTConfig(
+        depth=need(vision, "num_hidden_layers"),
+        width=need(vision, "hidden_size"),
+        heads=need(vision, "num_attention_heads"),
+        intermediate=need(vision, "intermediate_size"),
+        output_width=text.width,
+        patch=need(vision, "patch_size"),
+        merge=one_size(vision, "merge_kernel_size"),
+        positions=side,
+        activation=vision.get("hidden_act", "gelu_pytorch_tanh"),
+        projector_epsilon=raw.get("projection_layer_norm_eps", 1e-5),
+        fused=architecture == RELEASED,
+        dtype=text.dtype,
+    )
+    image = need(raw, "media_placeholder_token_id", "image_token_id")
+    ends = (raw.get("vision_start_token_id"), raw.get("vision_end_token_id"))
+    return KimiVLConfig(architecture, text, tower, image, *ends, raw=freeze(raw))
+
+
+class KimiVL(nnx.Module):
+    """Tower (with its projector) and decoder with their parameters."""
+
+    def __init__(self, config: KimiVLConfig, rngs: nnx.Rngs):
+        self.visual = MoonViT(config.vision, rngs)
+        self.decoder = Decoder(config.text, rngs)
+        self.config = config
+
+    def embed(
+        self,
+        input_ids: Int[Array, "B T"],
+        pixel_values: Float[Array, "P C y x"] | None,
+        plan: Mapping[str, Array] | None,
+    ) -> Float[Array, "B T D"]:
+        """Token embeddings with image features put where the placeholders stand, in order."""
+        embeddings = self.decoder.embed(input_ids)
+        if pixel_values is None or plan is None:
+            return embeddings
+        return place_features(embeddings, self.visual(pixel_values, **plan), input_ids == self.config.image_token)
+
+
+def _plan(config: KimiVLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    grids = arrays.get("image_grid_thw")
+    if arrays.get("video_grid_thw") is not None:
+        raise InputError("Kimi-VL's video is not built; expected images")
+    if grids is None or not len(grids):
+        return None
+    vision = config.vision
+    plan = plan_patches(vision, np.asarray(grids))
+    shape = (plan["rows"].size, vision.channels, vision.patch, vision.patch)
+    check_placeholders(input_ids, (config.image_token,), len(plan["merged"]), arrays.get("pixel_values"), shape)
+    return plan
+
+
+def _tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    """`<|media_start|>image<|media_content|>` pads `<|media_end|>` where the tokenizer has them, else start and end."""
+    pads = [config.image_token] * (int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2)
+    if tokenizer is not None and tokenizer.token_to_id("<|media_start|>") is not None:
+        encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+        return [*encode("<|media_start|>image<|media_content|>"), *pads, *encode("<|media_end|>")]
+    first, last = ([] if end is None else [end] for end in (config.start_token, config.end_token))
+    return [*first, *pads, *last]
+
+
+def _entries(config: KimiVLConfig, shapes: Shapes) -> list[Entry]:
+    if config.architecture == RELEASED:
+        decoder = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
+        return decoder + moonvit_entries(config.vision, "vision_tower", "multi_modal_projector", released=True)
+    decoder = decoder_entries(config.text, prefix="model.language_model.", fused_experts="rows")
+    return decoder + moonvit_entries(config.vision, "model.vision_tower", "model.mm_projector", released=False)
+
+
+_SETTINGS = PictureConfig.reader(
+    image_mean=HALVES, image_std=HALVES, resample=3, patch_size=14, merge_kernel_size=[2, 2], in_token_limit=4096
+)
+
+
+def _family(architecture: str, model_type: str) -> Family:
+    return Family(
+        architecture=architecture,
+        config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
+        module=KimiVL,
+        entries=_entries,
+        vision=Vision(_SETTINGS, process_kimi, _tokens, _plan),
+        ignore=(r".*\.rotary_emb\.inv_freq",),
+        model_type=model_type,
+    )
+
+
+FAMILIES = {RELEASED: _family(RELEASED, "kimi_vl"), TRANSFORMERS: _family(TRANSFORMERS, "kimi_k25")}

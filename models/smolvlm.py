@@ -1,0 +1,89 @@
+"""SmolVLM2: SigLIP with bucketised positions, pixel shuffle, one linear map, Llama.
+
+Source: transformers' SmolVLMForConditionalGeneration and SmolVLMProcessor.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.errors import InputError
+
+from .configuration import Regime, need
+from .decoder_weights import decoder_entries
+from .deepseek_vl import read_siglip
+from .family import Family, Shapes, Vision
+from .image_family import freeze, one_size, text_part, vision_part
+from .image_processing import HALVES, PictureConfig, process_smolvlm
+from .text_families import read_llama
+from .vision_vit import bucket_positions
+from .vision_weights import clip_entries, linear_entries
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_plan
+from .weights import Entry
+
+ARCHITECTURE = "SmolVLMForConditionalGeneration"
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+    text, vision = read_llama(text_part(raw), angles, regime), vision_part(raw)
+    sizes = {name: one_size(vision, name) for name in ("image_size", "patch_size")}
+    tower = read_siglip({"intermediate_size": 3072, **vision, **sizes}, text.dtype)
+    glue = GlueConfig("linear", raw.get("scale_factor", 2))
+    return ViTModelConfig(FAMILY, text, tower, glue, need(raw, "image_token_id"), freeze(raw))
+
+
+def _entries(config: ViTModelConfig, shapes: Shapes) -> list[Entry]:
+    entries = decoder_entries(config.text, prefix="model.text_model.")
+    entries += clip_entries(config.vision, "model.vision_model")
+    return entries + linear_entries("model.connector.modality_projection.proj", ("projector",), bias=False)
+
+
+def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Tiles that are all zero only fill up a batch; the others must be whole."""
+    pixel_values = arrays.get("pixel_values")
+    if pixel_values is None:
+        return None
+    flat = np.asarray(pixel_values).reshape(-1, *np.shape(pixel_values)[-3:])
+    real = np.flatnonzero((flat != 0).any(axis=(1, 2, 3)))
+    mask = arrays.get("pixel_attention_mask")
+    if mask is not None and not np.asarray(mask).reshape(len(flat), -1)[real].all():
+        raise InputError("pixel_attention_mask leaves out parts of a tile; expected whole tiles")
+    plan = tile_plan(config, input_ids, arrays, real)
+    assert plan is not None
+    positions = bucket_positions(config.vision.side, config.vision.side, config.vision.side)
+    return {**plan, "positions": np.tile(positions, (len(flat), 1))}
+
+
+def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    """Tiles row by row behind their names, then the whole image; without a tokenizer the placeholders alone."""
+    rows, columns = (int(arrays[name][index]) for name in ("tile_rows", "tile_columns"))
+    pads = [config.image_token] * config.tile_tokens
+    if tokenizer is None:
+        return pads * (rows * columns + 1)
+    edge, ids = "<fake_token_around_image>", []
+    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+    for row in range(rows):
+        for column in range(columns):
+            newline = "\n" if row and not column else ""
+            ids += [*encode(f"{newline}{edge}<row_{row + 1}_col_{column + 1}>"), *pads]
+    return [*ids, *encode(("\n\n" if rows else "") + f"{edge}<global-img>"), *pads, *encode(edge)]
+
+
+_SETTINGS = PictureConfig.reader(
+    image_mean=HALVES,
+    image_std=HALVES,
+    resample=1,
+    size={"longest_edge": 1536},
+    max_image_size={"longest_edge": 384},
+    do_image_splitting=True,
+)
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=ViTModel,
+    entries=_entries,
+    vision=Vision(_SETTINGS, process_smolvlm, _tokens, _plan),
+    ignore=(r".*\.rotary_emb\.inv_freq",),
+    model_type="smolvlm",
+)

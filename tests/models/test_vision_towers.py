@@ -1,0 +1,289 @@
+"""Every tower, alone, against transformers: block outputs, features and deepstack features."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvpatch_jax.errors import ConfigError, ShapeError
+from models import vision_moonvit, vision_qwen3
+from models.layers import Linear
+from models.projectors import Projector, TileConfig, pack_tiles, packing_index, pixel_shuffle
+from models.vision_moonvit import MoonViT, MoonViTConfig
+from models.vision_qwen3 import Qwen3VisionConfig, Qwen3VisionTower
+from models.vision_vit import ViT, ViTConfig, bucket_positions
+from models.vision_weights import (
+    clip_entries,
+    intern_vit_entries,
+    linear_entries,
+    moonvit_entries,
+    projector_entries,
+    qwen3_vision_entries,
+)
+from models.weights import flatten_params, load_weights
+from tests.goldens.load import golden_arrays, write_checkpoint
+from tests.goldens.redraw import redraw
+
+BAR = 2e-4
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _highest_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def close(found, expected, what):
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape, what
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert error <= BAR, f"{what}: off by {error:.2e} of the largest magnitude"
+
+
+class Holder(nnx.Module):
+    """A tower where the families hold it."""
+
+    def __init__(self, visual):
+        self.visual = visual
+
+
+def loaded(make, family, directory, entries, ignore):
+    """A module holding the tensors of a tiny checkpoint that `entries` name."""
+    module = nnx.eval_shape(make)
+    state = nnx.state(module, nnx.Param)
+    expected = flatten_params(nnx.to_pure_dict(state))
+    nnx.replace_by_pure_dict(state, load_weights(write_checkpoint(family, directory), entries, expected, ignore=ignore))
+    nnx.update(module, state)
+    return module
+
+
+def run(module, pixel_values, **plan):
+    """The tower, jitted over its parameters."""
+    graph, state = nnx.split(module)
+    return jax.jit(lambda state, pixels, plan: nnx.merge(graph, state)(pixels, **plan))(state, pixel_values, plan)
+
+
+QWEN3 = Qwen3VisionConfig(
+    depth=3,
+    width=32,
+    heads=2,
+    intermediate=48,
+    output_width=64,
+    patch=4,
+    merge=2,
+    temporal=2,
+    positions=25,
+    deepstack_layers=(0, 2),
+)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    entries = qwen3_vision_entries(QWEN3, "model.visual")
+    make = lambda: Holder(Qwen3VisionTower(QWEN3, nnx.Rngs(0)))
+    directory = tmp_path_factory.mktemp("qwen3")
+    return loaded(make, "qwen3_vl", directory, entries, [r"model\.language_model\..*", r"lm_head\..*"]).visual
+
+
+@pytest.mark.parametrize(
+    "case", ["one_image", pytest.param("two_images", marks=SLOW), pytest.param("video", marks=SLOW)]
+)
+def test_qwen3_features(qwen3, case):
+    gold = golden_arrays("qwen3_vl", case)
+    grids = gold["video_grid_thw"] if case == "video" else gold["image_grid_thw"]
+    features, deepstack = run(qwen3, gold["pixel_values"], **vision_qwen3.plan_patches(QWEN3, grids))
+    close(features, gold["vision_features"], "features")
+    close(deepstack, gold["deepstack_features"], "deepstack features")
+
+
+def test_qwen3_plan_of_other_images_does_not_recompile(qwen3):
+    graph, state = nnx.split(qwen3)
+    traces = []
+
+    @jax.jit
+    def count(state, pixels, plan):
+        traces.append(1)
+        return nnx.merge(graph, state)(pixels, **plan)
+
+    pixels = np.ones((64, QWEN3.features), np.float32)
+    first = count(state, pixels, vision_qwen3.plan_patches(QWEN3, np.array([[1, 4, 8], [1, 8, 4]])))[0]
+    second = count(state, pixels, vision_qwen3.plan_patches(QWEN3, np.array([[1, 8, 4], [1, 4, 8]])))[0]
+    assert len(traces) == 1
+    assert np.abs(first - second).max() > 1e-3
+
+
+def test_qwen3_refuses():
+    with pytest.raises(ShapeError, match="3×4 patches is not a positive multiple of the merge size 2"):
+        vision_qwen3.plan_patches(QWEN3, np.array([[1, 3, 4]]))
+    with pytest.raises(ConfigError, match="expected a square"):
+        Qwen3VisionConfig(1, 32, 2, 48, 64, 4, 2, 2, 24, ())
+    with pytest.raises(ConfigError, match="deepstack layers"):
+        Qwen3VisionConfig(1, 32, 2, 48, 64, 4, 2, 2, 25, (1,))
+
+
+# ------------------------------------------------------------------------------------- CLIP, SigLIP, InternViT
+
+SMALL: dict[str, Any] = {"depth": 3, "width": 32, "heads": 2, "intermediate": 48, "patch": 4}
+CLIP = ViTConfig(
+    **SMALL,
+    image=16,
+    activation="quick_gelu",
+    norm_epsilon=1e-5,
+    class_token=True,
+    patch_bias=False,
+    pre_norm=True,
+    final_norm="kept",
+    feature_layer=-2,
+)
+SIGLIP = ViTConfig(**SMALL, image=16, activation="gelu_pytorch_tanh", final_norm="applied")
+SMOL = dataclasses.replace(SIGLIP, image=24)
+INTERN = ViTConfig(**SMALL, image=16, class_token=True, layer_scale=True)
+
+
+class TowerAndGlue(nnx.Module):
+    """A plain ViT behind its projector, as the families assemble them."""
+
+    def __init__(self, config, projector, shuffle=1):
+        self.visual, self.projector, self.shuffle = ViT(config, nnx.Rngs(0)), projector(), shuffle
+
+    def __call__(self, pixels, positions=None):
+        features = self.visual(pixels, positions)
+        return self.projector(features if self.shuffle == 1 else pixel_shuffle(features, self.shuffle))
+
+
+def mlp_projector(inputs, **more):
+    return lambda: Projector(inputs, 64, 64, rngs=nnx.Rngs(0), **more)
+
+
+def vit(family, tmp_path_factory):
+    """The tower and projector of a family, with its tiny weights."""
+    language = [r".*language_model\..*", r".*text_model\..*", r"lm_head\..*", "image_newline"]
+    if family in ("llava", "llava_next"):
+        make = lambda: TowerAndGlue(CLIP, mlp_projector(32))
+        entries = clip_entries(CLIP, "vision_tower")
+        entries += projector_entries("multi_modal_projector.linear_1", "multi_modal_projector.linear_2")
+    elif family == "deepseek_vl":
+        make = lambda: TowerAndGlue(SIGLIP, mlp_projector(32))
+        entries = clip_entries(SIGLIP, "model.vision_model")
+        entries += projector_entries("model.aligner.linear1", "model.aligner.linear2")
+    elif family == "smolvlm":
+        make = lambda: TowerAndGlue(SMOL, lambda: Linear(288, 64, bias=False, rngs=nnx.Rngs(0)), 3)
+        entries = clip_entries(SMOL, "model.vision_model")
+        entries += linear_entries("model.connector.modality_projection.proj", ("projector",), bias=False)
+    else:
+        make = lambda: TowerAndGlue(INTERN, mlp_projector(128, norm_epsilon=1e-5), 2)
+        entries = intern_vit_entries(INTERN, "vision_tower")
+        glue = "multi_modal_projector"
+        entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", norm=f"{glue}.layer_norm")
+    return loaded(make, family, tmp_path_factory.mktemp(family), entries, language)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llava", "llava_next", "deepseek_vl", "smolvlm", "internvl"])
+def test_vit_features(family, tmp_path_factory):
+    tower = vit(family, tmp_path_factory)
+    for case in ("one_image", "two_images"):
+        gold = golden_arrays(family, case)
+        pixels = gold["pixel_values"].reshape(-1, *gold["pixel_values"].shape[-3:])
+        pixels = pixels[np.abs(pixels).max((1, 2, 3)) > 0]  # tiles that only fill up a batch
+        positions = None
+        if family == "smolvlm":
+            side = pixels.shape[-1] // 4
+            positions = np.tile(bucket_positions(side, side, 6), (len(pixels), 1))
+        close(run(tower, pixels, positions=positions), real_tiles(gold["vision_features"][0], len(pixels)), case)
+
+
+def real_tiles(features, count):
+    assert len(features) >= count
+    return features[:count]
+
+
+def test_bucket_positions_equal_transformers():
+    gold = golden_arrays("smolvlm", "buckets")
+    for name, expected in gold.items():
+        side, height, width = map(int, name.split("."))
+        assert np.array_equal(bucket_positions(height, width, side), expected), name
+
+
+def test_vit_refuses():
+    with pytest.raises(ConfigError, match="final_norm 'maybe'"):
+        dataclasses.replace(CLIP, final_norm="maybe")
+    with pytest.raises(ConfigError, match="vision_feature_layer -5 is outside a tower of 3 layers"):
+        dataclasses.replace(CLIP, feature_layer=-5)
+    with pytest.raises(ConfigError, match="vision activation 'relu'"):
+        ViT(dataclasses.replace(CLIP, activation="relu"), nnx.Rngs(0))
+    with pytest.raises(ShapeError, match="expected 16×16"):
+        jax.eval_shape(lambda: ViT(CLIP, nnx.Rngs(0))(jnp.zeros((1, 3, 8, 8))))
+    with pytest.raises(ShapeError, match="expected a square"):
+        pixel_shuffle(jnp.zeros((1, 15, 8)), 2)
+
+
+# ------------------------------------------------------------------------------------------- LLaVA-NeXT packing
+
+TILES = TileConfig(16, 4, ((16, 32), (32, 16), (32, 32), (16, 48)))
+
+
+@pytest.mark.parametrize("case", ["one_image", "two_images"])
+def test_packing_equals_transformers(case):
+    gold = golden_arrays("llava_next", case)
+    newline = redraw("image_newline", [64])
+    index = packing_index(TILES, gold["image_sizes"])
+    features = gold["vision_features"][0]
+    packed = pack_tiles(jnp.asarray(features), jnp.asarray(newline), jnp.asarray(index))
+    at = gold["input_ids"] == 301
+    assert at.sum() == len(index)
+    assert np.array_equal(packed, gold["inputs_embeds"][at])
+
+
+# ------------------------------------------------------------------------------------------------- MoonViT
+
+MOON = MoonViTConfig(
+    depth=3, width=32, heads=2, intermediate=48, output_width=64, patch=4, merge=2, positions=5, fused=False
+)
+
+
+@pytest.fixture(scope="module")
+def moonvit(tmp_path_factory):
+    entries = moonvit_entries(MOON, "model.vision_tower", "model.mm_projector", released=False)
+    directory = tmp_path_factory.mktemp("kimi_vl")
+    make = lambda: Holder(MoonViT(MOON, nnx.Rngs(0)))
+    return loaded(make, "kimi_vl", directory, entries, [r"model\.language_model\..*", r"lm_head\..*"]).visual
+
+
+@pytest.mark.parametrize("case", ["one_image", pytest.param("two_images", marks=SLOW)])
+def test_moonvit_features(moonvit, case):
+    gold = golden_arrays("kimi_vl", case)
+    plan = vision_moonvit.plan_patches(MOON, gold["image_grid_thw"])
+    close(run(moonvit, gold["pixel_values"], **plan), gold["vision_features"][0][:, 0], case)
+
+
+def test_released_packing_of_moonvit_is_the_same_function(moonvit):
+    """Kimi-VL's files fuse query, key, value and turn neighbouring channels; transformers splits and turns halves."""
+    config = dataclasses.replace(MOON, fused=True)
+    values = nnx.to_pure_dict(nnx.state(moonvit, nnx.Param))
+    blocks = values["blocks"]
+    pairs = np.arange(16).reshape(2, 8).T.reshape(-1)  # a head's channel 2i + j is transformers' channel 8j + i
+    order = (np.arange(2)[:, None] * 16 + pairs).reshape(-1)
+    parts = [blocks.pop(name) for name in ("query", "key", "value")]
+    turn = lambda leaf, number: np.asarray(leaf)[..., order] if number < 2 else np.asarray(leaf)
+    blocks["qkv"] = {
+        leaf: np.concatenate([turn(part[leaf], number) for number, part in enumerate(parts)], axis=-1)
+        for leaf in ("kernel", "bias")
+    }
+    released = nnx.eval_shape(lambda: MoonViT(config, nnx.Rngs(0)))
+    state = nnx.state(released, nnx.Param)
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
+    nnx.update(released, state)
+    gold = golden_arrays("kimi_vl", "one_image")
+    plan = vision_moonvit.plan_patches(config, gold["image_grid_thw"][:, 1:])
+    close(run(released, gold["pixel_values"], **plan), gold["vision_features"][0][:, 0], "released packing")
+
+
+def test_moonvit_refuses_video():
+    with pytest.raises(ShapeError, match="expected one frame"):
+        vision_moonvit.plan_patches(MOON, np.array([[2, 4, 4]]))
