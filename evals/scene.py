@@ -63,14 +63,18 @@ class Scene:
     def prefix(self, shown: np.ndarray | None = None) -> Tokens:
         """The prefix [B,T,…] in the contexts' order, positions from 0; legends not `shown` (by place) take no room."""
         order = self.contexts.order
-        picked = [
-            _pick([chunk.embeddings for chunk in self.chunks[:-1]], order[:, place]) for place in range(order.shape[1])
-        ]
+        *legends, page = self.chunks
+        by_place = lambda parts: [_pick(parts, order[:, place]) for place in range(order.shape[1])]
+        whole = lambda parts, last: jnp.concatenate([*by_place(parts), last], axis=1)
+        embeddings = whole([chunk.embeddings for chunk in legends], page.embeddings)
+        deepstack = None
+        if page.deepstack is not None:
+            deepstack = whole([chunk.deepstack for chunk in legends], page.deepstack)
         here = np.ones((len(self), sequences.CHUNKS), bool)
         if shown is not None:
             here[:, :-1] = shown
         positions, _ = sequences.prefix_positions(here, np.zeros(len(self), int))
-        return Tokens(jnp.concatenate([*picked, self.chunks[-1].embeddings], axis=1), jnp.asarray(positions))
+        return Tokens(embeddings, jnp.asarray(positions), deepstack)
 
     def legends_canonical(self) -> KV:
         """Phase-free canonical KV of the legends in their order, {channel: [L,B,T,K,H]}."""

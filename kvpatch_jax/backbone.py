@@ -164,4 +164,4 @@ def make_chunk(backbone: Backbone, items: Sequence[Any], id: str) -> Chunk:
 
 def moved(tokens: Tokens, start: int) -> Tokens:
     """The same tokens with every position moved by `start`: to ask behind cached chunks."""
-    return Tokens(tokens.embeddings, tokens.positions + start)
+    return tokens._replace(positions=tokens.positions + start)

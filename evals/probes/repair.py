@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array
 
 from kvpatch_jax import ops
-from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.layout import KVLayout
 from kvpatch_jax.repair import REPAIRS, Splice, count_of_equal_bytes, fraction_to_count
 
@@ -70,7 +69,7 @@ class PageReuse:
         """What token repairs start from: the blind cache and the page's tokens."""
         count = len(self.scene)
         slots = np.broadcast_to(np.arange(PAGE.start, PAGE.stop), (count, PAGE.stop - PAGE.start))
-        page = Tokens(self.tokens.embeddings[:, PAGE], self.tokens.positions[:, PAGE])
+        page = self.tokens.take(PAGE.start, PAGE.stop)
         return Splice(page, self.cache(), jnp.asarray(slots), conditioned=self.page)
 
     def rotated_delta(self) -> KV:
