@@ -184,29 +184,16 @@ def latest_colours(legend_glyph: np.ndarray, colour: np.ndarray, order: np.ndarr
 
 
 def _draw_page(rng: np.random.Generator, single: np.ndarray, double: np.ndarray, fill_of: np.ndarray):
-    """Page glyphs [B, rows, cells] and which rows are clean.
-
-    Each clean row favours a fill of its own, drawn evenly from those on the page, and is redrawn a few times until
-    that fill leads by two or more; so the answer about one row says little about another row's.
-    """
-    count, tries = len(single), 16
+    """Page glyphs [B, rows, cells]: in clean rows one fill leads by two or more where a few draws can make it so."""
+    count, tries = len(single), 12
     clean = np.argsort(rng.random((count, ROWS)), axis=1) < CLEAN_ROWS
-    item = np.arange(count)[:, None]
-    fills = fill_of[item, single]
-    alike = (fills[:, :, None] == fills[:, None]).sum(axis=2)
-    edges = np.cumsum(1.0 / alike, axis=1)
-    draw = rng.random((count, ROWS)) * edges[:, -1:]
-    target = fills[item, (draw[..., None] < edges[:, None]).argmax(axis=2)]
-    shape = (count, ROWS, tries, CELLS)
-    score = rng.random((*shape, SINGLE_ON_PAGE))
-    favoured = fills[:, None] == target[..., None]
-    picks = np.where(rng.random(shape) < 0.4, (score * favoured[:, :, None, None]).argmax(-1), score.argmax(-1))
-    rows = item[..., None, None]
-    twice = double[rows, rng.integers(0, DOUBLE_ON_PAGE, shape)]
-    mixed = ~clean[:, :, None, None] & (rng.random(shape) < 0.6)
-    glyph = np.where(mixed, twice, single[rows, picks])
-    leader, lead = leading_colour(fill_of[rows, glyph])
-    choice = np.argmax((lead >= 2) * (1 + (leader == target[..., None])), axis=2)
+    rows = np.arange(count)[:, None, None, None]
+    picks = rng.integers(0, SINGLE_ON_PAGE, (count, ROWS, tries, CELLS))
+    glyph = single[rows, picks]
+    twice = double[rows, rng.integers(0, DOUBLE_ON_PAGE, picks.shape)]
+    glyph = np.where(~clean[:, :, None, None] & (rng.random(picks.shape) < 0.6), twice, glyph)
+    _, lead = leading_colour(fill_of[rows, glyph])
+    choice = np.argmax(lead >= 2, axis=2)
     return np.take_along_axis(glyph, choice[:, :, None, None], axis=2)[:, :, 0], clean
 
 
