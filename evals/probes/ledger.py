@@ -51,6 +51,7 @@ class Ledger:
         self.model = model
         self.sheets: dict[tuple[str, str], Sheet] = {}
         self.plain: list[Row] = []
+        self.maxima: dict[tuple[str, str, str], tuple[float, int]] = {}
         self.samples: dict[tuple[str, str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def sheet(self, probe: str, part: str = "", reference: str = "re-prefill", blind: str = "blind") -> Sheet:
@@ -65,6 +66,11 @@ class Ledger:
         """Add one number without an interval."""
         self.row(probe, arm, metric, statistics.Interval(value, value, value, n))
 
+    def largest(self, probe: str, arm: str, metric: str, value: float, n: int) -> None:
+        """One batch of a number of which the largest counts; its row is the maximum over all batches."""
+        before, count = self.maxima.get((probe, arm, metric), (value, 0))
+        self.maxima[probe, arm, metric] = (max(before, value), count + n)
+
     def sample(self, probe: str, arm: str, metric: str, values: np.ndarray, clusters: np.ndarray) -> None:
         """Add one batch of a number measured per context; its row is the mean over all batches."""
         self.samples.setdefault((probe, arm, metric), []).append((np.asarray(values, float), np.asarray(clusters)))
@@ -75,6 +81,8 @@ class Ledger:
         for (probe, arm, metric), batches in self.samples.items():
             values, clusters = (np.concatenate(columns) for columns in zip(*batches, strict=True))
             rows.append(_row(self.model, probe, arm, metric, statistics.mean(values, clusters)))
+        for (probe, arm, metric), (value, n) in self.maxima.items():
+            rows.append(_row(self.model, probe, arm, metric, statistics.Interval(value, value, value, n)))
         return rows + self.plain
 
     def _rows_of(self, sheet: Sheet) -> Iterator[Row]:

@@ -172,6 +172,6 @@ def _mask_control(ledger: Ledger, reuse: PageReuse, questions: Questions, blind:
         float(jnp.abs(masked[name][:, :, PAGE] - reuse.canonical[name]).max() / jnp.abs(reuse.canonical[name]).max())
         for name in masked
     )
-    ledger.value("mask", "mask_4d", "probability_difference", float(apart), len(scene))
-    ledger.value("mask", "mask_4d", "kv_difference", keys, len(scene))
+    ledger.largest("mask", "mask_4d", "probability_difference", float(apart), len(scene))
+    ledger.largest("mask", "mask_4d", "kv_difference", keys, len(scene))
     return answers
