@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvpatch_jax.rope import Rope
+from models.attention import GroupedAttention
 from models.decoder import DecoderConfig
 from models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
 from models.vision_qwen2_5 import VisionConfig
@@ -101,6 +102,7 @@ def initialise(config: Qwen25VLConfig, recipe: Recipe) -> Qwen25VL:
     model.decoder.embedding[...] = table.at[VOCABULARY.cell :].set(cell)
     if recipe.tied_init:
         attention, text = model.decoder.layers.attention, config.text
+        assert isinstance(attention, GroupedAttention)
         key = attention.key.kernel[...].reshape(text.layers, text.width, text.kv_heads, 1, text.head_dim)
         query = jnp.broadcast_to(key, (*key.shape[:3], text.heads // text.kv_heads, text.head_dim))
         attention.query.kernel[...] = query.reshape(attention.query.kernel.shape)
