@@ -35,7 +35,8 @@ def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_operators_page_runs():
-    run(python_blocks(ROOT / "docs" / "operators.md"), "docs/operators.md")
+    space = run(python_blocks(ROOT / "docs" / "operators.md"), "docs/operators.md")
+    assert space["kvp"].__name__ == "kvpatch_jax"
 
 
 def test_commands_of_the_readme():
