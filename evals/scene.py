@@ -191,28 +191,23 @@ def read(
 
 
 def _question_arrays(scene: Scene, questions: Questions, sees_legends: bool, shown: np.ndarray | None):
-    count, asked = questions.answer.shape
+    count = len(questions.answer)
     here = np.ones((count, sequences.CHUNKS), bool)
     if shown is not None:
         here[:, :-1] = shown
     _, behind = sequences.prefix_positions(here, np.zeros(count, int))
-    ids = np.stack([questions.ask, questions.argument], axis=2).reshape(count, -1)
-    step = np.tile(np.arange(sequences.QUESTION_TOKENS), asked)
-    positions = np.repeat((behind[:, None] + step)[..., None], 3, axis=2).astype(np.int32)
-    own = np.repeat(np.arange(asked), sequences.QUESTION_TOKENS)
-    among = (own[:, None] == own) & np.tri(own.size, dtype=bool)
+    tail = sequences.question_tokens(questions, behind)
     seen = np.repeat(
         here & (np.arange(sequences.CHUNKS) == small_task.LEGENDS) | (here & sees_legends), CHUNK_SIZES, axis=1
     )
     mask = np.concatenate(
         [
-            np.broadcast_to(seen[:, None], (count, own.size, sequences.PREFIX_TOKENS)),
-            np.broadcast_to(among, (count, own.size, own.size)),
+            np.broadcast_to(seen[:, None], (count, len(tail.among), sequences.PREFIX_TOKENS)),
+            np.broadcast_to(tail.among, (count, *tail.among.shape)),
         ],
         axis=2,
     )
-    last = sequences.QUESTION_TOKENS * np.arange(asked) + sequences.QUESTION_TOKENS - 1
-    return ids.astype(np.int32), positions, mask[:, None], last
+    return tail.ids, tail.positions, mask[:, None], tail.asked
 
 
 CHUNK_SIZES = [piece.stop - piece.start for piece in sequences.chunk_slices()]

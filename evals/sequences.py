@@ -7,6 +7,7 @@ positions right behind the page and sees no other question. Axis letters: B batc
 import dataclasses
 import functools
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -109,6 +110,27 @@ def context_patches(contexts: Contexts, split: str) -> np.ndarray:
     return np.concatenate([legend_rows.reshape(len(contexts), -1, legend_rows.shape[-1]), patch_cells(pages)], axis=1)
 
 
+class QuestionTokens(NamedTuple):
+    """Packed questions: ids [B,2Q], positions [B,2Q,3], among [2Q,2Q] (True: may look), asked [Q] (last tokens)."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    among: np.ndarray
+    asked: np.ndarray
+
+
+def question_tokens(questions: Questions, behind: np.ndarray) -> QuestionTokens:
+    """Every question as its own two tokens, all at the positions from `behind` [B] on, none seeing another."""
+    count, asked = questions.answer.shape
+    ids = np.stack([questions.ask, questions.argument], axis=2).reshape(count, -1)
+    step = np.tile(np.arange(QUESTION_TOKENS), asked)
+    positions = np.repeat((behind[:, None] + step)[..., None], 3, axis=2)
+    own = np.repeat(np.arange(asked), QUESTION_TOKENS)
+    among = (own[:, None] == own) & np.tri(own.size, dtype=bool)
+    last = QUESTION_TOKENS * np.arange(asked) + QUESTION_TOKENS - 1
+    return QuestionTokens(ids.astype(np.int32), positions.astype(np.int32), among, last.astype(np.int32))
+
+
 def pack(
     contexts: Contexts,
     questions: Questions,
@@ -129,23 +151,20 @@ def pack(
     ids, _, owner, _ = _chunk_table()
     here = np.concatenate([shown, np.ones((count, 1), bool)], axis=1)
     positions, behind = prefix_positions(here, start)
-    tail = np.stack([questions.ask, questions.argument], axis=2).reshape(count, -1)
-    step = np.tile(np.arange(QUESTION_TOKENS), asked)
-    tail_positions = np.repeat((behind[:, None] + step)[..., None], 3, axis=2)
+    tail = question_tokens(questions, behind)
     prefix, total = len(ids), len(ids) + QUESTION_TOKENS * asked
     mask = np.zeros((count, total, total), bool)
     mask[:, :prefix, :prefix] = np.tri(prefix, dtype=bool) & here[:, owner][:, None, :]
     page = owner == task.LEGENDS
     seen = here[:, owner][:, None, :] & (page | np.repeat(sees_legends, QUESTION_TOKENS, axis=1)[..., None])
     mask[:, prefix:, :prefix] = seen
-    own = np.repeat(np.arange(asked), QUESTION_TOKENS)
-    mask[:, prefix:, prefix:] = (own[:, None] == own) & np.tri(len(own), dtype=bool)
+    mask[:, prefix:, prefix:] = tail.among
     return Batch(
-        input_ids=np.concatenate([np.broadcast_to(ids, (count, prefix)), tail], axis=1).astype(np.int32),
-        positions=np.concatenate([positions, tail_positions], axis=1).astype(np.int32),
+        input_ids=np.concatenate([np.broadcast_to(ids, (count, prefix)), tail.ids], axis=1).astype(np.int32),
+        positions=np.concatenate([positions, tail.positions], axis=1).astype(np.int32),
         mask=mask[:, None],
         patches=patches.reshape(-1, patches.shape[-1]),
-        asked=(prefix + QUESTION_TOKENS * np.arange(asked) + QUESTION_TOKENS - 1).astype(np.int32),
+        asked=(prefix + tail.asked).astype(np.int32),
         answer=questions.answer.astype(np.int32),
         weight=questions.valid.astype(np.float32),
     )

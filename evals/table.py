@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from .figures import Results, arm_label
+from .small_task import KINDS
 from .statistics import Rows, show
 
 ARMS = (
@@ -18,7 +19,6 @@ ARMS = (
     "cacheblend.budget=0.5",
     "oracle_delta.budget=0.5",
 )
-KINDS = ("page", "legend", "chain", "aggregate", "override")
 
 
 def write_table(results: Results, path: Path, probe: str = "repair.visible") -> Path:

@@ -69,6 +69,24 @@ def thaw(kept: str, architecture: str, dtype: str) -> dict[str, Any]:
     return raw | {"architectures": [architecture], "torch_dtype": dtype}
 
 
+def one_kind_of_grid(arrays: Mapping[str, Any]) -> np.ndarray | None:
+    """The (time, height, width) grids of a prompt's images, or of its videos; None where there are neither.
+
+    Raises:
+      InputError: both in one call.
+    """
+    grids = [np.asarray(arrays[name]) for name in ("image_grid_thw", "video_grid_thw") if len(arrays.get(name, ()))]
+    if len(grids) == 2:
+        raise InputError("images and videos in one call: expected one kind; embed them one after the other")
+    return grids[0] if grids else None
+
+
+def pads_between_ends(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    """Token ids that stand for image `index` in the Qwen families: start, one pad per merged patch, end."""
+    pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
+    return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
+
+
 def refuse_regime(regime: str | int | None, architecture: str) -> None:
     """Raises ConfigError for a regime given to a family whose rope has one."""
     if regime is not None:

@@ -7,12 +7,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
 
 from .decoder import Decoder, DecoderConfig
@@ -20,9 +19,11 @@ from .family import Family, Vision
 from .family import abstract as abstract
 from .family import parameters as parameters
 from .family import with_parameters as with_parameters
+from .image_family import check_placeholders, one_kind_of_grid, pads_between_ends, refuse_regime
 from .positions import PositionConfig, get_rope_positions
 from .preprocessing import ImageConfig, preprocess_images
 from .qwen2_5_vl_weights import weight_map
+from .vision_common import place_features
 from .vision_qwen2_5 import VisionConfig, VisionTower, plan_patches
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -180,11 +181,8 @@ class Qwen25VL(nnx.Module):
         embeddings = self.decoder.embed(input_ids)
         if pixel_values is None or plan is None:
             return embeddings
-        features = self.visual(pixel_values, **plan).astype(embeddings.dtype)
-        pads = ((input_ids == self.config.image_token) | (input_ids == self.config.video_token)).reshape(-1)
-        index = jnp.cumsum(pads) - 1
-        placed = jnp.where(pads[:, None], jnp.take(features, jnp.maximum(index, 0), axis=0, mode="clip"), 0)
-        return jnp.where(pads.reshape(input_ids.shape)[..., None], placed.reshape(embeddings.shape), embeddings)
+        pads = (input_ids == self.config.image_token) | (input_ids == self.config.video_token)
+        return place_features(embeddings, self.visual(pixel_values, **plan), pads)
 
 
 def _position_config(config: Qwen25VLConfig) -> PositionConfig:
@@ -196,32 +194,19 @@ def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[st
     return get_rope_positions(input_ids, *grids, None, _position_config(config))[0]
 
 
-def _image_tokens(config: Qwen25VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
-    return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
-
-
 def _plan(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    grids = [np.asarray(arrays[name]) for name in ("image_grid_thw", "video_grid_thw") if len(arrays.get(name, ()))]
-    if len(grids) == 2:
-        raise InputError("images and videos in one call: expected one kind; embed them one after the other")
-    if not grids:
+    grids = one_kind_of_grid(arrays)
+    if grids is None:
         return None
-    plan = plan_patches(config.vision, grids[0])
-    pixel_values = arrays.get("pixel_values")
-    patches, merged = plan["rows"].size, plan["rows"].size // config.vision.merge**2
-    if pixel_values is None or tuple(pixel_values.shape) != (patches, config.vision.features):
-        found = None if pixel_values is None else tuple(pixel_values.shape)
-        raise InputError(f"pixel_values of shape {found}; expected {(patches, config.vision.features)}")
-    pads = int(np.isin(input_ids, (config.image_token, config.video_token)).sum())
-    if pads != merged:
-        raise InputError(f"{pads} image placeholders in input_ids; expected {merged} for the grids given")
+    plan = plan_patches(config.vision, grids)
+    patches, pads = plan["rows"].size, (config.image_token, config.video_token)
+    shape = (patches, config.vision.features)
+    check_placeholders(input_ids, pads, patches // config.vision.merge**2, arrays.get("pixel_values"), shape)
     return plan
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: str | int | None) -> Qwen25VLConfig:
-    if regime is not None:
-        raise ConfigError(f"regime {regime!r} for {ARCHITECTURE}, whose rope has one; expected None")
+    refuse_regime(regime, ARCHITECTURE)
     return Qwen25VLConfig.from_dict(raw, angles)
 
 
@@ -231,6 +216,6 @@ FAMILY = Family(
     module=Qwen25VL,
     entries=lambda config, shapes: weight_map(config),
     positions=_positions,
-    vision=Vision(ImageConfig.from_directory, preprocess_images, _image_tokens, _plan),
+    vision=Vision(ImageConfig.from_directory, preprocess_images, pads_between_ends, _plan),
     model_type="qwen2_5_vl",
 )

@@ -12,13 +12,23 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import ConfigError
 
 from .configuration import Regime, need
 from .decoder import Decoder, DecoderConfig
 from .decoder_weights import decoder_entries
 from .family import Family, Shapes, Vision
-from .image_family import check_placeholders, freeze, one_size, refuse_regime, text_part, thaw, vision_part
+from .image_family import (
+    check_placeholders,
+    freeze,
+    one_kind_of_grid,
+    one_size,
+    pads_between_ends,
+    refuse_regime,
+    text_part,
+    thaw,
+    vision_part,
+)
 from .positions import PositionConfig, get_rope_positions
 from .preprocessing import ImageConfig, preprocess_images
 from .text_families import read_qwen3, read_qwen3_moe
@@ -135,18 +145,11 @@ def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str
     return get_rope_positions(input_ids, images, videos, None, rule)[0]
 
 
-def _image_tokens(config: Qwen3VLConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
-    return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
-
-
 def _plan(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    grids = [np.asarray(arrays[name]) for name in ("image_grid_thw", "video_grid_thw") if len(arrays.get(name, ()))]
-    if len(grids) == 2:
-        raise InputError("images and videos in one call: expected one kind; embed them one after the other")
-    if not grids:
+    grids = one_kind_of_grid(arrays)
+    if grids is None:
         return None
-    plan = plan_patches(config.vision, grids[0])
+    plan = plan_patches(config.vision, grids)
     patches = plan["rows"].size
     pads = (config.image_token, config.video_token)
     shape = (patches, config.vision.features)
@@ -171,7 +174,7 @@ def _family(architecture: str, model_type: str) -> Family:
         module=Qwen3VL,
         entries=_entries,
         positions=_positions,
-        vision=Vision(ImageConfig.from_directory, preprocess_images, _image_tokens, _plan),
+        vision=Vision(ImageConfig.from_directory, preprocess_images, pads_between_ends, _plan),
         model_type=model_type,
     )
 

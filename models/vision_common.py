@@ -132,8 +132,8 @@ class PlainBlock(nnx.Module):
         return hidden + scaled(self.mlp(self.mlp_norm(hidden)), self.mlp_scale)
 
 
-def scan_blocks(
-    blocks: PlainBlock, step: Callable[[PlainBlock, Array], Array], hidden: Array, first: int, last: int
+def scan_blocks[Block: nnx.Module](
+    blocks: Block, step: Callable[[Block, Array], Array], hidden: Array, first: int, last: int
 ) -> Array:
     """Run `step(block, hidden)` over blocks first … last-1 of a stack."""
     graph, state = nnx.split(blocks)

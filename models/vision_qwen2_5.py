@@ -9,7 +9,6 @@ Axis letters: P patches, W windows, O patches per window (padded), E merged toke
 import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,7 +17,8 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.errors import ShapeError
 from kvpatch_jax.rope import rotate
 
-from .layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, attend
+from .layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
+from .vision_common import attend_segments, scan_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,9 @@ class VisionTower(nnx.Module):
         hidden = self.patch_embedding(pixel_values.astype(jnp.dtype(self.config.dtype)))
         tables = self._tables(rows, columns)
         for first, last, full in _runs(self.config.depth, self.config.full_layers):
-            hidden = self._scan(hidden, tables, frames if full else windows, first, last)
+            segments = frames if full else windows
+            step = lambda block, hidden, segments=segments: self._block(block, hidden, tables, segments)
+            hidden = scan_blocks(self.blocks, step, hidden, first, last)
         merged = self.merger_norm(hidden).reshape(-1, self.config.width * self.config.merge**2)
         return self.merger_out(ACTIVATIONS["gelu"](self.merger_in(merged)))
 
@@ -137,22 +139,11 @@ class VisionTower(nnx.Module):
         angles = jnp.concatenate([place[:, None] * frequencies for place in (rows, columns)], axis=-1)
         return jnp.cos(angles), jnp.sin(angles)
 
-    def _scan(self, hidden: Array, tables: tuple[Array, Array], segments: Array, first: int, last: int) -> Array:
-        graph, state = nnx.split(self.blocks)
-        body = lambda carry, state: (self._block(nnx.merge(graph, state), carry, tables, segments), None)
-        return jax.lax.scan(body, hidden, jax.tree.map(lambda leaf: leaf[first:last], state))[0]
-
     def _block(self, block: VisionBlock, hidden: Array, tables: tuple[Array, Array], segments: Array) -> Array:
         heads = self.config.heads
         qkv = block.qkv(block.attention_norm(hidden)).reshape(hidden.shape[0], 3, heads, -1)
         query, key = (rotate(qkv[:, part], *tables, "half") for part in (0, 1))
-        gather = lambda x: jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
-        mask = (segments < hidden.shape[0])[:, None, None, :]
-        mask = jnp.broadcast_to(mask, (segments.shape[0], 1, segments.shape[1], segments.shape[1]))
-        scale = (hidden.shape[-1] // heads) ** -0.5
-        mixed = attend(gather(query), gather(key), gather(qkv[:, 2]), mask, scale)
-        flat = jnp.zeros_like(hidden).at[segments.reshape(-1)].set(mixed.reshape(-1, hidden.shape[-1]), mode="drop")
-        hidden = hidden + block.output(flat)
+        hidden = hidden + block.output(attend_segments(query, key, qkv[:, 2], segments))
         return hidden + block.mlp(block.mlp_norm(hidden))
 
 

@@ -74,7 +74,8 @@ def probe_slide(ledger: Ledger, scene: Scene, rng: np.random.Generator, clusters
     canonical = scene.legends_canonical()
     alone = {name: jnp.concatenate([canonical[name], scene.canonical[-1][name]], axis=2) for name in canonical}
     removal = _minus(without, reuse.conditioned)
-    kept = {name: value + _low_rank(scene, removal, REMOVAL_RANK)[name] for name, value in reuse.conditioned.items()}
+    forget = _low_rank(scene, removal, REMOVAL_RANK)
+    kept = {name: value + forget[name] for name, value in reuse.conditioned.items()}
     arms = {"re-prefill": without, "keep": reuse.conditioned, "removal": kept, "blind": alone}
     caches = {name: scenes.engine(scene, kv, tokens) for name, kv in arms.items()}
     questions, kind = _slide_questions(scene, rng)
