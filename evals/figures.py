@@ -45,6 +45,8 @@ NAMES = {
     "deepest_half": "deepest half",
     "k_only": "keys only",
     "v_only": "values only",
+    "ckv_only": "latent only",
+    "kpe_only": "rotary key only",
     "rotated_frame": "rotated frame",
     "transfer": "transfer (other order's patch)",
     "orbit": "orbit patch",

@@ -3,6 +3,7 @@
 Loads a small trained backbone, renders held-out PNG images, caches every image position-free, forms conditioning
 patches, reuses the page behind other images, and compares what it then answers with re-prefill and with the published
 alternatives. Leaves results.json, items.jsonl, table.md, figures and report.html in --out, and prints a short summary.
+`--backbone=all` does so for every shipped instance, each in a folder of its own, and sets them side by side.
 """
 
 import dataclasses
@@ -20,18 +21,17 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from models import QwenVLBackbone, load
+from models import ModelBackbone, load
 
-from . import probes, small_task
+from . import across, probes, small_task
 from . import scene as scenes
 from .figures import draw_all, example_figure
 from .probes.ledger import Ledger
 from .report import print_summary, write_report
 from .table import write_table
-from .trained import shipped, shipped_names
+from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 
 SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control")
-MAIN, CONTROL = "qwen2_5_vl", "qwen2_5_vl_no_window"
 CONTROL_ARMS = ("re-prefill", "blind", "patch.rank=8", "patch.rank=16", "first_k.budget=0.15", "cacheblend.budget=0.15")
 QUESTIONS = {"page": 4, "legend": 4, "chain": 8, "aggregate": 5, "override": 4}
 
@@ -52,7 +52,9 @@ NOTES = [
 ]
 
 _BACKBONE = flags.DEFINE_string(
-    "backbone", MAIN, f"a shipped instance (a folder of evals/trained, such as {MAIN}), or a checkpoint directory"
+    "backbone",
+    MAIN,
+    f"a shipped instance (a folder of evals/trained, such as {MAIN}), all of them, or a checkpoint directory",
 )
 _SUITE = flags.DEFINE_list("suite", ["all"], f"which parts to run: all, or a list out of {', '.join(SUITES)}")
 _OUT = flags.DEFINE_string("out", "out/run", "folder for results.json, items.jsonl, figures/ and report.html")
@@ -101,7 +103,7 @@ def _ticks(config: RunConfig, arms: int) -> int:
     return sum(per.get(suite, 0) for suite in config.suite)
 
 
-def measure(backbone: QwenVLBackbone, config: RunConfig, folder: Path, progress: Progress) -> Ledger:
+def measure(backbone: ModelBackbone, config: RunConfig, folder: Path, progress: Progress) -> Ledger:
     """Run the main backbone's probes."""
     ledger = Ledger(Path(config.backbone).name)
     reuses = []
@@ -167,7 +169,7 @@ def training_of(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def draw_example(backbone: QwenVLBackbone, ledger_folder: Path, seed: int) -> Path:
+def draw_example(backbone: ModelBackbone, ledger_folder: Path, seed: int) -> Path:
     """One held-out context with its images, a few questions, and what re-prefill, blind reuse and a patch answer."""
     rng = np.random.default_rng([seed, 77])
     contexts = small_task.sample_contexts(rng, 1)
@@ -190,21 +192,9 @@ def draw_example(backbone: QwenVLBackbone, ledger_folder: Path, seed: int) -> Pa
     return example_figure(list(legends[0]), pages[0], texts, said, ledger_folder / "figures" / "example.png", correct)
 
 
-def main(arguments: list[str]) -> None:
-    """Parse flags, measure, write, print."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
-    unknown = [name for name in _SUITE.value if name not in (*SUITES, "all")]
-    if unknown:
-        raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {', '.join(SUITES)}")
-    suite = SUITES if "all" in _SUITE.value else tuple(_SUITE.value)
-    if _BACKBONE.value != MAIN or CONTROL not in shipped_names():
-        suite = tuple(name for name in suite if name != "control")
-    small = {"contexts": 32, "window_contexts": 32, "batch": 32} if _QUICK.value else {}
-    config = RunConfig(_BACKBONE.value, suite, _SEED.value, **small)
-    folder = Path(_OUT.value)
+def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Measure one backbone and write everything about it; returns what results.json holds."""
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    use_compilation_cache()
     began = time.perf_counter()
     backbone = load(shipped(config.backbone), dtype="float32")
     progress = Progress(_ticks(config, probes.arm_count(backbone.layout)))
@@ -218,6 +208,7 @@ def main(arguments: list[str]) -> None:
             **dataclasses.asdict(config),
             "command": shlex.join(["python", "-m", "evals.run", *sys.argv[1:]]),
             "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(backbone.parameters))),
+            "kv": {channel.name: channel.features for channel in backbone.layout.channels},
             "fingerprint": backbone.fingerprint,
             "training": {name: training_of(name) for name in models},
         },
@@ -230,7 +221,36 @@ def main(arguments: list[str]) -> None:
     report = write_report(results, figures, folder / "report.html", NOTES)
     write_table(results, folder / "table.md")
     print_summary(results)
-    print(f"{time.perf_counter() - began:.0f} s; report: {report}")
+    print(f"{time.perf_counter() - began:.0f} s; report: {report}", flush=True)
+    return results
+
+
+def main(arguments: list[str]) -> None:
+    """Parse flags, measure, write, print."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+    unknown = [name for name in _SUITE.value if name not in (*SUITES, "all")]
+    if unknown:
+        raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {', '.join(SUITES)}")
+    suite = SUITES if "all" in _SUITE.value else tuple(_SUITE.value)
+    small = {"contexts": 32, "window_contexts": 32, "batch": 32} if _QUICK.value else {}
+    use_compilation_cache()
+    folder, name = Path(_OUT.value), _BACKBONE.value
+    if name != "all":
+        run_backbone(RunConfig(name, _suites_of(name, suite), _SEED.value, **small), folder)
+        return
+    results = {
+        name: run_backbone(RunConfig(name, _suites_of(name, suite), _SEED.value, **small), folder / name)
+        for name in backbone_names()
+    }
+    print(f"side by side: {across.write(results, folder)}")
+
+
+def _suites_of(name: str, suite: tuple[str, ...]) -> tuple[str, ...]:
+    """The suites asked for; the control belongs to the main backbone only."""
+    if name == MAIN and CONTROL in shipped_names():
+        return suite
+    return tuple(part for part in suite if part != "control")
 
 
 def write_results(results: dict[str, Any], ledgers: list[Ledger], folder: Path) -> None:

@@ -18,14 +18,13 @@ from jaxtyping import Array
 from kvpatch_jax import ops
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.layout import to_engine
-from models import QwenVLBackbone
+from models import ModelBackbone
 
 from . import sequences, small_task
+from .sequences import Form, form_of
 from .small_task import Contexts, Questions
 
 KV = dict[str, Array]
-PAGE = sequences.chunk_slices()[-1]
-LEGEND_SLICES = sequences.chunk_slices()[:-1]
 
 
 class Answers(NamedTuple):
@@ -52,13 +51,23 @@ class Scene:
     canonical: phase-free KV of every image prefilled alone, by storage.
     """
 
-    backbone: QwenVLBackbone
+    backbone: ModelBackbone
     contexts: Contexts
     chunks: tuple[Tokens, ...]
     canonical: tuple[KV, ...]
 
     def __len__(self) -> int:
         return len(self.contexts)
+
+    @property
+    def form(self) -> Form:
+        """How this backbone lays the images out as tokens."""
+        return form_of(self.backbone.config, self.backbone.image_config)
+
+    @property
+    def page(self) -> slice:
+        """Where the page stands in the prefix."""
+        return self.form.page
 
     def prefix(self, shown: np.ndarray | None = None) -> Tokens:
         """The prefix [B,T,…] in the contexts' order, positions from 0; legends not `shown` (by place) take no room."""
@@ -73,7 +82,7 @@ class Scene:
         here = np.ones((len(self), sequences.CHUNKS), bool)
         if shown is not None:
             here[:, :-1] = shown
-        positions, _ = sequences.prefix_positions(here, np.zeros(len(self), int))
+        positions, _ = sequences.prefix_positions(self.form, here, np.zeros(len(self), int))
         return Tokens(embeddings, jnp.asarray(positions), deepstack)
 
     def legends_canonical(self) -> KV:
@@ -89,16 +98,22 @@ def _pick(arrays: list[Array], which: np.ndarray) -> Array:
     return jnp.stack(arrays)[which, jnp.arange(len(which))]
 
 
-def write_images(contexts: Contexts, folder: Path, split: str = "held_out") -> list[list[Path]]:
-    """Render each context's images to PNG files: [B][three legends by storage, page]."""
+def write_images(
+    contexts: Contexts, folder: Path, split: str = "held_out", canvas: tuple[int, int] = (small_task.LEGEND_ROWS, 3)
+) -> list[list[Path]]:
+    """Render each context's images to PNG files: [B][three legends by storage, page].
+
+    canvas: cells (rows, columns) of a legend's image.
+    """
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
-    legends, pages = small_task.render(contexts, split)
+    legends, pages = small_task.render(contexts, split, canvas)
+    mark = "x".join(map(str, canvas))
     paths = []
     for index, seed in enumerate(contexts.ink_seed):
         names = [
-            folder / f"{seed}_{_colour_mark(contexts, index)}_legend{number}.png"
+            folder / f"{seed}_{_colour_mark(contexts, index)}_legend{number}_{mark}.png"
             for number in range(small_task.LEGENDS)
         ]
         names.append(folder / f"{seed}_page.png")
@@ -116,21 +131,20 @@ def _colour_mark(contexts: Contexts, index: int) -> str:
     return hashlib.blake2b(np.ascontiguousarray(colours, np.int8).tobytes(), digest_size=4).hexdigest()
 
 
-def load_scene(backbone: QwenVLBackbone, contexts: Contexts, folder: Path) -> Scene:
+def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path) -> Scene:
     """Write the contexts' PNG files, read them back through `prepare`, embed each image and prefill it alone."""
-    paths = write_images(contexts, folder)
+    paths = write_images(contexts, folder, canvas=form_of(backbone.config, backbone.image_config).legend_shape)
     chunks = []
     for number in range(sequences.CHUNKS):
         prompts = [backbone.prepare([files[number]]) for files in paths]
-        join = lambda name, prompts=prompts: np.concatenate([prompt[name] for prompt in prompts])
-        names = ("input_ids", "position_ids", "pixel_values", "image_grid_thw")
-        chunks.append(backbone.embed(**{name: join(name) for name in names}))
+        joined = {name: np.concatenate([prompt[name] for prompt in prompts]) for name in prompts[0]}
+        chunks.append(backbone.embed(**joined))
     canonical = tuple(backbone.prefill(chunk).kv for chunk in chunks)
     return Scene(backbone, contexts, tuple(chunks), canonical)
 
 
 def scenes(
-    backbone: QwenVLBackbone, seed: int, count: int, folder: Path, batch: int
+    backbone: ModelBackbone, seed: int, count: int, folder: Path, batch: int
 ) -> Iterator[tuple[Scene, np.random.Generator]]:
     """Held-out scenes of `batch` contexts each, `count` contexts in all, and a generator for their questions."""
     for number in range(-(-count // batch)):
@@ -158,13 +172,14 @@ def place_page(
 ) -> KV:
     """The page in the engine frame, R(p)·(page + U Vᵀ): one jitted call, no forward pass."""
     local = scene.chunks[-1].positions
-    start = (tokens.positions[:, PAGE.start] - local[:, 0]).astype(jnp.int32)
+    start = (tokens.positions[:, scene.page.start] - local[:, 0]).astype(jnp.int32)
     return ops.jitted_apply(scene.backbone.layout, page, {**(factors or {})}, local, start, frame=frame)
 
 
-def with_page(prefix: KV, page: KV) -> KV:
+def with_page(scene: Scene, prefix: KV, page: KV) -> KV:
     """An engine-frame cache of the prefix with its page replaced."""
-    return {name: jnp.concatenate([value[:, :, : PAGE.start], page[name]], axis=2) for name, value in prefix.items()}
+    before = scene.page.start
+    return {name: jnp.concatenate([value[:, :, :before], page[name]], axis=2) for name, value in prefix.items()}
 
 
 # ------------------------------------------------------------------------------------------------ questions
@@ -195,14 +210,13 @@ def _question_arrays(scene: Scene, questions: Questions, sees_legends: bool, sho
     here = np.ones((count, sequences.CHUNKS), bool)
     if shown is not None:
         here[:, :-1] = shown
-    _, behind = sequences.prefix_positions(here, np.zeros(count, int))
-    tail = sequences.question_tokens(questions, behind)
-    seen = np.repeat(
-        here & (np.arange(sequences.CHUNKS) == small_task.LEGENDS) | (here & sees_legends), CHUNK_SIZES, axis=1
-    )
+    _, behind = sequences.prefix_positions(scene.form, here, np.zeros(count, int))
+    tail = sequences.question_tokens(scene.form, questions, behind)
+    looks = here & ((np.arange(sequences.CHUNKS) == small_task.LEGENDS) | sees_legends)
+    seen = looks[:, scene.form.owner]
     mask = np.concatenate(
         [
-            np.broadcast_to(seen[:, None], (count, len(tail.among), sequences.PREFIX_TOKENS)),
+            np.broadcast_to(seen[:, None], (count, len(tail.among), scene.form.prefix_tokens)),
             np.broadcast_to(tail.among, (count, *tail.among.shape)),
         ],
         axis=2,
@@ -210,16 +224,12 @@ def _question_arrays(scene: Scene, questions: Questions, sees_legends: bool, sho
     return tail.ids, tail.positions, mask[:, None], tail.asked
 
 
-CHUNK_SIZES = [piece.stop - piece.start for piece in sequences.chunk_slices()]
-
-
-def prefix_mask(count: int, shown: np.ndarray | None = None, page_sees_legends: bool = True) -> np.ndarray:
+def prefix_mask(scene: Scene, shown: np.ndarray | None = None, page_sees_legends: bool = True) -> np.ndarray:
     """Causal mask [B,1,T,T] over the prefix, without the legends not shown, or with the page blind to all of them."""
-    here = np.ones((count, sequences.CHUNKS), bool)
+    here = np.ones((len(scene), sequences.CHUNKS), bool)
     if shown is not None:
         here[:, :-1] = shown
-    key = np.repeat(here, CHUNK_SIZES, axis=1)
-    mask = np.tri(sequences.PREFIX_TOKENS, dtype=bool)[None] & key[:, None]
+    mask = np.tri(scene.form.prefix_tokens, dtype=bool)[None] & here[:, scene.form.owner][:, None]
     if not page_sees_legends:
-        mask[:, PAGE, : PAGE.start] = False
+        mask[:, scene.page, : scene.page.start] = False
     return mask[:, None]

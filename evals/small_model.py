@@ -1,10 +1,11 @@
-"""The small backbone: its recipe, configuration, initial parameters, losses and training batches.
+"""Training a small backbone: its recipe, initial parameters, losses and training batches.
 
-`evals.train` runs it. Every training choice is a field of `Recipe` and is written beside the weights.
+`evals.train` runs it; `evals.instances` has the configurations. Every training choice is a field of `Recipe` and is
+written beside the weights.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,12 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
-from kvpatch_jax.rope import Rope
-from models.attention import GroupedAttention
+from models.attention import GroupedAttention, LatentAttention
 from models.decoder import DecoderConfig
-from models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig
-from models.vision_qwen2_5 import VisionConfig
 
 from . import sequences, small_task
+from .instances import instance
+from .sequences import form_of
 from .small_task import VOCABULARY
 
 
@@ -27,11 +27,13 @@ from .small_task import VOCABULARY
 class Recipe:
     """Every training choice.
 
+    backbone: one of `evals.instances`.
     window: share of the page questions that see only the page (the legends have slid out of the window).
     auxiliary: weight of the auxiliary loss, which reads each image token against the token embeddings.
     tied_init: whether query projections start as copies of the key projections of their group.
     """
 
+    backbone: str = "qwen2_5_vl"
     seed: int = 0
     steps: int = 1800
     batch: int = 16
@@ -56,57 +58,34 @@ class Recipe:
         return {kind: getattr(self, kind) for kind in small_task.KINDS}
 
 
-def small_config() -> Qwen25VLConfig:
-    """The small backbone: Qwen2.5-VL's architecture at 1.4 M parameters, KV width 128."""
-    text = DecoderConfig(
-        vocabulary=len(VOCABULARY),
-        width=128,
-        layers=6,
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        intermediate=256,
-        rope=Rope(1e4, 64, sections=(1, 9, 22), order="blocked", angles="exact"),
-        attention_bias=True,
-    )
-    vision = VisionConfig(
-        depth=2,
-        width=64,
-        heads=2,
-        intermediate=128,
-        output_width=128,
-        patch=small_task.PATCH,
-        merge=small_task.MERGE,
-        temporal=small_task.TEMPORAL,
-        window=small_task.CELL_PIXELS,
-        full_layers=(),
-    )
-    return Qwen25VLConfig(
-        text=text,
-        vision=vision,
-        image_token=VOCABULARY.image,
-        video_token=VOCABULARY.video,
-        vision_start_token=VOCABULARY.vision_start,
-        vision_end_token=VOCABULARY.vision_end,
-        end_tokens=(VOCABULARY.end,),
-    )
-
-
-def initialise(config: Qwen25VLConfig, recipe: Recipe) -> Qwen25VL:
+def initialise(config: Any, recipe: Recipe) -> Any:
     """Fresh parameters: unit embeddings, cell tokens as the mean of their row and tag, tied query and key kernels."""
-    model = Qwen25VL(config, nnx.Rngs(recipe.seed))
+    model = config.family.module(config, nnx.Rngs(recipe.seed))
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
     row = table[VOCABULARY.row : VOCABULARY.row + small_task.ROWS]
     tag = table[VOCABULARY.tag : VOCABULARY.tag + small_task.CELLS]
     cell = ((row[:, None] + tag[None]) * 0.5**0.5).reshape(-1, table.shape[1])
     model.decoder.embedding[...] = table.at[VOCABULARY.cell :].set(cell)
     if recipe.tied_init:
-        attention, text = model.decoder.layers.attention, config.text
-        assert isinstance(attention, GroupedAttention)
-        key = attention.key.kernel[...].reshape(text.layers, text.width, text.kv_heads, 1, text.head_dim)
-        query = jnp.broadcast_to(key, (*key.shape[:3], text.heads // text.kv_heads, text.head_dim))
-        attention.query.kernel[...] = query.reshape(attention.query.kernel.shape)
+        for stack in (model.decoder.dense_layers, model.decoder.layers):
+            if stack is not None:
+                tie_queries(stack.attention, config.text)
     return model
+
+
+def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConfig) -> None:
+    """Make every query projection of a stack of layers a copy of what makes the keys it meets."""
+    if isinstance(attention, GroupedAttention):
+        key = attention.key.kernel[...].reshape(-1, text.width, text.kv_heads, 1, text.head_dim)
+        query = jnp.broadcast_to(key, (*key.shape[:3], text.heads // text.kv_heads, text.head_dim))
+    else:
+        latent = attention.latent
+        down = attention.down.kernel[...]
+        up = attention.up.kernel[...].reshape(-1, latent.latent, text.heads, latent.plain_dim + latent.value_dim)
+        plain = jnp.einsum("LDC,LCNU->LDNU", down[..., : latent.latent], up[..., : latent.plain_dim])
+        turning = jnp.broadcast_to(down[:, :, None, latent.latent :], (*plain.shape[:3], latent.rope_dim))
+        query = jnp.concatenate([plain, turning], axis=-1)
+    attention.query.kernel[...] = query.reshape(attention.query.kernel.shape)
 
 
 # What each tap must tell: (layer, label, first token of the group, size of the group).
@@ -130,22 +109,29 @@ def _read(hidden: Array, embedding: Array, labels: Array, first: int, size: int)
     return jnp.sum(loss * there) / jnp.maximum(jnp.sum(there), 1)
 
 
-def forward(model: Qwen25VL, batch: dict[str, Array], plan: dict[str, Array]) -> tuple[Array, dict[int, Array]]:
+def forward(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> tuple[Array, dict[int, Array]]:
     """Logits [B,Q,V] at the questions' last tokens, and the residuals at the auxiliary taps."""
-    hidden = model.embed(batch["input_ids"], batch["patches"], plan)
+    embedded = model.embed(batch["input_ids"], batch["pixel_values"], plan)
+    hidden, deepstack = embedded if isinstance(embedded, tuple) else (embedded, None)
     taps = tuple(sorted({layer for layer, *_ in AUXILIARY}))
-    state = model.decoder.run(hidden, batch["positions"], batch["mask"], hidden_at=taps)
+    state = model.decoder.run(
+        hidden,
+        batch["positions"],
+        batch["mask"],
+        hidden_at=taps,
+        deepstack=None if deepstack is None else jnp.moveaxis(deepstack, 2, 0),
+    )
     return model.decoder.logits(state.hidden[:, batch["asked"]]), state.taps
 
 
-def loss_of(model: Qwen25VL, batch: dict[str, Array], labels: dict[str, Array], plan, weight: float):
+def loss_of(model: Any, batch: dict[str, Array], labels: dict[str, Array], plan, weight: float):
     """Question cross-entropy plus `weight` times the mean auxiliary loss; and parts for the curve."""
     logits, taps = forward(model, batch, plan)
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["answer"])
     total = jnp.maximum(jnp.sum(batch["weight"]), 1)
     question = jnp.sum(each * batch["weight"]) / total
     table = model.decoder.embedding[...]
-    prefix = sequences.PREFIX_TOKENS
+    prefix = labels["seen"].shape[1]
     reads = {
         f"{layer}.{name}": _read(taps[layer][:, :prefix], table, labels[name], first, size)
         for layer, name, first, size in AUXILIARY
@@ -155,8 +141,19 @@ def loss_of(model: Qwen25VL, batch: dict[str, Array], labels: dict[str, Array], 
     return loss, {"loss": question, "right": right, **reads}
 
 
-def draw_batch(recipe: Recipe, step: int, split: str = "train"):
-    """The host side of one step, a function of the seed and the step alone: packed batch, labels, question kinds."""
+class Drawn(NamedTuple):
+    """One training batch: packed arrays, auxiliary labels, question kinds [B,Q], and all that the processor made."""
+
+    batch: dict[str, np.ndarray]
+    labels: dict[str, np.ndarray]
+    kinds: np.ndarray
+    images: dict[str, np.ndarray]
+
+
+def draw_batch(recipe: Recipe, step: int, split: str = "train") -> Drawn:
+    """The host side of one step, a function of the recipe and the step alone."""
+    config, settings = instance(recipe.backbone)
+    form = form_of(config, settings)
     rng = np.random.default_rng([recipe.seed, step, 0 if split == "train" else 1])
     contexts = small_task.sample_contexts(rng, recipe.batch)
     contexts = contexts.reordered(rng.permuted(contexts.order, axis=1))
@@ -167,22 +164,24 @@ def draw_batch(recipe: Recipe, step: int, split: str = "train"):
     questions = small_task.ask(contexts, rng, recipe.questions, by_storage)
     on_page = questions.kind != small_task.KINDS.index("legend")
     sees = ~(on_page & (rng.random(on_page.shape) < recipe.window))
+    images = config.family.vision.process(sequences.context_images(form, contexts, split), settings)
     batch = sequences.pack(
-        contexts,
+        form,
         questions,
-        patches=sequences.context_patches(contexts, split),
+        pixel_values=images["pixel_values"],
         shown=shown,
         sees_legends=sees,
         start=rng.integers(0, recipe.start_range, recipe.batch),
     )
-    return batch.arrays(), sequences.cell_labels(contexts, shown), questions.kind
+    return Drawn(batch.arrays(), sequences.cell_labels(form, contexts, shown), questions.kind, images)
 
 
-def image_grids(count: int) -> np.ndarray:
-    """The (time, height, width) patch grids of `count` contexts' images, in packing order."""
-    shapes = [sequences.LEGEND_SHAPE] * small_task.LEGENDS + [sequences.PAGE_SHAPE]
-    one = np.array([[1, rows * small_task.MERGE, columns * small_task.MERGE] for rows, columns in shapes])
-    return np.tile(one, (count, 1))
+def image_plan(recipe: Recipe) -> dict[str, Array]:
+    """What the tower needs beside the pixels, the same for every batch of this recipe."""
+    config, _ = instance(recipe.backbone)
+    drawn = draw_batch(recipe, 0)
+    plan = config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images)
+    return jax.tree.map(jnp.asarray, plan)
 
 
 def make_optimiser(recipe: Recipe) -> optax.GradientTransformation:

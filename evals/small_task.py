@@ -23,6 +23,7 @@ ACTIVE_FILLS = 5
 SINGLE_ON_PAGE, DOUBLE_ON_PAGE, ABSENT = 7, 5, 4
 CLEAN_ROWS = 7
 CELL_PIXELS, PATCH, MERGE, TEMPORAL = 10, 5, 2, 2
+BLANK = 110
 KINDS = ("page", "legend", "chain", "aggregate", "override")
 
 PALETTE = np.array(
@@ -268,13 +269,16 @@ def _warp(rng: np.random.Generator, images: np.ndarray) -> np.ndarray:
     return (top * (1 - part[:, 0]) + bottom * part[:, 0]).reshape(count, 8, 8)
 
 
-def render(contexts: Contexts, split: str = "held_out") -> tuple[np.ndarray, np.ndarray]:
+def render(
+    contexts: Contexts, split: str = "held_out", canvas: tuple[int, int] = (LEGEND_ROWS, 3)
+) -> tuple[np.ndarray, np.ndarray]:
     """Pixels of a batch: legends [B, legends, 70, 30, 3] in storage order and pages [B, 100, 100, 3], uint8.
 
+    A larger `canvas` (cells) puts each legend in the top left corner of an image of that size, grey elsewhere.
     The pixels of one context depend on its own meaning and `ink_seed` only, never on the batch around it.
     """
     square = (CELL_PIXELS, CELL_PIXELS, 3)
-    legends = np.full((len(contexts), LEGENDS, LEGEND_ROWS, 3, *square), 110.0, np.float32)
+    legends = np.full((len(contexts), LEGENDS, LEGEND_ROWS, 3, *square), float(BLANK), np.float32)
     pages = np.empty((len(contexts), ROWS, CELLS + 1, *square), np.float32)
     legends[:, :, :, 1] = PALETTE[contexts.legend_fill][..., None, None, :]
     legends[:, :, :, 2] = PALETTE[contexts.legend_stripe][..., None, None, :]
@@ -291,7 +295,8 @@ def render(contexts: Contexts, split: str = "held_out") -> tuple[np.ndarray, np.
             cells[..., 1:9, 1:9, :] = _ink(glyph[index], _draw_digits(rng, glyph[index], split))[..., None]
         for cells in (legends[index], pages[index]):
             cells += 10.0 * rng.standard_normal(cells.shape, np.float32)
-    return _tile(legends), _tile(pages)
+    room = [(0, CELL_PIXELS * (size - own)) for size, own in zip(canvas, (LEGEND_ROWS, 3), strict=True)]
+    return np.pad(_tile(legends), [(0, 0), (0, 0), *room, (0, 0)], constant_values=BLANK), _tile(pages)
 
 
 def _tile(cells: np.ndarray) -> np.ndarray:

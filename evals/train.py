@@ -1,4 +1,4 @@
-"""Train the small backbone on the small task: `python -m evals.train --out=DIR`.
+"""Train a small backbone on the small task: `python -m evals.train --backbone=qwen2_5_vl --out=DIR`.
 
 Every choice is a field of `Recipe` and is written beside the weights. Interrupted runs resume from the newest Orbax
 checkpoint in DIR/checkpoints. Leaves DIR/model (a Hugging Face directory), DIR/curve.jsonl and DIR/curve.png.
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -21,32 +20,23 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvpatch_jax.errors import ConfigError
-from models import QwenVLBackbone
-from models.vision_qwen2_5 import plan_patches
+from models import ModelBackbone
 
 from . import small_task
-from .sequences import IMAGE_CONFIG
-from .small_model import (
-    Recipe,
-    draw_batch,
-    image_grids,
-    initialise,
-    loss_of,
-    make_optimiser,
-    make_tokenizer,
-    small_config,
-)
+from .instances import INSTANCES, instance
+from .small_model import Recipe, draw_batch, image_plan, initialise, loss_of, make_optimiser, make_tokenizer
 
 
 class Trainer:
     """Parameters, optimiser state and the jitted step; checkpoints through Orbax."""
 
     def __init__(self, recipe: Recipe, folder: Path):
-        self.recipe, self.folder, self.config = recipe, folder, small_config()
+        self.recipe, self.folder = recipe, folder
+        self.config, self.images = instance(recipe.backbone)
         self.graph, self.state = nnx.split(initialise(self.config, recipe))
         self.optimiser = make_optimiser(recipe)
         self.moments = self.optimiser.init(self.state)
-        self.plan = jax.tree.map(jnp.asarray, plan_patches(self.config.vision, image_grids(recipe.batch)))
+        self.plan = image_plan(recipe)
         self.step = 0
         self._jitted = jax.jit(self._update, donate_argnums=(0, 1))
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +89,7 @@ class Trainer:
             ahead = pool.submit(draw_batch, self.recipe, self.step)
             bar = tqdm(range(self.step, until), initial=self.step, total=until, unit="step", mininterval=2)
             for step in bar:
-                batch, labels, kinds = ahead.result()
+                batch, labels, kinds, _ = ahead.result()
                 ahead = pool.submit(draw_batch, self.recipe, step + 1)
                 self.state, self.moments, parts = self._jitted(self.state, self.moments, batch, labels)
                 _note(tally, parts, batch["weight"], kinds)
@@ -113,9 +103,9 @@ class Trainer:
                 if self.step % save_every == 0 or self.step == until:
                     self.save()
 
-    def backbone(self) -> QwenVLBackbone:
+    def backbone(self) -> ModelBackbone:
         """The trained backbone with the task's image settings and vocabulary."""
-        return QwenVLBackbone(self.config, nnx.to_pure_dict(self.state), IMAGE_CONFIG, make_tokenizer())
+        return ModelBackbone(self.config, nnx.to_pure_dict(self.state), self.images, make_tokenizer())
 
 
 def _note(
@@ -162,6 +152,7 @@ def draw_curve(folder: Path) -> Path:
 
 
 _HELP = {
+    "backbone": f"which architecture: one of {', '.join(INSTANCES)}",
     "seed": "of the initial parameters and of every batch",
     "steps": "optimiser steps; the cosine schedule ends there",
     "batch": "contexts per step",
@@ -175,7 +166,12 @@ _HELP = {
     "tied_init": "start query projections as copies of key projections",
     "start_range": "contexts start at a random position below this",
 }
-_DEFINE = {"int": flags.DEFINE_integer, "float": flags.DEFINE_float, "bool": flags.DEFINE_boolean}
+_DEFINE = {
+    "str": flags.DEFINE_string,
+    "int": flags.DEFINE_integer,
+    "float": flags.DEFINE_float,
+    "bool": flags.DEFINE_boolean,
+}
 
 
 def define_flags() -> None:

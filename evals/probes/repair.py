@@ -14,7 +14,7 @@ from kvpatch_jax.layout import KVLayout
 from kvpatch_jax.repair import REPAIRS, Splice, count_of_equal_bytes, fraction_to_count
 
 from .. import scene as scenes
-from ..scene import KV, PAGE, Scene
+from ..scene import KV, Scene
 from ..small_task import KINDS, Questions
 from .ledger import Ledger
 
@@ -55,7 +55,7 @@ class PageReuse:
         self.scene = scene
         self.tokens = scene.prefix()
         self.conditioned = scene.backbone.prefill(self.tokens).kv
-        self.page = {name: value[:, :, PAGE] for name, value in self.conditioned.items()}
+        self.page = {name: value[:, :, scene.page] for name, value in self.conditioned.items()}
         self.engine = scenes.engine(scene, self.conditioned, self.tokens)
         self.canonical = scene.canonical[-1]
         self.delta = ops.deficit(self.page, self.canonical)
@@ -63,27 +63,27 @@ class PageReuse:
     def cache(self, factors: Thin | None = None, frame: ops.PatchFrame = "phase_free") -> KV:
         """The prefix in the engine frame with the page reused: rotated, patched by `factors`."""
         page = scenes.place_page(self.scene, self.canonical, self.tokens, factors, frame)
-        return scenes.with_page(self.engine, page)
+        return scenes.with_page(self.scene, self.engine, page)
 
     def splice(self) -> Splice:
         """What token repairs start from: the blind cache and the page's tokens."""
-        count = len(self.scene)
-        slots = np.broadcast_to(np.arange(PAGE.start, PAGE.stop), (count, PAGE.stop - PAGE.start))
-        page = self.tokens.take(PAGE.start, PAGE.stop)
+        first, last = self.scene.page.start, self.scene.page.stop
+        slots = np.broadcast_to(np.arange(first, last), (len(self.scene), last - first))
+        page = self.tokens.take(first, last)
         return Splice(page, self.cache(), jnp.asarray(slots), conditioned=self.page)
 
     def rotated_delta(self) -> KV:
         """The deficit in the engine frame, where the paper's listing takes it."""
         placed = scenes.place_page(self.scene, self.canonical, self.tokens)
-        return {name: self.engine[name][:, :, PAGE] - placed[name] for name in placed}
+        return {name: self.engine[name][:, :, self.scene.page] - placed[name] for name in placed}
 
 
-def patch_bytes_share(scene: Scene, rank: int, channels: int | None = None, layers_share: float = 1.0) -> float:
-    """Bytes of a rank-`rank` patch over the page's KV bytes, by the paper's count."""
-    tokens = PAGE.stop - PAGE.start
-    features = [channel.features for channel in scene.backbone.layout.channels]
-    kept = features if channels is None else features[:channels]
-    return layers_share * sum(rank * (tokens + F) for F in kept) / sum(tokens * F for F in features)
+def patch_bytes_share(scene: Scene, rank: int, only: str | None = None, layers_share: float = 1.0) -> float:
+    """Bytes of a rank-`rank` patch over the page's KV bytes, by the paper's count; `only`: of this channel alone."""
+    tokens = scene.page.stop - scene.page.start
+    features = {channel.name: channel.features for channel in scene.backbone.layout.channels}
+    kept = features if only is None else {only: features[only]}
+    return layers_share * sum(rank * (tokens + F) for F in kept.values()) / sum(tokens * F for F in features.values())
 
 
 def arm_caches(reuse: PageReuse) -> Iterator[tuple[str, float, Callable[[], KV]]]:
@@ -101,7 +101,7 @@ def arm_caches(reuse: PageReuse) -> Iterator[tuple[str, float, Callable[[], KV]]
     yield f"patch.deepest_half.rank={SHOWN_RANK}", patch_bytes_share(scene, SHOWN_RANK, None, 0.5), deep
     for name in (channel.name for channel in layout.channels):
         only = lambda name=name: reuse.cache(leading(factors, SHOWN_RANK, only=name))
-        yield f"patch.{name}_only.rank={SHOWN_RANK}", patch_bytes_share(scene, SHOWN_RANK, 1), only
+        yield f"patch.{name}_only.rank={SHOWN_RANK}", patch_bytes_share(scene, SHOWN_RANK, name), only
     for rank in ROTATED_RANKS:
         turned = lambda rank=rank: reuse.cache(leading(rotated, rank), "engine")
         yield f"patch.rotated_frame.rank={rank}", patch_bytes_share(scene, rank), turned
@@ -164,12 +164,14 @@ def _askable(questions: Questions, probe: str) -> Questions:
 def _mask_control(ledger: Ledger, reuse: PageReuse, questions: Questions, blind: scenes.Answers) -> scenes.Answers:
     """One forward over everything in which the page may not look at the legends; must equal blind reuse."""
     scene = reuse.scene
-    mask = scenes.prefix_mask(len(scene), page_sees_legends=False)
+    mask = scenes.prefix_mask(scene, page_sees_legends=False)
     masked = scene.backbone.prefill(reuse.tokens, mask=mask).kv
     answers = scenes.read(scene, scenes.engine(scene, masked, reuse.tokens), questions, sees_legends=True)
     apart = np.abs(np.exp(answers.log_probabilities) - np.exp(blind.log_probabilities)).max()
     keys = max(
-        float(jnp.abs(masked[name][:, :, PAGE] - reuse.canonical[name]).max() / jnp.abs(reuse.canonical[name]).max())
+        float(
+            jnp.abs(masked[name][:, :, scene.page] - reuse.canonical[name]).max() / jnp.abs(reuse.canonical[name]).max()
+        )
         for name in masked
     )
     ledger.largest("mask", "mask_4d", "probability_difference", float(apart), len(scene))

@@ -12,7 +12,7 @@ from kvpatch_jax import ops
 
 from .. import scene as scenes
 from .. import small_task, statistics
-from ..scene import KV, PAGE, Scene
+from ..scene import KV, Scene
 from ..small_task import KINDS, LEGENDS, Questions
 from .ledger import Ledger
 from .repair import PageReuse, factorise
@@ -70,7 +70,7 @@ def probe_slide(ledger: Ledger, scene: Scene, rng: np.random.Generator, clusters
     shown = np.ones((len(scene), LEGENDS), bool)
     shown[:, 0] = False
     tokens = scene.prefix(shown)
-    without = scene.backbone.prefill(tokens, mask=scenes.prefix_mask(len(scene), shown)).kv
+    without = scene.backbone.prefill(tokens, mask=scenes.prefix_mask(scene, shown)).kv
     canonical = scene.legends_canonical()
     alone = {name: jnp.concatenate([canonical[name], scene.canonical[-1][name]], axis=2) for name in canonical}
     removal = _minus(without, reuse.conditioned)
@@ -92,7 +92,7 @@ def _low_rank(scene: Scene, delta: KV, rank: int) -> KV:
     """Each chunk's own rank-`rank` approximation of a deficit over the whole prefix."""
     layout = scene.backbone.layout
     own = lambda piece: factorise(scene, _cut(delta, piece), rank=min(rank, piece.stop - piece.start))
-    pieces = [ops.correction(layout, {**own(piece)}) for piece in [*scenes.LEGEND_SLICES, PAGE]]
+    pieces = [ops.correction(layout, {**own(piece)}) for piece in scene.form.slices]
     return {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in delta}
 
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from evals import scene as scenes
 from evals import sequences, small_task
-from evals.sequences import IMAGE_CONFIG, PREFIX_TOKENS, QUESTION_TOKENS, chunk_slices
-from evals.small_model import Recipe, initialise, make_tokenizer, small_config
+from evals.instances import INSTANCES, instance
+from evals.sequences import QUESTION_TOKENS, Form, form_of
+from evals.small_model import Recipe, initialise, make_tokenizer
 from evals.small_task import CELLS, GLYPHS, KINDS, LEGEND_ROWS, LEGENDS, ROWS, VOCABULARY, Contexts, Questions
-from models import QwenVLBackbone
+from models import ModelBackbone
 from models.positions import PositionConfig, get_rope_positions
-from models.preprocessing import preprocess_images
 
 COUNTS = {"page": 3, "legend": 3, "chain": 6, "aggregate": 4, "override": 3}
 few = settings(max_examples=12, deadline=None)
@@ -35,39 +35,63 @@ def one(contexts: Contexts, index: int) -> Contexts:
     return Contexts(**{field.name: getattr(contexts, field.name)[[index]] for field in dataclasses.fields(Contexts)})
 
 
-@pytest.fixture(scope="module")
-def backbone() -> QwenVLBackbone:
-    """The small backbone with fresh parameters."""
-    config = small_config()
+FORM = form_of(*instance("qwen2_5_vl"))
+
+
+def fresh(name: str) -> ModelBackbone:
+    """A small backbone with fresh parameters."""
+    config, images = instance(name)
     state = nnx.split(initialise(config, Recipe()))[1]
-    return QwenVLBackbone(config, nnx.to_pure_dict(state), IMAGE_CONFIG, make_tokenizer())
+    return ModelBackbone(config, nnx.to_pure_dict(state), images, make_tokenizer())
+
+
+def pack(form: Form, name: str, contexts: Contexts, questions: Questions, shown, sees, start, split="held_out"):
+    """A packed batch and the processor's arrays."""
+    config, settings = instance(name)
+    images = config.family.vision.process(sequences.context_images(form, contexts, split), settings)
+    pixels = images["pixel_values"]
+    batch = sequences.pack(form, questions, pixel_values=pixels, shown=shown, sees_legends=sees, start=start)
+    return batch, images
 
 
 # ------------------------------------------------------------------------------------------------------- pixels
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
-def test_rendered_arrays_equal_png_files(tmp_path: Path, backbone: QwenVLBackbone, split: str):
+@pytest.mark.parametrize("name", INSTANCES)
+def test_rendered_arrays_equal_png_files(tmp_path: Path, name: str, split: str):
     """What training packs from arrays is, to the bit, what `prepare` reads from the files; ids and positions too."""
+    backbone = fresh(name)
+    form = form_of(backbone.config, backbone.image_config)
     contexts, rng = draw(11, 4)
     questions = small_task.ask(contexts, rng, {"page": 1})
-    paths = scenes.write_images(contexts, tmp_path, split)
-    patches = sequences.context_patches(contexts, split)
+    paths = scenes.write_images(contexts, tmp_path, split, form.legend_shape)
     shown, sees = np.ones((4, LEGENDS), bool), np.ones((4, 1), bool)
-    batch = sequences.pack(contexts, questions, patches=patches, shown=shown, sees_legends=sees, start=np.zeros(4, int))
+    batch, images = pack(form, name, contexts, questions, shown, sees, np.zeros(4, int), split)
+    pixels = []
     for index, files in enumerate(paths):
         assert [file.suffix for file in files] == [".png"] * sequences.CHUNKS
-        images = [files[which] for which in [*contexts.order[index], LEGENDS]]
+        order = [files[which] for which in [*contexts.order[index], LEGENDS]]
         text = f"{VOCABULARY.names[questions.ask[index, 0]]} {VOCABULARY.names[questions.argument[index, 0]]}"
-        prompt = backbone.prepare([*images, text])
-        np.testing.assert_array_equal(prompt["pixel_values"], patches[index])
+        prompt = backbone.prepare([*order, text])
+        pixels.append(prompt["pixel_values"])
         np.testing.assert_array_equal(prompt["input_ids"][0], batch.input_ids[index])
         np.testing.assert_array_equal(prompt["position_ids"][0], batch.positions[index])
-        again = preprocess_images(images, IMAGE_CONFIG)
-        np.testing.assert_array_equal(again["pixel_values"], patches[index])
-        grids = [[1, 14, 6]] * LEGENDS + [[1, 20, 20]]
-        np.testing.assert_array_equal(again["image_grid_thw"], grids)
-    assert patches.std() > 0.1
+    np.testing.assert_array_equal(np.concatenate(pixels), batch.pixel_values)
+    assert batch.pixel_values.std() > 0.1
+    if name == "qwen2_5_vl":
+        np.testing.assert_array_equal(images["image_grid_thw"][:4], [[1, 14, 6]] * LEGENDS + [[1, 20, 20]])
+
+
+def test_a_canvas_only_adds_room():
+    """A larger canvas has the legend's own pixels in its top left corner and grey everywhere else."""
+    contexts, _ = draw(4, 2)
+    (small, page), (large, same) = small_task.render(contexts), small_task.render(contexts, canvas=(ROWS, CELLS + 1))
+    np.testing.assert_array_equal(same, page)
+    assert large.shape == (2, LEGENDS, 100, 100, 3)
+    np.testing.assert_array_equal(large[:, :, :70, :30], small)
+    large[:, :, :70, :30] = small_task.BLANK
+    assert (large == small_task.BLANK).all()
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
@@ -257,19 +281,12 @@ def test_overrides_depend_on_order():
 def test_positions_equal_the_models(seed: int, seen: list[bool], start: int):
     """Positions of the chunks shown are those of a prompt of just these chunks, moved to the start."""
     here = np.array([[*seen, True]])
-    positions, behind = sequences.prefix_positions(here, np.array([start]))
-    keep = np.repeat(here[0], scenes.CHUNK_SIZES)
+    positions, behind = sequences.prefix_positions(FORM, here, np.array([start]))
+    keep = here[0][FORM.owner]
     contexts, rng = draw(seed, 1)
     questions = small_task.ask(contexts, rng, {"page": 1})
-    patches = sequences.context_patches(contexts, "held_out")
-    batch = sequences.pack(
-        contexts,
-        questions,
-        patches=patches,
-        shown=here[:, :-1],
-        sees_legends=np.ones((1, 1), bool),
-        start=np.array([start]),
-    )
+    sees = np.ones((1, 1), bool)
+    batch, _ = pack(FORM, "qwen2_5_vl", contexts, questions, here[:, :-1], sees, np.array([start]))
     kept = np.concatenate([keep, np.ones(QUESTION_TOKENS, bool)])
     grid = np.array([[1, 14, 6]] * sum(seen) + [[1, 20, 20]])
     config = PositionConfig(VOCABULARY.image, VOCABULARY.video, small_task.MERGE)
@@ -279,39 +296,46 @@ def test_positions_equal_the_models(seed: int, seen: list[bool], start: int):
     assert behind[0] - start == delta + keep.sum()
 
 
+def bare_scene(contexts: Contexts) -> scenes.Scene:
+    """A scene of these contexts without any image embedded."""
+    return scenes.Scene(fresh("qwen2_5_vl"), contexts, (), ())
+
+
 def test_mask():
     """Causal inside the prefix; hidden legends seen by nobody; questions see the page, legends if told, themselves."""
     contexts, rng = draw(8, 4)
     questions = small_task.ask(contexts, rng, {"page": 2, "chain": 3})
     shown = np.array([[1, 1, 1], [0, 1, 1], [1, 0, 0], [0, 0, 0]], bool)
     sees = rng.random((4, 5)) < 0.5
-    patches = sequences.context_patches(contexts, "held_out")
-    batch = sequences.pack(contexts, questions, patches=patches, shown=shown, sees_legends=sees, start=np.zeros(4, int))
-    chunk_of = [place for place, piece in enumerate(chunk_slices()) for _ in range(piece.start, piece.stop)]
-    total = PREFIX_TOKENS + 5 * QUESTION_TOKENS
+    batch, _ = pack(FORM, "qwen2_5_vl", contexts, questions, shown, sees, np.zeros(4, int))
+    chunk_of = [place for place, piece in enumerate(FORM.slices) for _ in range(piece.start, piece.stop)]
+    prefix = FORM.prefix_tokens
+    total = prefix + 5 * QUESTION_TOKENS
     assert batch.mask.shape == (4, 1, total, total)
-    question_of = lambda token: (token - PREFIX_TOKENS) // QUESTION_TOKENS
+    question_of = lambda token: (token - prefix) // QUESTION_TOKENS
     for index in range(4):
         there = lambda key, index=index: chunk_of[key] == LEGENDS or shown[index, chunk_of[key]]
         for query in range(total):
             for key in range(total):
-                if query < PREFIX_TOKENS:
+                if query < prefix:
                     may = key <= query and there(key)
-                elif key < PREFIX_TOKENS:
+                elif key < prefix:
                     may = there(key) and (chunk_of[key] == LEGENDS or sees[index, question_of(query)])
                 else:
                     may = key <= query and question_of(key) == question_of(query)
                 assert batch.mask[index, 0, query, key] == may, (index, query, key)
-    np.testing.assert_array_equal(scenes.prefix_mask(4, shown)[:, 0], batch.mask[:, 0, :PREFIX_TOKENS, :PREFIX_TOKENS])
-    np.testing.assert_array_equal(batch.asked, [PREFIX_TOKENS + 2 * number + 1 for number in range(5)])
+    scene = bare_scene(contexts)
+    np.testing.assert_array_equal(scenes.prefix_mask(scene, shown)[:, 0], batch.mask[:, 0, :prefix, :prefix])
+    np.testing.assert_array_equal(batch.asked, [prefix + 2 * number + 1 for number in range(5)])
     np.testing.assert_array_equal(batch.input_ids[:, batch.asked], questions.argument)
     np.testing.assert_array_equal(batch.weight, questions.valid)
 
 
 def test_blind_page_mask():
     """The 4-D-mask control takes the legends from the page and changes nothing else."""
-    usual, blind = scenes.prefix_mask(2)[:, 0], scenes.prefix_mask(2, page_sees_legends=False)[:, 0]
-    page = chunk_slices()[-1]
+    scene = bare_scene(draw(1, 2)[0])
+    usual, blind = scenes.prefix_mask(scene)[:, 0], scenes.prefix_mask(scene, page_sees_legends=False)[:, 0]
+    page = FORM.page
     assert not blind[:, page, : page.start].any()
     usual[:, page, : page.start] = False
     np.testing.assert_array_equal(blind, usual)
@@ -323,7 +347,7 @@ def test_cell_labels(seed: int, seen: list[bool]):
     """Every image token's labels, read one by one."""
     contexts, rng = draw(seed, 2)
     shown = rng.permuted(np.tile(seen, (2, 1)), axis=1)
-    labels = sequences.cell_labels(contexts, shown)
+    labels = sequences.cell_labels(FORM, contexts, shown)
     for index in range(2):
         by_storage = np.zeros((2, LEGENDS), bool)
         by_storage[index, contexts.order[index]] = shown[index]
@@ -354,7 +378,7 @@ def test_cell_labels(seed: int, seen: list[bool]):
         expected.append({})
         got = [
             {name: VOCABULARY.names[table[index, token]] for name, table in labels.items() if table[index, token] >= 0}
-            for token in range(PREFIX_TOKENS)
+            for token in range(FORM.prefix_tokens)
         ]
         assert got == expected
 

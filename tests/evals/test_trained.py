@@ -109,7 +109,7 @@ def test_a_thin_patch_brings_multi_hop_back(look: Look, kind: str):
 
 def test_mask_control_equals_blind_reuse(look: Look):
     """A whole prefill whose page may not look at the legends answers as blind reuse, within 1e-5 in probability."""
-    mask = scenes.prefix_mask(CONTEXTS, page_sees_legends=False)
+    mask = scenes.prefix_mask(look.scene, page_sees_legends=False)
     masked = look.scene.backbone.prefill(look.reuse.tokens, mask=mask).kv
     cache = scenes.engine(look.scene, masked, look.reuse.tokens)
     answers = scenes.read(look.scene, cache, look.questions, sees_legends=True)
@@ -220,9 +220,10 @@ def prompts(scene: Scene, number: int) -> dict[str, np.ndarray]:
 def shuffled(look: Look, seed: int) -> np.ndarray:
     """[B,T]: a random permutation within the image tokens of every image; start and end tokens stay."""
     rng = np.random.default_rng(seed)
-    order = np.tile(np.arange(sequences.PREFIX_TOKENS), (CONTEXTS, 1))
-    for piece in sequences.chunk_slices():
-        inside = np.s_[:, piece.start + 1 : piece.stop - 1]
+    form = look.scene.form
+    order = np.tile(np.arange(form.prefix_tokens), (CONTEXTS, 1))
+    for place in range(sequences.CHUNKS):
+        inside = np.s_[:, form.cells(place)]
         order[inside] = rng.permuted(order[inside], axis=1)
     return order
 

@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from evals import small_task
-from evals.small_model import AUXILIARY, Recipe, draw_batch, small_config
+from evals.instances import INSTANCES, instance
+from evals.small_model import AUXILIARY, Recipe, draw_batch, initialise
 from evals.train import Trainer, draw_curve
 from kvpatch_jax.errors import ConfigError
 from models import load
+from models.family import abstract, parameters
 from models.weights import flatten_params
 
 STEPS = 12
@@ -42,7 +45,7 @@ def test_the_loss_falls(straight: Trainer):
     names = [f"{layer}.{label}" for layer, label, *_ in AUXILIARY]
     assert set(lines[0]) == {"step", "seconds", "loss", *names, *small_task.KINDS}
     state, moments = jax.tree.map(jnp.copy, (straight.state, straight.moments))
-    batch, labels, _ = draw_batch(RECIPE, 0)
+    batch, labels, *_ = draw_batch(RECIPE, 0)
     _, _, after = straight._jitted(state, moments, batch, labels)
     mean = lambda parts: float(np.mean([float(parts[name]) for name in names]))
     assert float(after["loss"]) < lines[0]["loss"] - 0.8
@@ -100,7 +103,7 @@ def test_batches_follow_from_seed_and_step():
         np.testing.assert_array_equal(got, expected)
     others = [draw_batch(RECIPE, 8), draw_batch(dataclasses.replace(RECIPE, seed=1), 7), draw_batch(RECIPE, 7, "eval")]
     for other in others:
-        assert (other[0]["patches"] != first[0]["patches"]).any()
+        assert (other.batch["pixel_values"] != first.batch["pixel_values"]).any()
 
 
 def test_saved_directory_gives_the_same_logits(straight: Trainer, tmp_path: Path):
@@ -111,7 +114,7 @@ def test_saved_directory_gives_the_same_logits(straight: Trainer, tmp_path: Path
     rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), backbone.parameters)
     for got, expected in zip(jax.tree.leaves(loaded.parameters), jax.tree.leaves(rounded), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
-    assert loaded.config == small_config()
+    assert loaded.config == instance(RECIPE.backbone).config
     assert loaded.image_config == backbone.image_config
     contexts = small_task.sample_contexts(np.random.default_rng(0), 1)
     legends, pages = small_task.render(contexts)
@@ -125,12 +128,37 @@ def test_saved_directory_gives_the_same_logits(straight: Trainer, tmp_path: Path
     assert np.abs(near).max() > 0.1
 
 
-def test_small_backbone_is_small():
-    """1.4 M parameters: under 4 MB in bf16."""
-    from models import qwen2_5_vl
+@pytest.mark.parametrize("name", INSTANCES)
+def test_small_backbones_are_small(name: str):
+    """One to two million parameters: under 4 MB in bf16."""
+    sizes = [leaf.size for leaf in jax.tree.leaves(parameters(abstract(instance(name).config)))]
+    assert 1_000_000 < sum(sizes) < 1_900_000
 
-    sizes = [leaf.size for leaf in jax.tree.leaves(qwen2_5_vl.abstract(small_config()))]
-    assert 1_000_000 < sum(sizes) < 2_000_000
+
+def test_an_unknown_backbone_is_refused():
+    """The error names it and the known ones."""
+    with pytest.raises(ConfigError, match="nowhere") as found:
+        instance("nowhere")
+    assert all(name in str(found.value) for name in INSTANCES)
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_tied_queries_meet_their_own_keys(name: str):
+    """With the tied start each token's score against itself is above the mean over other tokens, in every layer."""
+    config = instance(name).config
+    model = initialise(config, Recipe(backbone=name))
+    x = jax.random.normal(jax.random.key(0), (1, 64, config.text.width))
+    for stack in (model.decoder.dense_layers, model.decoder.layers):
+        if stack is None:
+            continue
+        graph, state = nnx.split(stack.attention)
+        first = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], state))
+        query, kv = first.project(x)
+        query = jnp.concatenate([query[name] for name in sorted(query)], axis=-1)[0]
+        keys = jnp.concatenate([kv[name] for name in ("ckv", "kpe") if name in kv] or [kv["k"]], axis=-1)[0]
+        scores = jnp.einsum("TNH,SNH->NTS", query, jnp.repeat(keys, query.shape[1] // keys.shape[1], axis=1))
+        own = jnp.diagonal(scores, axis1=1, axis2=2).mean()
+        assert own > scores.mean() + 3 * scores.std()
 
 
 def test_help_names_every_choice():
