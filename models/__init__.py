@@ -7,6 +7,7 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
+from .buckets import Buckets as Buckets
 from .family import Family
 from .image_families import IMAGE_FAMILIES
 from .qwen2_5_vl import FAMILY as _QWEN2_5_VL
@@ -23,6 +24,7 @@ def load(
     dtype: str | None = None,
     angles: str = "exact",
     regime: str | int | None = None,
+    buckets: Buckets | None = None,
 ) -> ModelBackbone:
     """Load a backbone.
 
@@ -33,6 +35,8 @@ def load(
       angles: "exact" for cosines right at every position, "float32" for parity with the original engines.
       regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
         "long" for longrope, a length for dynamic scaling (the model's own by default).
+      buckets: sizes that prompts and images are padded to, so that another size in the same bucket compiles nothing
+        anew; None for no padding.
 
     Raises:
       ConfigError: no readable config.json, a layer that keeps no KV, a regime for a rope that has none, or an
@@ -49,7 +53,7 @@ def load(
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(raw.get("model_type", ""), raw.get("model_type"))]
     for name in names:
         if name in FAMILIES:
-            return ModelBackbone.from_directory(FAMILIES[name], directory, raw, dtype, angles, regime)
+            return ModelBackbone.from_directory(FAMILIES[name], directory, raw, dtype, angles, regime, buckets)
     raise ConfigError(f"architectures {names} in {path}; this library knows {sorted(FAMILIES)}")
 
 

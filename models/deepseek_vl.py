@@ -16,7 +16,7 @@ from .image_processing import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepse
 from .text_families import read_llama
 from .vision_vit import ViTConfig
 from .vision_weights import clip_entries, projector_entries
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
 from .weights import Entry
 
 ARCHITECTURE = "DeepseekVLForConditionalGeneration"
@@ -65,7 +65,7 @@ FAMILY = Family(
     config=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_deepseek, _tokens, tile_plan),
+    vision=Vision(_SETTINGS, process_deepseek, _tokens, tile_plan, tile_fills),
     ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq"),
     model_type="deepseek_vl",
 )

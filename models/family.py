@@ -49,12 +49,15 @@ class Vision:
       tokens: (config, arrays, index, tokenizer) → the token ids that stand for image `index`, start and end included.
       plan: (config, input_ids [B,T], arrays) → the index arrays that `embed` takes beside `pixel_values` (None when
         there are no images); raises InputError where ids, patches and grids do not match.
+      fills: config → the plan's tables of patch numbers (1) or feature numbers (features per tile), for padding to
+        buckets: the number one past the last stands for none.
     """
 
     settings: Callable[[str | os.PathLike[str]], Any]
     process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
     tokens: Callable[[Any, Arrays, int, Any], list[int]]
     plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
+    fills: Callable[[Any], Mapping[str, int]]
 
 
 def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np.ndarray:

@@ -19,7 +19,7 @@ from .image_processing import CLIP_MEAN, CLIP_STD, PictureConfig, process_intern
 from .llava import read_text
 from .vision_vit import ViTConfig
 from .vision_weights import intern_vit_entries, projector_entries
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
 from .weights import Entry
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
@@ -92,6 +92,6 @@ FAMILY = Family(
     config=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_internvl, _tokens, _plan),
+    vision=Vision(_SETTINGS, process_internvl, _tokens, _plan, tile_fills),
     model_type="internvl",
 )

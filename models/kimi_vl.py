@@ -139,7 +139,7 @@ def _family(architecture: str, model_type: str) -> Family:
         config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
         module=KimiVL,
         entries=_entries,
-        vision=Vision(_SETTINGS, process_kimi, _tokens, _plan),
+        vision=Vision(_SETTINGS, process_kimi, _tokens, _plan, fills=lambda config: {"images": 1}),
         ignore=(r".*\.rotary_emb\.inv_freq",),
         model_type=model_type,
     )

@@ -20,7 +20,7 @@ from .projectors import TileConfig, best_resolution, packing_index
 from .text_families import read_llama, read_mistral, read_qwen2
 from .vision_vit import ViTConfig
 from .vision_weights import clip_entries, projector_entries
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
 from .weights import Entry
 
 LLAVA = "LlavaForConditionalGeneration"
@@ -139,6 +139,6 @@ def _family(architecture: str, model_type: str, vision: Vision) -> Family:
 
 
 FAMILIES = {
-    LLAVA: _family(LLAVA, "llava", Vision(_SETTINGS, process_clip, _tokens, tile_plan)),
-    NEXT: _family(NEXT, "llava_next", Vision(_SETTINGS, process_llava_next, _tokens, _next_plan)),
+    LLAVA: _family(LLAVA, "llava", Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills)),
+    NEXT: _family(NEXT, "llava_next", Vision(_SETTINGS, process_llava_next, _tokens, _next_plan, tile_fills)),
 }

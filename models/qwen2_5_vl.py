@@ -216,6 +216,12 @@ FAMILY = Family(
     module=Qwen25VL,
     entries=lambda config, shapes: weight_map(config),
     positions=_positions,
-    vision=Vision(ImageConfig.from_directory, preprocess_images, pads_between_ends, _plan),
+    vision=Vision(
+        ImageConfig.from_directory,
+        preprocess_images,
+        pads_between_ends,
+        _plan,
+        fills=lambda config: {"windows": 1, "frames": 1},
+    ),
     model_type="qwen2_5_vl",
 )

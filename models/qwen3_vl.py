@@ -174,7 +174,9 @@ def _family(architecture: str, model_type: str) -> Family:
         module=Qwen3VL,
         entries=_entries,
         positions=_positions,
-        vision=Vision(ImageConfig.from_directory, preprocess_images, pads_between_ends, _plan),
+        vision=Vision(
+            ImageConfig.from_directory, preprocess_images, pads_between_ends, _plan, fills=lambda config: {"frames": 1}
+        ),
         model_type=model_type,
     )
 

@@ -19,7 +19,7 @@ from .image_processing import HALVES, PictureConfig, process_smolvlm
 from .text_families import read_llama
 from .vision_vit import bucket_positions
 from .vision_weights import clip_entries, linear_entries
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
 from .weights import Entry
 
 ARCHITECTURE = "SmolVLMForConditionalGeneration"
@@ -83,7 +83,7 @@ FAMILY = Family(
     config=_read,
     module=ViTModel,
     entries=_entries,
-    vision=Vision(_SETTINGS, process_smolvlm, _tokens, _plan),
+    vision=Vision(_SETTINGS, process_smolvlm, _tokens, _plan, tile_fills),
     ignore=(r".*\.rotary_emb\.inv_freq",),
     model_type="smolvlm",
 )

@@ -138,3 +138,8 @@ def tile_plan(
     image = (*shape[:-3], config.vision.channels, config.vision.image, config.vision.image)
     check_placeholders(input_ids, (config.image_token,), order.size, pixel_values, image)
     return {"order": order}
+
+
+def tile_fills(config: ViTModelConfig) -> dict[str, int]:
+    """The plan's table of feature numbers, and how many features a tile has."""
+    return {"order": config.tile_tokens}

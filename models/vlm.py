@@ -26,6 +26,7 @@ from kvpatch_jax.errors import ConfigError, InputError, ShapeError
 from kvpatch_jax.layout import KVLayout, to_engine
 from kvpatch_jax.rope import check_positions
 
+from .buckets import Buckets, cut_output, pad_context, pad_ids, pad_images, pad_mask, pad_slots, pad_tokens
 from .family import Config, Family, abstract, parameters, with_dtype, with_parameters
 from .weights import flatten_params, load_weights, save_weights, tensor_shapes
 
@@ -39,6 +40,7 @@ class ModelBackbone:
       layout: the KV layout that follows from the configuration.
       config, image_config: as read from the directory; `image_config` is None for a text family.
       family: what tells this model from others.
+      buckets: sizes that prompts and images are padded to, or None for their own.
     """
 
     layout: KVLayout
@@ -49,8 +51,10 @@ class ModelBackbone:
         parameters: Mapping[str, Any],
         image_config: Any = None,
         tokenizer: Any = None,
+        buckets: Buckets | None = None,
     ):
         self.config: Any = config
+        self.buckets = buckets
         self.family: Family = config.family
         self.image_config, self.tokenizer = image_config, tokenizer
         self.layout = config.text.layout
@@ -92,7 +96,7 @@ class ModelBackbone:
 
     def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
         """The same backbone with other parameters."""
-        return ModelBackbone(self.config, parameters, self.image_config, self.tokenizer)
+        return ModelBackbone(self.config, parameters, self.image_config, self.tokenizer, self.buckets)
 
     # --------------------------------------------------------------------------------------------- prompts
 
@@ -186,9 +190,26 @@ class ModelBackbone:
         if position_ids is None:
             position_ids = self._positions(input_ids, arrays)
         self._check_regime(position_ids)
-        embedded = self._embed(self._state, input_ids, arrays.get("pixel_values") if plan else None, plan)
+        pixels = arrays.get("pixel_values") if plan else None
+        length = input_ids.shape[1]
+        if self.buckets is not None:
+            input_ids, pixels, plan = self._pad_prompt(self.buckets, input_ids, pixels, plan)
+        embedded = self._embed(self._state, input_ids, pixels, plan)
         embeddings, deepstack = embedded if isinstance(embedded, tuple) else (embedded, None)
-        return Tokens(embeddings, jnp.asarray(position_ids), deepstack)
+        tokens = Tokens(embeddings, jnp.asarray(position_ids), deepstack)
+        if input_ids.shape[1] == length:
+            return tokens
+        return Tokens(embeddings[:, :length], tokens.positions, None if deepstack is None else deepstack[:, :length])
+
+    def _pad_prompt(self, buckets: Buckets, input_ids: np.ndarray, pixels: Any, plan: Any) -> tuple[Any, Any, Any]:
+        vision = self.family.vision
+        if vision is None:
+            return pad_ids(buckets, input_ids, ()), pixels, plan
+        config = self.config
+        pads = (config.image_token, getattr(config, "video_token", config.image_token))
+        if pixels is not None:
+            pixels, plan = pad_images(buckets, np.asarray(pixels), plan, vision.fills(config))
+        return pad_ids(buckets, input_ids, pads), pixels, plan
 
     def _positions(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
         rows = len(input_ids)
@@ -215,7 +236,19 @@ class ModelBackbone:
     ) -> Output:
         """See `kvpatch_jax.backbone.Backbone.prefill`."""
         self._check_regime(tokens.positions)
-        return self._prefill(self._state, tokens, context, mask, start_layer=start_layer, hidden_at=tuple(hidden_at))
+        length = tokens.embeddings.shape[1]
+        tokens, context, mask = self._pad_call(tokens, context, mask)
+        layers = {"start_layer": start_layer, "hidden_at": tuple(hidden_at)}
+        return cut_output(self._prefill(self._state, tokens, context, mask, **layers), length)
+
+    def _pad_call(self, tokens: Tokens, context: KV | None, mask: Any) -> tuple[Tokens, KV | None, Any]:
+        """What prefill and generate take, padded to its buckets (as it is without buckets)."""
+        if self.buckets is None:
+            return tokens, context, mask
+        batch, length, _ = tokens.embeddings.shape
+        size = 0 if context is None else next(iter(context.values())).shape[2]
+        mask = pad_mask(self.buckets, batch, length, size, mask)
+        return pad_tokens(self.buckets, tokens), pad_context(self.buckets, context), mask
 
     def recompute(
         self,
@@ -234,7 +267,16 @@ class ModelBackbone:
                     "below"
                 )
         self._check_regime(tokens.positions)
-        return self._recompute(self._state, tokens, cache, jnp.asarray(slots), keep, mask)
+        return self._write(tokens, cache, slots, keep, mask)
+
+    def _write(self, tokens: Tokens, cache: KV, slots: Any, keep: Any, mask: Any) -> Step:
+        slots, length = jnp.asarray(slots), tokens.embeddings.shape[1]
+        if self.buckets is not None:
+            tokens = pad_tokens(self.buckets, tokens)
+            size = next(iter(cache.values())).shape[2]
+            slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, size)
+        step = self._recompute(self._state, tokens, cache, slots, keep, mask)
+        return step if step.logits.shape[1] == length else Step(step.logits[:, :length], step.cache)
 
     def decode(
         self,
@@ -245,7 +287,7 @@ class ModelBackbone:
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.decode`."""
         self._check_regime(tokens.positions)
-        return self._recompute(self._state, tokens, cache, jnp.asarray(slots), None, mask)
+        return self._write(tokens, cache, slots, None, mask)
 
     def generate(
         self,
@@ -256,7 +298,9 @@ class ModelBackbone:
     ) -> Int[Array, "B steps"]:
         """Greedy continuation: the next `steps` token ids behind tokens and, where given, an engine-frame context."""
         self._check_regime(tokens.positions, max(steps - 1, 0))
-        return self._generate(self._state, tokens, context, mask, steps=steps)
+        last = tokens.embeddings.shape[1] - 1
+        tokens, context, mask = self._pad_call(tokens, context, mask)
+        return self._generate(self._state, tokens, context, mask, last, steps=steps)
 
     def _embed_core(self, state, input_ids, pixel_values, plan) -> Array | tuple[Array, Array]:
         return nnx.merge(self._graph, state).embed(input_ids, pixel_values, plan)
@@ -294,7 +338,7 @@ class ModelBackbone:
         assert run.cache is not None
         return Step(decoder.logits(run.hidden), run.cache)
 
-    def _generate_core(self, state, tokens: Tokens, context, mask, *, steps: int) -> Array:
+    def _generate_core(self, state, tokens: Tokens, context, mask, last, *, steps: int) -> Array:
         decoder = nnx.merge(self._graph, state).decoder
         B, T, _ = tokens.embeddings.shape
         size = 0 if context is None else next(iter(context.values())).shape[2]
@@ -311,13 +355,13 @@ class ModelBackbone:
             step_tokens = Tokens(
                 decoder.embed(token[:, None]), jnp.broadcast_to(at, (B, 1, *tokens.positions.shape[2:]))
             )
-            allowed = jnp.pad(seen[:, :, -1:], ((0, 0), (0, 0), (0, 0), (0, steps)))
+            allowed = jnp.pad(seen[:, :, last, None], ((0, 0), (0, 0), (0, 0), (0, steps)))
             allowed = allowed | ((ahead >= size + T) & (ahead <= size + T + index))
             slots = jnp.full((B, 1), size + T, jnp.int32) + index
             step = self._recompute_core(state, step_tokens, cache, slots, None, allowed)
             return (jnp.argmax(step.logits[:, -1], axis=-1), step.cache), token
 
-        first = jnp.argmax(out.logits[:, -1], axis=-1)
+        first = jnp.argmax(out.logits[:, last], axis=-1)
         return jax.lax.scan(body, (first, cache), jnp.arange(steps))[1].T
 
     def _grow(self, kv: KV, positions: Array, context: KV | None, steps: int) -> KV:
@@ -357,6 +401,7 @@ class ModelBackbone:
         dtype: str | None,
         angles: str,
         regime: str | int | None = None,
+        buckets: Buckets | None = None,
     ) -> "ModelBackbone":
         """Read config, image settings, weights and tokenizer. `dtype` None takes the configuration's."""
         config = family.config(raw, angles, regime)
@@ -365,7 +410,7 @@ class ModelBackbone:
         entries = family.entries(config, tensor_shapes(directory))
         values = load_weights(directory, entries, expected, ignore=family.ignored(config))
         images = None if family.vision is None else family.vision.settings(directory)
-        return cls(config, values, images, _tokenizer(Path(directory)))
+        return cls(config, values, images, _tokenizer(Path(directory)), buckets)
 
 
 QwenVLBackbone = ModelBackbone

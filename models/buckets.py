@@ -1,0 +1,145 @@
+"""Buckets: prompts and images padded to a few sizes, so that another size in the same bucket compiles nothing anew.
+
+Padding is exact: padded patches belong to no segment, padded tokens are seen by nobody, and what comes back is cut to
+the true size. Padding and cutting are small programs of their own; the model's are compiled once per bucket.
+
+Axis letters: B batch, T tokens, S keys, P rows of pixels (patches or tiles); a prime marks the bucket's size.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from kvpatch_jax.backbone import KV, Output, Tokens
+from kvpatch_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Sizes to pad to: powers of two up to `smallest`, then `steps` sizes per doubling.
+
+    Four steps waste at most a fifth of a bucket. `smallest` / `steps` must be a multiple of the patches that a tower
+    merges (4 or 1).
+
+    Raises:
+      ConfigError: sizes that are not powers of two, or steps too fine for the smallest size.
+    """
+
+    smallest: int = 64
+    steps: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("smallest", "steps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ConfigError(f"bucket {name} {value}; expected a power of two")
+        if self.smallest % (4 * self.steps):
+            raise ConfigError(f"bucket smallest {self.smallest}; expected a multiple of 4 · steps ({4 * self.steps})")
+
+    def of(self, size: int) -> int:
+        """The smallest bucket that holds `size` (0 holds nothing)."""
+        if size <= self.smallest:
+            return 0 if size == 0 else 1 << (size - 1).bit_length()
+        step = (1 << ((size - 1).bit_length() - 1)) // self.steps
+        return -(-size // step) * step
+
+
+def pad_images(
+    buckets: Buckets, pixels: np.ndarray, plan: Mapping[str, Any], fills: Mapping[str, int]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Pixel rows [P',…] and the plan that goes with them.
+
+    Args:
+      pixels: [P, …] patches or [n, …, 3, H, W] tiles.
+      fills: the plan's tables of numbers, of patches (1 per row of pixels) or features (as many as a tile has): the
+        number one past the last stands for none. Other tables are padded with zeros along their first axis.
+    """
+    if pixels.ndim > 4:
+        pixels = pixels.reshape(-1, *pixels.shape[-3:])
+    rows, padded = len(pixels), buckets.of(len(pixels))
+    tables = {}
+    for name, given in plan.items():
+        table = np.asarray(given)
+        if name in fills:
+            fill = padded * fills[name]
+            table = np.where(table == rows * fills[name], fill, table).astype(table.dtype)
+            tables[name] = _grown(table, [buckets.of(size) for size in table.shape], fill)
+        else:
+            tables[name] = _grown(table, [buckets.of(len(table)), *table.shape[1:]], 0)
+    return _grown(np.asarray(pixels), [padded, *pixels.shape[1:]], 0), tables
+
+
+def pad_ids(buckets: Buckets, input_ids: np.ndarray, pads: tuple[int, ...]) -> np.ndarray:
+    """Ids [B,T'], filled up with the first id that is no image placeholder."""
+    fill = next(number for number in range(len(pads) + 1) if number not in pads)
+    return _grown(input_ids, [len(input_ids), buckets.of(input_ids.shape[1])], fill)
+
+
+def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:
+    room = [(0, size - own) for size, own in zip(shape, table.shape, strict=True)]
+    return np.pad(table, room, constant_values=fill)
+
+
+def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
+    """Tokens [B,T',…]; padded ones have zero embeddings and position 0."""
+    extra = buckets.of(tokens.embeddings.shape[1]) - tokens.embeddings.shape[1]
+    room = lambda x: None if x is None else _room(x, 1, extra)
+    return Tokens(
+        _room(tokens.embeddings, 1, extra), _room(jnp.asarray(tokens.positions), 1, extra), room(tokens.deepstack)
+    )
+
+
+def pad_context(buckets: Buckets, context: KV | None) -> KV | None:
+    """An engine-frame context [L,B,S',K,H]."""
+    if context is None:
+        return None
+    size = next(iter(context.values())).shape[2]
+    return {name: _room(value, 2, buckets.of(size) - size) for name, value in context.items()}
+
+
+def pad_mask(
+    buckets: Buckets, batch: int, length: int, size: int, mask: Array | np.ndarray | None
+) -> Bool[Array, "B 1 T S"]:
+    """Mask [B,1,T',S'+T'] over context and tokens from one [B,1,T,S+T], or the causal one for None."""
+    padded, keys = buckets.of(length), buckets.of(size)
+    if mask is None:
+        return _causal(batch, padded, keys, size)
+    mask = jnp.asarray(mask)
+    context = _room(mask[..., :size], 3, keys - size)
+    return _room(jnp.concatenate([context, _room(mask[..., size:], 3, padded - length)], axis=3), 2, padded - length)
+
+
+@jax.jit(static_argnums=(0, 1, 2))
+def _causal(batch: int, padded: int, keys: int, size: Any) -> Array:
+    """Causal over the tokens, and the first `size` keys of the context."""
+    key = jnp.arange(keys + padded)
+    seen = (key < size) | ((key >= keys) & (key - keys <= jnp.arange(padded)[:, None]))
+    return jnp.broadcast_to(seen, (batch, 1, *seen.shape))
+
+
+def pad_slots(buckets: Buckets, slots: Array, keep: Any, mask: Any, size: int) -> tuple[Array, Any, Any]:
+    """Slots [B,T'], keep [L,B,T'] and mask [B,1,T',S] of a recompute; padded tokens are written nowhere."""
+    extra = buckets.of(slots.shape[1]) - slots.shape[1]
+    keep = None if keep is None else _room(jnp.asarray(keep), 2, extra)
+    mask = None if mask is None else _room(jnp.asarray(mask), 2, extra)
+    return _room(slots, 1, extra, size), keep, mask
+
+
+def cut_output(output: Output, length: int) -> Output:
+    """An output's first `length` tokens."""
+    if output.logits.shape[1] == length:
+        return output
+    kv = {name: value[:, :, :length] for name, value in output.kv.items()}
+    return Output(output.logits[:, :length], kv, {layer: x[:, :length] for layer, x in output.hidden.items()})
+
+
+def _room(x: Array, axis: int, extra: int, fill: int = 0) -> Array:
+    """`x` with room for `extra` more along an axis."""
+    if not extra:
+        return x
+    return jnp.pad(x, [(0, extra if number == axis else 0) for number in range(x.ndim)], constant_values=fill)

@@ -1,0 +1,131 @@
+"""Buckets: padded calls equal unpadded ones, and another size in a bucket compiles none of the model's programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.layout import to_engine
+from models import Buckets, load
+from tests.goldens.load import write_checkpoint
+from tests.goldens.load_text import write_text_checkpoint
+
+BAR = 2e-5
+# Heights and widths in pixels, of images whose patches (or tiles) share a bucket.
+SIZES = {
+    "qwen2_5_vl": [(40, 40), (24, 72), (72, 24)],
+    "qwen3_vl": [(40, 40), (24, 72), (32, 56)],
+    "qwen3_vl_moe": [(40, 40), (32, 56)],
+    "kimi_vl": [(32, 56), (56, 32), (40, 48)],
+    "llava": [(64, 40), (40, 64)],
+    "llava_next": [(64, 20), (60, 30)],
+    "deepseek_vl": [(64, 40), (40, 64)],
+    "internvl": [(64, 40), (60, 20)],
+    "smolvlm": [(64, 40), (40, 64)],
+}
+FAST = ("qwen2_5_vl",)
+FAMILIES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SIZES]
+
+
+@given(st.integers(0, 1_000_000), st.sampled_from([64, 128, 1024]), st.sampled_from([1, 2, 4, 8]))
+@settings(max_examples=300, deadline=None)
+def test_buckets_hold_and_waste_little(size: int, smallest: int, steps: int):
+    """Never smaller, at most 1/steps larger beyond the smallest, themselves buckets, multiples of four."""
+    buckets = Buckets(smallest, steps)
+    bucket = buckets.of(size)
+    assert bucket >= size
+    assert buckets.of(bucket) == bucket
+    assert buckets.of(size + 1) >= bucket
+    if size > smallest:
+        assert bucket - size < size / steps + 1
+        assert bucket % 4 == 0
+    elif size:
+        assert bucket < 2 * size
+
+
+def test_there_are_few_buckets():
+    """Four per doubling: 48 beyond 64 up to a quarter of a million."""
+    assert len({Buckets().of(size) for size in range(65, 2**18 + 1)}) == 48
+
+
+@pytest.mark.parametrize(("change", "named"), [({"smallest": 48}, "48"), ({"steps": 3}, "3"), ({"steps": 32}, "128")])
+def test_odd_buckets_are_refused(change: dict[str, int], named: str):
+    with pytest.raises(ConfigError, match=named):
+        Buckets(**change)
+
+
+@pytest.fixture(autouse=True)
+def _highest_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def close(found, expected):
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= BAR * np.abs(expected).max()
+
+
+def programs(backbone) -> list[int]:
+    """How many programs each of the model's own calls has compiled."""
+    return [
+        call._cache_size() for call in (backbone._embed, backbone._prefill, backbone._recompute, backbone._generate)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_image_sizes_of_one_bucket_share_programs(family: str, tmp_path):
+    """Embeddings, KV, logits and greedy tokens of each size equal the unpadded ones; one program serves them all."""
+    directory = write_checkpoint(family, tmp_path)
+    plain, padded = load(directory), load(directory, buckets=Buckets())
+    rng = np.random.default_rng(0)
+    counts, patches = [], set()
+    for number, (height, width) in enumerate(SIZES[family]):
+        image = rng.integers(0, 256, (height, width, 3), np.uint8)
+        prompt = plain.prepare([[1, 2, 3, 4, 5], image, [4, 5, 6, 7, 8][: 2 + number]])
+        patches.add((np.shape(prompt["pixel_values"]), prompt["input_ids"].shape))
+        expected, found = plain.embed(**prompt), padded.embed(**prompt)
+        close(found.embeddings, expected.embeddings)
+        if expected.deepstack is not None:
+            close(found.deepstack, expected.deepstack)
+        ours, theirs = padded.prefill(found, hidden_at=(1,)), plain.prefill(expected, hidden_at=(1,))
+        jax.tree.map(close, ours, theirs)
+        np.testing.assert_array_equal(padded.generate(found, 3), plain.generate(expected, 3))
+        counts.append(programs(padded))
+    assert len(patches) > 1
+    assert counts == [[1, 1, 0, 1]] * len(counts)
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_lengths_of_one_bucket_share_programs(family: str, tmp_path):
+    """Prefill behind a context, recompute, decode and masks at several lengths: equal to unpadded, compiled once."""
+    directory = write_text_checkpoint(family, tmp_path)
+    plain, padded = load(directory), load(directory, buckets=Buckets())
+    rng = np.random.default_rng(1)
+    counts = []
+    for context, length in ((33, 21), (50, 32), (64, 17)):
+        ids = rng.integers(0, 50, (2, context + length))
+        before, tokens = (plain.embed(part) for part in (ids[:, :context], ids[:, context:]))
+        tokens = Tokens(tokens.embeddings, tokens.positions + context)
+        kv = to_engine(plain.layout, plain.prefill(before).kv, before.positions, 0)
+        mask = rng.random((2, 1, length, context + length)) < 0.7
+        mask[..., context:] &= np.tri(length, dtype=bool)
+        mask[..., np.arange(length), context + np.arange(length)] = True
+        for seen in (None, mask):
+            jax.tree.map(close, padded.prefill(tokens, kv, seen), plain.prefill(tokens, kv, seen))
+        np.testing.assert_array_equal(padded.generate(tokens, 4, kv, mask), plain.generate(tokens, 4, kv, mask))
+        cache = {
+            name: jnp.pad(value, [(0, 0), (0, 0), (0, 100 - context), (0, 0), (0, 0)]) for name, value in kv.items()
+        }
+        slots = np.broadcast_to(np.arange(context, context + length), (2, length))
+        keep = np.ones((plain.layout.layers, 2, length), bool)
+        keep[1:, :, ::2] = False
+        for kept in (None, keep):
+            ours, theirs = (each.recompute(tokens, cache, slots, kept) for each in (padded, plain))
+            jax.tree.map(close, ours, theirs)
+        counts.append(programs(padded)[1:])
+    assert counts == [[1, 2, 1]] * 3
