@@ -27,6 +27,7 @@ from kvpatch_jax.layout import KVLayout, to_engine
 from kvpatch_jax.rope import check_positions
 
 from .buckets import Buckets, cut_output, pad_context, pad_ids, pad_images, pad_mask, pad_slots, pad_tokens
+from .chat import ChatTemplate, Message, expand_images, images_of
 from .family import Config, Family, abstract, parameters, with_dtype, with_parameters
 from .weights import flatten_params, load_weights, save_weights, tensor_shapes
 
@@ -40,6 +41,7 @@ class ModelBackbone:
       layout: the KV layout that follows from the configuration.
       config, image_config: as read from the directory; `image_config` is None for a text family.
       family: what tells this model from others.
+      chat_template: the directory's, or None.
       buckets: sizes that prompts and images are padded to, or None for their own.
     """
 
@@ -52,9 +54,10 @@ class ModelBackbone:
         image_config: Any = None,
         tokenizer: Any = None,
         buckets: Buckets | None = None,
+        chat_template: ChatTemplate | None = None,
     ):
         self.config: Any = config
-        self.buckets = buckets
+        self.buckets, self.chat_template = buckets, chat_template
         self.family: Family = config.family
         self.image_config, self.tokenizer = image_config, tokenizer
         self.layout = config.text.layout
@@ -96,7 +99,9 @@ class ModelBackbone:
 
     def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
         """The same backbone with other parameters."""
-        return ModelBackbone(self.config, parameters, self.image_config, self.tokenizer, self.buckets)
+        return ModelBackbone(
+            self.config, parameters, self.image_config, self.tokenizer, self.buckets, self.chat_template
+        )
 
     # --------------------------------------------------------------------------------------------- prompts
 
@@ -108,7 +113,8 @@ class ModelBackbone:
         """Texts, images and token ids, in order, to one prompt's arrays (batch of one).
 
         Args:
-          items: each a text (needs the directory's tokenizer), a sequence of token ids, or an image: a path
+          items: each a text (needs the directory's tokenizer, whose own start and end tokens then stand around the
+            whole prompt), a sequence of token ids, or an image: a path
             (`pathlib.Path`), a PIL image, or a uint8 array [H,W] or [H,W,C]. An image stands between its start and end
             tokens.
 
@@ -125,9 +131,46 @@ class ModelBackbone:
         ids: list[int] = []
         for item in items:
             ids += self._image_ids(arrays, next(numbers)) if _is_image(item) else self._text_ids(item)
+        if any(isinstance(item, str) for item in items):
+            before, after = self._own_special_tokens()
+            ids = [*before, *ids, *after]
+        return self._prompt(ids, arrays)
+
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
+        """Messages to one prompt's arrays (as `prepare` gives them), by the checkpoint's chat template.
+
+        Args:
+          messages: {"role", "content"} each; a content is a text, or a list of {"type": "text", "text"} and
+            {"type": "image", "image": a path, PIL image or uint8 array}.
+          add_generation_prompt: end with what opens the assistant's answer.
+          variables: further names that the template knows.
+
+        Raises:
+          InputError: no template or tokenizer, messages that the template refuses, or images that it did not place.
+          ConfigError: a template that cannot be used. ImageError: an image that cannot be read.
+        """
+        if self.chat_template is None or self.tokenizer is None:
+            raise InputError("chat: this backbone has no chat template or no tokenizer; expected both in its directory")
+        text = self.chat_template.render(messages, add_generation_prompt, **variables)
+        ids = list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        images = images_of(messages)
+        arrays = self._process(images) if images else {}
+        if self.family.vision is not None:
+            expansions = [self._image_ids(arrays, number) for number in range(len(images))]
+            ids = expand_images(ids, self.config.image_token, expansions)
+        return self._prompt(ids, arrays)
+
+    def _prompt(self, ids: list[int], arrays: Mapping[str, Any]) -> dict[str, Any]:
         input_ids = np.array(ids, np.int32)
         positions = self.family.positions(self.config, input_ids, arrays)
         return {"input_ids": input_ids[None], "position_ids": positions[None], **arrays}
+
+    def _own_special_tokens(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer itself puts before and behind a text (a start token, mostly)."""
+        bare, whole = (list(self.tokenizer.encode("a", add_special_tokens=flag).ids) for flag in (False, True))
+        places = range(len(whole) - len(bare) + 1)
+        first = next((place for place in places if whole[place : place + len(bare)] == bare), 0)
+        return whole[:first], whole[first + len(bare) :]
 
     def _process(self, images: list[Any]) -> dict[str, np.ndarray]:
         if self.family.vision is None:
@@ -144,7 +187,7 @@ class ModelBackbone:
                 raise InputError(
                     f"text {item[:40]!r}: this backbone has no {TOKENIZER_FILE}; expected token ids instead"
                 )
-            return list(self.tokenizer.encode(item).ids)
+            return list(self.tokenizer.encode(item, add_special_tokens=False).ids)
         if isinstance(item, list | tuple) and all(isinstance(token, int | np.integer) for token in item):
             return [int(token) for token in item]
         raise InputError(f"prompt item of type {type(item).__name__}; expected text, token ids or an image")
@@ -376,7 +419,7 @@ class ModelBackbone:
 
     def save(self, directory: str | os.PathLike[str], dtype: str | None = None) -> Path:
         """Write a Hugging Face directory: config.json, model.safetensors, and (with images) preprocessor_config.json
-        and (where there is one) tokenizer.json. Returns it.
+        and (where there are any) tokenizer.json and the chat template. Returns it.
         """
         root = Path(directory)
         root.mkdir(parents=True, exist_ok=True)
@@ -389,6 +432,8 @@ class ModelBackbone:
             self.image_config.save(root)
         if self.tokenizer is not None:
             self.tokenizer.save(str(root / TOKENIZER_FILE))
+        if self.chat_template is not None:
+            self.chat_template.save(root)
         save_weights(root, values, self.family.entries(self.config, {}))
         return root
 
@@ -410,7 +455,8 @@ class ModelBackbone:
         entries = family.entries(config, tensor_shapes(directory))
         values = load_weights(directory, entries, expected, ignore=family.ignored(config))
         images = None if family.vision is None else family.vision.settings(directory)
-        return cls(config, values, images, _tokenizer(Path(directory)), buckets)
+        template = ChatTemplate.from_directory(directory)
+        return cls(config, values, images, _tokenizer(Path(directory)), buckets, template)
 
 
 QwenVLBackbone = ModelBackbone

@@ -1,0 +1,202 @@
+"""Chat templates: messages to the text a checkpoint was trained on, by the Jinja template in its directory.
+
+The environment is that of transformers' `apply_chat_template`: sandboxed, blocks trimmed, with `raise_exception`,
+`strftime_now`, `tojson` and the special tokens' texts.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_JSON_FILES = ("chat_template.json", "processor_config.json", TOKENIZER_CONFIG_FILE)
+
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A template and the texts of the special tokens it may name.
+
+    Attributes:
+      source: the template, in Jinja.
+      special_tokens: name (`bos_token`, …) and text of each, in pairs.
+      name: where it was read, for messages.
+    """
+
+    source: str
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    name: str = TEMPLATE_FILE
+
+    @classmethod
+    def from_directory(cls, directory: str | os.PathLike[str]) -> "ChatTemplate | None":
+        """The directory's template, from `chat_template.jinja` or else the JSON files; None where there is none.
+
+        Raises:
+          ConfigError: a file that is not JSON, or several templates of which none is the default.
+        """
+        root = Path(directory)
+        tokens = _special_tokens(_table(root / TOKENIZER_CONFIG_FILE))
+        if (root / TEMPLATE_FILE).is_file():
+            return cls((root / TEMPLATE_FILE).read_text(encoding="utf-8"), tokens, str(root / TEMPLATE_FILE))
+        for name in _JSON_FILES:
+            found = _table(root / name).get("chat_template")
+            if found is not None:
+                return cls(_default(found, root / name), tokens, str(root / name))
+        return None
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The messages as one text.
+
+        Args:
+          messages: {"role", "content"} each; a content is a text, or a list of {"type": "text" | "image", …}.
+          add_generation_prompt: end with what opens the assistant's answer.
+          variables: further names the template knows (`tools`, `enable_thinking`, …).
+
+        Raises:
+          ConfigError: a template that is not Jinja, or does what the sandbox forbids. InputError: messages that the
+            template refuses.
+        """
+        from jinja2.exceptions import TemplateError
+
+        given = {**dict(self.special_tokens), "tools": None, "documents": None, **variables}
+        try:
+            template = _compiled(self.source)
+            return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **given)
+        except _Refused as error:
+            raise InputError(f"chat template {self.name} refuses the messages: {error}") from error
+        except TemplateError as error:
+            raise ConfigError(f"chat template {self.name} cannot be used: {error}") from error
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write the template, and the special tokens beside it. Returns the template's path."""
+        root = Path(directory)
+        (root / TEMPLATE_FILE).write_text(self.source, encoding="utf-8")
+        if self.special_tokens:
+            text = json.dumps(dict(self.special_tokens), indent=2, ensure_ascii=False)
+            (root / TOKENIZER_CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+        return root / TEMPLATE_FILE
+
+
+class _Refused(Exception):
+    """A template's own `raise_exception`."""
+
+
+def _table(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} holds a {type(table).__name__}; expected a table")
+    return table
+
+
+def _special_tokens(table: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """`…_token` entries, written as text or as {"content": text}."""
+    text = lambda value: value.get("content") if isinstance(value, Mapping) else value
+    found = {name: text(value) for name, value in sorted(table.items()) if name.endswith("_token")}
+    return tuple((name, value) for name, value in found.items() if isinstance(value, str))
+
+
+def _default(found: Any, path: Path) -> str:
+    """The template among those a file has: one text, or [{"name", "template"}]."""
+    if isinstance(found, str):
+        return found
+    named = {entry["name"]: entry["template"] for entry in found} if isinstance(found, list) else {}
+    if "default" not in named:
+        raise ConfigError(f"{path} has chat templates {sorted(named)}; expected one named 'default'")
+    return named["default"]
+
+
+def _refuse(message: str) -> None:
+    raise _Refused(message)
+
+
+def _now(form: str) -> str:
+    from datetime import datetime
+
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """Unlike Jinja's own, without escapes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+@functools.lru_cache(maxsize=32)
+def _compiled(source: str) -> Any:
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the assistant's part for training masks; here it is only passed through."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment.from_string(source)
+
+
+def images_of(messages: Sequence[Message]) -> list[Any]:
+    """The images of all messages in order: the "image" (or "path") of each content entry of type "image".
+
+    Raises:
+      InputError: an entry of type "image" without one.
+    """
+    found = []
+    for message in messages:
+        content = message.get("content")
+        for entry in content if isinstance(content, list | tuple) else ():
+            if not isinstance(entry, Mapping) or entry.get("type") != "image":
+                continue
+            image = entry.get("image", entry.get("path"))
+            if image is None:
+                raise InputError(f"image entry with {sorted(entry)}; expected 'image' (a path, array or PIL image)")
+            found.append(Path(image) if isinstance(image, str) else image)
+    return found
+
+
+def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Sequence[int]]) -> list[int]:
+    """Token ids with every image's placeholder replaced by all the tokens that stand for it.
+
+    A template writes one placeholder per image, alone (LLaVA) or between the image's start and end tokens (Qwen); in
+    the latter case these are taken for the expansion's own.
+
+    Raises:
+      InputError: more or fewer placeholders than images.
+    """
+    places = [place for place, token in enumerate(ids) if token == image_token]
+    if len(places) != len(expansions):
+        raise InputError(f"{len(places)} image placeholders in the rendered messages; expected {len(expansions)}")
+    out: list[int] = []
+    cursor = 0
+    for place, expansion in zip(places, expansions, strict=True):
+        first = list(expansion).index(image_token)
+        behind = list(reversed(expansion)).index(image_token)
+        before, after = list(expansion[:first]), list(expansion[len(expansion) - behind :])
+        start, stop = place - len(before), place + 1 + len(after)
+        whole = start >= cursor and list(ids[start:stop]) == [*before, image_token, *after]
+        start, stop = (start, stop) if whole else (place, place + 1)
+        out += [*ids[cursor:start], *expansion]
+        cursor = stop
+    return [*out, *ids[cursor:]]

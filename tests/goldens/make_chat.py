@@ -1,0 +1,199 @@
+"""Make the chat goldens with transformers (5.23): what its processors make of messages with images.
+
+Run it in an environment that has transformers, tokenizers, jinja2 and Pillow: `python tests/goldens/make_chat.py`. It
+rewrites `chat.json`: per family the template, the tokenizer, the messages, the rendered text and the token ids.
+"""
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+import json
+import string
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CLIPImageProcessorPil,
+    DeepseekVLImageProcessorPil,
+    DeepseekVLProcessor,
+    GotOcr2ImageProcessorPil,
+    InternVLProcessor,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessorPil,
+    SmolVLMImageProcessorPil,
+    SmolVLMProcessor,
+)
+from transformers.processing_utils import ProcessorMixin
+
+ProcessorMixin.check_argument_for_proper_class = lambda *_: None  # video processors need torchvision; none is used
+HERE = Path(__file__).parent
+CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['content'] is string %}{{ message['content'] }}
+{%- else %}{% for part in message['content'] %}
+{%- if part['type'] == 'image' or 'image' in part %}IMAGE{% elif 'text' in part %}{{ part['text'] }}{% endif %}
+{%- endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+TURNS = """{{ bos_token }}{% for message in messages %}
+    {%- if message['role'] not in ['user', 'assistant'] %}{{ raise_exception('no role ' + message['role']) }}{% endif %}
+    {%- if message['role'] == 'user' %}USER: {% else %}ASSISTANT: {% endif %}
+    {%- for part in message['content'] if part['type'] == 'image' %}IMAGE
+{% endfor %}
+    {%- for part in message['content'] if part['type'] == 'text' %}{{ part['text'] | trim }}{% endfor %}
+    {%- if message['role'] == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}{% else %} {% endif %}
+{%- endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}
+"""
+SIZES = [(20, 41), (33, 18)]
+MESSAGES = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A page, in two parts."}]},
+    {"role": "user", "content": [{"type": "text", "text": " And that? "}, {"type": "image"}]},
+]
+CLIP = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+
+# Special tokens that a family's processor asks its tokenizer for by name.
+NAMED = {
+    "deepseek_vl": {"image_token": "<image_placeholder>"},
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+}
+
+
+def draw_image(number: int) -> Image.Image:
+    height, width = SIZES[number]
+    pixels = np.random.default_rng(100 + number).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def build_tokenizer(specials: dict[str, int]) -> Tokenizer:
+    """One token per character (ids from 2), with these special tokens at these ids."""
+    characters = sorted({*string.printable, "Ġ", "Ċ"})
+    vocabulary = {"<s>": 0, "</s>": 1, **{c: 2 + n for n, c in enumerate(characters)}, **specials}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], fuse_unk=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", *specials])
+    return tokenizer
+
+
+def settings_of(family: str) -> dict:
+    """The tiny image settings the family's own goldens were made with."""
+    return json.loads((HERE / family / "preprocessor_config.json").read_text())
+
+
+def pil(kind, family: str):
+    known = {name: value for name, value in settings_of(family).items() if not name.endswith("_type")}
+    return kind(**known)
+
+
+def run(family: str, processor, tokenizer: Tokenizer, template: str, tokens: dict) -> dict:
+    text = processor.tokenizer.apply_chat_template(
+        MESSAGES, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    images = [draw_image(0), draw_image(1)]
+    nested = [images] if family in ("smolvlm",) else images
+    ids = processor(text=[text], images=nested, add_special_tokens=False)["input_ids"]
+    return {
+        "template": template,
+        "special_tokens": tokens,
+        "tokenizer": json.loads(tokenizer.to_str()),
+        "text": text,
+        "input_ids": np.asarray(ids[0]).tolist(),
+    }
+
+
+def main() -> None:
+    out: dict = {"messages": MESSAGES, "sizes": SIZES, "families": {}}
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+
+    def add(family: str, make, image: str, template: str, specials: dict[str, int]) -> None:
+        template = template.replace("IMAGE", image)
+        tokenizer = build_tokenizer(specials)
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, extra_special_tokens=NAMED.get(family, {}), **tokens
+        )
+        out["families"][family] = run(family, make(wrapped, template), tokenizer, template, tokens)
+
+    im = {"<|im_start|>": 310, "<|im_end|>": 311}
+    add(
+        "llava",
+        lambda t, c: LlavaProcessor(
+            pil(CLIPImageProcessorPil, "llava"),
+            t,
+            patch_size=4,
+            vision_feature_select_strategy="default",
+            chat_template=c,
+            num_additional_image_tokens=1,
+        ),
+        "<image>",
+        TURNS,
+        {"<image>": 301},
+    )
+    add(
+        "llava_next",
+        lambda t, c: LlavaNextProcessor(
+            pil(LlavaNextImageProcessorPil, "llava_next"),
+            t,
+            patch_size=4,
+            vision_feature_select_strategy="default",
+            chat_template=c,
+            num_additional_image_tokens=1,
+        ),
+        "<image>",
+        TURNS,
+        {"<image>": 301},
+    )
+    qwen = {"<|image_pad|>": 301, "<|video_pad|>": 302, "<|vision_start|>": 303, "<|vision_end|>": 304, **im}
+    add(
+        "qwen2_5_vl",
+        lambda t, c: Qwen2_5_VLProcessor(pil(Qwen2VLImageProcessorPil, "qwen2_5_vl"), t, chat_template=c),
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        CHATML,
+        qwen,
+    )
+    add(
+        "deepseek_vl",
+        lambda t, c: DeepseekVLProcessor(pil(DeepseekVLImageProcessorPil, "deepseek_vl"), t, c, num_image_tokens=16),
+        "<image_placeholder>",
+        TURNS,
+        {"<image_placeholder>": 301},
+    )
+    add(
+        "internvl",
+        lambda t, c: InternVLProcessor(
+            pil(GotOcr2ImageProcessorPil, "internvl"), t, image_seq_length=4, chat_template=c
+        ),
+        "<IMG_CONTEXT>\n",
+        CHATML,
+        {"<IMG_CONTEXT>": 301, "<img>": 303, "</img>": 304, "<video>": 305, **im},
+    )
+    tiles = {f"<row_{row}_col_{column}>": 312 + 2 * row + column - 3 for row in (1, 2) for column in (1, 2)}
+    add(
+        "smolvlm",
+        lambda t, c: SmolVLMProcessor(
+            pil(SmolVLMImageProcessorPil, "smolvlm"), t, None, image_seq_len=4, chat_template=c
+        ),
+        "<image>",
+        CHATML,
+        {
+            "<image>": 301,
+            "<fake_token_around_image>": 303,
+            "<global-img>": 304,
+            "<end_of_utterance>": 305,
+            **im,
+            **tiles,
+        },
+    )
+    (HERE / "chat.json").write_text(json.dumps(out, ensure_ascii=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

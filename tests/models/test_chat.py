@@ -1,0 +1,188 @@
+"""Chat templates: rendered text and token ids equal to transformers' processors, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvpatch_jax.errors import ConfigError, InputError
+from models import load
+from models.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate, expand_images
+from tests.goldens.load import GOLDENS, write_checkpoint
+
+GOLD = json.loads((GOLDENS / "chat.json").read_text())
+FAMILIES = list(GOLD["families"])
+
+
+def picture(number: int) -> np.ndarray:
+    """The image the golden was made with (its pixels do not matter here, its size does)."""
+    height, width = GOLD["sizes"][number]
+    return np.random.default_rng(100 + number).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def messages() -> list[dict]:
+    """The golden's messages with their images in place."""
+    numbers = iter(range(len(GOLD["sizes"])))
+    fill = lambda part: {**part, "image": picture(next(numbers))} if part["type"] == "image" else part
+    return [{**message, "content": [fill(part) for part in message["content"]]} for message in GOLD["messages"]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """`checkpoint(family)`: the tiny checkpoint with the golden's tokenizer and template, kept for the module."""
+    kept = {}
+
+    def make(family):
+        if family not in kept:
+            gold = GOLD["families"][family]
+            kept[family] = directory = write_checkpoint(family, tmp_path_factory.mktemp(family))
+            (directory / "tokenizer.json").write_text(json.dumps(gold["tokenizer"]))
+            (directory / TEMPLATE_FILE).write_text(gold["template"])
+            (directory / TOKENIZER_CONFIG_FILE).write_text(json.dumps(gold["special_tokens"]))
+        return kept[family]
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_images_in_a_conversation_equal_transformers(checkpoint, family):
+    """The same text, the same ids: template, tokenizer, image expansion and all."""
+    backbone, gold = load(checkpoint(family)), GOLD["families"][family]
+    assert backbone.chat_template.render(messages()) == gold["text"]
+    prompt = backbone.chat(messages())
+    assert prompt["input_ids"][0].tolist() == gold["input_ids"]
+    tokens = backbone.embed(**prompt)
+    assert tokens.embeddings.shape[:2] == prompt["input_ids"].shape
+    np.testing.assert_array_equal(tokens.positions, prompt["position_ids"])
+
+
+def test_text_alone_needs_no_image(checkpoint):
+    backbone = load(checkpoint("qwen2_5_vl"))
+    prompt = backbone.chat([{"role": "user", "content": "hello"}], add_generation_prompt=False)
+    assert set(prompt) == {"input_ids", "position_ids"}
+    assert backbone.text(prompt["input_ids"][0]) == "<|im_start|>user\nhello<|im_end|>\n"
+
+
+def test_saved_with_the_backbone(checkpoint, tmp_path):
+    """A saved directory renders the same."""
+    backbone = load(checkpoint("llava"))
+    again = load(backbone.save(tmp_path / "saved"))
+    assert again.chat_template.special_tokens == backbone.chat_template.special_tokens
+    assert again.chat_template.render(messages()) == backbone.chat_template.render(messages())
+    np.testing.assert_array_equal(again.chat(messages())["input_ids"], backbone.chat(messages())["input_ids"])
+
+
+# ------------------------------------------------------------------------------------------------ where it is read
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (TEMPLATE_FILE, "{{ bos_token }}{{ messages[0].content }}"),
+        ("chat_template.json", {"chat_template": "{{ bos_token }}{{ messages[0].content }}"}),
+        (TOKENIZER_CONFIG_FILE, {"chat_template": [{"name": "default", "template": "<s>{{ messages[0].content }}"}]}),
+    ],
+)
+def test_every_file_that_may_hold_it(tmp_path, name, content):
+    tokens = {"bos_token": {"content": "<s>", "lstrip": False}, "add_bos_token": True, "model_max_length": 7}
+    (tmp_path / TOKENIZER_CONFIG_FILE).write_text(json.dumps(tokens))
+    merged = {**tokens, **content} if isinstance(content, dict) else content
+    (tmp_path / name).write_text(merged if isinstance(merged, str) else json.dumps(merged))
+    assert ChatTemplate.from_directory(tmp_path).render(HELLO) == "<s>hi"
+
+
+def test_no_template_is_none(tmp_path):
+    assert ChatTemplate.from_directory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("chat_template.json", "{", "not JSON"),
+        (TOKENIZER_CONFIG_FILE, "[]", "holds a list"),
+        (TOKENIZER_CONFIG_FILE, '{"chat_template": [{"name": "tool", "template": "x"}]}', r"\['tool'\].*'default'"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        ChatTemplate.from_directory(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def render(source: str, **variables) -> str:
+    return ChatTemplate(source).render(HELLO, **variables)
+
+
+def test_helpers_of_the_environment():
+    """Keyword variables, JSON without HTML escapes, the day's date, loop controls, the generation tag."""
+    assert render("{{ tools | tojson }}", tools=[{"a": "<é>"}]) == '[{"a": "<é>"}]'
+    assert render("{{ strftime_now('%Y') | length }}") == "4"
+    assert render("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}") == "1"
+    assert render("{% generation %}{{ messages[0].role }}{% endgeneration %}") == "user"
+    assert render("{{ tools is none }} {{ add_generation_prompt }}") == "True True"
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("{{ raise_exception('no such role') }}", InputError, "no such role"),
+        ("{% if %}", ConfigError, "cannot be used"),
+        ("{{ messages.append(1) }}", ConfigError, "cannot be used"),
+        ("{{ ''.__class__.__mro__ }}", ConfigError, "cannot be used"),
+    ],
+)
+def test_bad_templates(source, error, message):
+    with pytest.raises(error, match=message):
+        render(source)
+
+
+def test_more_images_than_placeholders(checkpoint):
+    backbone = load(checkpoint("llava"))
+    with pytest.raises(InputError, match="'image'"):
+        backbone.chat([{"role": "user", "content": [{"type": "image"}]}])
+    text = [{"role": "user", "content": [{"type": "text", "text": "<image>"}]}]
+    with pytest.raises(InputError, match=r"1 image placeholders.*expected 0"):
+        backbone.chat(text)
+
+
+def test_a_backbone_without_a_template(tmp_path):
+    with pytest.raises(InputError, match="no chat template"):
+        load(write_checkpoint("llava", tmp_path)).chat(HELLO)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expansions", "expected"),
+    [
+        ([1, 9, 2], [[9, 9, 9]], [1, 9, 9, 9, 2]),
+        ([1, 7, 9, 8, 2], [[7, 9, 9, 8]], [1, 7, 9, 9, 8, 2]),
+        ([1, 9, 2], [[7, 9, 9, 8]], [1, 7, 9, 9, 8, 2]),
+        ([7, 9, 8, 7, 9, 8], [[7, 9, 8], [7, 9, 9, 8]], [7, 9, 8, 7, 9, 9, 8]),
+        ([9, 9], [[7, 9, 8], [9]], [7, 9, 8, 9]),
+        ([1, 2], [], [1, 2]),
+    ],
+)
+def test_expand_images(ids, expansions, expected):
+    """Alone or between its own start and end tokens."""
+    assert expand_images(ids, 9, expansions) == expected
+
+
+# ------------------------------------------------------------------------------------------------ a prompt's own ends
+
+
+def test_special_tokens_stand_around_the_whole_prompt(checkpoint):
+    """A tokenizer that adds a start token adds it once, in front of the first image, however many texts there are."""
+    from tokenizers import processors
+
+    backbone = load(checkpoint("llava"))
+    backbone.tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    ids = backbone.prepare([picture(0), "one", "two"])["input_ids"][0].tolist()
+    encode = lambda text: backbone.tokenizer.encode(text, add_special_tokens=False).ids
+    assert ids == [0, *[301] * 16, *encode("one"), *encode("two"), 1]
+    assert backbone.prepare([[5, 6]])["input_ids"][0].tolist() == [5, 6]
