@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from kvpatch_jax.errors import ConfigError
 
 from .family import Family
@@ -23,6 +25,7 @@ def load(
     dtype: str | None = None,
     angles: str = "exact",
     regime: str | int | None = None,
+    mesh: Mesh | None = None,
 ) -> ModelBackbone:
     """Load a backbone.
 
@@ -33,11 +36,15 @@ def load(
       angles: "exact" for cosines right at every position, "float32" for parity with the original engines.
       regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
         "long" for longrope, a length for dynamic scaling (the model's own by default).
+      mesh: lays parameters and KV over the axis "tensor" of this mesh, as `models/sharding.py` says; each shard goes
+        from the file straight to its devices. None puts everything on the default device.
 
     Raises:
-      ConfigError: no readable config.json, a layer that keeps no KV, a regime for a rope that has none, or an
-        architecture that is not built (the known ones are listed).
-      WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, or a damaged file.
+      ConfigError: no readable config.json, a layer that keeps no KV, a regime for a rope that has none, an
+        architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a number
+        of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
+      WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
+        come out in its type and sharding.
     """
     path = Path(directory) / "config.json"
     try:
@@ -49,7 +56,7 @@ def load(
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(raw.get("model_type", ""), raw.get("model_type"))]
     for name in names:
         if name in FAMILIES:
-            return ModelBackbone.from_directory(FAMILIES[name], directory, raw, dtype, angles, regime)
+            return ModelBackbone.from_directory(FAMILIES[name], directory, raw, dtype, angles, regime, mesh)
     raise ConfigError(f"architectures {names} in {path}; this library knows {sorted(FAMILIES)}")
 
 
