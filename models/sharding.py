@@ -3,8 +3,9 @@
 One mesh axis, `"tensor"`. Every parameter of the decoder has a row in `PARAMETERS` that names its axes, and `MESH_AXES`
 says which of these lie over the mesh; all others, and further axes of the mesh, replicate. So each device holds whole
 heads and whole experts, and a layer needs two sums over the devices: behind attention's output projection and behind
-the MLP's. What the heads of latent attention share (the latent's way down, its norm, and the caches `ckv` and `kpe`)
-is replicated, as are norms, routers and the residual.
+the MLP's (with experts, also the router's scores, which the compiler spreads and gathers). What the heads of latent
+attention share (the latent's way down, its norm, and the caches `ckv` and `kpe`) is replicated, as are norms, routers
+and the residual.
 
 Vision towers and projectors are replicated as a rule: they are small beside the decoder they feed, their heads and
 widths rarely divide by 8, and each image runs through them once.

@@ -278,10 +278,10 @@ def _place(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callab
         assert index is not None
         region = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         holders.setdefault(region, []).append(device)
+    put = lambda value, devices: jax.block_until_ready([jax.device_put(value, device) for device in devices])
     shards: list[jax.Array] = []
     for region, devices in holders.items():
-        value = read(region)
-        shards += jax.block_until_ready([jax.device_put(value, device) for device in devices])
+        shards += put(read(region), devices)  # no name for what was read, which would keep it during the next read
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
