@@ -7,6 +7,7 @@ a bad checkpoint raises one typed error and leaves nothing half loaded.
 
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import math
@@ -282,6 +283,7 @@ def _place(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callab
     shards: list[jax.Array] = []
     for region, devices in holders.items():
         shards += put(read(region), devices)  # no name for what was read, which would keep it during the next read
+        gc.collect(0)  # jax may let go of what it has copied only when Python collects (0.11.2: dozens of shards later)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
