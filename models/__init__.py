@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from kvpatch_jax.errors import ConfigError
 
 from .buckets import Buckets as Buckets
@@ -25,6 +27,7 @@ def load(
     angles: str = "exact",
     regime: str | int | None = None,
     buckets: Buckets | None = None,
+    mesh: Mesh | None = None,
 ) -> ModelBackbone:
     """Load a backbone.
 
@@ -37,11 +40,15 @@ def load(
         "long" for longrope, a length for dynamic scaling (the model's own by default).
       buckets: sizes that prompts and images are padded to, so that another size in the same bucket compiles nothing
         anew; None for no padding.
+      mesh: lays parameters and KV over the axis "tensor" of this mesh, as `models/sharding.py` says; each shard goes
+        from the file straight to its devices. None puts everything on the default device.
 
     Raises:
-      ConfigError: no readable config.json, a layer that keeps no KV, a regime for a rope that has none, or an
-        architecture that is not built (the known ones are listed).
-      WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, or a damaged file.
+      ConfigError: no readable config.json, a layer that keeps no KV, a regime for a rope that has none, an
+        architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a number
+        of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
+      WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
+        come out in its type and sharding.
     """
     path = Path(directory) / "config.json"
     try:
@@ -53,7 +60,7 @@ def load(
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(raw.get("model_type", ""), raw.get("model_type"))]
     for name in names:
         if name in FAMILIES:
-            return ModelBackbone.from_directory(FAMILIES[name], directory, raw, dtype, angles, regime, buckets)
+            return ModelBackbone.from_directory(FAMILIES[name], directory, raw, dtype, angles, regime, buckets, mesh)
     raise ConfigError(f"architectures {names} in {path}; this library knows {sorted(FAMILIES)}")
 
 

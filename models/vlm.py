@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import KV, Output, Step, Tokens
@@ -29,6 +30,7 @@ from kvpatch_jax.rope import check_positions
 from .buckets import Buckets, cut_output, pad_context, pad_ids, pad_images, pad_mask, pad_slots, pad_tokens
 from .chat import ChatTemplate, Message, expand_images, images_of
 from .family import Config, Family, abstract, parameters, with_dtype, with_parameters
+from .sharding import auto_mesh, cache_shardings, check_parameters, parameter_shardings
 from .weights import flatten_params, load_weights, save_weights, tensor_shapes
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -43,6 +45,7 @@ class ModelBackbone:
       family: what tells this model from others.
       chat_template: the directory's, or None.
       buckets: sizes that prompts and images are padded to, or None for their own.
+      mesh: the mesh that parameters and KV lie over (`models/sharding.py` says how), or None.
     """
 
     layout: KVLayout
@@ -55,12 +58,15 @@ class ModelBackbone:
         tokenizer: Any = None,
         buckets: Buckets | None = None,
         chat_template: ChatTemplate | None = None,
+        mesh: Mesh | None = None,
     ):
         self.config: Any = config
         self.buckets, self.chat_template = buckets, chat_template
         self.family: Family = config.family
         self.image_config, self.tokenizer = image_config, tokenizer
         self.layout = config.text.layout
+        self.mesh = mesh
+        self._kv_shardings = {} if mesh is None else cache_shardings(self.layout, mesh)
         self._fingerprint: str | None = None
         self._graph, self._state = nnx.split(with_parameters(config, dict(parameters)))
         jit = functools.partial(jax.jit, static_argnames=("start_layer", "hidden_at"))
@@ -98,10 +104,9 @@ class ModelBackbone:
         return digest.hexdigest()
 
     def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
-        """The same backbone with other parameters."""
-        return ModelBackbone(
-            self.config, parameters, self.image_config, self.tokenizer, self.buckets, self.chat_template
-        )
+        """The same backbone (buckets, template and mesh too) with other parameters, which are left where they are."""
+        kept: dict[str, Any] = {"buckets": self.buckets, "chat_template": self.chat_template, "mesh": self.mesh}
+        return ModelBackbone(self.config, parameters, self.image_config, self.tokenizer, **kept)
 
     # --------------------------------------------------------------------------------------------- prompts
 
@@ -348,6 +353,13 @@ class ModelBackbone:
     def _embed_core(self, state, input_ids, pixel_values, plan) -> Array | tuple[Array, Array]:
         return nnx.merge(self._graph, state).embed(input_ids, pixel_values, plan)
 
+    def _spread(self, kv: Any) -> Any:
+        """A KV pytree laid over the mesh, where there is one (and None where there is no KV)."""
+        if kv is None or self.mesh is None:
+            return kv
+        lay = jax.lax.with_sharding_constraint
+        return {name: lay(value, self._kv_shardings[name]) for name, value in kv.items()}
+
     def _prefill_core(self, state, tokens: Tokens, context, mask, *, start_layer: int, hidden_at) -> Output:
         decoder = nnx.merge(self._graph, state).decoder
         B, T, _ = tokens.embeddings.shape
@@ -357,12 +369,12 @@ class ModelBackbone:
             tokens.embeddings,
             tokens.positions,
             mask,
-            context=context,
+            context=self._spread(context),
             start_layer=start_layer,
             hidden_at=hidden_at,
             deepstack=_by_layer(tokens),
         )
-        return Output(decoder.logits(run.hidden), run.kv, run.taps)
+        return Output(decoder.logits(run.hidden), self._spread(run.kv), run.taps)
 
     def _recompute_core(self, state, tokens: Tokens, cache, slots, keep, mask) -> Step:
         decoder = nnx.merge(self._graph, state).decoder
@@ -373,13 +385,13 @@ class ModelBackbone:
             tokens.embeddings,
             tokens.positions,
             mask,
-            context=cache,
+            context=self._spread(cache),
             slots=slots,
             keep=keep,
             deepstack=_by_layer(tokens),
         )
         assert run.cache is not None
-        return Step(decoder.logits(run.hidden), run.cache)
+        return Step(decoder.logits(run.hidden), self._spread(run.cache))
 
     def _generate_core(self, state, tokens: Tokens, context, mask, last, *, steps: int) -> Array:
         decoder = nnx.merge(self._graph, state).decoder
@@ -447,16 +459,30 @@ class ModelBackbone:
         angles: str,
         regime: str | int | None = None,
         buckets: Buckets | None = None,
+        mesh: Mesh | None = None,
     ) -> "ModelBackbone":
-        """Read config, image settings, weights and tokenizer. `dtype` None takes the configuration's."""
+        """Read config, image settings, weights and tokenizer. `dtype` None takes the configuration's.
+
+        Raises:
+          ConfigError, WeightsError: as `models.load`.
+        """
         config = family.config(raw, angles, regime)
         config = config if dtype is None else with_dtype(config, dtype)
         expected = flatten_params(parameters(abstract(config)))
         entries = family.entries(config, tensor_shapes(directory))
-        values = load_weights(directory, entries, expected, ignore=family.ignored(config))
+        mesh = None if mesh is None else auto_mesh(mesh)
+        shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
+        ignore = family.ignored(config)
+        values = load_weights(directory, entries, expected, ignore=ignore, shardings=shardings)
         images = None if family.vision is None else family.vision.settings(directory)
-        template = ChatTemplate.from_directory(directory)
-        return cls(config, values, images, _tokenizer(Path(directory)), buckets, template)
+        more: dict[str, Any] = {
+            "buckets": buckets,
+            "chat_template": ChatTemplate.from_directory(directory),
+            "mesh": mesh,
+        }
+        backbone = cls(config, values, images, _tokenizer(Path(directory)), **more)
+        check_parameters(flatten_params(backbone.parameters), expected, shardings)
+        return backbone
 
 
 QwenVLBackbone = ModelBackbone

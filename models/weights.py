@@ -6,13 +6,15 @@ a bad checkpoint raises one typed error and leaves nothing half loaded.
 """
 
 import dataclasses
+import functools
+import gc
 import itertools
 import json
 import math
 import os
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ _INTEGER = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 ParamPath = tuple[str, ...]
 Params = dict[str, Any]
 Expected = Mapping[ParamPath, jax.ShapeDtypeStruct]
+Region = tuple[tuple[int, int], ...]  # of a parameter: where each axis starts and stops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +217,8 @@ def _cut(part: Part) -> tuple[slice, ...]:
     return (*[slice(None)] * part.axis, slice(part.start, part.stop))
 
 
-def _unpermuted(shape: Sequence[int], permute: tuple[int, ...] | None) -> tuple[int, ...]:
-    return tuple(shape) if permute is None else tuple(shape[axis] for axis in np.argsort(permute))
+def _unpermuted[T](axes: Sequence[T], permute: tuple[int, ...] | None) -> tuple[T, ...]:
+    return tuple(axes) if permute is None else tuple(axes[axis] for axis in np.argsort(permute))
 
 
 def load_weights(
@@ -224,8 +227,14 @@ def load_weights(
     expected: Expected,
     dtype: DTypeLike | None = None,
     ignore: Sequence[str] = (),
+    shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
 ) -> Params:
     """Read a checkpoint into nested parameters.
+
+    Without `shardings` a parameter is read whole and handed to the default device. With them each shard is read by
+    itself, only its own part of the file's tensors, and put on its devices before the next one is read. So beside what
+    the devices hold, the host holds one shard of one parameter (of a stack of layers: all the layers' part in it) and
+    one slice of a tensor.
 
     Args:
       directory: a Hugging Face directory.
@@ -233,6 +242,7 @@ def load_weights(
       expected: path to shape and type of every parameter of the model.
       dtype: type for floating parameters; None takes each parameter's expected one.
       ignore: regular expressions of tensor names that may be there and are not read.
+      shardings: path to where each parameter goes; every one of `expected`.
 
     Returns:
       Nested dict of JAX arrays, one per path of `expected`. Stored float64, float32, float16 and bfloat16 are cast.
@@ -249,13 +259,45 @@ def load_weights(
     with ExitStack() as stack:
         files = {path: stack.enter_context(_open(path)) for path in sorted(set(index.values()))}
         for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
-            leaf = expected[path]
+            leaf, sources = expected[path], [(files[index[tensor.name]], tensor) for tensor in group]
             floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-            value = np.empty(leaf.shape, jnp.dtype(dtype) if floating and dtype is not None else leaf.dtype)
-            for tensor in group:
-                value[tensor.slot] = _read(files[index[tensor.name]], tensor).reshape(value[tensor.slot].shape)
-            _put(params, path, jnp.asarray(value))
+            kind = jnp.dtype(dtype) if floating and dtype is not None else leaf.dtype
+            read = functools.partial(_fill, sources, leaf.shape, kind)
+            whole = tuple((0, size) for size in leaf.shape)
+            value = jnp.asarray(read(whole)) if shardings is None else _place(leaf.shape, shardings[path], read)
+            _put(params, path, value)
     return params
+
+
+def _place(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Region], np.ndarray]) -> jax.Array:
+    """An array of which each distinct shard is read once, and has left the host before the next one is read.
+
+    (`jax.make_array_from_callback` would hold all shards of this process at once, and read copies again.)
+    """
+    holders: dict[Region, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        region = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        holders.setdefault(region, []).append(device)
+    put = lambda value, devices: jax.block_until_ready([jax.device_put(value, device) for device in devices])
+    shards: list[jax.Array] = []
+    for region, devices in holders.items():
+        shards += put(read(region), devices)  # no name for what was read, which would keep it during the next read
+        gc.collect(0)  # jax may let go of what it has copied only when Python collects (0.11.2: dozens of shards later)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _fill(
+    sources: Sequence[tuple[Any, _Tensor]], shape: tuple[int, ...], dtype: DTypeLike, region: Region
+) -> np.ndarray:
+    """A region of a parameter, out of the (file, tensor) pairs that fill it."""
+    value = np.empty([stop - start for start, stop in region], dtype)
+    for file, tensor in sources:
+        depth = len(tensor.slot)
+        if all(start <= number < stop for number, (start, stop) in zip(tensor.slot, region, strict=False)):
+            slot = tuple(number - start for number, (start, _) in zip(tensor.slot, region, strict=False))
+            value[slot] = _read(file, tensor, shape[depth:], region[depth:])
+    return value
 
 
 def _resolve_ties(tensors: list[_Tensor], index: Mapping[str, Path]) -> list[_Tensor]:
@@ -300,13 +342,29 @@ def _check(
         )
 
 
-def _read(file: Any, tensor: _Tensor) -> np.ndarray:
+def _read(file: Any, tensor: _Tensor, shape: tuple[int, ...], region: Region) -> np.ndarray:
+    """A region of what a tensor fills, which is of this shape. No more than that region is read.
+
+    Except where the parameter has axes of the file flattened together: then no region of it is one of the file's
+    tensor, and all of what it needs is read.
+    """
+    flattened, permute = tensor.entry.file_shape is not None, tensor.entry.permute
+    spans = tuple((0, size) for size in tensor.piece) if flattened else _unpermuted(region, permute)
     try:
-        part = tensor.entry.part
-        value = file.get_tensor(tensor.name) if part is None else file.get_slice(tensor.name)[_cut(part)]
+        whole = tensor.entry.part is None and spans == tuple((0, size) for size in tensor.file_shape)
+        value = file.get_tensor(tensor.name) if whole else file.get_slice(tensor.name)[_file_cut(tensor, spans)]
     except (SafetensorError, OSError, ValueError) as error:
         raise WeightsError(f"tensor {tensor.name!r} cannot be read: {error}") from error
-    return value if tensor.entry.permute is None else value.transpose(tensor.entry.permute)
+    value = value if permute is None else value.transpose(permute)
+    return value.reshape(shape)[tuple(slice(*span) for span in region)] if flattened else value
+
+
+def _file_cut(tensor: _Tensor, spans: Region) -> tuple[slice, ...]:
+    """Where in the file's tensor these spans of the entry's piece of it lie."""
+    part, starts = tensor.entry.part, [0] * len(spans)
+    if part is not None:
+        starts[part.axis] = part.start
+    return tuple(slice(start + first, start + last) for start, (first, last) in zip(starts, spans, strict=True))
 
 
 def _put(params: Params, path: ParamPath, value: jax.Array) -> None:

@@ -1,0 +1,238 @@
+"""Tiny backbones loaded over eight devices, beside the same ones on one device. Prints what was found as JSON.
+
+Run by `test_sharding.py` as a program of its own (`python -m tests.models.sharding_cases DIRECTORY NAME …`), because
+the number of devices that XLA_FLAGS asks for is settled once per process, and the other tests want one.
+"""
+
+import json
+import math
+import re
+import sys
+import tracemalloc
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+import models.weights
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import WeightsError
+from kvpatch_jax.layout import to_engine
+from models import TEXT_FAMILIES, ModelBackbone, load
+from models.family import abstract, parameters
+from models.sharding import cache_shardings, check_parameters, parameter_shardings
+from models.weights import flatten_params, tensor_shapes
+from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.goldens.load_text import text_config, write_text_checkpoint
+from tests.goldens.redraw import redraw_all
+
+EIGHT = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "vocab_size": 320}
+"""Changes that make the tiny Qwen3 divide by eight."""
+
+
+def write_changed(directory: Path, **changes: Any) -> Path:
+    """The tiny Qwen3 in other sizes, its weights redrawn under the names and shapes that follow from these."""
+    raw = {**text_config("qwen3"), **changes}
+    config = TEXT_FAMILIES["Qwen3ForCausalLM"].config(raw, "exact", None)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), parameters(abstract(config)))
+    ModelBackbone(config, zeros).save(directory)
+    save_file(redraw_all(tensor_shapes(directory)), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def line_of(count: int) -> Mesh:
+    """The first `count` devices on the tensor axis."""
+    return Mesh(np.array(jax.devices()[:count]), ("tensor",))
+
+
+CASES: dict[str, tuple[Callable[[Path], Path], Callable[[], Mesh]]] = {
+    # jax.make_mesh makes Explicit axes.
+    "gqa": (lambda root: write_changed(root, **EIGHT), lambda: jax.make_mesh((8,), ("tensor",))),
+    "mha": (lambda root: write_text_checkpoint("llama2", root), lambda: line_of(4)),
+    "mla": (lambda root: write_text_checkpoint("deepseek_v3", root), lambda: line_of(4)),
+    # Another axis of the mesh replicates.
+    "image": (
+        lambda root: write_checkpoint("internvl", root),
+        lambda: Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor")),
+    ),
+}
+
+
+def error_of(found: Any, expected: Any) -> float:
+    """Largest difference over the largest magnitude."""
+    found, expected = np.asarray(found, np.float32), np.asarray(expected, np.float32)
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def run(backbone: ModelBackbone, embedded: dict[str, Any], whole: bool) -> dict[str, Any]:
+    """Embedding, a prefill and a decode step behind it; with `whole` every kind of call, each fed by the one before."""
+    tokens = backbone.embed(**embedded)
+    T = tokens.embeddings.shape[1]
+    out = backbone.prefill(tokens)
+    engine = to_engine(backbone.layout, out.kv, tokens.positions, 0)
+    cache = {name: jnp.pad(value, ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0))) for name, value in engine.items()}
+    found = {"embed": tokens.embeddings, "prefill": out.logits, **_named("prefill", out.kv), **_named("engine", engine)}
+    if whole:
+        keep = np.ones((backbone.layout.layers, 1, 2), bool)
+        keep[-1, :, 0] = False
+        other = tokens.take(2, 4)._replace(embeddings=tokens.take(5, 7).embeddings)
+        logits, cache = backbone.recompute(other, cache, np.array([[2, 3]]), keep)
+        found |= {"recompute": logits, **_named("recompute", cache)}
+        found |= {"generate": backbone.generate(_behind(tokens), 3, engine)}
+    logits, cache = backbone.decode(_behind(tokens), cache, np.array([[T]]))
+    return found | {"decode": logits, **_named("decode", cache)}
+
+
+def _named(call: str, kv: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    return {f"{call} {name}": value for name, value in kv.items()}
+
+
+def _behind(tokens: Tokens) -> Tokens:
+    """The third token again, one place behind the last."""
+    return tokens.take(2, 3)._replace(positions=tokens.take(-1, tokens.embeddings.shape[1]).positions + 1)
+
+
+def forwards(name: str, directory: Path, whole: bool) -> dict[str, Any]:
+    """What a case's forward gives over its mesh and on one device."""
+    write, make_mesh = CASES[name]
+    write(directory)
+    gold = (
+        golden_arrays("internvl", "one_image") if name == "image" else {"input_ids": np.arange(3, 15, dtype=np.int32)}
+    )
+    embedded = {"input_ids": gold["input_ids"][None]}
+    embedded |= {"pixel_values": gold["pixel_values"]} if name == "image" else {}
+    alone, over = load(directory), load(directory, mesh=make_mesh())
+    expected, found = run(alone, embedded, whole), run(over, embedded, whole)
+    return {
+        "errors": {call: error_of(found[call], expected[call]) for call in expected},
+        "cache": {call: lies(value) for call, value in found.items() if call.split()[-1] in over.layout.names},
+        "same_fingerprint": over.fingerprint == alone.fingerprint,
+        **loaded(alone, over),
+    }
+
+
+def loaded(alone: ModelBackbone, over: ModelBackbone) -> dict[str, Any]:
+    """Whether the parameters over a mesh have the values of those on one device, and how they lie."""
+    assert over.mesh is not None
+    expected = flatten_params(parameters(abstract(over.config)))
+    shardings = parameter_shardings(over.config.text, expected, over.mesh)
+    leaves, values = flatten_params(over.parameters), flatten_params(alone.parameters)
+    as_asked = [leaf.sharding.is_equivalent_to(shardings[path], leaf.ndim) for path, leaf in leaves.items()]
+    return {
+        "parameters": {".".join(path): lies(leaf) for path, leaf in leaves.items()},
+        "as_asked": leaves.keys() == shardings.keys() and all(as_asked),
+        "same_values": all(np.array_equal(leaf, values[path]) for path, leaf in leaves.items()),
+        "dtypes": sorted({str(leaf.dtype) for leaf in leaves.values()}),
+    }
+
+
+def lies(value: jax.Array) -> dict[str, Any]:
+    """Shape of the whole, shape of what one device holds, and how many devices hold some of it."""
+    shards = {shard.data.shape for shard in value.addressable_shards}
+    assert len(shards) == 1
+    return {"shape": value.shape, "shard": shards.pop(), "devices": len(value.addressable_shards)}
+
+
+LOADED = ("phi3_short", "glm4", "qwen3_moe", "deepseek_v2", "qwen2_5_vl", "qwen3_vl_moe", "kimi_vl", "llava_next")
+"""Between them every kind of entry: fused projections and experts, flattened axes, biases, tied and own heads."""
+
+
+def loads(directory: Path) -> dict[str, Any]:
+    """Every kind of checkpoint, in bfloat16, over two devices."""
+    facts = {}
+    for name in LOADED:
+        image = (GOLDENS / name).is_dir()
+        root = write_checkpoint(name, directory / name) if image else write_text_checkpoint(name, directory / name)
+        facts[name] = loaded(load(root, "bfloat16"), load(root, "bfloat16", mesh=line_of(2)))
+    return facts
+
+
+def collectives(directory: Path) -> list[list[Any]]:
+    """What devices exchange in one decode step: kind and numbers in the result, of the compiled program."""
+    backbone = load(write_changed(directory, **EIGHT), mesh=line_of(8))
+    tokens = backbone.embed(np.array([[3]]))
+    assert backbone.mesh is not None
+    empty = lambda heads, width: jnp.zeros((backbone.layout.layers, 1, 16, heads, width))
+    shardings = cache_shardings(backbone.layout, backbone.mesh)
+    channels = backbone.layout.channels
+    cache = {each.name: jax.device_put(empty(each.heads, each.width), shardings[each.name]) for each in channels}
+    program = backbone._recompute.lower(backbone._state, tokens, cache, jnp.array([[12]]), None, None).compile()
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    found = re.findall(rf" = (.*?) ({kinds})(?:-start)?\(", program.as_text() or "")
+    sizes = lambda shapes: [
+        math.prod(map(int, filter(None, shape.split(",")))) for shape in re.findall(r"\[([\d,]*)\]", shapes)
+    ]
+    return [[kind, sum(sizes(shapes))] for shapes, kind in found]
+
+
+def memory(directory: Path) -> dict[str, Any]:
+    """Host memory while a model is loaded onto devices that keep copies of their own, as accelerators do."""
+    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 32}
+    write_changed(directory, **{**EIGHT, **sizes})
+    read, put, asked = models.weights._read, jax.device_put, []
+
+    def counted(*arguments: Any) -> np.ndarray:
+        value = read(*arguments)
+        asked.append(value.nbytes)
+        return value
+
+    load(directory, mesh=line_of(8))  # what Python and JAX keep from a first time is not counted
+    models.weights._read = counted
+    jax.device_put = lambda value, device: put(value, device, may_alias=False)
+    tracemalloc.start()
+    leaves = flatten_params(load(directory, mesh=line_of(8)).parameters).values()
+    peak = tracemalloc.get_traced_memory()[1]
+    models.weights._read, jax.device_put = read, put
+    return {
+        "peak": peak,
+        "read": sum(asked),
+        "largest_slice": max(asked),
+        "model": sum(leaf.nbytes for leaf in leaves),
+        "largest": max(leaf.nbytes for leaf in leaves),
+        "largest_shard": max(leaf.addressable_shards[0].data.nbytes for leaf in leaves),
+    }
+
+
+def violations(directory: Path) -> dict[str, str]:
+    """What the check says of a parameter that was left whole on every device, and of one in another type."""
+    backbone = load(write_changed(directory, **EIGHT), mesh=line_of(8))
+    assert backbone.mesh is not None
+    expected = flatten_params(parameters(abstract(backbone.config)))
+    shardings = parameter_shardings(backbone.config.text, expected, backbone.mesh)
+    leaves, path = flatten_params(backbone.parameters), ("decoder", "layers", "attention", "key", "kernel")
+    whole = jax.device_put(leaves[path], NamedSharding(backbone.mesh, PartitionSpec()))
+    typed = leaves[path].astype(jnp.bfloat16)
+    said = {}
+    for name, leaf in {"whole": whole, "typed": typed, "right": leaves[path]}.items():
+        try:
+            check_parameters(leaves | {path: leaf}, expected, shardings)
+            said[name] = ""
+        except WeightsError as error:
+            said[name] = str(error)
+    return said
+
+
+def find(name: str, directory: Path) -> Any:
+    """The facts of one name: a case, with "-whole" behind it for every kind of call, or one of the other functions."""
+    others = {"loads": loads, "collectives": collectives, "memory": memory, "violations": violations}
+    if name in others:
+        return others[name](directory)
+    return forwards(name.removesuffix("-whole"), directory, name.endswith("-whole"))
+
+
+def main() -> None:
+    """Prints {name: facts}."""
+    root, *names = sys.argv[1:]
+    warnings.simplefilter("error")
+    with jax.default_matmul_precision("highest"):
+        print(json.dumps({name: find(name, Path(root) / name) for name in names}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Tensor parallelism: the table of axes, loading over a mesh, and the forward over eight devices against one device.
+
+What needs eight devices runs in a program of its own (`sharding_cases.py`), whose findings are asserted here.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+import models.vlm
+from kvpatch_jax.errors import ConfigError, WeightsError
+from models import FAMILIES, load
+from models.family import abstract, parameters
+from models.sharding import (
+    MESH_AXES,
+    PARAMETERS,
+    auto_mesh,
+    cache_specs,
+    check_parameters,
+    partition_specs,
+)
+from models.weights import flatten_params
+from tests.goldens.load import GOLDENS
+from tests.goldens.load_text import text_config, write_text_checkpoint
+from tests.models.sharding_cases import LOADED
+
+ROOT = Path(__file__).parents[2]
+BAR = 2e-4
+IMAGE_FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+TEXT = ("llama2", "qwen2", "qwen3", "qwen3_moe", "glm4", "phi3_short", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+DEFAULT = (("mla", "mha"), ("gqa-whole", "image", "loads", "collectives", "memory", "violations"))
+"""What is run by default, by two programs side by side."""
+SLOW = ("mha-whole", "mla-whole", "image-whole")
+
+
+def config_of(family: str, **changes: Any):
+    """The tiny model's configuration."""
+    path = GOLDENS / family / "config.json"
+    raw = json.loads(path.read_text()) if path.is_file() else text_config(family)
+    families = {each.model_type: each for each in FAMILIES.values()} | FAMILIES
+    named = raw.get("architectures") or [raw["model_type"]]
+    return families[named[0]].config({**raw, **changes}, "exact", None)
+
+
+def specs_of(family: str, count: int, **changes: Any) -> dict[str, P]:
+    config = config_of(family, **changes)
+    shapes = flatten_params(parameters(abstract(config)))
+    specs = partition_specs(config.text, shapes, AbstractMesh((count,), ("tensor",)))
+    return {".".join(path): spec for path, spec in specs.items()}
+
+
+# ------------------------------------------------------------------------------------------------------ the table
+
+
+@pytest.mark.parametrize("family", [*TEXT, *IMAGE_FAMILIES])
+def test_every_parameter_of_every_family_has_a_place(family):
+    config = config_of(family)
+    shapes = flatten_params(parameters(abstract(config)))
+    specs = partition_specs(config.text, shapes, AbstractMesh((2,), ("tensor",)))
+    assert specs.keys() == shapes.keys()
+    matrices = {"query", "key", "value", "output", "up", "gate", "embedding", "head"}
+    for path, spec in specs.items():
+        if path[0] != "decoder":
+            assert spec == P(), path
+        elif matrices & set(path) and path[-1] in ("kernel", "embedding", "gate", "up"):
+            assert list(spec).count("tensor") == 1, path
+            assert shapes[path].shape[list(spec).index("tensor")] % 2 == 0, path
+
+
+def test_specs_of_grouped_attention():
+    specs = specs_of("qwen2", 2)
+    attention = "decoder.layers.attention"
+    assert specs[f"{attention}.query.kernel"] == P(None, None, "tensor")
+    assert specs[f"{attention}.key.kernel"] == P(None, None, "tensor")
+    assert specs[f"{attention}.value.bias"] == P(None, "tensor")
+    assert specs[f"{attention}.output.kernel"] == P(None, "tensor", None)
+    assert specs["decoder.layers.mlp.gate.kernel"] == P(None, None, "tensor")
+    assert specs["decoder.layers.mlp.down.kernel"] == P(None, "tensor", None)
+    assert specs["decoder.embedding"] == P("tensor", None)
+    assert specs["decoder.head.kernel"] == P(None, "tensor")
+    assert specs["decoder.layers.input_norm.weight"] == P(None, None)
+
+
+def test_specs_of_latent_attention_and_experts():
+    specs = specs_of("deepseek_v3", 4)
+    for stack in ("dense_layers", "layers"):
+        attention = f"decoder.{stack}.attention"
+        assert specs[f"{attention}.query.kernel"] == specs[f"{attention}.up.kernel"] == P(None, None, "tensor")
+        assert specs[f"{attention}.output.kernel"] == P(None, "tensor", None)
+        assert specs[f"{attention}.down.kernel"] == specs[f"{attention}.query_down.kernel"] == P(None, None, None)
+        assert specs[f"{attention}.latent_norm.weight"] == P(None, None)
+    assert specs["decoder.dense_layers.mlp.gate.kernel"] == P(None, None, "tensor")
+    for part in ("gate", "up", "down"):
+        assert specs[f"decoder.layers.mlp.{part}"] == P(None, "tensor", None, None)
+    assert specs["decoder.layers.mlp.shared.down.kernel"] == P(None, "tensor", None)
+    assert specs["decoder.layers.mlp.router.kernel"] == P(None, None, None)
+    assert specs["decoder.layers.mlp.correction"] == P(None, None)
+
+
+def test_specs_of_caches():
+    mesh = AbstractMesh((2,), ("tensor",))
+    assert cache_specs(config_of("qwen2").text.layout, mesh) == dict.fromkeys("kv", P(None, None, None, "tensor"))
+    assert cache_specs(config_of("deepseek_v3").text.layout, mesh) == {"ckv": P(), "kpe": P()}
+
+
+def test_vocabulary_that_does_not_divide_is_replicated():
+    specs = specs_of("qwen3", 2, vocab_size=301)
+    assert specs["decoder.embedding"] == specs["decoder.head.kernel"] == P(None, None)
+
+
+def test_documented_table_is_the_one_in_the_code():
+    text = (ROOT / "docs" / "backbones.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+) \| (?:yes|no)[^|]* \| (.*) \|$", text, re.MULTILINE))
+    documented = {axis: re.findall(r"`([\w.]+)`", cell) for axis, cell in rows.items()}
+    coded = {axis: [name for name, axes in PARAMETERS.items() if axis in axes] for axis in MESH_AXES}
+    coded["none"] = [name for name, axes in PARAMETERS.items() if not set(axes) & set(MESH_AXES)]
+    assert documented == coded
+
+
+# --------------------------------------------------------------------------------------------------- bad meshes
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "changes", "message"),
+    [
+        (
+            "qwen2",
+            4,
+            {},
+            r"2 kv_heads over 4 devices of mesh axis 'tensor'; expected a number of devices that divides 2",
+        ),
+        ("llama2", 3, {}, "4 kv_heads over 3 devices"),
+        ("deepseek_v3", 8, {}, "4 heads over 8 devices"),
+        ("deepseek_v3", 4, {"n_routed_experts": 6, "n_group": 2}, "6 experts over 4 devices"),
+        ("deepseek_v3", 4, {"moe_intermediate_size": 1}, "2 shared over 4 devices"),
+        ("qwen3", 2, {"intermediate_size": 97}, "97 intermediate over 2 devices"),
+    ],
+)
+def test_what_does_not_divide_is_refused(family, count, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        specs_of(family, count, **changes)
+
+
+def test_caches_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="2 kv_heads over 8 devices"):
+        cache_specs(config_of("qwen2").text.layout, AbstractMesh((8,), ("tensor",)))
+
+
+def test_parameter_unknown_to_the_table_is_refused():
+    config = config_of("qwen3")
+    shapes = {("decoder", "layers", "attention", "gate", "kernel"): jax.ShapeDtypeStruct((3, 64, 64), np.float32)}
+    with pytest.raises(ConfigError, match=r"decoder\.layers\.attention\.gate\.kernel of shape \(3, 64, 64\)"):
+        partition_specs(config.text, shapes, AbstractMesh((2,), ("tensor",)))
+    shapes = {("decoder", "embedding"): jax.ShapeDtypeStruct((3, 64, 64), np.float32)}
+    with pytest.raises(ConfigError, match=r"decoder\.embedding of shape \(3, 64, 64\)"):
+        partition_specs(config.text, shapes, AbstractMesh((2,), ("tensor",)))
+
+
+def test_mesh_without_the_axis_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(models.vlm, "load_weights", never)
+    directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
+    with pytest.raises(ConfigError, match=r"mesh with axes \('model',\); expected one called 'tensor'"):
+        load(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("model",)))
+
+
+# ------------------------------------------------------------------------------------------------- on one device
+
+
+def test_mesh_of_one_device_loads_the_same_parameters(tmp_path):
+    directory = write_text_checkpoint("phi3_short", tmp_path / "phi3_short")
+    mesh = jax.make_mesh((1,), ("tensor",))
+    over, alone = load(directory, "bfloat16", mesh=mesh), load(directory, "bfloat16")
+    assert over.mesh == auto_mesh(mesh)
+    assert alone.mesh is None
+    assert over.replaced(over.parameters).mesh == over.mesh
+    jax.tree.map(np.testing.assert_array_equal, over.parameters, alone.parameters)
+
+
+def test_wrong_type_after_loading_is_refused(tmp_path, monkeypatch):
+    directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
+    read = models.vlm.load_weights
+    monkeypatch.setattr(models.vlm, "load_weights", lambda *args, **rest: read(*args, dtype="float16", **rest))
+    with pytest.raises(WeightsError, match=r"decoder\.\S+ has type float16; expected float32"):
+        load(directory)
+
+
+def test_check_accepts_what_is_right():
+    leaf = jax.numpy.zeros((2, 3))
+    assert check_parameters({("a",): leaf}, {("a",): jax.ShapeDtypeStruct((2, 3), leaf.dtype)}) is None
+
+
+# ---------------------------------------------------------------------------------------------- on eight devices
+
+
+def start(root: Path, names: tuple[str, ...]) -> subprocess.Popen[str]:
+    """`sharding_cases.py` with eight devices on the host."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    program = [sys.executable, "-m", "tests.models.sharding_cases", str(root), *names]
+    return subprocess.Popen(
+        program, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def findings(root: Path, *groups: tuple[str, ...]) -> dict[str, Any]:
+    """What programs that run side by side found."""
+    facts = {}
+    for program in [start(root, names) for names in groups]:
+        out, errors = program.communicate(timeout=900)
+        assert program.returncode == 0, errors
+        facts |= json.loads(out)
+    return facts
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    """What the default cases found."""
+    return findings(tmp_path_factory.mktemp("sharded"), *DEFAULT)
+
+
+@pytest.fixture(scope="module")
+def whole_facts(tmp_path_factory):
+    """What the slow cases found."""
+    return findings(tmp_path_factory.mktemp("sharded"), SLOW)
+
+
+COUNTS = {"gqa": 8, "mha": 4, "mla": 4, "image": 2}
+CALLS = {"embed", "prefill", "decode"}
+
+
+def check_forward(name: str, facts: dict[str, Any]) -> None:
+    """Every result within the bar, every cache over its KV heads (or, for latent attention, whole on each device)."""
+    calls = CALLS | ({"recompute", "generate"} if name.endswith("-whole") else set())
+    assert calls <= facts["errors"].keys()
+    worst = max(facts["errors"], key=facts["errors"].__getitem__)
+    assert facts["errors"][worst] <= BAR, f"{worst}: off by {facts['errors'][worst]:.2e} of the largest magnitude"
+    assert facts["same_fingerprint"]
+    case = name.removesuffix("-whole")
+    assert {call.split()[0] for call in facts["cache"]} == calls - {"embed", "generate"} | {"engine"}
+    for call, lies in facts["cache"].items():
+        over = 1 if case == "mla" else COUNTS[case]
+        assert lies["shape"][3] == lies["shard"][3] * over, call
+        assert lies["shape"][:3] == lies["shard"][:3], call
+        assert lies["devices"] == (8 if case == "image" else COUNTS[case]), call
+
+
+@pytest.mark.parametrize("name", ["gqa-whole", "mha", "mla", "image"])
+def test_forward_over_devices_equals_one_device(facts, name):
+    check_forward(name, facts[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_every_call_over_devices_equals_one_device(whole_facts, name):
+    check_forward(name, whole_facts[name])
+
+
+def check_parameters_lie(facts: dict[str, Any], count: int) -> None:
+    """Nothing is replicated that the table shards, nothing sharded that it replicates, and values are the file's."""
+    assert facts["as_asked"]
+    assert facts["same_values"]
+    for path, lies in facts["parameters"].items():
+        root, *rest = path.split(".")
+        name = ".".join(rest[1:] if rest[:1] in (["layers"], ["dense_layers"]) else rest)
+        axes = PARAMETERS[name] if root == "decoder" else ()
+        sharded = [axis in MESH_AXES for axis in axes]
+        leading = len(lies["shape"]) - len(sharded)
+        expected = [
+            size // count if cut else size for size, cut in zip(lies["shape"], [False] * leading + sharded, strict=True)
+        ]
+        assert lies["shard"] == expected, path
+
+
+@pytest.mark.parametrize("name", ["gqa-whole", "mha", "mla", "image"])
+def test_parameters_lie_as_the_table_says(facts, name):
+    check_parameters_lie(facts[name], COUNTS[name.removesuffix("-whole")])
+    assert facts[name]["dtypes"] == ["float32"]
+
+
+def test_shards_of_known_parameters(facts):
+    grouped, latent = (facts[name]["parameters"] for name in ("gqa-whole", "mla"))
+    assert grouped["decoder.layers.attention.key.kernel"]["shard"] == [3, 64, 8]
+    assert grouped["decoder.layers.attention.query.kernel"]["shard"] == [3, 64, 16]
+    assert grouped["decoder.layers.mlp.down.kernel"]["shard"] == [3, 12, 64]
+    assert grouped["decoder.embedding"]["shard"] == [40, 64]
+    assert latent["decoder.layers.mlp.gate"]["shard"] == [2, 2, 64, 32]
+    assert latent["decoder.layers.attention.down.kernel"]["shard"] == [2, 64, 40]
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_every_kind_of_tensor_is_read_in_shards(facts, name):
+    check_parameters_lie(facts["loads"][name], 2)
+    assert "bfloat16" in facts["loads"][name]["dtypes"]
+
+
+def test_decode_exchanges_two_sums_per_layer_and_no_parameter_or_cache(facts):
+    """The scan's body is in the program once: a sum behind attention and one behind the MLP, of one token's width."""
+    assert facts["collectives"] == [["all-reduce", 64], ["all-reduce", 64]]
+
+
+def test_host_holds_one_shard_at_a_time(facts):
+    memory, python = facts["memory"], 4 * 2**20
+    assert memory["peak"] <= memory["largest_shard"] + memory["largest_slice"] + python
+    assert memory["peak"] < memory["largest"] < memory["model"]
+    assert memory["read"] == memory["model"]  # float32 in the file as on the devices: every byte is read once
+
+
+def test_parameter_left_whole_or_in_another_type_is_refused(facts):
+    said = facts["violations"]
+    assert said["right"] == ""
+    assert re.match(r"parameter decoder\.layers\.attention\.key\.kernel lies as .*; expected .*'tensor'", said["whole"])
+    assert "has type bfloat16; expected float32" in said["typed"]
