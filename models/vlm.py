@@ -399,10 +399,11 @@ class ModelBackbone:
         size = 0 if context is None else next(iter(context.values())).shape[2]
         seen = _causal(B, T, size) if mask is None else mask
         out = self._prefill_core(state, tokens, context, seen, start_layer=0, hidden_at=())
-        cache = self._grow(out.kv, tokens.positions, context, steps)
+        first, later = jnp.argmax(out.logits[:, last], axis=-1), max(steps - 1, 0)  # nothing is read behind the last
+        cache = self._grow(out.kv, tokens.positions, context, later)
         axes = tuple(range(1, tokens.positions.ndim))
         place = jnp.max(tokens.positions, axis=axes) + 1
-        ahead = jnp.arange(size + T + steps)
+        ahead = jnp.arange(size + T + later)
 
         def body(carry, index):
             token, cache = carry
@@ -410,14 +411,14 @@ class ModelBackbone:
             step_tokens = Tokens(
                 decoder.embed(token[:, None]), jnp.broadcast_to(at, (B, 1, *tokens.positions.shape[2:]))
             )
-            allowed = jnp.pad(seen[:, :, last, None], ((0, 0), (0, 0), (0, 0), (0, steps)))
+            allowed = jnp.pad(seen[:, :, last, None], ((0, 0), (0, 0), (0, 0), (0, later)))
             allowed = allowed | ((ahead >= size + T) & (ahead <= size + T + index))
             slots = jnp.full((B, 1), size + T, jnp.int32) + index
             step = self._recompute_core(state, step_tokens, cache, slots, None, allowed)
             return (jnp.argmax(step.logits[:, -1], axis=-1), step.cache), token
 
-        first = jnp.argmax(out.logits[:, last], axis=-1)
-        return jax.lax.scan(body, (first, cache), jnp.arange(steps))[1].T
+        (final, _), tokens_before = jax.lax.scan(body, (first, cache), jnp.arange(later))
+        return jnp.concatenate([tokens_before.T, final[:, None]], axis=1)[:, :steps]
 
     def _grow(self, kv: KV, positions: Array, context: KV | None, steps: int) -> KV:
         """Engine-frame cache of context and tokens with room for `steps` more."""

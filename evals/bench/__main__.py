@@ -2,33 +2,48 @@
 
 import json
 import pathlib
+from typing import Any
 
 from absl import app, flags
 
-from . import patch
+from . import backbones, patch
 
-SUITES = {"patch": patch.run}
-
-_SUITE = flags.DEFINE_enum("suite", "patch", sorted(SUITES), "Which benchmark to run.")
+_SUITE = flags.DEFINE_enum("suite", "patch", ["backbones", "patch"], "Which benchmark to run.")
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to.")
 _DEFICITS = flags.DEFINE_string(
-    "deficits", None, "An .npz of real deficits, each [L, T, F] or [L, T, K, H]; their energy ratio is reported."
+    "deficits", None, "patch: an .npz of real deficits, each [L, T, F] or [L, T, K, H]; their energy ratio is reported."
 )
+_TORCH = flags.DEFINE_string(
+    "torch-python", None, "backbones: an interpreter with torch and transformers to compare with; ours alone without."
+)
+_THREADS = flags.DEFINE_integer("threads", 0, "backbones: cores and threads of each side; 0 for all there are.")
+_LARGE = flags.DEFINE_bool("large", False, "backbones: also a random model of Qwen2-0.5B's shape (minutes, 8 GB).")
+_ARCHITECTURES = flags.DEFINE_list("architectures", None, "backbones: only these, by their names in config.json.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
+
+
+def _run() -> dict[str, Any]:
+    common = {"repeats": _REPEATS.value, "seed": _SEED.value}
+    if _SUITE.value == "patch":
+        return patch.run(**common, deficits=_DEFICITS.value)
+    choices = {"torch_python": _TORCH.value, "threads": _THREADS.value, "architectures": _ARCHITECTURES.value}
+    return backbones.run(**common, **choices, large=_LARGE.value)
 
 
 def main(argv: list[str]) -> None:
     """Runs the suite that the flags name."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    result = SUITES[_SUITE.value](repeats=_REPEATS.value, seed=_SEED.value, deficits=_DEFICITS.value)
+    result = _run()
     text = json.dumps(result, indent=2)
     print(text)
     if _OUT.value:
         directory = pathlib.Path(_OUT.value)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"bench_{_SUITE.value}.json").write_text(text + "\n")
+    if _SUITE.value == "backbones":
+        print(backbones.table(result))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ SETTINGS = {"repair.visible": True, "repair.evicted": False}
 
 @functools.lru_cache
 def full_plan(layout: KVLayout, frame: ops.PatchFrame, rank: int = max(RANKS)) -> ops.FormPlan:
-    """Exact factors at the largest rank; smaller ranks are their leading columns."""
-    return ops.FormPlan(tuple((channel.name, rank) for channel in layout.channels), method="exact", frame=frame)
+    """Exact factors at the largest rank (of narrower channels, their width); smaller ranks are the leading columns."""
+    ranks = tuple((channel.name, min(rank, channel.features)) for channel in layout.channels)
+    return ops.FormPlan(ranks, method="exact", frame=frame)
 
 
 def factorise(scene: Scene, delta: KV, frame: ops.PatchFrame = "phase_free", rank: int = max(RANKS)) -> Thin:
@@ -83,7 +84,8 @@ def patch_bytes_share(scene: Scene, rank: int, only: str | None = None, layers_s
     tokens = scene.page.stop - scene.page.start
     features = {channel.name: channel.features for channel in scene.backbone.layout.channels}
     kept = features if only is None else {only: features[only]}
-    return layers_share * sum(rank * (tokens + F) for F in kept.values()) / sum(tokens * F for F in features.values())
+    whole = sum(tokens * F for F in features.values())
+    return layers_share * sum(min(rank, F) * (tokens + F) for F in kept.values()) / whole
 
 
 def arm_caches(reuse: PageReuse) -> Iterator[tuple[str, float, Callable[[], KV]]]:

@@ -218,6 +218,8 @@ def test_generate_equals_the_argmax_of_the_whole_forward(backbone):
     whole = backbone.prefill(text_of(backbone, np.concatenate([ids, found], axis=1)))
     expected = np.argmax(np.asarray(whole.logits)[:, ids.shape[1] - 1 : -1], axis=-1)
     assert np.array_equal(found, expected)
+    for fewer in (0, 1):
+        assert np.array_equal(backbone.generate(tokens, fewer), expected[:, :fewer])
     cut = 9
     context = {
         name: value[:, :, :cut]

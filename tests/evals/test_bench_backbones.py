@@ -1,0 +1,158 @@
+"""The benchmark of backbones: its rows, its table, its errors. How fast anything is, is never tested."""
+
+import math
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evals.bench import backbones, checkpoints
+from evals.bench.transformers_side import TransformersSide, WorkerError
+from evals.bench.transformers_worker import mean_seconds
+from kvpatch_jax.errors import ConfigError, InputError
+from models import FAMILIES, load, save
+
+PYTHON = os.environ.get("KVPATCH_TORCH_PYTHON")
+METRICS = ["prefill", "generate", "step"]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A run without another interpreter."""
+    return backbones.run(repeats=2, threads=1, architectures=["InternVLForConditionalGeneration"])
+
+
+def test_ours_alone_has_every_row(alone):
+    assert [row["metric"] for row in alone["rows"]] == [*METRICS, "embed"]
+    for row in alone["rows"]:
+        assert row["size"] == "tiny"
+        assert row["architecture"] == "InternVLForConditionalGeneration"
+        assert len(row["all"]["ours"]) == 2
+        assert all(math.isfinite(value) and value > 0 for value in (*row["all"]["ours"], row["first_call_seconds"]))
+        assert min(row["all"]["ours"]) <= row["ours"] <= max(row["all"]["ours"])
+        assert not {"theirs", "value", "passed"} & set(row)
+    assert alone["config"]["threads"] == 1
+    assert "--torch-python" in alone["config"]["other_side"]
+    assert set(alone["environment"]) >= {"jax", "cores"}
+
+
+def test_every_core_is_given_back(alone):
+    before = os.sched_getaffinity(0)
+    with backbones.pinned(1) as count:
+        assert (count, len(os.sched_getaffinity(0))) == (1, 1)
+    assert os.sched_getaffinity(0) == before
+
+
+def test_table_of_ours_alone(alone):
+    lines = backbones.table(alone).splitlines()
+    assert len(lines) == 1 + 4 + 1
+    assert lines[1].split()[:3] == ["tiny", "InternVLForConditionalGeneration", "prefill"]
+    assert lines[-1] == alone["config"]["other_side"]
+
+
+def compared(ours: list[float], theirs: list[float], bar: float, agrees: bool = True) -> dict:
+    turns = {"ours": [10 / rate for rate in ours], "theirs": [10 / rate for rate in theirs]}
+    row = {"size": "tiny", "architecture": "LlamaForCausalLM", "metric": "prefill"}
+    return backbones._against(backbones._rates(row, turns, 10), agrees, bar)
+
+
+def test_ratio_is_the_median_of_neighbouring_turns():
+    row = compared([10, 40, 30], [20, 20, 10], 1.0)
+    assert (row["ours"], row["theirs"]) == pytest.approx((30, 20))
+    assert (row["low"], row["value"], row["high"]) == pytest.approx((0.5, 2, 3))
+    assert row["passed"]
+
+
+def test_a_slow_row_or_another_function_fails():
+    assert not compared([10], [20], 1.0)["passed"]
+    assert compared([14], [20], backbones.LARGE_SIZE.bar)["passed"]
+    assert not compared([13], [20], backbones.LARGE_SIZE.bar)["passed"]
+    assert not compared([40], [20], 1.0, agrees=False)["passed"]
+
+
+def test_table_of_a_comparison_names_what_failed():
+    rows = [compared([1234.5], [1000], 1.0), compared([1], [4], 1.0) | {"metric": "step"}]
+    lines = backbones.table({"rows": rows, "config": {"other_side": {"torch": "2"}}}).splitlines()
+    assert re.sub(" +", " ", lines[1]).strip() == "tiny LlamaForCausalLM prefill 1234 1000 1.23 1.23 1.23 1 pass"
+    assert lines[2].split()[-1] == "FAIL"
+    assert lines[3:] == ["1 of 2 rows within their bars", "  not: tiny LlamaForCausalLM step"]
+
+
+def test_turns_alternate_and_short_calls_are_repeated():
+    seen = []
+    turns = backbones.take_turns({name: lambda name=name: seen.append(name) or 1.0 for name in "ab"}, 2)
+    assert seen == ["a", "b", "a", "b"]
+    assert turns == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    calls = iter([0.25, 0.5, 0.75, 100])
+    assert mean_seconds(lambda: next(calls), least=1.5) == 0.5
+
+
+def test_every_architecture_is_timed_or_said_not_to_be():
+    assert set(checkpoints.TINY) | set(checkpoints.UNTIMED) == set(FAMILIES)
+    for name in checkpoints.TINY:
+        assert checkpoints.tiny_config(name)["architectures"] == [name]
+        assert ("pixel_values" in checkpoints.tiny_pictures(name)) == (FAMILIES[name].vision is not None)
+    with pytest.raises(ConfigError, match="GPT2"):
+        checkpoints.tiny_config("GPT2LMHeadModel")
+
+
+def test_drawn_checkpoint_is_read_back(tmp_path):
+    drawn = checkpoints.random_backbone(checkpoints.tiny_config("Qwen3MoeForCausalLM"), seed=3)
+    tokens = drawn.embed(checkpoints.prompt(6))
+    again = load(save(drawn, tmp_path))
+    first, second = (np.asarray(backbone.prefill(tokens).logits) for backbone in (drawn, again))
+    np.testing.assert_array_equal(first, second)
+    assert np.ptp(first) > 1
+
+
+# ------------------------------------------------------------------------------------------------- the other side
+
+
+def test_an_interpreter_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match=r"no-python.*torch and transformers"):
+        backbones.run(torch_python=str(tmp_path / "no-python"), architectures=[])
+
+
+def test_an_interpreter_without_torch():
+    with pytest.raises(InputError, match=r"No module named 'torch'.*torch and transformers"):
+        backbones.run(torch_python=sys.executable, architectures=[])
+
+
+def test_a_program_that_is_no_interpreter(tmp_path):
+    path = script(tmp_path, "exit 3")
+    with pytest.raises(InputError, match="hello: no answer"):
+        TransformersSide(path, 1)
+
+
+def test_an_answer_that_is_an_error_is_raised(tmp_path):
+    path = script(tmp_path, """read line; echo '{"torch": "9"}'; read line; echo '{"error": "ValueError: no"}'""")
+    with TransformersSide(path, 1) as side:
+        assert side.versions == {"torch": "9"}
+        with pytest.raises(WorkerError, match="load: ValueError: no"):
+            side.ask("load")
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="KVPATCH_TORCH_PYTHON names no interpreter with torch and transformers")
+@pytest.mark.parametrize("name", ["Qwen3VLForConditionalGeneration", "DeepseekV3ForCausalLM"])
+def test_both_sides_compute_the_same(name):
+    result = backbones.run(repeats=1, threads=1, torch_python=PYTHON, architectures=[name])
+    agreement, *timed = result["rows"]
+    pictures = FAMILIES[name].vision is not None
+    assert set(agreement["differences"]) == {"logits", "features"} if pictures else {"logits"}
+    assert agreement["passed"]
+    assert agreement["equal_tokens"] == 1
+    assert [row["metric"] for row in timed] == METRICS + ["embed"] * pictures
+    assert all(row["value"] == row["low"] == row["high"] > 0 for row in timed)
+    assert set(result["config"]["other_side"]) == {"torch", "transformers", "threads"}

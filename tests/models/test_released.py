@@ -1,0 +1,131 @@
+"""Released checkpoints: the table of docs/backbones.md computed again, and its how-to for a new family followed."""
+
+import json
+import re
+import shutil
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import models
+from kvpatch_jax.errors import WeightsError
+from models.family import abstract, parameters
+from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.models.released_configs import RELEASED
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "backbones.md").read_text(encoding="utf-8")
+
+
+def described(name: str) -> tuple[str, str, str, str]:
+    """The row of the table for a checkpoint: name, KV channels, billions of parameters, bytes of KV per token."""
+    raw = RELEASED[name].config
+    config = models.FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
+    count = sum(leaf.size for leaf in jax.tree.leaves(parameters(abstract(config))))
+    layout = config.text.layout
+    return name, ", ".join(layout.names), f"{count / 1e9:.3f}", f"{layout.bytes_per_token('bfloat16'):,}"
+
+
+def rows(document: str) -> dict[str, tuple[str, ...]]:
+    """Checkpoint → cells of the section's table."""
+    section = document.split("## Released checkpoints")[1].split("\n## ")[0]
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in section.splitlines() if "|" in line]
+    return {row[0].strip("`"): row[1:] for row in cells[2:]}
+
+
+def test_the_table_has_every_checkpoint_and_no_other():
+    assert list(rows(DOCUMENT)) == list(RELEASED)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_table_is_what_our_code_computes(name):
+    found = described(name)
+    assert rows(DOCUMENT)[name] == found[1:]
+    published = RELEASED[name].published
+    if published is not None:
+        assert float(found[2]) == pytest.approx(published, rel=0.01)
+
+
+def test_every_architecture_with_a_release_has_a_row():
+    named = {released.config["architectures"][0] for released in RELEASED.values()}
+    assert set(models.FAMILIES) - named == {"Kimi_K25ForConditionalGeneration"}  # Kimi-VL is the same function
+
+
+# ------------------------------------------------------------------------------------------------- adding a family
+
+RENAMED = {
+    "model.language_model.": "llm.",
+    "lm_head.": "llm.out.",
+    "model.vision_model.": "tower.",
+    "model.aligner.linear1.": "bridge.0.",
+    "model.aligner.linear2.": "bridge.2.",
+}
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The family of the document's how-to, made by running its text as a module of `models`, and registered."""
+    (source,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+    module = types.ModuleType("models.toy_vl")
+    module.__package__ = "models"
+    exec(compile(source, "docs/backbones.md", "exec"), module.__dict__)
+    monkeypatch.setitem(models.FAMILIES, module.FAMILY.architecture, module.FAMILY)
+    return module
+
+
+@pytest.fixture
+def toy_checkpoint(tmp_path):
+    """The tiny DeepSeek-VL of the goldens (SigLIP, two linear maps, Llama) under the toy's names."""
+    theirs = write_checkpoint("deepseek_vl", tmp_path / "theirs")
+    raw = json.loads((theirs / "config.json").read_text())
+    config = {"llm": raw["text_config"], "tower": raw["vision_config"], "image_pad": raw["image_token_id"]}
+    ours = tmp_path / "toy"
+    ours.mkdir()
+    (ours / "config.json").write_text(json.dumps(config | {"architectures": ["ToyVLForConditionalGeneration"]}))
+    shutil.copy(GOLDENS / "llava" / "preprocessor_config.json", ours)  # a shortest edge and a crop, as the toy has
+    save_file({toy_name(name): value for name, value in load_file(theirs / "model.safetensors").items()}, weights(ours))
+    return ours
+
+
+def weights(directory: Path) -> Path:
+    return directory / "model.safetensors"
+
+
+def toy_name(name: str) -> str:
+    (old,) = [prefix for prefix in RENAMED if name.startswith(prefix)]
+    return RENAMED[old] + name.removeprefix(old)
+
+
+def test_the_documented_family_equals_transformers(toy, toy_checkpoint):
+    backbone, gold = models.load(toy_checkpoint), golden_arrays("deepseek_vl", "one_image")
+    assert backbone.family is toy.FAMILY
+    with jax.default_matmul_precision("highest"):
+        tokens = backbone.embed(gold["input_ids"][None], pixel_values=gold["pixel_values"])
+        logits = np.asarray(backbone.prefill(tokens).logits)[0, gold["rows"]]
+    assert np.abs(logits - gold["logits"]).max() <= 2e-4 * np.abs(gold["logits"]).max()
+
+
+def test_the_documented_family_prepares_and_saves(toy, toy_checkpoint, tmp_path):
+    backbone = models.load(toy_checkpoint)
+    prompt = backbone.prepare([[5, 6], np.full((20, 24, 3), 90, np.uint8), [7]])
+    pads = backbone.config.tile_tokens
+    assert prompt["input_ids"].tolist() == [[5, 6, *[backbone.config.image_token] * pads, 7]]
+    again = models.load(models.save(backbone, tmp_path / "again"))
+    jax.tree.map(np.testing.assert_array_equal, again.parameters, backbone.parameters)
+    assert set(load_file(weights(tmp_path / "again"))) == set(load_file(weights(toy_checkpoint)))
+
+
+def test_a_tensor_that_no_entry_names_is_refused(toy, toy_checkpoint):
+    tensors = load_file(weights(toy_checkpoint))
+    save_file(tensors | {"bridge.1.weight": np.zeros((2, 2), np.float32)}, weights(toy_checkpoint))
+    with pytest.raises(WeightsError, match=r"bridge\.1\.weight"):
+        models.load(toy_checkpoint)
+
+
+@pytest.mark.parametrize("file", ["deepseek_vl", "internvl", "llava", "smolvlm"])
+def test_a_family_whose_parts_exist_is_short(file):
+    assert len((ROOT / "models" / f"{file}.py").read_text().splitlines()) < 150
