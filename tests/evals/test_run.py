@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals import probes, run, small_task
+from evals import across, probes, run, small_task
 from evals.figures import draw_all
 from evals.report import COLUMNS, write_report
 from evals.small_task import COLOURS, KINDS, VOCABULARY
-from evals.trained import shipped, shipped_names
+from evals.statistics import number
+from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import REPAIRS
 from models import QwenVLBackbone, load
@@ -248,6 +249,38 @@ def test_report_and_figures_are_written(job: Job):
     assert str(job.folder) not in page
     images = list((job.folder / "images").glob("*.png"))
     assert len(images) >= CONTEXTS * (small_task.LEGENDS + 1)
+
+
+def test_backbones_side_by_side(job: Job, tmp_path: Path):
+    """One line per backbone, whose cells are the rows' own values; the numbers lie beside the table as JSON."""
+    config = {**job.written["config"], "parameters": 1_414_720, "kv": {"k": 128, "v": 128}}
+    results = {name: {"config": {**config, "backbone": name}, "rows": job.rows} for name in ("first", "second")}
+    table = across.write(results, tmp_path)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.read_text().splitlines()]
+    assert [line[0] for line in lines] == ["backbone", "---", "first", "second"]
+    assert {len(line) for line in lines} == {len(across.HEAD)}
+    cells = dict(zip(lines[0], lines[2], strict=True))
+    assert cells["parameters"] == "1.41 M"
+    assert cells["KV per token and layer"] == "k 128 + v 128"
+    for kind in MULTI_HOP:
+        blind = job.value("repair.visible", "blind", f"accuracy.{kind}")
+        assert f"→ {number(blind)}" in cells[f"{kind}: re-prefill → blind"]
+    best = max(job.value("repair.visible", f"{method}.bytes_of_rank=8", "accuracy.chain") for method in across.TOKENS)
+    assert cells["best token recompute at the bytes of rank 8 (chain)"].startswith(number(best))
+    assert cells["order effect"].startswith(number(job.value("reorder", "order", "relative_order_effect")))
+    kept = json.loads((tmp_path / "backbones.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert set(kept) == {"first", "second"}
+    assert {row["probe"] for row in kept["first"]["rows"]} == {"repair.visible", "reorder"}
+    assert (tmp_path / "backbones.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_backbones_are_the_shipped_ones():
+    """All but the control, the first one and its seeds in front."""
+    names = backbone_names()
+    assert names[0] == MAIN
+    assert set(names) | {CONTROL} == set(shipped_names())
+    assert run._suites_of(MAIN, run.SUITES) == run.SUITES
+    assert all("control" not in run._suites_of(name, run.SUITES) for name in names[1:])
 
 
 # -------------------------------------------------------------------------------------------------------- flags

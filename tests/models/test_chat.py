@@ -48,6 +48,7 @@ def checkpoint(tmp_path_factory):
 def test_two_images_in_a_conversation_equal_transformers(checkpoint, family):
     """The same text, the same ids: template, tokenizer, image expansion and all."""
     backbone, gold = load(checkpoint(family)), GOLD["families"][family]
+    assert backbone.chat_template is not None
     assert backbone.chat_template.render(messages()) == gold["text"]
     prompt = backbone.chat(messages())
     assert prompt["input_ids"][0].tolist() == gold["input_ids"]
@@ -67,6 +68,8 @@ def test_saved_with_the_backbone(checkpoint, tmp_path):
     """A saved directory renders the same."""
     backbone = load(checkpoint("llava"))
     again = load(backbone.save(tmp_path / "saved"))
+    assert backbone.chat_template is not None
+    assert again.chat_template is not None
     assert again.chat_template.special_tokens == backbone.chat_template.special_tokens
     assert again.chat_template.render(messages()) == backbone.chat_template.render(messages())
     np.testing.assert_array_equal(again.chat(messages())["input_ids"], backbone.chat(messages())["input_ids"])
@@ -90,7 +93,9 @@ def test_every_file_that_may_hold_it(tmp_path, name, content):
     (tmp_path / TOKENIZER_CONFIG_FILE).write_text(json.dumps(tokens))
     merged = {**tokens, **content} if isinstance(content, dict) else content
     (tmp_path / name).write_text(merged if isinstance(merged, str) else json.dumps(merged))
-    assert ChatTemplate.from_directory(tmp_path).render(HELLO) == "<s>hi"
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template is not None
+    assert template.render(HELLO) == "<s>hi"
 
 
 def test_no_template_is_none(tmp_path):

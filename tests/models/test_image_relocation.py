@@ -89,7 +89,7 @@ def each_close(found, expected, what=""):
 def test_relocation_through_the_model(prompt):
     """Forwards at p and p + δ have the same phase-free KV; keys moved either way are the forward's at the new place."""
     layout, tokens = prompt.backbone.layout, prompt.tokens
-    moves = [np.int32(delta) for delta in DELTAS]
+    moves = [np.array(delta, np.int32) for delta in DELTAS]
     if tokens.positions.ndim == 3:  # the axes may move apart: one image's place is three numbers
         moves.append(np.array([5, 1000, 70], np.int32))
     for delta in moves:
