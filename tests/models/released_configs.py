@@ -1,14 +1,15 @@
 """What our readers need of the `config.json` of released checkpoints, by the name of their Hugging Face repository.
 
-Published counts are those on the checkpoints' own pages (every parameter of the file, the tower included). No weights
-of these were loaded: the table of `docs/backbones.md` follows from the configurations alone.
+Published counts cover every parameter of the file, the tower included. Fields and counts are what is publicly said of
+these releases; not every file was read from its own repository, and a total that fits is the evidence that the fields
+do. No weights of these were loaded: the table of `docs/backbones.md` follows from the configurations alone.
 """
 
 from typing import Any, NamedTuple
 
 
 class Released(NamedTuple):
-    """A released checkpoint: `config.json`, and the billions of parameters that its page gives (None: not known)."""
+    """A released checkpoint: `config.json`, and the billions of parameters it is said to have (None: not known)."""
 
     config: dict[str, Any]
     published: float | None

@@ -69,7 +69,8 @@ RENAMED = {
 @pytest.fixture
 def toy(monkeypatch):
     """The family of the document's how-to, made by running its text as a module of `models`, and registered."""
-    (source,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+    (source,) = [block for block in blocks if block.startswith('"""Toy-VL')]
     module = types.ModuleType("models.toy_vl")
     module.__package__ = "models"
     exec(compile(source, "docs/backbones.md", "exec"), module.__dict__)
