@@ -183,7 +183,9 @@ def _llava() -> Instance:
         "patch_size": small_task.CELL_PIXELS,
         "hidden_act": "quick_gelu",
     }
-    text = {**_TEXT, "model_type": "llama", "num_key_value_heads": HEADS, "head_dim": WIDTH // HEADS}
+    # Four hundred tokens lie between a legend and the page's last cell: most pairs must turn slowly to match content.
+    heads = {"num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "rope_theta": 1e6}
+    text = {**_TEXT, "model_type": "llama", **heads}
     raw = {**_IDS, "vision_feature_layer": -2, "text_config": text, "vision_config": vision}
     size = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}, "resample": 3}
     return Instance(_read("LlavaForConditionalGeneration", raw), _picture(**size))

@@ -43,7 +43,7 @@ AGREEMENT = 2e-4
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A prompt, the tokens that follow, and the ratio of tokens per second that the issue asks for."""
+    """A prompt, the tokens that follow, and the ratio of tokens per second to reach."""
 
     name: str
     prompt: int
