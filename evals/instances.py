@@ -172,7 +172,7 @@ def _kimi_vl() -> Instance:
 
 
 def _llava() -> Instance:
-    """Multi-head attention, positions 0, 1, 2, …; images of one size (legends stand on a page-sized canvas)."""
+    """Multi-head attention, positions 0, 1, 2, …; images of one size (legends are repeated to fill it)."""
     side = small_task.ROWS * small_task.CELL_PIXELS
     vision = {
         "num_hidden_layers": 3,

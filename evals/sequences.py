@@ -233,10 +233,9 @@ def cell_labels(form: Form, contexts: Contexts, shown: np.ndarray) -> dict[str, 
 
 
 def _on_canvas(labels: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Labels [B, rows, columns] of a legend's cells as those [B, cells] of its image, -1 beside them."""
-    canvas = np.full((len(labels), *shape), -1)
-    canvas[:, : labels.shape[1], : labels.shape[2]] = labels
-    return canvas.reshape(len(labels), -1)
+    """Labels [B, rows, columns] of a legend's cells as those [B, cells] of its image, which repeats it."""
+    room = [(0, size - own) for size, own in zip(shape, labels.shape[1:], strict=True)]
+    return np.pad(labels, [(0, 0), *room], mode="wrap").reshape(len(labels), -1)
 
 
 def _label_page(contexts: Contexts, shown: np.ndarray, labels: dict[str, np.ndarray], inside: slice) -> None:

@@ -23,7 +23,6 @@ ACTIVE_FILLS = 5
 SINGLE_ON_PAGE, DOUBLE_ON_PAGE, ABSENT = 7, 5, 4
 CLEAN_ROWS = 7
 CELL_PIXELS, PATCH, MERGE, TEMPORAL = 10, 5, 2, 2
-BLANK = 110
 KINDS = ("page", "legend", "chain", "aggregate", "override")
 
 PALETTE = np.array(
@@ -274,11 +273,11 @@ def render(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pixels of a batch: legends [B, legends, 70, 30, 3] in storage order and pages [B, 100, 100, 3], uint8.
 
-    A larger `canvas` (cells) puts each legend in the top left corner of an image of that size, grey elsewhere.
+    A larger `canvas` (cells) repeats each legend to the right and below until it fills an image of that size.
     The pixels of one context depend on its own meaning and `ink_seed` only, never on the batch around it.
     """
     square = (CELL_PIXELS, CELL_PIXELS, 3)
-    legends = np.full((len(contexts), LEGENDS, LEGEND_ROWS, 3, *square), float(BLANK), np.float32)
+    legends = np.full((len(contexts), LEGENDS, LEGEND_ROWS, 3, *square), 110.0, np.float32)
     pages = np.empty((len(contexts), ROWS, CELLS + 1, *square), np.float32)
     legends[:, :, :, 1] = PALETTE[contexts.legend_fill][..., None, None, :]
     legends[:, :, :, 2] = PALETTE[contexts.legend_stripe][..., None, None, :]
@@ -296,7 +295,7 @@ def render(
         for cells in (legends[index], pages[index]):
             cells += 10.0 * rng.standard_normal(cells.shape, np.float32)
     room = [(0, CELL_PIXELS * (size - own)) for size, own in zip(canvas, (LEGEND_ROWS, 3), strict=True)]
-    return np.pad(_tile(legends), [(0, 0), (0, 0), *room, (0, 0)], constant_values=BLANK), _tile(pages)
+    return np.pad(_tile(legends), [(0, 0), (0, 0), *room, (0, 0)], mode="wrap"), _tile(pages)
 
 
 def _tile(cells: np.ndarray) -> np.ndarray:

@@ -83,15 +83,25 @@ def test_rendered_arrays_equal_png_files(tmp_path: Path, name: str, split: str):
         np.testing.assert_array_equal(images["image_grid_thw"][:4], [[1, 14, 6]] * LEGENDS + [[1, 20, 20]])
 
 
-def test_a_canvas_only_adds_room():
-    """A larger canvas has the legend's own pixels in its top left corner and grey everywhere else."""
+def test_a_canvas_repeats_the_legend():
+    """Cell (row, column) of a larger canvas is the legend's own cell (row mod 7, column mod 3); labels agree."""
     contexts, _ = draw(4, 2)
     (small, page), (large, same) = small_task.render(contexts), small_task.render(contexts, canvas=(ROWS, CELLS + 1))
     np.testing.assert_array_equal(same, page)
     assert large.shape == (2, LEGENDS, 100, 100, 3)
-    np.testing.assert_array_equal(large[:, :, :70, :30], small)
-    large[:, :, :70, :30] = small_task.BLANK
-    assert (large == small_task.BLANK).all()
+    wide = form_of(*instance("llava"))
+    shown = np.ones((2, LEGENDS), bool)
+    plain, repeated = (sequences.cell_labels(form, contexts, shown) for form in (FORM, wide))
+    for row in range(ROWS):
+        for column in range(CELLS + 1):
+            own_row, own_column = row % LEGEND_ROWS, column % 3
+            pixels = lambda image, r, c: image[:, :, 10 * r : 10 * r + 10, 10 * c : 10 * c + 10]
+            np.testing.assert_array_equal(pixels(large, row, column), pixels(small, own_row, own_column))
+            for name in ("seen", "bound"):
+                for place in range(LEGENDS):
+                    got = repeated[name][:, wide.cells(place).start + row * (CELLS + 1) + column]
+                    expected = plain[name][:, FORM.cells(place).start + own_row * 3 + own_column]
+                    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])

@@ -293,11 +293,7 @@ def recipe_of(name: str) -> Recipe:
     if name == CONTROL:
         return Recipe(window=0.0)
     backbone, _, seed = name.partition("_seed")
-    return Recipe(backbone=backbone, seed=int(seed or 0), steps=STEPS.get(name, Recipe.steps))
-
-
-STEPS = {"llava": 1500}
-"""Trained for fewer steps than the others: its prompts are twice as long."""
+    return Recipe(backbone=backbone, seed=int(seed or 0))
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -317,11 +313,11 @@ def test_shipped_directory(name: str):
     assert (loaded.config.text, loaded.config.vision) == (meant.text, meant.vision)
 
 
-def test_every_kind_of_attention_ships():
-    """Grouped, multi-head and latent attention, deepstack, experts of both routers, and three seeds of the first."""
+def test_the_kinds_of_attention_that_ship():
+    """Grouped and latent attention, deepstack, experts of both routers, and three seeds of the first."""
     configs = {name: load(shipped(name)).config for name in backbone_names()}
-    assert {config.text.layout.kind for config in configs.values()} == {"gqa", "mha", "mla"}
+    assert {config.text.layout.kind for config in configs.values()} >= {"gqa", "mla"}
     assert configs["qwen3_vl"].vision.deepstack_layers == (0, 1)
     routers = {name: config.text.experts.router for name, config in configs.items() if config.text.experts}
     assert routers == {"qwen3_vl_moe": "softmax", "kimi_vl": "sigmoid"}
-    assert [name for name in configs if name.startswith(MAIN)][:2] == [MAIN, f"{MAIN}_seed1"]
+    assert [name for name in configs if name.startswith(MAIN)] == [MAIN, f"{MAIN}_seed1", f"{MAIN}_seed2"]
