@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from ..chunk import Chunk
@@ -22,8 +21,8 @@ from .objects import Arrays, Blob
 
 _LARGEST = {
     "int8": 127.0,
-    "float8_e4m3fn": float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max),
-    "float8_e5m2": float(ml_dtypes.finfo(ml_dtypes.float8_e5m2).max),
+    "float8_e4m3fn": float(jnp.finfo(jnp.float8_e4m3fn).max),
+    "float8_e5m2": float(jnp.finfo(jnp.float8_e5m2).max),
 }
 
 

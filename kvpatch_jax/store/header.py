@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from ..errors import DtypeError, StoreCorruptError
@@ -29,9 +29,9 @@ DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I8": np.dtype(np.int8),

@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,7 @@ BACKBONE = "tiny"
 
 
 def chunk_of(
-    id: str = "B", seed: int = 0, layout=LAYOUT, tokens: int = 9, dtype=np.float32, make=kvp.Chunk, **more
+    id: str = "B", seed: int = 0, layout=LAYOUT, tokens: int = 9, dtype: Any = np.float32, make: Any = kvp.Chunk, **more
 ) -> kvp.Chunk:
     rng = np.random.default_rng(seed)
     kv = {
@@ -29,7 +30,7 @@ def chunk_of(
     }
     local = np.arange(tokens, dtype=np.float32)
     local = local if layout.rope.axes is None else np.stack([local * 0, local, local / 2], -1)
-    given = {"kv": kv, "local": local, "span": tokens, "length": tokens - 1, "id": id, "layout": layout}
+    given: dict[str, Any] = {"kv": kv, "local": local, "span": tokens, "length": tokens - 1, "id": id, "layout": layout}
     return make(**(given | {"backbone": BACKBONE} | more))
 
 
@@ -39,7 +40,7 @@ def host_chunk(id: str, seed: int) -> kvp.Chunk:
 
 
 def patch_of(
-    chunk: kvp.Chunk, antecedent: tuple[str, ...] = ("A",), rank: int = 2, seed: int = 1, array=jnp.asarray
+    chunk: kvp.Chunk, antecedent: tuple[str, ...] = ("A",), rank: int = 2, seed: int = 1, array: Any = jnp.asarray
 ) -> kvp.Patch:
     rng = np.random.default_rng(seed)
     factors = {}
@@ -51,7 +52,7 @@ def patch_of(
     return kvp.Patch(factors, kvp.Stamp(chunk.id, "canonical", antecedent, chunk.backbone, chunk.layout, layers))
 
 
-def same(first: np.ndarray, second: np.ndarray) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Bit for bit, dtype and shape too."""
     first, second = np.asarray(first), np.asarray(second)
     return (first.dtype, first.shape) == (second.dtype, second.shape) and first.tobytes() == second.tobytes()

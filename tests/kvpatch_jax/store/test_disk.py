@@ -80,14 +80,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory):
         yield store
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_flip_and_every_cut_is_found(shelf: ChunkStore, data: st.DataObject):
     damage(shelf, data)
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(st.data())
 def test_a_thousand_flips_and_cuts_are_found(shelf: ChunkStore, data: st.DataObject):
     damage(shelf, data)

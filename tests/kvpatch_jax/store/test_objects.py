@@ -1,5 +1,6 @@
 """The file format: round trips bit for bit, plain safetensors reads it, hostile headers are refused."""
 
+import dataclasses
 import json
 import resource
 import tracemalloc
@@ -73,7 +74,7 @@ def test_patches_come_back_bit_for_bit(form):
         patch = type(patch)({"k": jnp.ones((3, 9, 2, 16))}, patch.stamp)  # pyright: ignore
     if form == "shared":
         left = patch.factors["k"][0]
-        stamp = type(patch.stamp)(**(vars(patch.stamp) | {"shared_left": True}))
+        stamp = dataclasses.replace(patch.stamp, shared_left=True)
         patch = type(patch)({n: (left, f[1]) for n, f in patch.factors.items()}, stamp)
     blob = patch_blob(patch)
     header, arrays = read(blob_bytes(blob, NAME))
@@ -125,7 +126,7 @@ def test_a_whole_read_stacks_without_copying():
     arrays = take_leaves(data, header.start, header.leaves.values())
     found = decoded(header.body, arrays)
     del data, arrays
-    assert all(first <= value.ctypes.data < last for value in found.kv.values())
+    assert all(first <= np.asarray(value).ctypes.data < last for value in found.kv.values())
     assert buffers.idle_bytes == 0
     part = jnp.asarray(found.kv["k"])[0, 0, 0, 0]
     del found

@@ -12,7 +12,7 @@ from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 
 from kvpatch_jax.errors import InputError, StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore
-from kvpatch_jax.store.memory import CANONICAL, DERIVED, Held, MemoryTier
+from kvpatch_jax.store.memory import CANONICAL, DERIVED, Held, MemoryTier, Policy
 
 ONE = 4096 + 64 + 6 * 9 * 2 * 16 * 4  # bytes of chunk_of's file: header, positions, three layers of k and v
 
@@ -49,7 +49,8 @@ def test_lru_lets_go_of_the_least_recently_used():
 
 
 def test_slru_survives_a_pass_over_many():
-    for policy, stays in (("lru", False), ("slru", True)):
+    policies: tuple[tuple[Policy, bool], ...] = (("lru", False), ("slru", True))
+    for policy, stays in policies:
         tier = MemoryTier("host", 10, policy)
         for key in ("a", "b"):
             tier.get(key)
