@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import DtypeError, StoreCorruptError
+from ..errors import DtypeError, InputError, StoreCorruptError
 
 VERSION = "1"
 PAGE = 4096
@@ -102,12 +102,17 @@ def make_header(
     Args:
       specs: dtype and shape of every leaf, in order.
       crcs: checksum of every leaf; zeros where None.
+
+    Raises:
+      InputError: leaves or a body that a header does not hold. DtypeError: a dtype likewise.
     """
     crcs = dict.fromkeys(specs, 0) if crcs is None else crcs
     entries: dict[str, Any] = {}
     placed: list[tuple[str, np.dtype, tuple[int, ...], int, int]] = []
     offset = 0
     for leaf, (dtype, shape) in specs.items():
+        if len(leaf) > 80 or not _NAME.fullmatch(leaf) or leaf.startswith("pad.") or len(shape) > 8:
+            raise InputError(f"store: leaf {leaf!r} of shape {shape}; expected small words with dots, 8 axes at most")
         nbytes = math.prod(shape) * dtype.itemsize
         entries[leaf] = _entry(dtype, shape, offset, nbytes)
         placed.append((leaf, dtype, shape, offset, nbytes))
@@ -128,7 +133,7 @@ def make_header(
     text += b" " * (-(8 + len(text)) % PAGE)
     raw = len(text).to_bytes(8, "little") + text
     if len(raw) > LARGEST_HEADER:
-        raise DtypeError(f"store: a header of {len(raw)} bytes; expected at most {LARGEST_HEADER} (fewer leaves)")
+        raise InputError(f"store: a header of {len(raw)} bytes; expected at most {LARGEST_HEADER} (fewer leaves)")
     raw = _stamped(raw)
     start = len(raw)
     leaves = {leaf: Leaf(leaf, dtype, shape, start + at, n, crcs[leaf]) for leaf, dtype, shape, at, n in placed}

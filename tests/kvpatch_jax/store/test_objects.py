@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from store_cases import AXES, LAYOUT, MLA, chunk_of, patch_of, same, same_chunk
 
-from kvpatch_jax.errors import DtypeError, StoreCorruptError
+from kvpatch_jax.errors import DtypeError, InputError, StoreCorruptError
 from kvpatch_jax.ops import Quantised, quantise_int8
 from kvpatch_jax.store.buffers import Buffers
 from kvpatch_jax.store.codec import chunk_blob, decode, encode, patch_blob, patch_parts
@@ -137,6 +137,15 @@ def test_a_whole_read_stacks_without_copying():
 def test_dtypes_that_objects_do_not_hold_are_refused():
     with pytest.raises(DtypeError, match="complex64; expected one of"):
         blob_bytes(Blob("kv", {}, {"a": np.ones(2, np.complex64)}), NAME)
+
+
+def test_what_could_not_be_read_again_is_not_written():
+    one = np.ones(1, np.float32)
+    for name, array in (("K", one), ("../k", one), ("pad.1", one), ("k" * 81, one), ("k", one.reshape((1,) * 9))):
+        with pytest.raises(InputError, match="expected small words"):
+            blob_bytes(Blob("kv", {}, {name: array}), NAME)
+    with pytest.raises(InputError, match="fewer leaves"):
+        blob_bytes(Blob("kv", {"long": "x" * (5 << 20)}, {"k": one}), NAME)
 
 
 # ------------------------------------------------------------------------------------------------- hostile headers
