@@ -38,7 +38,8 @@ class Processes:
         return int(self._program.stdout.readline()), output
 
     def close(self) -> None:
-        self._program.communicate(timeout=60)
+        self._program.kill()
+        self._program.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def killed_writers(processes: Processes, root: Path, rounds: int) -> int:
             writers = [processes.start("write", root, worker) for worker in range(2)]
             for process, output in writers:
                 wait_until(lambda output=output: "\n" in text_of(output))
-                time.sleep(rng.random() * 0.2)
+                time.sleep(rng.random() * 0.1)
                 os.kill(process, signal.SIGKILL)
             for process, output in writers:
                 wait_until(lambda process=process: not alive(process))
