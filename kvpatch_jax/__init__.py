@@ -35,3 +35,4 @@ from .rope import rotate as rotate
 from .scaling import Scaling as Scaling
 from .stamp import Patch as Patch
 from .stamp import Stamp as Stamp
+from .store import ChunkStore as ChunkStore

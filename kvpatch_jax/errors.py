@@ -62,3 +62,27 @@ class ConfigError(KVPatchError):
 
 class InputError(KVPatchError):
     """Any other bad input."""
+
+
+class StoreError(KVPatchError):
+    """Base of what the chunk store raises. A missing or damaged object raises nothing: it is a miss."""
+
+
+class StoreCorruptError(StoreError):
+    """Bytes that are not a whole, unchanged object of the store. Raised to a caller only in the middle of a stream."""
+
+
+class StoreFullError(StoreError):
+    """No room: a budget that eviction cannot meet, or a file system without space."""
+
+
+class StoreReadOnlyError(StoreError):
+    """A store whose directory may not be written."""
+
+
+class StoreIOError(StoreError):
+    """Any other failure of the file system. What was being put is not acknowledged."""
+
+
+class StoreClosedError(StoreError):
+    """A store used after `close`."""

@@ -1,0 +1,294 @@
+"""Objects in a directory: durable writes, verified reads, quarantine, deletion, listing.
+
+    root/STORE.json      version and secret of the store
+    root/obj/…           objects; an object is there whole or not at all
+    root/tmp/            objects being written, locked by their writer
+    root/quarantine/     objects that did not verify
+    root/names.lock      held shared to add a name, alone to take one away
+    root/evict.lock      held by whoever evicts
+
+An acknowledged write has its data and its name on the disk: data, rename, directory, in this order. The directory is
+the truth; there is no index. Of two writers of one name the later wins, and both wrote the same content.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ..errors import StoreCorruptError
+from .buffers import Buffers
+from .counters import Counters
+from .files import locked, make_directories, opened, sync_directory, sync_files, try_lock, typed_errors
+from .header import Header
+from .ids import Name
+from .objects import Blob, check_name, read_header, read_leaves, write_blob
+
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An object as the directory shows it: path from the root, bytes, when it was last used (seconds), which file."""
+
+    path: str
+    size: int
+    used: float
+    inode: int
+
+    @property
+    def chunk(self) -> str:
+        """The keyed name of the chunk it belongs to, with its folder: objects that agree in it go together."""
+        return self.path.partition(".")[0]
+
+    @property
+    def part(self) -> str:
+        """What of the chunk it is: "kv", "kv.int8", "enc", "p.…"."""
+        return self.path.partition(".")[2].removesuffix(".safetensors")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """An object read from the disk, verified. `arrays` are read-only views of one buffer."""
+
+    header: Header
+    arrays: dict[str, np.ndarray]
+
+
+class Disk:
+    """The disk tier's files. Any number of threads and processes may use one root at once.
+
+    Args:
+      root: the store's directory; made where it is not there.
+      clock: seconds since the epoch; for expiry only.
+
+    Raises:
+      StoreReadOnlyError, StoreFullError, StoreIOError: the directory cannot be made.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        counters: Counters | None = None,
+        buffers: Buffers | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.root = os.path.abspath(root)
+        self.clock = clock
+        self.counters = Counters() if counters is None else counters
+        self.buffers = Buffers() if buffers is None else buffers
+        self._durable: set[str] = set()
+        self._lock = threading.Lock()
+        with typed_errors(f"store {self.root}: open"):
+            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            for folder in ("obj", "tmp", "quarantine"):
+                if not os.path.isdir(f"{self.root}/{folder}"):
+                    make_directories(self.root, folder)
+
+    # ----------------------------------------------------------------------------------------------- writing
+
+    def put(self, name: Name, blob: Blob) -> int:
+        """Writes one object; it would survive a crash from the moment this returns. Bytes of the file."""
+        return self.put_group([(name, blob)])
+
+    def put_group(self, items: Sequence[tuple[Name, Blob]]) -> int:
+        """Writes several objects with one sync of the data and one of the names: for many small ones. Bytes in all.
+
+        Raises:
+          StoreFullError, StoreReadOnlyError, StoreIOError: none of them is acknowledged; none is there in part.
+        """
+        with typed_errors(f"store: put {len(items)} objects"), contextlib.ExitStack() as stack:
+            written = [(name, *stack.enter_context(self._written(name, blob))) for name, blob in items]
+            sync_files([fd for _, _, fd, _ in written])
+            with locked(f"{self.root}/names.lock", shared=True):
+                for name, temporary, _, _ in written:
+                    self._publish(name, temporary)
+                for folder in sorted({name.folder for name, _ in items}):
+                    sync_directory(f"{self.root}/{folder}")
+        total = sum(header.size for *_, header in written)
+        self.counters.add("puts", len(items))
+        self.counters.add("put_bytes", total)
+        return total
+
+    @contextlib.contextmanager
+    def _written(self, name: Name, blob: Blob) -> Iterator[tuple[str, int, Header]]:
+        """A temporary file that holds the object, gone on the way out unless it was given its name."""
+        while True:
+            unique = f"{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
+            temporary = f"{self.root}/tmp/{unique}"
+            with opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.fstat(fd).st_nlink == 0:
+                    continue  # a sweep came between the two calls
+                try:
+                    yield temporary, fd, write_blob(fd, blob, name.file)
+                finally:
+                    with contextlib.suppress(OSError):
+                        os.unlink(temporary)
+                return
+
+    def _publish(self, name: Name, temporary: str) -> None:
+        if name.folder not in self._durable:
+            make_directories(self.root, name.folder)
+            self._durable.add(name.folder)
+        target = f"{self.root}/{name.path}"
+        try:
+            os.rename(temporary, target)
+        except FileNotFoundError:  # the folder was removed meanwhile
+            make_directories(self.root, name.folder)
+            os.rename(temporary, target)
+
+    # ----------------------------------------------------------------------------------------------- reading
+
+    def get(self, name: Name) -> Found | None:
+        """Reads an object whole and verifies every byte. None where it is absent, expired, unreadable or damaged.
+
+        A damaged one is moved to quarantine. A failing read (EIO) may pass and leaves the object where it is.
+        """
+        with self._reading(name) as (fd, header):
+            if fd is None or header is None:
+                return None
+            try:
+                arrays = read_leaves(fd, header, list(header.leaves), self.buffers)
+            except StoreCorruptError as error:
+                self.quarantine(name, os.fstat(fd).st_ino, str(error))
+                return None
+            except OSError:
+                self.counters.add("read_errors")
+                return None
+            self._touch(fd)
+            self.counters.add("get_bytes", header.size)
+            return Found(header, arrays)
+
+    @contextlib.contextmanager
+    def _reading(self, name: Name) -> Iterator[tuple[int | None, Header | None]]:
+        """An open object with its verified header, or (None, None)."""
+        with contextlib.ExitStack() as stack:
+            yield self._opened(name, stack)
+
+    def _opened(self, name: Name, stack: contextlib.ExitStack) -> tuple[int | None, Header | None]:
+        try:
+            fd = stack.enter_context(opened(f"{self.root}/{name.path}", os.O_RDONLY | os.O_NOFOLLOW))
+            header = read_header(fd)
+            check_name(header, name.file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None, None
+        except OSError:
+            self.counters.add("read_errors")
+            return None, None
+        except StoreCorruptError as error:
+            self.quarantine(name, os.fstat(fd).st_ino, str(error))  # pyright: ignore[reportPossiblyUnboundVariable]
+            return None, None
+        if header.expires is not None and self.clock() >= header.expires:
+            self.counters.add("expired")
+            return None, None
+        return fd, header
+
+    @contextlib.contextmanager
+    def reading(self, name: Name) -> Iterator[tuple[Header, Callable[[Sequence[str]], dict[str, np.ndarray]]] | None]:
+        """An open object's header, and a function that reads some of its neighbouring leaves, verified.
+
+        That function raises StoreCorruptError after moving a damaged object to quarantine, and StoreIOError.
+        """
+        with self._reading(name) as (fd, header):
+            if fd is None or header is None:
+                yield None
+                return
+
+            def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+                try:
+                    with typed_errors(f"store: read {names[0]}"):
+                        return read_leaves(fd, header, names, self.buffers)
+                except StoreCorruptError as error:
+                    self.quarantine(name, os.fstat(fd).st_ino, str(error))
+                    raise
+
+            self._touch(fd)
+            yield header, read
+
+    def _touch(self, fd: int) -> None:
+        """Notes the use of an object where every process sees it. A store that may only be read goes without."""
+        with contextlib.suppress(OSError):
+            os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
+
+    # ------------------------------------------------------------------------------------------ taking away
+
+    def quarantine(self, name: Name, inode: int, reason: str) -> None:
+        """Moves a damaged object out of the way, unless a good one took its place meanwhile."""
+        self.counters.add("quarantined")
+        source = f"{self.root}/{name.path}"
+        target = f"{self.root}/quarantine/{time.time_ns()}-{inode}-{name.file}"
+        with contextlib.suppress(OSError), locked(f"{self.root}/names.lock", shared=False):
+            if os.stat(source).st_ino == inode:
+                os.rename(source, target)
+                with open(f"{target}.reason", "w", encoding="utf-8") as file:
+                    file.write(reason)
+
+    def delete(self, path: str, inode: int | None = None) -> bool:
+        """Takes one object away, durably. `inode`: only if it is still this file. Whether it was there.
+
+        Raises:
+          StoreReadOnlyError, StoreIOError: it could not be taken away.
+        """
+        target = f"{self.root}/{path}"
+        with typed_errors("store: delete"), locked(f"{self.root}/names.lock", shared=False):
+            try:
+                if inode is not None and os.stat(target).st_ino != inode:
+                    return False
+                os.unlink(target)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            sync_directory(os.path.dirname(target))
+            return True
+
+    def sweep(self) -> int:
+        """Removes what dead writers left in tmp/ (a live one holds a lock on its file). How many."""
+        swept = 0
+        with typed_errors("store: sweep"):
+            for path in [entry.path for entry in os.scandir(f"{self.root}/tmp")]:
+                with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDWR) as fd:
+                    if try_lock(fd) and os.stat(path).st_ino == os.fstat(fd).st_ino:
+                        os.unlink(path)
+                        swept += 1
+        return swept
+
+    # ---------------------------------------------------------------------------------------------- listing
+
+    def scan(self, below: str = "obj") -> list[Entry]:
+        """Every object below a folder, in no order. What vanishes meanwhile is left out."""
+        found: list[Entry] = []
+        waiting = [below]
+        while waiting:
+            folder = waiting.pop()
+            try:
+                with os.scandir(f"{self.root}/{folder}") as entries:
+                    for entry in entries:
+                        path = f"{folder}/{entry.name}"
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(path)
+                        elif entry.name.endswith(".safetensors"):
+                            with contextlib.suppress(FileNotFoundError):
+                                stat = entry.stat(follow_symlinks=False)
+                                used = max(stat.st_atime, stat.st_mtime)
+                                found.append(Entry(path, stat.st_size, used, stat.st_ino))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+        return found
+
+    def of_chunk(self, name: Name) -> list[Entry]:
+        """Every object of a chunk: its canonical in any encoding, encoder output and patches."""
+        return [entry for entry in self.scan(name.folder) if entry.chunk == f"{name.folder}/{name.chunk}"]
+
+    def expires(self, path: str) -> float | None:
+        """When an object expires, by its header; None where it does not, or cannot be read."""
+        try:
+            with opened(f"{self.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW) as fd:
+                return read_header(fd).expires
+        except (OSError, StoreCorruptError):
+            return None

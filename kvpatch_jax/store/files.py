@@ -1,0 +1,135 @@
+"""System calls that the store is built from: whole writes and reads, durable directories, locks, typed errors."""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError, StoreReadOnlyError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_MOST_BUFFERS = 512
+
+
+def typed(error: OSError, what: str) -> StoreError:
+    """The store's error for a failed system call; `what` says what was being done."""
+    if error.errno in _FULL:
+        return StoreFullError(f"{what}: {error.strerror}; expected room on the file system")
+    if error.errno in _READ_ONLY:
+        return StoreReadOnlyError(f"{what}: {error.strerror}; expected a directory that may be written")
+    return StoreIOError(f"{what}: {error.strerror or error}; expected the file system to do it")
+
+
+@contextlib.contextmanager
+def typed_errors(what: str) -> Iterator[None]:
+    """Turns an OSError inside into the store's."""
+    try:
+        yield
+    except OSError as error:
+        raise typed(error, what) from error
+
+
+@contextlib.contextmanager
+def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
+    """A file descriptor, closed on the way out."""
+    fd = os.open(path, flags | os.O_CLOEXEC, mode)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array, uint8 [n]; a view where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def write_all(fd: int, parts: Sequence[bytes | np.ndarray], offset: int) -> None:
+    """Writes parts one after the other from `offset`, without joining them, however little a call may take."""
+    waiting = [memoryview(part) for part in parts if len(part)]
+    while waiting:
+        written = os.pwritev(fd, waiting[:_MOST_BUFFERS], offset)
+        offset += written
+        while waiting and written >= len(waiting[0]):
+            written -= len(waiting.pop(0))
+        if written:
+            waiting[0] = waiting[0][written:]
+
+
+def read_into(fd: int, target: np.ndarray, offset: int) -> None:
+    """Fills uint8 `target` from `offset`.
+
+    Raises:
+      StoreCorruptError: the file ends before.
+    """
+    view = memoryview(target)
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            raise StoreCorruptError(f"object: ends at byte {offset}; expected {len(view)} more")
+        view, offset = view[count:], offset + count
+
+
+def reserve(fd: int, size: int) -> None:
+    """Asks for the file's room beforehand, so that a full disk fails before anything is written."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def sync_directory(path: str) -> None:
+    """Makes the names in a directory durable."""
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        os.fsync(fd)
+
+
+def make_directories(root: str, relative: str) -> None:
+    """Makes `root`/`relative`, every new or old name on the way durable."""
+    path = root
+    for part in relative.split("/"):
+        parent, path = path, f"{path}/{part}"
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        sync_directory(parent)
+
+
+@functools.cache
+def _syncfs() -> "ctypes._NamedFuncPointer | None":
+    library = ctypes.CDLL(None, use_errno=True)
+    return getattr(library, "syncfs", None)
+
+
+def sync_files(fds: Sequence[int]) -> None:
+    """Makes the contents of several files of one file system durable: in one call where the system has `syncfs`."""
+    whole = _syncfs() if len(fds) > 1 else None
+    if whole is None:
+        for fd in fds:
+            os.fsync(fd)
+    elif whole(fds[0]) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+@contextlib.contextmanager
+def locked(path: str, *, shared: bool) -> Iterator[None]:
+    """Holds a lock file, among threads and processes; the system lets go of it when a process dies."""
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        yield
+
+
+def try_lock(fd: int) -> bool:
+    """Whether nobody holds the file; if so this descriptor holds it until it is closed."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,277 @@
+"""The header of an object: what is written before the data, and the strict reading of it.
+
+A file is a safetensors file: 8 bytes of header length, JSON, spaces up to a multiple of 4096 bytes, then the leaves
+without gaps (tensors called `pad.<n>` fill a leaf up to 64 bytes). The first entry of the metadata is a checksum of the
+whole header, at a fixed place, checked before any JSON is parsed. Nothing in a header is believed before it agrees with
+the size of the file, and nothing is allocated from it before that.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import DtypeError, InputError, StoreCorruptError
+
+VERSION = "1"
+PAGE = 4096
+ALIGNMENT = 64
+LARGEST_HEADER = 1 << 22
+"""Bytes. A longer header is refused unread."""
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_OPENING = b'{"__metadata__":{"header_crc":"'
+_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+){0,4}")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_DEPTH = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array in a file. `offset` is in bytes from the file's start; `crc` is zlib's crc32 of its bytes."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    crc: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What an object says about itself.
+
+    Attributes:
+      name: its file's name.
+      kind: "kv", "patch" or "encoder".
+      expires: seconds since the epoch, or None.
+      body: what the codec needs to build the object again.
+      leaves: in the order of the file, padding left out.
+      start: bytes before the first leaf. size: bytes of the file.
+    """
+
+    name: str
+    kind: str
+    expires: float | None
+    body: Mapping[str, Any]
+    leaves: Mapping[str, Leaf]
+    start: int
+    size: int
+
+
+def dtype_word(dtype: np.dtype) -> str:
+    """safetensors' word for a dtype.
+
+    Raises:
+      DtypeError: a dtype that objects do not hold.
+    """
+    if dtype not in _WORDS:
+        raise DtypeError(f"store: dtype {dtype}; expected one of {', '.join(str(known) for known in _WORDS)}")
+    return _WORDS[dtype]
+
+
+def make_header(
+    name: str,
+    kind: str,
+    expires: float | None,
+    body: Mapping[str, Any],
+    specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    crcs: Mapping[str, int] | None = None,
+) -> tuple[bytes, Header]:
+    """The header's bytes and what they say. Their length does not depend on `crcs`, which may come later.
+
+    Args:
+      specs: dtype and shape of every leaf, in order.
+      crcs: checksum of every leaf; zeros where None.
+
+    Raises:
+      InputError: leaves or a body that a header does not hold. DtypeError: a dtype likewise.
+    """
+    crcs = dict.fromkeys(specs, 0) if crcs is None else crcs
+    entries: dict[str, Any] = {}
+    placed: list[tuple[str, np.dtype, tuple[int, ...], int, int]] = []
+    offset = 0
+    for leaf, (dtype, shape) in specs.items():
+        if len(leaf) > 80 or not _NAME.fullmatch(leaf) or leaf.startswith("pad.") or len(shape) > 8:
+            raise InputError(f"store: leaf {leaf!r} of shape {shape}; expected small words with dots, 8 axes at most")
+        nbytes = math.prod(shape) * dtype.itemsize
+        entries[leaf] = _entry(dtype, shape, offset, nbytes)
+        placed.append((leaf, dtype, shape, offset, nbytes))
+        offset += nbytes
+        if gap := -offset % ALIGNMENT:
+            entries[f"pad.{len(placed)}"] = _entry(np.dtype(np.uint8), (gap,), offset, gap)
+            offset += gap
+    metadata = {
+        "header_crc": "0" * 8,
+        "version": VERSION,
+        "name": name,
+        "kind": kind,
+        "expires": "" if expires is None else repr(float(expires)),
+        "crc": " ".join(f"{leaf}={crcs[leaf]:08x}" for leaf in specs),
+        "body": json.dumps(body, separators=(",", ":")),
+    }
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    raw = len(text).to_bytes(8, "little") + text
+    if len(raw) > LARGEST_HEADER:
+        raise InputError(f"store: a header of {len(raw)} bytes; expected at most {LARGEST_HEADER} (fewer leaves)")
+    raw = _stamped(raw)
+    start = len(raw)
+    leaves = {leaf: Leaf(leaf, dtype, shape, start + at, n, crcs[leaf]) for leaf, dtype, shape, at, n in placed}
+    return raw, Header(name, kind, expires, body, leaves, start, start + offset)
+
+
+def _entry(dtype: np.dtype, shape: tuple[int, ...], offset: int, nbytes: int) -> dict[str, Any]:
+    return {"dtype": dtype_word(dtype), "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+
+
+def _stamped(raw: bytes) -> bytes:
+    at = 8 + len(_OPENING)
+    return b"".join((raw[:at], b"%08x" % zlib.crc32(raw), raw[at + 8 :]))
+
+
+def header_length(opening: bytes, size: int) -> int:
+    """Bytes before the data, from a file's first 8 bytes and its size.
+
+    Raises:
+      StoreCorruptError: a length that does not fit the file, or that no header of ours has.
+    """
+    length = 8 + int.from_bytes(opening[:8], "little")
+    if len(opening) < 8 or length > size or length > LARGEST_HEADER or length % PAGE:
+        raise StoreCorruptError(
+            f"object: header of {length} bytes in a file of {size}; expected a multiple of {PAGE} up to "
+            f"{min(size, LARGEST_HEADER)}"
+        )
+    return length
+
+
+def parse_header(raw: bytes, size: int) -> Header:
+    """Reads a header strictly. `raw`: exactly the bytes before the data. `size`: bytes of the file.
+
+    Raises:
+      StoreCorruptError: anything that `make_header` would not have written.
+    """
+    if header_length(raw[:8], size) != len(raw):
+        raise StoreCorruptError(f"object: {len(raw)} bytes of header; expected what its length says")
+    _check_crc(raw)
+    tree = _json(raw[8:], "header", 3)
+    metadata = tree.pop("__metadata__")
+    wanted = ("header_crc", "version", "name", "kind", "expires", "crc", "body")
+    if tuple(metadata) != wanted or not all(isinstance(value, str) for value in metadata.values()):
+        raise StoreCorruptError(f"object: metadata {str(list(metadata))[:200]}; expected texts called {wanted}")
+    if metadata["version"] != VERSION:
+        raise StoreCorruptError(f"object: version {metadata['version'][:20]!r}; expected {VERSION!r}")
+    leaves = _leaves(tree, _crcs(metadata["crc"]), len(raw), size)
+    body = _json(metadata["body"].encode(), "body", _DEPTH)
+    return Header(metadata["name"], metadata["kind"], _time(metadata["expires"]), body, leaves, len(raw), size)
+
+
+def _check_crc(raw: bytes) -> None:
+    at = 8 + len(_OPENING)
+    if raw[8:at] != _OPENING:
+        raise StoreCorruptError(f"object: opens with {raw[8:40]!r}; expected {_OPENING!r}")
+    found, blank = raw[at : at + 8], b"".join((raw[:at], b"0" * 8, raw[at + 8 :]))
+    if found != b"%08x" % zlib.crc32(blank):
+        raise StoreCorruptError(f"object: header checksum {found!r}; expected that of the bytes")
+
+
+def _json(text: bytes, what: str, deepest: int) -> dict[str, Any]:
+    """A JSON object, refused where it is nested deeper than ours or names a key twice."""
+    plain = np.frombuffer(_STRING.sub(b"", text), np.uint8)
+    steps = np.isin(plain, (0x5B, 0x7B)).astype(np.int64) - np.isin(plain, (0x5D, 0x7D))
+    if plain.size and int(np.cumsum(steps).max()) > deepest:
+        raise StoreCorruptError(f"object: {what} nested {int(np.cumsum(steps).max())} deep; expected at most {deepest}")
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise StoreCorruptError(f"object: {what} is not JSON: {str(error)[:200]}") from error
+    if not isinstance(value, dict):
+        raise StoreCorruptError(f"object: {what} is {type(value).__name__}; expected an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key is there twice")
+    return value
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"the constant {word}")
+
+
+def _time(text: str) -> float | None:
+    try:
+        value = None if text == "" else float(text)
+    except ValueError:
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise StoreCorruptError(f"object: expires {text[:40]!r}; expected seconds")
+    return value
+
+
+def _crcs(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(" ")] if text else []
+    if not all(re.fullmatch("[0-9a-f]{8}", crc) for _, _, crc in pairs):
+        raise StoreCorruptError(f"object: checksums {text[:60]!r}; expected name=8 hexadecimal digits")
+    return {name: int(crc, 16) for name, _, crc in pairs}
+
+
+def _leaves(tree: dict[str, Any], crcs: dict[str, int], start: int, size: int) -> dict[str, Leaf]:
+    leaves: dict[str, Leaf] = {}
+    offset = start
+    for name, entry in tree.items():
+        dtype, shape, nbytes = _checked(name, entry, offset - start)
+        if not name.startswith("pad."):
+            leaves[name] = Leaf(name, dtype, shape, offset, nbytes, crcs.get(name, -1))
+        elif dtype != np.uint8 or nbytes >= ALIGNMENT:
+            raise StoreCorruptError(f"object: {name} of {nbytes} bytes {dtype}; expected uint8 below {ALIGNMENT}")
+        offset += nbytes
+        if offset > size:
+            raise StoreCorruptError(f"object: leaf {name} ends at {offset}; expected at most {size}")
+    if offset != size or list(crcs) != list(leaves):
+        raise StoreCorruptError(f"object: {len(crcs)} checksums, {offset} bytes; expected {len(leaves)} and {size}")
+    return leaves
+
+
+def _checked(name: str, entry: Any, offset: int) -> tuple[np.dtype, tuple[int, ...], int]:
+    """Dtype, shape and bytes of a leaf that begins at `offset` of the data."""
+    if len(name) > 80 or not _NAME.fullmatch(name):
+        raise StoreCorruptError(f"object: leaf {name[:80]!r}; expected words with dots between")
+    if not isinstance(entry, dict) or tuple(entry) != ("dtype", "shape", "data_offsets"):
+        raise StoreCorruptError(f"object: leaf {name}: {str(entry)[:80]}; expected dtype, shape, data_offsets")
+    word, shape, offsets = entry.values()
+    if not isinstance(word, str) or word not in DTYPES:
+        raise StoreCorruptError(f"object: leaf {name}: dtype {str(word)[:20]!r}; expected one of {tuple(DTYPES)}")
+    if not _naturals(shape) or len(shape) > 8 or not _naturals(offsets):
+        raise StoreCorruptError(
+            f"object: leaf {name}: shape {str(shape)[:60]}, offsets {str(offsets)[:60]}; expected sizes"
+        )
+    nbytes = math.prod(shape) * DTYPES[word].itemsize
+    if offsets != [offset, offset + nbytes]:
+        raise StoreCorruptError(f"object: leaf {name}: offsets {offsets}; expected {[offset, offset + nbytes]}")
+    return DTYPES[word], tuple(shape), nbytes
+
+
+def _naturals(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)

@@ -1,0 +1,184 @@
+"""What things are called: digests of content, and the names that a tenant's objects have on disk.
+
+A digest is blake2b of 256 bits over fields that are framed by their lengths, so that no two lists of fields give the
+same bytes. A name is a digest keyed by the tenant: who does not hold the key cannot tell from a name what it names, nor
+whether two tenants hold the same thing.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+from ..errors import InputError
+from ..ops import PatchFrame
+from ..stamp import Base, Patch, Stamp
+
+Content = np.ndarray | jax.Array | str | bytes | Sequence[int]
+Encoding = Literal["bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"]
+ENCODINGS: tuple[str, ...] = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+_BYTES = 32
+
+
+def _digest(fields: Iterable[bytes], key: bytes = b"", size: int = _BYTES) -> str:
+    digest = hashlib.blake2b(digest_size=size, key=key)
+    for field in fields:
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return digest.hexdigest()
+
+
+def _fields(content: Content) -> list[bytes]:
+    if isinstance(content, str):
+        return [b"text", content.encode()]
+    if isinstance(content, bytes):
+        return [b"bytes", content]
+    value = np.asarray(content)
+    if value.dtype == object or value.dtype.kind in "USV":
+        raise InputError(f"id: content of dtype {value.dtype}; expected numbers, text or bytes")
+    if value.dtype.kind in "iu" and not isinstance(content, np.ndarray | jax.Array):
+        value = value.astype(np.int64)  # token ids given as a list
+    shape = ",".join(str(size) for size in value.shape)
+    return [b"array", value.dtype.newbyteorder("<").str.encode(), shape.encode(), _little(value)]
+
+
+def _little(value: np.ndarray) -> bytes:
+    swapped = value.astype(value.dtype.newbyteorder("<")) if value.dtype.byteorder == ">" else value
+    return np.ascontiguousarray(swapped).tobytes()
+
+
+def chunk_id(backbone: str, *content: Content) -> str:
+    """The id of a chunk: 64 hexadecimal digits over what it shows and who reads it.
+
+    Args:
+      backbone: the fingerprint (`Backbone.fingerprint`: weights, configuration, preprocessing, rope regime).
+      content: in order, pixels (arrays of any shape), token ids (a list or an integer array) or text. An array's dtype
+        and shape count; a list of token ids counts as int64.
+
+    Raises:
+      InputError: no content, an empty fingerprint, or an array that holds no numbers.
+    """
+    if not backbone or not content:
+        raise InputError(
+            f"chunk_id: backbone {backbone!r}, {len(content)} contents; expected a fingerprint and content"
+        )
+    return _digest([b"chunk", backbone.encode(), *(field for part in content for field in _fields(part))])
+
+
+def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> str:
+    """The id of a tower's output: over every array of one prepared request (pixel_values, grids, …), by name.
+
+    Raises:
+      InputError: an empty request or fingerprint.
+    """
+    if not backbone or not request:
+        raise InputError(f"encoder_id: backbone {backbone!r}, {len(request)} arrays; expected a fingerprint and arrays")
+    fields = [field for name in sorted(request) for field in (name.encode(), *_fields(request[name]))]
+    return _digest([b"encoder", backbone.encode(), *fields])
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """Where an object is: relative to the store's root, `folder`/`file`. `chunk` is the keyed name of its chunk."""
+
+    folder: str
+    chunk: str
+    file: str
+    kind: Literal["kv", "patch", "encoder"]
+
+    @property
+    def path(self) -> str:
+        """Relative path, with forward slashes."""
+        return f"{self.folder}/{self.file}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What a patch serves: the fields of its `Stamp` that say so, with the same meaning."""
+
+    chunk: str
+    backbone: str
+    antecedent: tuple[str, ...]
+    orbit: bool = False
+    base: Base = "canonical"
+    base_antecedent: tuple[str, ...] | None = None
+    frame: PatchFrame = "phase_free"
+    start: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The names of one tenant's objects.
+
+    Attributes:
+      tenant: who.
+      secret: at least 16 bytes; the tenant's key is derived from it.
+
+    Raises:
+      InputError: an empty tenant, or a secret below 16 bytes.
+    """
+
+    tenant: str
+    secret: bytes = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.tenant or len(self.secret) < 16:
+            raise InputError(
+                f"names: tenant {self.tenant!r}, a secret of {len(self.secret)} bytes; expected 16 or more"
+            )
+
+    @property
+    def _key(self) -> bytes:
+        return bytes.fromhex(_digest([b"tenant", self.tenant.encode()], hashlib.blake2b(self.secret).digest()))
+
+    def _name(self, size: int, *fields: str) -> str:
+        return _digest([field.encode() for field in fields], self._key, size)
+
+    @property
+    def space(self) -> str:
+        """The tenant's directory, below the store's root."""
+        return f"obj/{self._name(16, 'space')}"
+
+    def _place(self, backbone: str, chunk: str, rest: str, kind: Literal["kv", "patch", "encoder"]) -> Name:
+        name = self._name(_BYTES, "chunk", backbone, chunk)
+        folder = f"{self.space}/{self._name(16, 'backbone', backbone)}/{name[:2]}"
+        return Name(folder, name, f"{name}.{rest}.safetensors", kind)
+
+    def canonical(self, backbone: str, chunk: str, encoding: str | None = None) -> Name:
+        """Of a canonical, as it was made, or in a smaller `encoding`: each its own object.
+
+        Raises:
+          InputError: an unknown encoding.
+        """
+        if encoding is not None and encoding not in ENCODINGS:
+            raise InputError(f"encoding {encoding!r}; expected None or one of {ENCODINGS}")
+        return self._place(backbone, chunk, "kv" if encoding is None else f"kv.{encoding}", "kv")
+
+    def encoder(self, backbone: str, chunk: str) -> Name:
+        """Of a tower's output, under the id of the chunk that it makes (or an `encoder_id`)."""
+        return self._place(backbone, chunk, "enc", "encoder")
+
+    def patch(self, patch: Patch) -> Name:
+        """Of a patch: over chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers."""
+        form = json.dumps(_form(patch), sort_keys=True)
+        served = self.patches(patch.stamp)
+        return dataclasses.replace(served, file=f"{served.file}{self._name(20, 'form', form)}.safetensors")
+
+    def patches(self, stamp: Served | Stamp) -> Name:
+        """What the names of all patches that serve the same begin with, whatever their ranks, layers and dtypes."""
+        antecedent = sorted(stamp.antecedent) if stamp.orbit else list(stamp.antecedent)
+        served = [stamp.base, stamp.orbit, antecedent, stamp.base_antecedent, stamp.frame, stamp.start]
+        own = self._place(stamp.backbone, stamp.chunk, "p", "patch")
+        return dataclasses.replace(own, file=f"{own.chunk}.p.{self._name(20, 'served', json.dumps(served))}.")
+
+
+def _form(patch: Patch) -> list:
+    dtypes = sorted(
+        (name, [str(leaf.dtype) for leaf in jax.tree.leaves(factors)]) for name, factors in patch.factors.items()
+    )
+    stamp = patch.stamp
+    return [sorted(patch.ranks.items()), stamp.layers, stamp.heads, stamp.shared_left, dtypes]

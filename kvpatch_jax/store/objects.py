@@ -1,0 +1,139 @@
+"""Objects: arrays and a body in one immutable file. Making one, and reading it back verified."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import StoreCorruptError
+from .buffers import Buffers
+from .files import as_bytes, read_into, reserve, write_all
+from .header import ALIGNMENT, PAGE, Header, Leaf, header_length, make_header, parse_header
+
+Kind = Literal["kv", "patch", "encoder"]
+Arrays = Mapping[str, np.ndarray]
+_OVERLAP = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blob:
+    """An object before it is a file: its leaves in the order of the file, and what its header will say.
+
+    The arrays are not copied, and must not change until the object is durable.
+    """
+
+    kind: Kind
+    body: Mapping[str, Any]
+    arrays: Arrays
+    expires: float | None = None
+
+    @property
+    def specs(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Dtype and shape of every leaf."""
+        return {name: (array.dtype, array.shape) for name, array in self.arrays.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the leaves."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def file_size(blob: Blob, name: str) -> int:
+    """Bytes of the file that the object will be."""
+    return make_header(name, blob.kind, blob.expires, blob.body, blob.specs)[1].size
+
+
+@functools.cache
+def _helper() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvpatch-crc")
+
+
+def _crcs(arrays: Arrays) -> dict[str, int]:
+    return {name: zlib.crc32(as_bytes(array)) for name, array in arrays.items()}
+
+
+def _parts(arrays: Arrays) -> list[np.ndarray]:
+    parts: list[np.ndarray] = []
+    for array in arrays.values():
+        parts.append(as_bytes(array))
+        if gap := -array.nbytes % ALIGNMENT:
+            parts.append(np.zeros(gap, np.uint8))
+    return parts
+
+
+def blob_bytes(blob: Blob, name: str) -> bytes:
+    """The whole file as bytes, for stores that take it in one piece."""
+    raw, _ = make_header(name, blob.kind, blob.expires, blob.body, blob.specs, _crcs(blob.arrays))
+    return b"".join([raw, *(part.tobytes() for part in _parts(blob.arrays))])
+
+
+def write_blob(fd: int, blob: Blob, name: str) -> Header:
+    """Writes an object into an empty file; durable only after a sync. Large ones are written while summed."""
+    describe = functools.partial(make_header, name, blob.kind, blob.expires, blob.body, blob.specs)
+    _, planned = describe()
+    reserve(fd, planned.size)
+    if blob.nbytes < _OVERLAP:
+        raw, header = describe(_crcs(blob.arrays))
+        write_all(fd, [raw, *_parts(blob.arrays)], 0)
+        return header
+    sums = _helper().submit(_crcs, blob.arrays)
+    write_all(fd, _parts(blob.arrays), planned.start)
+    raw, header = describe(sums.result())
+    write_all(fd, [raw], 0)
+    return header
+
+
+def read_header(fd: int) -> Header:
+    """The header of an open file.
+
+    Raises:
+      StoreCorruptError: not an object of ours. OSError: the read failed.
+    """
+    size = os.fstat(fd).st_size
+    opening = os.pread(fd, PAGE, 0)
+    length = header_length(opening, size)
+    if length > len(opening):
+        raw = np.empty(length, np.uint8)
+        read_into(fd, raw, 0)
+        opening = raw.tobytes()
+    return parse_header(opening[:length], size)
+
+
+def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers) -> dict[str, np.ndarray]:
+    """Some leaves that lie one behind the other, in one read, verified; read-only views of one buffer.
+
+    Raises:
+      StoreCorruptError: a checksum that does not agree, or a file that ends early. OSError: the read failed.
+    """
+    leaves = [header.leaves[name] for name in names]
+    first, last = leaves[0].offset, leaves[-1].offset + leaves[-1].nbytes
+    data = buffers.lease(last - first)
+    read_into(fd, data, first)
+    return take_leaves(data, first, leaves)
+
+
+def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[str, np.ndarray]:
+    """Leaves out of the file's bytes from `first` on, verified, as read-only views.
+
+    Raises:
+      StoreCorruptError: a checksum that does not agree.
+    """
+    data.flags.writeable = False
+    arrays: dict[str, np.ndarray] = {}
+    for leaf in leaves:
+        own = data[leaf.offset - first : leaf.offset - first + leaf.nbytes]
+        if (found := zlib.crc32(own)) != leaf.crc:
+            raise StoreCorruptError(f"object: leaf {leaf.name} has checksum {found:08x}; expected {leaf.crc:08x}")
+        arrays[leaf.name] = own.view(leaf.dtype).reshape(leaf.shape)
+    return arrays
+
+
+def check_name(header: Header, name: str) -> None:
+    """Raises StoreCorruptError where a file is not the object that its name says."""
+    if header.name != name:
+        raise StoreCorruptError(f"object: calls itself {header.name[:160]!r}; expected {name!r}")

@@ -1,0 +1,106 @@
+"""Verified host arrays to devices: whole, in shards, or layer by layer while the next layer is read."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Num
+
+from ..chunk import AnyArray, Chunk
+from ..errors import InputError
+from ..layout import KVLayout
+from .codec import layer_names, layer_of, layout_of, unchecked_chunk
+from .header import Header
+
+Target = jax.sharding.Sharding | jax.Device
+Placement = Target | Mapping[str, Target]
+
+
+def target_of(placement: Placement, channel: str) -> Target:
+    """Where a channel goes.
+
+    Raises:
+      InputError: a mapping that leaves the channel out.
+    """
+    if not isinstance(placement, Mapping):
+        return placement
+    if channel not in placement:
+        raise InputError(f"placement: channels {sorted(placement)}; expected one for {channel!r} too")
+    return placement[channel]
+
+
+def placement_key(placement: Placement) -> tuple:
+    """Equal for placements that put every array at the same place."""
+    if isinstance(placement, Mapping):
+        return tuple(sorted((name, target) for name, target in placement.items()))
+    return (placement,)
+
+
+def place_chunk(chunk: Chunk, placement: Placement) -> Chunk:
+    """The same chunk with kv on devices: each channel [L, T, K, H] by its target, shard by shard."""
+    kv = {name: jax.device_put(value, target_of(placement, name)) for name, value in chunk.kv.items()}
+    fields = {field.name: getattr(chunk, field.name) for field in dataclasses.fields(chunk)}
+    return unchecked_chunk(**(fields | {"kv": kv}))
+
+
+class LayerStream:
+    """A canonical that arrives layer by layer; the next ones are read while one is used.
+
+    Iterating gives (layer, {channel: [T, K, H]}), in order, verified, once. Leave it by `close` or `with`.
+
+    Attributes:
+      layout, local, span, length: of the chunk, there from the beginning.
+
+    Raises (while iterating):
+      StoreCorruptError: a layer does not verify; the object is in quarantine, and what came before it was right.
+      StoreIOError: it cannot be read.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        read: Callable[[Sequence[str]], dict[str, np.ndarray]],
+        placement: Placement | None,
+        stack: contextlib.ExitStack,
+        ahead: int = 2,
+    ):
+        self._header, self._read, self._placement, self._stack, self._ahead = header, read, placement, stack, ahead
+        self._names = list(header.leaves)
+        self.layout: KVLayout = layout_of(header.body["layout"])
+        self.local: np.ndarray = read(["local"])["local"]
+        self.span: int = header.body["span"]
+        self.length: int = header.body["length"]
+
+    def _layer(self, layer: int) -> dict[str, Num[AnyArray, "..."]]:
+        values: dict[str, Any] = layer_of(
+            self._header.body, layer, self._read(layer_names(self.layout, layer, self._names))
+        )
+        if self._placement is None:
+            return values
+        return {name: jax.device_put(value, target_of(self._placement, name)) for name, value in values.items()}
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
+        with self, concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvpatch-stream") as reader:
+            coming = [reader.submit(self._layer, layer) for layer in range(min(self._ahead, self.layout.layers))]
+            try:
+                for layer in range(self.layout.layers):
+                    values = coming.pop(0).result()
+                    if layer + self._ahead < self.layout.layers:
+                        coming.append(reader.submit(self._layer, layer + self._ahead))
+                    yield layer, values
+            finally:
+                reader.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        self._stack.close()
+
+    def __enter__(self) -> "LayerStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

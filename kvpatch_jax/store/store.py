@@ -1,0 +1,458 @@
+"""The chunk store: one tenant's canonicals, patches and encoder outputs, over device, host, disk and remote tiers."""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ..chunk import AnyArray, Chunk
+from ..errors import InputError, StoreClosedError, StoreCorruptError, StoreError
+from ..stamp import Patch, Stamp
+from .buffers import Buffers
+from .codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_of, patch_parts
+from .counters import Counters
+from .disk import Disk, Found
+from .evict import collect, make_room
+from .files import opened, sync_directory, typed_errors, write_all
+from .ids import Encoding, Name, Names, Served
+from .memory import CANONICAL, DERIVED, ENCODER, Held, MemoryTier, Policy
+from .objects import Blob, file_size
+from .placement import LayerStream, Placement, place_chunk, placement_key
+from .writer import Writer
+
+Ack = concurrent.futures.Future[None]
+type Build[T] = Callable[[Mapping[str, Any], Any], T]
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Bytes per tier. `disk` is for the whole root, all tenants; None sets no bound."""
+
+    device: int = 0
+    host: int = 1 << 30
+    disk: int | None = None
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """Where objects also live, beyond this machine."""
+
+    def put(self, name: Name, blob: Blob) -> None:
+        """Durable when it returns; raises StoreError."""
+        ...
+
+    def get(self, name: Name) -> Found | None:
+        """Verified, or None."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Takes an object away, if it is there; raises StoreError."""
+        ...
+
+    def paths(self, prefix: str) -> list[str]:
+        """Objects whose path begins so."""
+        ...
+
+
+class ChunkStore:
+    """Content-addressed objects of one tenant. Any number of threads, processes and tenants may share a root.
+
+    What `put` acknowledged survives a crash, until it is evicted, expires or is deleted. What `get` returns was
+    verified when it was read; a damaged object is moved to quarantine and is a miss. Memory tiers hold copies of what
+    the disk holds, and nothing that it no longer does.
+
+    Args:
+      root: directory; made where it is not there.
+      tenant: whose objects; other tenants' have other names, which cannot be told without the store's secret.
+      budget: bytes per tier.
+      ttl: seconds that objects live unless `put` says otherwise; None keeps them.
+      policy: who stays in memory, "lru" or "slru". The disk is LRU.
+      secret: of the names; by default one that is made with the store and kept in it (readable by its owner only).
+      remote: where objects are also put, and looked for when the disk has none.
+      queue: bytes that asynchronous puts may hold at a time.
+      clock: seconds since the epoch.
+
+    Raises:
+      StoreError: the root cannot be made or is not a store. InputError: an empty tenant.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        tenant: str = "default",
+        budget: Budget | None = None,
+        ttl: float | int | None = None,
+        policy: Policy = "lru",
+        secret: bytes | None = None,
+        remote: Remote | None = None,
+        queue: int = 256 << 20,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.budget = Budget() if budget is None else budget
+        self.counters, self.clock, self._ttl, self._remote = Counters(), clock, ttl, remote
+        self.disk = Disk(os.fspath(root), self.counters, Buffers(), clock)
+        self._names = Names(tenant, _secret(self.disk.root) if secret is None else secret)
+        self._pins: collections.Counter[str] = collections.Counter()
+        tier = functools.partial(MemoryTier, policy=policy, pinned=self._pinned, counters=self.counters, clock=clock)
+        self._host: MemoryTier[Any] = tier("host", self.budget.host)
+        self._device: MemoryTier[Chunk] = tier("device", self.budget.device)
+        self._used: int | None = None
+        self._fresh = 0
+        self._room = threading.Lock()
+        self._closed = False
+        self._writer = Writer(self._commit, queue)
+
+    # ----------------------------------------------------------------------------------------------- chunks
+
+    def put(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: float | int | None = None) -> None:
+        """Stores a canonical, durably when this returns; its encoder output as an object of its own.
+
+        Args:
+          encoding: a smaller dtype to store kv in: its own object beside the unreduced one. int8 and float8 have one
+            float32 scale per layer, head and feature.
+          ttl: seconds it lives.
+
+        Raises:
+          StoreFullError, StoreReadOnlyError, StoreIOError: nothing is acknowledged. DtypeError: a dtype that objects
+          do not hold. StoreClosedError.
+        """
+        self._open()
+        self._commit([(name, make()) for name, make, _ in self._jobs_of(chunk, encoding, ttl)])
+
+    def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: float | int | None = None) -> Ack:
+        """As `put`, behind the caller's back; the future is done when the chunk is durable, or holds the error.
+
+        The arrays must not change until then. Waits while the queue is full. `flush` and `close` raise what failed.
+        """
+        self._open()
+        acks = [self._writer.add(*job) for job in self._jobs_of(chunk, encoding, ttl)]
+        return acks[-1] if len(acks) == 1 else _both(acks)
+
+    def get(
+        self,
+        id: str,
+        backbone: str,
+        *,
+        encoding: Encoding | None = None,
+        placement: Placement | None = None,
+        encoder: bool = False,
+    ) -> Chunk | None:
+        """A canonical, every byte verified when it was read from the disk; None where there is none.
+
+        Args:
+          backbone: the fingerprint of the model that will use it.
+          encoding: the object to read; its numbers come back in the dtype they had.
+          placement: a sharding or device for kv [L, T, K, H], or one per channel; by default read-only host arrays.
+          encoder: whether to read the encoder output too, if it is there.
+        """
+        self._open()
+        name = self._names.canonical(backbone, id, encoding)
+        held = self._load(name, chunk_of, CANONICAL) if placement is None else self._from_device(name, placement)
+        if held is None or not encoder:
+            return None if held is None else held.value
+        return _with_encoder(held.value, self.get_encoder(id, backbone))
+
+    def stream(
+        self, id: str, backbone: str, *, encoding: Encoding | None = None, placement: Placement | None = None
+    ) -> LayerStream | None:
+        """A canonical layer by layer from the disk, so that layer 0 is used while later ones are read; None: a miss.
+
+        Args:
+          placement: a sharding or device for one layer's [T, K, H], or one per channel.
+        """
+        self._open()
+        stack = contextlib.ExitStack()
+        opening = stack.enter_context(self.disk.reading(self._names.canonical(backbone, id, encoding)))
+        if opening is None:
+            self.counters.add("misses")
+            stack.close()
+            return None
+        try:
+            stream = LayerStream(*opening, placement, stack)
+        except (StoreError, KeyError, TypeError, ValueError):
+            stack.close()
+            self.counters.add("misses")
+            return None
+        self.counters.add("disk_hits")
+        return stream
+
+    def contains(self, id: str, backbone: str, *, encoding: Encoding | None = None) -> bool:
+        """Whether the disk has an object of that name. It is not read, and so may yet turn out a miss."""
+        return os.path.exists(f"{self.disk.root}/{self._names.canonical(backbone, id, encoding).path}")
+
+    def delete(self, id: str, backbone: str) -> bool:
+        """Deletes a chunk with all its encodings, patches and encoder output. Whether there was any.
+
+        Raises:
+          StoreReadOnlyError, StoreIOError.
+        """
+        self._open()
+        name = self._names.canonical(backbone, id)
+        self._host.drop_chunk(_chunk_key(name))
+        self._device.drop_chunk(_chunk_key(name))
+        if self._remote is not None:
+            for path in self._remote.paths(f"{name.folder}/{name.chunk}."):
+                self._remote.delete(path)
+        # Canonicals first: whoever looks for one must not find it after part of the chunk is gone.
+        entries = sorted(self.disk.of_chunk(name), key=lambda entry: entry.part.partition(".")[0] != "kv")
+        return any([self.disk.delete(entry.path) for entry in entries])
+
+    # -------------------------------------------------------------------------------- encoder outputs, patches
+
+    def put_encoder(self, id: str, backbone: str, output: AnyArray, *, ttl: float | int | None = None) -> None:
+        """Stores a tower's output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
+        self._open()
+        self._commit([(self._names.encoder(backbone, id), encoder_blob(output, self._expiry(ttl)))])
+
+    def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
+        """A tower's output, a read-only host array; None where there is none."""
+        self._open()
+        held = self._load(self._names.encoder(backbone, id), lambda body, arrays: arrays["encoder"], ENCODER)
+        return None if held is None else held.value
+
+    def put_patches(self, patches: Sequence[Patch], *, ttl: float | int | None = None) -> None:
+        """Stores patches in one commit, durable when this returns. Raises as `put`; then none is acknowledged."""
+        self._open()
+        self._commit([(self._names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in patches])
+
+    def put_patch_async(self, patch: Patch, *, ttl: float | int | None = None) -> Ack:
+        """As `put_async`: patches that come close together are committed together."""
+        self._open()
+        make = functools.partial(patch_blob, patch, self._expiry(ttl))
+        return self._writer.add(self._names.patch(patch), make, patch.nbytes)
+
+    def get_patches(self, served: Served | Stamp) -> list[Patch]:
+        """Every stored patch that serves this chunk, antecedent, base and frame, largest first.
+
+        Whatever their ranks, layers and dtypes; an orbit patch for any order of its antecedent. Factors are
+        on the default device.
+        """
+        self._open()
+        found = [self._load(name, patch_parts, DERIVED) for name in self._beginning(self._names.patches(served))]
+        return sorted((patch_of(held.value) for held in found if held is not None), key=lambda patch: -patch.nbytes)
+
+    def _beginning(self, prefix: Name) -> list[Name]:
+        """The objects on the disk or beyond it whose files begin as `prefix.file` does."""
+        paths = {entry.path for entry in self.disk.of_chunk(prefix)}
+        if self._remote is not None:
+            paths |= set(self._remote.paths(prefix.path))
+        return [
+            dataclasses.replace(prefix, file=path.rpartition("/")[2])
+            for path in sorted(paths)
+            if path.startswith(prefix.path)
+        ]
+
+    # ----------------------------------------------------------------------------------------------- keeping
+
+    @contextlib.contextmanager
+    def pin(self, id: str, backbone: str) -> Iterator[None]:
+        """Keeps a chunk, with all that belongs to it, from eviction by this store object. Pins of one chunk add up.
+
+        Not from expiry, `delete`, or another process's eviction: its reader then has a miss.
+        """
+        key = _chunk_key(self._names.canonical(backbone, id))
+        self._pins[key] += 1
+        try:
+            yield
+        finally:
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+
+    def collect(self) -> int:
+        """Deletes what expired, of all tenants, and what dead writers left. How many objects. Raises StoreError."""
+        self._open()
+        self._used = None
+        return collect(self.disk)
+
+    def flush(self) -> None:
+        """Waits for asynchronous puts. Raises the first that failed since the last `flush`, the others in its notes."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Finishes asynchronous puts and lets memory go. Raises as `flush`. Closing twice is allowed."""
+        self._closed = True
+        for tier in (self._host, self._device):
+            tier.clear()
+        self._writer.close()
+
+    def __enter__(self) -> "ChunkStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"store {self.disk.root}: used after close; expected an open store")
+
+    def _pinned(self, chunk: str) -> bool:
+        return chunk in self._pins
+
+    def _expiry(self, ttl: float | int | None) -> float | None:
+        ttl = self._ttl if ttl is None else ttl
+        if ttl is not None and not ttl > 0:
+            raise InputError(f"store: ttl {ttl}; expected seconds above 0, or None")
+        return None if ttl is None else self.clock() + ttl
+
+    def _jobs_of(
+        self, chunk: Chunk, encoding: Encoding | None, ttl: float | int | None
+    ) -> list[tuple[Name, Callable[[], Blob], int]]:
+        expires = self._expiry(ttl)
+        name = self._names.canonical(chunk.backbone, chunk.id, encoding)
+        jobs = [(name, functools.partial(chunk_blob, chunk, encoding, expires), chunk.nbytes)]
+        if chunk.encoder is not None:
+            make = functools.partial(encoder_blob, chunk.encoder, expires)
+            jobs.insert(0, (self._names.encoder(chunk.backbone, chunk.id), make, chunk.encoder.nbytes))
+        return jobs
+
+    def _commit(self, items: Sequence[tuple[Name, Blob]]) -> None:
+        self._make_room(sum(file_size(blob, name.file) for name, blob in items) if self.budget.disk is not None else 0)
+        written = self.disk.put_group(items)
+        with self._room:
+            self._fresh += written
+        if self._remote is not None:
+            for name, blob in items:
+                self._remote.put(name, blob)
+
+    def _make_room(self, need: int) -> None:
+        """Evicts where this put might not fit: by what was there at the last look, and what was written since."""
+        budget = self.budget.disk
+        if budget is None:
+            return
+        with self._room:
+            known = self._used is not None and self._fresh <= budget // 16  # other processes write too: look again
+            if not known or (self._used or 0) + self._fresh + need > budget:
+                self._used, self._fresh = make_room(self.disk, budget, need, self._pinned), 0
+
+    def _load[T](self, name: Name, build: Build[T], rank: int) -> Held[T] | None:
+        """An object from the host tier, the disk or beyond, as `build` makes it."""
+        there = os.path.exists(f"{self.disk.root}/{name.path}")
+        held: Held[T] | None = self._host.get(name.path)
+        if held is not None and there:
+            self.counters.add("host_hits")
+            return held
+        self._host.drop(name.path)
+        found = self.disk.get(name) if there else None
+        if found is not None:
+            self.counters.add("disk_hits")
+        elif self._remote is not None:
+            found = self._from_remote(name)
+        held = None if found is None else self._built(name, found, build, rank)
+        if held is None:
+            self.counters.add("misses")
+        else:
+            self._host.put(name.path, held)
+        return held
+
+    def _built[T](self, name: Name, found: Found, build: Build[T], rank: int) -> Held[T] | None:
+        header = found.header
+        try:
+            value = build(header.body, found.arrays)
+        except (StoreCorruptError, KeyError) as error:  # whole, and not what its name says
+            with contextlib.suppress(OSError):
+                self.disk.quarantine(name, os.stat(f"{self.disk.root}/{name.path}").st_ino, str(error))
+            return None
+        return Held(value, header.size, rank, _chunk_key(name), header.expires)
+
+    def _from_remote(self, name: Name) -> Found | None:
+        """An object from beyond, which the disk then has too if there is room for it."""
+        assert self._remote is not None
+        found = self._remote.get(name)
+        if found is None:
+            return None
+        self.counters.add("remote_hits")
+        header = found.header
+        blob = Blob(header.kind, header.body, found.arrays, header.expires)  # pyright: ignore[reportArgumentType]
+        try:
+            self._make_room(header.size)
+            self.disk.put(name, blob)
+        except StoreError:
+            self.counters.add("promotion_errors")
+        return found
+
+    def _from_device(self, name: Name, placement: Placement) -> Held[Chunk] | None:
+        key = (name.path, placement_key(placement))
+        held: Held[Chunk] | None = self._device.get(key)
+        if held is not None and os.path.exists(f"{self.disk.root}/{name.path}"):
+            self.counters.add("device_hits")
+            return held
+        self._device.drop(key)
+        host = self._load(name, chunk_of, CANONICAL)
+        if host is None:
+            return None
+        placed = place_chunk(host.value, placement)
+        held = dataclasses.replace(host, value=placed, nbytes=placed.nbytes)
+        self._device.put(key, held)
+        return held
+
+
+def _chunk_key(name: Name) -> str:
+    return f"{name.folder}/{name.chunk}"
+
+
+def _with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:
+    copy = object.__new__(Chunk)
+    for field in dataclasses.fields(chunk):
+        object.__setattr__(copy, field.name, getattr(chunk, field.name))
+    object.__setattr__(copy, "encoder", output)
+    return copy
+
+
+def _both(acks: Sequence[Ack]) -> Ack:
+    """One future for several: done when all are, with the first error."""
+    joined: Ack = concurrent.futures.Future()
+    joined.set_running_or_notify_cancel()
+    left = [len(acks)]
+    lock = threading.Lock()
+
+    def done(_: Ack) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        error = next((ack.exception() for ack in acks if ack.exception() is not None), None)
+        joined.set_exception(error) if error is not None else joined.set_result(None)
+
+    for ack in acks:
+        ack.add_done_callback(done)
+    return joined
+
+
+def _secret(root: str) -> bytes:
+    """The secret of a store's names, made on first use; of several who make it at once one wins."""
+    path = f"{root}/STORE.json"
+    with typed_errors(f"store {root}: open"):
+        if not os.path.exists(path):
+            temporary = f"{root}/.store-{secrets.token_hex(8)}"
+            text = json.dumps({"version": 1, "secret": secrets.token_hex(32)}).encode()
+            with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+                write_all(fd, [text], 0)
+                os.fsync(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+            sync_directory(root)
+            os.unlink(temporary)
+        with open(path, "rb") as file:
+            text = file.read(1 << 16)
+    try:
+        settings = json.loads(text)
+        secret = bytes.fromhex(settings["secret"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreCorruptError(f"store {root}: STORE.json cannot be read; expected JSON with a secret") from error
+    if settings.get("version") != 1 or len(secret) < 16:
+        raise StoreCorruptError(f"store {root}: STORE.json of version {settings.get('version')!r}; expected 1")
+    return secret

@@ -1,0 +1,86 @@
+"""Small chunks and patches for the tests of the store; NumPy on the host, so that child processes start fast."""
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import kvpatch_jax as kvp
+from kvpatch_jax.store import ChunkStore
+from kvpatch_jax.store.codec import unchecked_chunk
+from kvpatch_jax.store.ids import Name
+
+LAYOUT = kvp.KVLayout.gqa(3, 2, 16, kvp.Rope(1e4, 16))
+MLA = kvp.KVLayout.mla(2, 32, 16, rope=kvp.Rope(1e4, 16, scaling=kvp.Scaling("yarn", factor=4, original=64)))
+AXES = kvp.KVLayout.gqa(2, 2, 16, kvp.Rope(1e4, 16, sections=(2, 3, 3)))
+BACKBONE = "tiny"
+
+
+def chunk_of(
+    id: str = "B", seed: int = 0, layout=LAYOUT, tokens: int = 9, dtype: Any = np.float32, make: Any = kvp.Chunk, **more
+) -> kvp.Chunk:
+    rng = np.random.default_rng(seed)
+    kv = {
+        channel.name: rng.standard_normal((layout.layers, tokens, channel.heads, channel.width)).astype(dtype)
+        for channel in layout.channels
+    }
+    local = np.arange(tokens, dtype=np.float32)
+    local = local if layout.rope.axes is None else np.stack([local * 0, local, local / 2], -1)
+    given: dict[str, Any] = {"kv": kv, "local": local, "span": tokens, "length": tokens - 1, "id": id, "layout": layout}
+    return make(**(given | {"backbone": BACKBONE} | more))
+
+
+def host_chunk(id: str, seed: int) -> kvp.Chunk:
+    """The same chunk, made without jax, so that a child process needs no backend."""
+    return chunk_of(id, seed, make=functools.partial(unchecked_chunk, encoder=None, hidden=None))
+
+
+def patch_of(
+    chunk: kvp.Chunk, antecedent: tuple[str, ...] = ("A",), rank: int = 2, seed: int = 1, array: Any = jnp.asarray
+) -> kvp.Patch:
+    rng = np.random.default_rng(seed)
+    factors = {}
+    for channel in chunk.layout.channels:
+        u = array(rng.standard_normal((chunk.layout.layers, chunk.tokens, rank)), jnp.bfloat16)
+        v = array(rng.standard_normal((chunk.layout.layers, rank, channel.features)), jnp.bfloat16)
+        factors[channel.name] = (u, v)
+    layers = tuple(range(chunk.layout.layers))
+    return kvp.Patch(factors, kvp.Stamp(chunk.id, "canonical", antecedent, chunk.backbone, chunk.layout, layers))
+
+
+def same(first: Any, second: Any) -> bool:
+    """Bit for bit, dtype and shape too."""
+    first, second = np.asarray(first), np.asarray(second)
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and first.tobytes() == second.tobytes()
+
+
+def same_chunk(found: kvp.Chunk | None, chunk: kvp.Chunk) -> bool:
+    if found is None or set(found.kv) != set(chunk.kv):
+        return False
+    words = ("span", "length", "id", "layout", "backbone")
+    return (
+        all(getattr(found, word) == getattr(chunk, word) for word in words)
+        and same(found.local, chunk.local)
+        and all(same(found.kv[name], chunk.kv[name]) for name in chunk.kv)
+    )
+
+
+def name_of(store: ChunkStore, chunk: kvp.Chunk, encoding: str | None = None) -> Name:
+    return store._names.canonical(chunk.backbone, chunk.id, encoding)
+
+
+def file_of(store: ChunkStore, chunk: kvp.Chunk, encoding: str | None = None) -> Path:
+    return Path(store.disk.root) / name_of(store, chunk, encoding).path
+
+
+def child_environment() -> dict[str, str]:
+    """For programs of the tests' own that import this module."""
+    here = Path(__file__).parent
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here.parents[2])]), "JAX_PLATFORMS": "cpu"}
+
+
+PYTHON = sys.executable

@@ -1,0 +1,394 @@
+"""The disk tier: verified reads, quarantine, typed errors of a failing file system, sweeping, streams."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same, same_chunk
+
+from kvpatch_jax.errors import (
+    InputError,
+    StoreClosedError,
+    StoreCorruptError,
+    StoreError,
+    StoreFullError,
+    StoreIOError,
+    StoreReadOnlyError,
+)
+from kvpatch_jax.store import Budget, ChunkStore, Served
+
+NO_MEMORY = Budget(host=0)
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with ChunkStore(tmp_path / "store", budget=NO_MEMORY) as store:
+        yield store
+
+
+def leftovers(store: ChunkStore) -> list[str]:
+    return os.listdir(f"{store.disk.root}/tmp")
+
+
+def test_what_was_put_comes_back(store: ChunkStore):
+    chunk = chunk_of(encoder=np.ones((4, 6), np.float32))
+    assert store.get("B", BACKBONE) is None
+    store.put(chunk)
+    assert store.contains("B", BACKBONE)
+    assert same_chunk(store.get("B", BACKBONE), chunk)
+    found = store.get("B", BACKBONE, encoder=True)
+    assert found is not None
+    assert same(found.encoder, chunk.encoder)
+    assert store.get("B", "other model") is None
+    assert store.get("B", BACKBONE, encoding="int8") is None
+    store.put(chunk, encoding="int8")
+    assert store.get("B", BACKBONE, encoding="int8") is not None
+    assert store.delete("B", BACKBONE)
+    assert not store.delete("B", BACKBONE)
+    assert store.get("B", BACKBONE) is None
+    assert store.get_encoder("B", BACKBONE) is None
+    assert leftovers(store) == []
+
+
+def test_another_store_object_and_other_tenants(store: ChunkStore):
+    chunk, patch = chunk_of(), patch_of(chunk_of())
+    store.put(chunk)
+    store.put_patches([patch, patch_of(chunk, rank=1), patch_of(chunk, ("other",))])
+    with ChunkStore(store.disk.root) as again, ChunkStore(store.disk.root, tenant="two") as other:
+        assert same_chunk(again.get("B", BACKBONE), chunk)
+        found = again.get_patches(Served("B", BACKBONE, ("A",)))
+        assert [each.ranks["k"] for each in found] == [2, 1]
+        assert found[0].stamp == patch.stamp
+        assert other.get("B", BACKBONE) is None
+        assert other.get_patches(patch.stamp) == []
+        assert not other.delete("B", BACKBONE)
+        assert not other.contains("B", BACKBONE)
+    assert os.stat(f"{store.disk.root}/STORE.json").st_mode & 0o077 == 0
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory):
+    with ChunkStore(tmp_path_factory.mktemp("shelf"), budget=NO_MEMORY) as store:
+        yield store
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_flip_and_every_cut_is_found(shelf: ChunkStore, data: st.DataObject):
+    damage(shelf, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None)
+@given(st.data())
+def test_a_thousand_flips_and_cuts_are_found(shelf: ChunkStore, data: st.DataObject):
+    damage(shelf, data)
+
+
+def damage(shelf: ChunkStore, data: st.DataObject) -> None:
+    """Flips a bit, cuts or lengthens an object somewhere: found, quarantined as it was, a miss."""
+    chunk = chunk_of(tokens=5)
+    shelf.put(chunk)
+    path = file_of(shelf, chunk)
+    raw = bytearray(path.read_bytes())
+    region = data.draw(st.sampled_from([(0, 8), (8, 60), (60, 4096), (4096, len(raw))]))
+    at = data.draw(st.integers(region[0], region[1] - 1))
+    if data.draw(st.booleans()):
+        raw[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif data.draw(st.booleans()):
+        raw = raw[:at]
+    else:
+        raw += b"\0" * (1 + at)
+    path.write_bytes(raw)
+    before = shelf.counters["quarantined"]
+    stream = shelf.stream("B", BACKBONE) if data.draw(st.booleans()) else None
+    if stream is not None:
+        with pytest.raises(StoreCorruptError, match="expected"):
+            list(stream)
+    assert shelf.get("B", BACKBONE) is None
+    assert not path.exists()
+    assert shelf.counters["quarantined"] == before + 1
+    kept = [file for file in Path(shelf.disk.root, "quarantine").iterdir() if file.read_bytes() == bytes(raw)]
+    assert kept
+    for file in Path(shelf.disk.root, "quarantine").iterdir():
+        file.unlink()
+
+
+def test_an_object_under_another_name_is_no_hit(store: ChunkStore):
+    one, two = chunk_of("B1", 1), chunk_of("B2", 2)
+    store.put(one)
+    store.put(two)
+    file_of(store, two).write_bytes(file_of(store, one).read_bytes())
+    assert store.get("B2", BACKBONE) is None
+    assert same_chunk(store.get("B1", BACKBONE), one)
+    assert store.counters["quarantined"] == 1
+
+
+def test_a_good_object_is_not_quarantined_for_the_bad_one_before_it(store: ChunkStore):
+    chunk = chunk_of()
+    store.put(chunk)
+    bad = os.stat(file_of(store, chunk)).st_ino
+    hold = file_of(store, chunk).open("rb")  # so that the inode is not given out again
+    store.put(chunk)
+    store.disk.quarantine(name_of(store, chunk), bad, "it was bad")
+    hold.close()
+    assert same_chunk(store.get("B", BACKBONE), chunk)
+
+
+def test_links_are_not_followed(store: ChunkStore):
+    chunk = chunk_of()
+    store.put(chunk)
+    path = file_of(store, chunk)
+    elsewhere = path.with_name("elsewhere")
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert store.get("B", BACKBONE) is None
+
+
+# ----------------------------------------------------------------------------------------------- a failing system
+
+
+def failing(call: Callable, code: int, after: int = 0) -> Callable:
+    """`call`, failing from its call number `after` on."""
+    count = iter(range(10**9))
+
+    def fail(*arguments, **more):
+        if next(count) >= after:
+            raise OSError(code, os.strerror(code))
+        return call(*arguments, **more)
+
+    return fail
+
+
+CASES = [
+    ("posix_fallocate", errno.ENOSPC, StoreFullError),
+    ("pwritev", errno.ENOSPC, StoreFullError),
+    ("pwritev", errno.EDQUOT, StoreFullError),
+    ("pwritev", errno.EIO, StoreIOError),
+    ("fsync", errno.EIO, StoreIOError),
+    ("rename", errno.EROFS, StoreReadOnlyError),
+    ("rename", errno.EIO, StoreIOError),
+    ("open", errno.EROFS, StoreReadOnlyError),
+    ("open", errno.EACCES, StoreReadOnlyError),
+    ("open", errno.EMFILE, StoreIOError),
+]
+
+
+@pytest.mark.parametrize(("call", "code", "kind"), CASES)
+@pytest.mark.parametrize("how", ["put", "async", "group"])
+def test_failures_are_typed_and_lose_nothing(store: ChunkStore, monkeypatch, call, code, kind, how):
+    old, new = chunk_of("old", 1), chunk_of("new", 2)
+    store.put(old)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, failing(getattr(os, call), code))
+        if how == "put":
+            with pytest.raises(kind, match="expected"):
+                store.put(new)
+        elif how == "async":
+            ack = store.put_async(new)
+            assert isinstance(ack.exception(timeout=30), kind)
+            with pytest.raises(kind):
+                store.flush()
+            store.flush()
+        elif call != "fsync":  # a group syncs its data by another call
+            with pytest.raises(kind):
+                store.put_patches([patch_of(new), patch_of(new, rank=1)])
+    assert same_chunk(store.get("old", BACKBONE), old)
+    assert store.get("new", BACKBONE) is None
+    assert store.get_patches(patch_of(new).stamp) == []
+    assert leftovers(store) == []
+    store.put(new)
+    assert same_chunk(store.get("new", BACKBONE), new)
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_no_acknowledgement_without_every_sync(store: ChunkStore, monkeypatch, after: int):
+    """Whichever sync fails, a put says so: data, then each directory on the way, then the name."""
+    fsync = failing(os.fsync, errno.EIO, after)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
+        with pytest.raises(StoreIOError):
+            store.put(chunk_of())
+    assert store.get("B", BACKBONE) is None or same_chunk(store.get("B", BACKBONE), chunk_of())
+    assert leftovers(store) == []
+
+
+def test_data_is_synced_before_the_name_and_the_name_before_the_answer(store: ChunkStore, monkeypatch):
+    store.put(chunk_of())
+    calls: list[str] = []
+    kind = lambda fd: "directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "data"
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(kind(fd)) or fsync(fd))
+    monkeypatch.setattr(os, "rename", lambda *names: calls.append("rename") or rename(*names))
+    store.put(chunk_of())
+    assert calls == ["data", "rename", "directory"]
+
+
+def test_a_passing_read_error_is_a_miss_that_passes(store: ChunkStore, monkeypatch):
+    store.put(chunk_of())
+    for call, count in (("open", 0), ("pread", 0), ("preadv", 0)):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, failing(getattr(os, call), errno.EIO, count))
+            assert store.get("B", BACKBONE) is None
+    assert store.counters["read_errors"] == 3
+    assert store.counters["quarantined"] == 0
+    assert same_chunk(store.get("B", BACKBONE), chunk_of())
+
+
+def test_short_reads_and_writes_are_carried_on(store: ChunkStore, monkeypatch):
+    pwritev, preadv = os.pwritev, os.preadv
+    short = lambda parts: [memoryview(parts[0])[:1000]]
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: pwritev(fd, short(parts), at))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: preadv(fd, short(parts), at))
+    store.put(chunk_of())
+    assert same_chunk(store.get("B", BACKBONE), chunk_of())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_serves_and_refuses(store: ChunkStore):
+    store.put(chunk_of())
+    folders = [folder for folder, _, _ in os.walk(store.disk.root)]
+    for folder in folders:
+        os.chmod(folder, 0o500)
+    try:
+        assert same_chunk(store.get("B", BACKBONE), chunk_of())
+        with pytest.raises(StoreReadOnlyError):
+            store.put(chunk_of("C"))
+    finally:
+        for folder in folders:
+            os.chmod(folder, 0o700)
+
+
+def test_a_root_that_cannot_be(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="expected"):
+        ChunkStore(tmp_path / "file" / "store")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "STORE.json").write_text("{")
+    with pytest.raises(StoreCorruptError, match=r"STORE\.json"):
+        ChunkStore(tmp_path / "store")
+
+
+# ------------------------------------------------------------------------------------------- asynchronous puts
+
+
+def test_acks_come_when_durable_and_groups_form(store: ChunkStore, monkeypatch):
+    sizes: list[int] = []
+    put_group = store.disk.put_group
+    monkeypatch.setattr(store.disk, "put_group", lambda items: sizes.append(len(items)) or put_group(items))
+    chunk = chunk_of()
+    patches = [patch_of(chunk, (f"A{number}",)) for number in range(40)]
+    acks = [store.put_patch_async(patch) for patch in patches]
+    for patch, ack in zip(patches, acks, strict=True):
+        ack.result(timeout=60)
+        assert len(store.get_patches(patch.stamp)) == 1
+    assert sum(sizes) == 40
+    assert len(sizes) < 30
+    assert max(sizes) <= 64
+
+
+def test_one_bad_object_does_not_take_its_group_along(store: ChunkStore):
+    good, bad = patch_of(chunk_of("good")), patch_of(chunk_of("bad"))
+    bad.factors["k"] = (jnp.ones((3, 9, 2), jnp.complex64), bad.factors["k"][1])  # pyright: ignore
+    acks = [store.put_patch_async(patch) for patch in (good, bad, good)]
+    assert [type(ack.exception(timeout=30)).__name__ for ack in acks] == ["NoneType", "DtypeError", "NoneType"]
+    assert len(store.get_patches(good.stamp)) == 1
+    with pytest.raises(ValueError, match="complex64"):
+        store.flush()
+
+
+def test_the_queue_is_bounded(tmp_path: Path, monkeypatch):
+    store = ChunkStore(tmp_path, queue=2 * chunk_of().nbytes)
+    gate, put_group = threading.Event(), store.disk.put_group
+    monkeypatch.setattr(store.disk, "put_group", lambda items: gate.wait(30) and put_group(items))
+    acks = [store.put_async(chunk_of(f"B{number}")) for number in range(2)]
+    third = threading.Thread(target=lambda: acks.append(store.put_async(chunk_of("B2"))))
+    third.start()
+    third.join(0.3)
+    assert third.is_alive()
+    assert len(acks) == 2
+    gate.set()
+    third.join(30)
+    store.close()
+    assert all(ack.done() and ack.exception() is None for ack in acks)
+    assert len(acks) == 3
+    with pytest.raises(StoreClosedError):
+        store.put_async(chunk_of())
+    with pytest.raises(StoreClosedError):
+        store.get("B", BACKBONE)
+
+
+# ------------------------------------------------------------------------------------- placement, streams, sweep
+
+
+def test_streams_give_every_layer_in_order(store: ChunkStore):
+    for encoding in (None, "int8"):
+        store.put(chunk_of(), encoding=encoding)
+        whole, stream = store.get("B", BACKBONE, encoding=encoding), store.stream("B", BACKBONE, encoding=encoding)
+        assert whole is not None
+        assert stream is not None
+        assert (stream.span, stream.length, stream.layout) == (9, 8, whole.layout)
+        assert same(stream.local, np.asarray(whole.local))
+        layers = list(stream)
+        assert [layer for layer, _ in layers] == [0, 1, 2]
+        assert all(same(values[name], whole.kv[name][layer]) for layer, values in layers for name in values)
+    assert store.stream("absent", BACKBONE) is None
+
+
+def test_layer_zero_is_there_before_the_last_is_read(store: ChunkStore):
+    chunk = chunk_of(layout=type(chunk_of().layout)("gqa", 8, chunk_of().layout.channels, chunk_of().layout.rope))
+    store.put(chunk)
+    path = file_of(store, chunk)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1  # in the last layer
+    path.write_bytes(raw)
+    stream = store.stream("B", BACKBONE)
+    assert stream is not None
+    layers = iter(stream)
+    for expected in range(7):
+        layer, values = next(layers)
+        assert layer == expected
+        assert same(values["k"], np.asarray(chunk.kv["k"])[layer])
+    with pytest.raises(StoreCorruptError, match=r"leaf layer\.7"):
+        next(layers)
+    assert not path.exists()
+
+
+def test_placement_puts_channels_where_they_are_asked(store: ChunkStore):
+    store.put(chunk_of())
+    device = jax.devices()[0]
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "tensor"))
+    for placement in (device, heads, {"k": heads, "v": device}):
+        found = store.get("B", BACKBONE, placement=placement)
+        assert found is not None
+        assert same_chunk(found, chunk_of())
+        value = found.kv["k"]
+        assert isinstance(value, jax.Array)
+        assert value.sharding == heads or placement is device
+    with pytest.raises(InputError, match="expected one for 'v'"):
+        store.get("B", BACKBONE, placement={"k": device})
+    stream = store.stream("B", BACKBONE, placement=device)
+    assert stream is not None
+    assert all(isinstance(values["v"], jax.Array) for _, values in stream)
+
+
+def test_sweep_takes_what_the_dead_left_and_spares_the_living(store: ChunkStore):
+    dead = Path(store.disk.root, "tmp", "dead")
+    dead.write_bytes(b"half an object")
+    name = name_of(store, chunk_of())
+    from kvpatch_jax.store.codec import chunk_blob
+
+    with store.disk._written(name, chunk_blob(chunk_of())) as (living, _, _):
+        assert store.disk.sweep() == 1
+        assert os.path.exists(living)
+        assert not dead.exists()
+    assert leftovers(store) == []

@@ -1,0 +1,267 @@
+"""Tiers: budgets, LRU and SLRU, ranks, pins, expiry, clocks, deletion seen through memory."""
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
+
+from kvpatch_jax.errors import InputError, StoreFullError
+from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store.memory import CANONICAL, DERIVED, Held, MemoryTier, Policy
+
+ONE = 4096 + 64 + 6 * 9 * 2 * 16 * 4  # bytes of chunk_of's file: header, positions, three layers of k and v
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self, now: float = 1e9):
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def held(nbytes: int = 1, rank: int = CANONICAL, chunk: str = "c", expires: float | None = None) -> Held:
+    return Held(object(), nbytes, rank, chunk, expires)
+
+
+def fill(tier: MemoryTier, *keys: str, nbytes: int = 1, **more) -> list[bool]:
+    return [tier.put(key, held(nbytes, chunk=key, **more)) for key in keys]
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def test_lru_lets_go_of_the_least_recently_used():
+    tier = MemoryTier("host", 3)
+    fill(tier, "a", "b", "c")
+    tier.get("a")
+    assert fill(tier, "d") == [True]
+    assert [key in tier for key in "abcd"] == [True, False, True, True]
+    assert fill(tier, "huge", nbytes=4) == [False]
+    assert tier.nbytes == 3
+
+
+def test_slru_survives_a_pass_over_many():
+    policies: tuple[tuple[Policy, bool], ...] = (("lru", False), ("slru", True))
+    for policy, stays in policies:
+        tier = MemoryTier("host", 10, policy)
+        for key in ("a", "b"):
+            tier.get(key)
+            fill(tier, key)
+            tier.get(key)
+        for number in range(100):
+            if tier.get(f"scan{number}") is None:
+                fill(tier, f"scan{number}")
+        assert [key in tier for key in "ab"] == [stays, stays]
+
+
+def test_slru_weighs_a_large_newcomer_against_all_that_must_go():
+    tier = MemoryTier("host", 10, "slru")
+    for key in "abcdefghij":
+        tier.get(key)
+        fill(tier, key)
+    tier.get("large")
+    assert fill(tier, "large", nbytes=8) == [False]
+    for _ in range(8):
+        tier.get("large")
+    assert fill(tier, "large", nbytes=8) == [True]
+
+
+def test_derived_goes_first_and_goes_along():
+    tier = MemoryTier("host", 4)
+    tier.put("a", held(chunk="a"))
+    tier.put("b", held(chunk="b"))
+    tier.put("b.p", held(rank=DERIVED, chunk="b"))
+    tier.put("a.p", held(rank=DERIVED, chunk="a"))
+    fill(tier, "c")
+    assert [key in tier for key in ("a", "b", "c", "b.p", "a.p")] == [True, True, True, False, True]
+    assert not tier.put("d.p", held(4, DERIVED, "d"))  # a patch pushes no canonical out
+    fill(tier, "d", nbytes=2)
+    assert [key in tier for key in ("a", "b", "c", "d", "a.p")] == [False, True, True, True, False]
+    tier.put("c.p", held(0, DERIVED, "c"))
+    tier.drop_chunk("c")
+    assert "c" not in tier
+    assert "c.p" not in tier
+
+
+def test_pins_hold_and_expired_go_first():
+    clock = Clock()
+    tier = MemoryTier("host", 3, pinned=lambda chunk: chunk == "a", clock=clock)
+    fill(tier, "a", "b")
+    tier.put("old", held(chunk="old", expires=clock.now + 5))
+    clock.now += 6
+    fill(tier, "c")
+    assert [key in tier for key in ("a", "b", "c", "old")] == [True, True, True, False]
+    assert fill(tier, "d", nbytes=2) == [True]
+    assert "a" in tier
+    assert fill(tier, "e", nbytes=3) == [False]
+    tier.put("d", held(chunk="d", expires=clock.now + 1))
+    clock.now += 2
+    assert tier.get("d") is None
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(["lru", "slru"]),
+    st.lists(st.tuples(st.sampled_from("gpdx"), st.integers(0, 9), st.integers(0, 7), st.integers(0, 1)), max_size=80),
+)
+def test_accounts_agree_whatever_happens(policy, steps):
+    pins = {"0"}
+    tier = MemoryTier("host", 12, policy, pinned=lambda chunk: chunk in pins)
+    sizes: dict[str, int] = {}
+    for what, number, size, rank in steps:
+        key, chunk = f"{number}.{rank}", str(number)
+        if what == "g":
+            assert (tier.get(key) is not None) == (key in tier)
+        elif what == "p":
+            pinned_before = {other for other in sizes if other.startswith("0.") and other in tier and other != key}
+            if tier.put(key, held(size, DERIVED if rank else CANONICAL, chunk)):
+                sizes[key] = size
+            assert all(other in tier for other in pinned_before)
+        elif what == "d":
+            tier.drop(key)
+        else:
+            tier.drop_chunk(chunk)
+            assert f"{number}.0" not in tier
+            assert f"{number}.1" not in tier
+        present = [other for other in sizes if other in tier]
+        assert tier.nbytes == sum(sizes[other] for other in present) <= 12
+        assert len(tier) == len(present)
+
+
+# ------------------------------------------------------------------------------------------------------- the store
+
+
+def test_hits_come_from_the_nearest_tier(tmp_path: Path):
+    device = jax.devices()[0]
+    with ChunkStore(tmp_path, budget=Budget(device=1 << 20, host=1 << 20)) as store:
+        store.put(chunk_of())
+        for _ in range(2):
+            assert same_chunk(store.get("B", BACKBONE), chunk_of())
+            assert same_chunk(store.get("B", BACKBONE, placement=device), chunk_of())
+        counts = store.counters
+        assert [counts[f"{tier}_hits"] for tier in ("disk", "host", "device")] == [1, 2, 1]
+        found = store.get("B", BACKBONE)
+        assert found is not None
+        with pytest.raises(ValueError, match="read-only"):
+            np.asarray(found.kv["k"])[0] = 0
+
+
+def test_memory_serves_nothing_that_the_disk_no_longer_has(tmp_path: Path):
+    device = jax.devices()[0]
+    budget = Budget(device=1 << 20, host=1 << 20)
+    with ChunkStore(tmp_path, budget=budget) as one, ChunkStore(tmp_path, budget=budget) as two:
+        one.put(chunk_of())
+        assert one.get("B", BACKBONE, placement=device) is not None
+        assert two.delete("B", BACKBONE)
+        assert one.get("B", BACKBONE) is None
+        assert one.get("B", BACKBONE, placement=device) is None
+
+
+def test_the_disk_keeps_its_budget(tmp_path: Path):
+    clock = Clock()
+    with ChunkStore(tmp_path, budget=Budget(host=0, disk=10 * ONE), clock=clock) as store:
+        chunks = [chunk_of(f"B{number}", number) for number in range(30)]
+        for number, chunk in enumerate(chunks):
+            store.put(chunk)
+            os.utime(file_of(store, chunk), (number + 1, number + 1))
+            assert sum(entry.size for entry in store.disk.scan()) <= 10 * ONE
+            assert same_chunk(store.get(chunk.id, BACKBONE), chunk)
+        there = [store.contains(chunk.id, BACKBONE) for chunk in chunks]
+        assert 7 <= sum(there) <= 10
+        assert there[-1]
+        assert not there[0]
+        assert store.counters["disk_evicted_budget"] == 30 - sum(there)
+
+
+def test_order_of_eviction_on_the_disk(tmp_path: Path):
+    """Expired, then derived, then a canonical that its encoder output makes again, then the least recently used."""
+    clock = Clock()
+    with ChunkStore(tmp_path, budget=Budget(host=0), clock=clock) as store:
+        plain, coded = chunk_of("plain", 1), chunk_of("coded", 2, encoder=np.ones((2, 2), np.float32))
+        store.put(plain)
+        store.put(coded)
+        store.put(plain, encoding="int8")
+        store.put_patches([patch_of(plain), patch_of(coded)])
+        store.put(chunk_of("brief", 3), ttl=5)
+        clock.now += 6
+        states = [_shown(store)]
+        from kvpatch_jax.store.evict import make_room
+
+        while any(states[-1]):
+            total = sum(entry.size for entry in store.disk.scan())
+            make_room(store.disk, int(total * 0.99), 0, lambda chunk: False)
+            states.append(_shown(store))
+        gone = [sum(state) for state in states]
+        assert gone == sorted(gone, reverse=True)
+        first_lost = [next(i for i, state in enumerate(states) if not state[which]) for which in range(7)]
+        brief, int8, plain_patch, coded_patch, coded_kv, plain_kv, coder = first_lost
+        assert brief == 0 or brief < min(int8, plain_patch, coded_patch)
+        assert max(int8, plain_patch, coded_patch) < coded_kv < min(plain_kv, coder)
+
+
+def _shown(store: ChunkStore) -> tuple[bool, ...]:
+    there = {(entry.chunk, entry.part.partition(".")[0] if entry.part[0] == "p" else entry.part): True
+             for entry in store.disk.scan()}  # fmt: skip
+    key = lambda id: (lambda name: f"{name.folder}/{name.chunk}")(store._names.canonical(BACKBONE, id))
+    wanted = [("brief", "kv"), ("plain", "kv.int8"), ("plain", "p"), ("coded", "p"), ("coded", "kv"), ("plain", "kv")]
+    return tuple((key(id), part) in there for id, part in [*wanted, ("coded", "enc")])
+
+
+def test_patches_go_with_their_canonical(tmp_path: Path):
+    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
+        chunk = chunk_of()
+        store.put(chunk, ttl=5)
+        store.put_patches([patch_of(chunk), patch_of(chunk, ("other",))])
+        store.put_patches([patch_of(chunk_of("C"))])
+        store.clock = store.disk.clock = Clock(2e10)
+        assert store.collect() == 3
+        assert store.get_patches(patch_of(chunk).stamp) == []
+        assert len(store.get_patches(patch_of(chunk_of("C")).stamp)) == 1
+
+
+def test_pinned_chunks_stay_and_a_full_store_says_so(tmp_path: Path):
+    with ChunkStore(tmp_path, budget=Budget(disk=3 * ONE)) as store:
+        first, second = chunk_of("first", 1), chunk_of("second", 2)
+        store.put(first)
+        store.put(second)
+        with store.pin("first", BACKBONE), store.pin("second", BACKBONE):
+            with store.pin("first", BACKBONE):
+                pass
+            with pytest.raises(StoreFullError, match="may go; expected room"):
+                store.put(chunk_of("third", 3, tokens=30))
+            assert store.contains("first", BACKBONE)
+            assert store.contains("second", BACKBONE)
+        store.put(chunk_of("third", 3, tokens=30))
+        assert store.contains("third", BACKBONE)
+        assert not store.contains("first", BACKBONE)
+        with pytest.raises(StoreFullError):
+            store.put(chunk_of("huge", tokens=300))
+        assert store.contains("third", BACKBONE)
+
+
+def test_expiry_and_a_clock_that_jumps_back(tmp_path: Path):
+    clock = Clock()
+    with ChunkStore(tmp_path, ttl=100, clock=clock, budget=Budget(host=1 << 20, disk=6 * ONE)) as store:
+        store.put(chunk_of())
+        clock.now += 99
+        assert store.get("B", BACKBONE) is not None
+        clock.now -= 1e6  # back by days: nothing is lost, and nothing raises
+        assert same_chunk(store.get("B", BACKBONE), chunk_of())
+        for number in range(3):
+            store.put(chunk_of(f"C{number}", number))
+        assert store.collect() == 0
+        assert all(store.get(f"C{number}", BACKBONE) is not None for number in range(3))
+        clock.now += 2e6
+        assert store.get("B", BACKBONE) is None
+        assert store.get("C0", BACKBONE) is None
+        assert store.collect() == 4
+        with pytest.raises(InputError, match="ttl"):
+            store.put(chunk_of(), ttl=0)
