@@ -1,48 +1,13 @@
 """rotate_patch: the XLA path against float64, its layouts, and what it refuses."""
 
+import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from kernel_cases import arrays, expected
 
 from pallas_kernels import KernelShapeError, KernelUnavailableError, rotate_patch
 from pallas_kernels.rotate_patch.shapes import SMALL, Shape
-
-
-@pytest.fixture
-def unchecked():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def arrays(shape: Shape, per_head: bool = False) -> dict:
-    rng = np.random.default_rng(0)
-    draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), jnp.float32)
-    angle = rng.standard_normal((shape.tokens, shape.rotary // 2))
-    middle = (shape.heads,) if per_head else ()
-    columns = shape.width if per_head else shape.heads * shape.width
-    return {
-        "x": draw(*shape.leading, shape.tokens, shape.heads, shape.width),
-        "cos": jnp.asarray(np.cos(angle), jnp.float32),
-        "sin": jnp.asarray(np.sin(angle), jnp.float32),
-        "u": draw(*shape.leading, *middle, shape.tokens, shape.rank),
-        "v": draw(*shape.leading, *middle, shape.rank, columns),
-    }
-
-
-def expected(shape: Shape, given: dict, per_head: bool) -> np.ndarray:
-    x, cos, sin, u, v = (np.asarray(given[name], np.float64) for name in ("x", "cos", "sin", "u", "v"))
-    delta = np.swapaxes(u @ v, -3, -2) if per_head else (u @ v).reshape(x.shape)
-    x = x + delta
-    half = shape.rotary // 2
-    pairs = [(i, i + half) if shape.layout == "half" else (2 * i, 2 * i + 1) for i in range(half)]
-    result = x.copy()
-    for i, (a, b) in enumerate(pairs):
-        c, s = cos[:, None, i], sin[:, None, i]
-        result[..., a] = x[..., a] * c - x[..., b] * s
-        result[..., b] = x[..., b] * c + x[..., a] * s
-    return result
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -88,3 +53,11 @@ def test_refuses_unknown_implementation():
 def test_refuses_what_does_not_fit(unchecked, change):
     with pytest.raises(KernelShapeError, match="rotate_patch"):
         rotate_patch(**(arrays(SMALL[0]) | change))
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 12])
+def test_tokens_from_the_length_on_are_zero(length: int):
+    given = arrays(SMALL[0])
+    found = jax.jit(rotate_patch)(**given, length=jnp.int32(length))
+    assert (found[:, length:] == 0).all()
+    np.testing.assert_allclose(found[:, :length], rotate_patch(**given)[:, :length], rtol=1e-6, atol=1e-6)

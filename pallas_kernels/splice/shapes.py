@@ -1,0 +1,32 @@
+"""Shapes that tests and benchmarks share: a chunk as rotate_patch takes it, and the pool it is written into."""
+
+from typing import NamedTuple
+
+from ..rotate_patch import shapes as rotate_patch_shapes
+from ..rotate_patch.shapes import Shape as ChunkShape
+
+
+class Shape(NamedTuple):
+    """One case: the chunk, and a pool [*leading, pages, page_size, heads, width]."""
+
+    chunk: ChunkShape
+    pages: int
+    page_size: int
+
+    @property
+    def name(self) -> str:
+        """The chunk's name."""
+        return self.chunk.name
+
+    @property
+    def pool(self) -> tuple[int, ...]:
+        """The pool's shape."""
+        return (*self.chunk.leading, self.pages, self.page_size, self.chunk.heads, self.chunk.width)
+
+
+SMALL = tuple(
+    Shape(chunk, pages, page_size)
+    for chunk, pages, page_size in zip(rotate_patch_shapes.SMALL, (5, 6, 4, 7, 3), (4, 3, 8, 2, 16), strict=True)
+)
+
+PRODUCTION = tuple(Shape(chunk, 256, 64) for chunk in rotate_patch_shapes.PRODUCTION)
