@@ -1,12 +1,14 @@
 """rotate_patch: checks and dispatch."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._dispatch import choose
+from .._dispatch import choose, interpretation
 from ..errors import KernelShapeError
-from . import reference
+from . import reference, tpu
 
 LAYOUTS = ("half", "pairs")
 
@@ -23,7 +25,7 @@ def rotate_patch(
     layout: str = "half",
     scale: float = 1.0,
     length: Int[Array, ""] | int | np.integer | None = None,
-    implementation: str | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "... T K H"]:
     """R · (x + u v) · scale: adds a correction to cached keys (or values), then rotates them.
 
@@ -38,16 +40,19 @@ def rotate_patch(
       layout: how a rotary pair lies in H: "half" (i, i + R/2) or "pairs" (2i, 2i + 1).
       scale: multiplies the rotated channels of the result; 1 multiplies nothing.
       length: tokens that count, traced; later ones come back as zeros. None for all.
-      implementation: None (best available) or "xla".
+      implementation: None (the platform's kernel if it takes these arguments, else "xla"), "xla", "tpu", or several in
+        order of preference.
 
     Raises:
       KernelShapeError: unknown layout word, or arrays that do not fit.
-      KernelUnavailableError: unknown or unavailable implementation.
+      KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
-    choose("rotate_patch", implementation)
     check("rotate_patch", x, cos, sin, u, v, dense, per_head, layout)
+    chosen = choose("rotate_patch", implementation, {"tpu": tpu.unsupported(x, cos, u, v, dense, per_head)})
     cos, sin = scaled(cos, sin, scale)
     length = None if length is None else jnp.asarray(length, jnp.int32)
+    if chosen == "tpu":
+        return tpu.rotate_patch(layout, interpretation(), x, cos, sin, u, v, dense, length)
     return reference.rotate_patch(x, cos, sin, u, v, dense, length, per_head=per_head, layout=layout)
 
 

@@ -1,5 +1,7 @@
 """splice: checks and dispatch."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,7 @@ def splice(
     layout: str = "half",
     scale: float = 1.0,
     length: Length = None,
-    implementation: str | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "*leading P O K H"]:
     """Writes R · (x + u v) · scale into a paged pool, in place: token t goes to slot `slots[t]`.
 

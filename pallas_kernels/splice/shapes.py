@@ -24,9 +24,7 @@ class Shape(NamedTuple):
         return (*self.chunk.leading, self.pages, self.page_size, self.chunk.heads, self.chunk.width)
 
 
-SMALL = tuple(
-    Shape(chunk, pages, page_size)
-    for chunk, pages, page_size in zip(rotate_patch_shapes.SMALL, (5, 6, 4, 7, 3), (4, 3, 8, 2, 16), strict=True)
-)
+PAGING = ((5, 4), (6, 3), (4, 8), (7, 2), (3, 16), (4, 4), (5, 2))
+SMALL = tuple(Shape(chunk, *paging) for chunk, paging in zip(rotate_patch_shapes.SMALL, PAGING, strict=True))
 
 PRODUCTION = tuple(Shape(chunk, 256, 64) for chunk in rotate_patch_shapes.PRODUCTION)
