@@ -199,6 +199,8 @@ def rotate_patch(layout, interpret, x, cos, sin, u, v, dense, length):
 @rotate_patch.defjvp
 def _rotate_patch_jvp(layout, interpret, primals, tangents):
     *values, length = primals
-    plain = lambda *given: reference.rotate_patch(*given, length, per_head=False, layout=layout)
+    plain = lambda x, cos, sin, u, v, dense: reference.rotate_patch(
+        x, cos, sin, u, v, dense, length, per_head=False, layout=layout
+    )
     out = rotate_patch(layout, interpret, *primals)
     return out, jax.jvp(plain, tuple(values), tuple(tangents[:-1]))[1]

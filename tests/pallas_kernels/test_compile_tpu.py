@@ -62,6 +62,7 @@ def test_rotate_patch_compiles_to_one_kernel_without_copying_the_channel(shape: 
             given["v"] = spec((*shape.leading, rank, shape.heads * shape.width), jnp.bfloat16)
         run = lambda given, length: rotate_patch(**given, layout=shape.layout, length=length, implementation="tpu")
         text = compiled_for(topology, run, given, spec((), jnp.int32)).as_text()
+        assert text is not None
         assert text.count('custom_call_target="tpu_custom_call"') == 1
         if shape.width % 128 == 0:
             elements = shape.leading[0] * tokens * shape.heads * shape.width

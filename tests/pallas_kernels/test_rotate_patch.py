@@ -55,14 +55,9 @@ def test_tpu_kernel_over_several_blocks_and_lengths(tile: int, length: int):
     shape = Shape("blocks", (2,), 37, 2, 16, 8, 3, "pairs")
     given = arrays(shape)
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    found = tpu.kernel(
-        *(given[name] for name in ("x", "cos", "sin", "u", "v")),
-        None,
-        jnp.int32(length),
-        layout="pairs",
-        tile=tpu.Tile(tile),
-        interpret=interpret,
-    )
+    x, cos, sin, u, v = (given[name] for name in ("x", "cos", "sin", "u", "v"))
+    plan = {"layout": "pairs", "tile": tpu.Tile(tile), "interpret": interpret}
+    found = tpu.kernel(x, cos, sin, u, v, None, jnp.int32(length), **plan)
     exact = expected(shape, given)
     exact[:, length:] = 0.0
     np.testing.assert_allclose(found, exact, atol=2e-5)
