@@ -8,6 +8,12 @@ from .backbone import Tokens as Tokens
 from .backbone import make_chunk as make_chunk
 from .backbone import moved as moved
 from .chunk import Chunk as Chunk
+from .engines import from_latent_rows as from_latent_rows
+from .engines import from_paged_attention as from_paged_attention
+from .engines import from_ragged_paged_attention as from_ragged_paged_attention
+from .engines import to_latent_rows as to_latent_rows
+from .engines import to_paged_attention as to_paged_attention
+from .engines import to_ragged_paged_attention as to_ragged_paged_attention
 from .layout import Channel as Channel
 from .layout import KVLayout as KVLayout
 from .layout import relocate as relocate
@@ -26,6 +32,14 @@ from .patch import quantise as quantise
 from .patch import removal_patch as removal_patch
 from .patch import truncate as truncate
 from .patch import update_patch as update_patch
+from .pool import SlotAllocator as SlotAllocator
+from .pool import make_pool as make_pool
+from .pool import move_slots as move_slots
+from .pool import moves as moves
+from .pool import pages_of as pages_of
+from .pool import read_slots as read_slots
+from .pool import slot_mask as slot_mask
+from .pool import splice as splice
 from .readout import attention_with_lse as attention_with_lse
 from .readout import empty_readout as empty_readout
 from .readout import merge_readouts as merge_readouts

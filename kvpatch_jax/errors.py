@@ -3,8 +3,10 @@
 All of them are `ValueError`s, and all but the kernels' own derive from `KVPatchError`.
 """
 
+from pallas_kernels.errors import KernelDtypeError as KernelDtypeError
 from pallas_kernels.errors import KernelError as KernelError
 from pallas_kernels.errors import KernelShapeError as KernelShapeError
+from pallas_kernels.errors import KernelSlotError as KernelSlotError
 from pallas_kernels.errors import KernelUnavailableError as KernelUnavailableError
 
 
@@ -58,6 +60,10 @@ class ImageError(KVPatchError):
 
 class ConfigError(KVPatchError):
     """A configuration with a missing, unknown or contradictory entry."""
+
+
+class PoolError(KVPatchError):
+    """A pool without room, or slots that it does not hold or that an engine's page table cannot express."""
 
 
 class InputError(KVPatchError):

@@ -167,7 +167,8 @@ def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
     return jnp.zeros((total, *value.shape[1:]), value.dtype).at[np.asarray(layers)].set(value)
 
 
-def _kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | None, total: int, heads: Heads) -> dict:
+def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | None, total: int, heads: Heads) -> dict:
+    """A channel's factors as keyword arguments of the kernels, kept layers spread over all."""
     if factors is None:
         return {}
     if is_low_rank(factors):
@@ -182,7 +183,7 @@ def correction(
     """The dense correction {channel: float32 [L, ..., T, K, H]} that factors stand for; no entry where absent."""
     result = {}
     for name, channel_factors in factors.items():
-        arguments = _kernel_arguments(channel_factors, layers, layout.layers, heads)
+        arguments = kernel_arguments(channel_factors, layers, layout.layers, heads)
         channel = layout.channel(name)
         if "dense" in arguments:
             result[name] = arguments["dense"].astype(jnp.float32)
@@ -215,7 +216,7 @@ def apply(
     cos, sin = rope_tables(layout.rope, local, start)
     result = {}
     for channel in layout.channels:
-        arguments = _kernel_arguments(factors.get(channel.name), layers, layout.layers, heads)
+        arguments = kernel_arguments(factors.get(channel.name), layers, layout.layers, heads)
         if channel.rotates:
             arguments |= {"cos": cos, "sin": sin, "scale": layout.rope.attention_scaling}
         value = kv[channel.name]

@@ -234,7 +234,7 @@ def apply_patch(
     if patch is None:
         return to_engine(layout, kv, local, place)
     check_stamp(patch, layout, chunk, place, antecedent, None if base is None else base_antecedent, allow_stale)
-    _check_factor_shapes(patch, chunk)
+    check_factor_shapes(patch, chunk)
     if not patch.factors:
         return to_engine(layout, kv, local, place)
     stamp = patch.stamp
@@ -244,7 +244,8 @@ def apply_patch(
     )
 
 
-def _check_factor_shapes(patch: Patch, chunk: Chunk) -> None:
+def check_factor_shapes(patch: Patch, chunk: Chunk) -> None:
+    """Raises ShapeError where a patch's factors have another number of tokens than the chunk."""
     for name, factors in patch.factors.items():
         low_rank = is_low_rank(factors)
         tokens = value_of(factors[0]).shape[-2] if low_rank else value_of(factors).shape[-3]  # pyright: ignore
@@ -383,7 +384,7 @@ def correction_patch(
     if not same_storage(stamp.layout, layout) or stamp.backbone != chunk.backbone:
         raise PatchMismatchError(f"patch: layout {stamp.layout} of {stamp.backbone!r}; expected {layout}")
     _check_conditioned(layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
-    _check_factor_shapes(patch, chunk)
+    check_factor_shapes(patch, chunk)
     have = ops.correction(layout, dict(patch.factors), layers=stamp.layers, heads=stamp.heads)
     delta = ops.deficit(_arrays(conditioned), _arrays(chunk.kv), jnp.int32(chunk.length))
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}

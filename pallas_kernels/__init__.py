@@ -1,7 +1,11 @@
 """Kernels on plain arrays; one folder per operation. They know no layout, rope or chunk."""
 
+from ._dispatch import targeting as targeting
+from .errors import KernelDtypeError as KernelDtypeError
 from .errors import KernelError as KernelError
 from .errors import KernelShapeError as KernelShapeError
+from .errors import KernelSlotError as KernelSlotError
 from .errors import KernelUnavailableError as KernelUnavailableError
 from .factorise import factorise as factorise
 from .rotate_patch import rotate_patch as rotate_patch
+from .splice import splice as splice

@@ -11,3 +11,11 @@ class KernelUnavailableError(KernelError):
 
 class KernelShapeError(KernelError):
     """Arrays whose shapes do not fit each other, a layout word that is not known, or a rank out of range."""
+
+
+class KernelDtypeError(KernelError):
+    """An array of another dtype than expected."""
+
+
+class KernelSlotError(KernelError):
+    """Slots that are out of range or named twice."""

@@ -1,5 +1,7 @@
 """factorise: checks and dispatch."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
@@ -21,7 +23,7 @@ def factorise(
     key: Key[Array, ""] | None = None,
     oversample: int = OVERSAMPLE,
     iterations: int = ITERATIONS,
-    implementation: str | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "*batch T {rank}"], Float[Array, "*batch {rank} F"]]:
     """Thin factors of each matrix: u [..., T, M] and v [..., M, F] with u v ≈ matrix, both float32.
 

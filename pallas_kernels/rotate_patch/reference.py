@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 def product(u: Float[Array, "..."], v: Float[Array, "..."], heads: int) -> Float[Array, "..."]:
@@ -43,3 +43,28 @@ def rotate(
     if not tail.shape[-1]:
         return head
     return jnp.concatenate([head, jnp.broadcast_to(tail, (*head.shape[:-1], tail.shape[-1]))], axis=-1)
+
+
+def rotate_patch(
+    x: Float[Array, "..."],
+    cos: Float[Array, "..."] | None,
+    sin: Float[Array, "..."] | None,
+    u: Float[Array, "..."] | None,
+    v: Float[Array, "..."] | None,
+    dense: Float[Array, "..."] | None,
+    length: Int[Array, ""] | None,
+    *,
+    per_head: bool,
+    layout: str,
+) -> Float[Array, "..."]:
+    """R · (x + u v + dense) in x's dtype; tokens from `length` on are zero. Shapes as in `api.rotate_patch`."""
+    value = x.astype(jnp.float32)
+    if u is not None and v is not None:
+        value = value + (product_per_head(u, v) if per_head else product(u, v, x.shape[-2]))
+    if dense is not None:
+        value = value + dense.astype(jnp.float32)
+    if cos is not None and sin is not None:
+        value = rotate(value, cos, sin, layout)
+    if length is not None:
+        value = jnp.where((jnp.arange(x.shape[-3]) < length)[:, None, None], value, 0.0)
+    return value.astype(x.dtype)

@@ -22,10 +22,14 @@ SMALL = (
     Shape("partial", (2,), 9, 2, 16, 8, 2, "pairs"),
     Shape("mla", (3,), 10, 1, 64, 64, 8, "half"),
     Shape("ragged", (1,), 13, 3, 20, 12, 1, "half"),
+    Shape("plain", (2,), 11, 2, 16, 0, 5, "half"),
+    Shape("bare", (2,), 8, 1, 16, 16, 0, "pairs"),
 )
 
 PRODUCTION = (
     Shape("qwen2_5_vl_7b", (28,), 1024, 4, 128, 128, 32, "half"),
     Shape("qwen3_vl_8b", (36,), 1024, 8, 128, 128, 32, "half"),
     Shape("kimi_vl_rope", (27,), 1088, 1, 64, 64, 32, "half"),
+    Shape("kimi_vl_latent", (27,), 1088, 1, 512, 0, 32, "half"),
+    Shape("llava_1_5_7b", (32,), 576, 32, 128, 128, 32, "half"),
 )

@@ -2,19 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
 from pallas_kernels import KernelShapeError, KernelUnavailableError, factorise
 from pallas_kernels.factorise.shapes import SMALL, Shape
-
-
-@pytest.fixture
-def unchecked():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def matrix(shape: Shape, decay: float = 12.0) -> jax.Array:

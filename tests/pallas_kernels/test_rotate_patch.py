@@ -1,56 +1,97 @@
-"""rotate_patch: the XLA path against float64, its layouts, and what it refuses."""
+"""rotate_patch: every implementation against float64, and what it refuses. The TPU kernel is interpreted on a CPU."""
 
+import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kernel_cases import arrays, expected
 
-from pallas_kernels import KernelShapeError, KernelUnavailableError, rotate_patch
+from pallas_kernels import KernelShapeError, KernelUnavailableError, rotate_patch, targeting
+from pallas_kernels.rotate_patch import tpu
 from pallas_kernels.rotate_patch.shapes import SMALL, Shape
 
 
-@pytest.fixture
-def unchecked():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+def run(implementation: str, **arguments) -> jax.Array:
+    """rotate_patch by one implementation; the TPU kernel interpreted, races and uninitialised memory being errors."""
+    if implementation == "xla":
+        return rotate_patch(**arguments, implementation="xla")
+    with targeting("tpu", pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+        return rotate_patch(**arguments, implementation="tpu")
 
 
-def arrays(shape: Shape, per_head: bool = False) -> dict:
-    rng = np.random.default_rng(0)
-    draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), jnp.float32)
-    angle = rng.standard_normal((shape.tokens, shape.rotary // 2))
-    middle = (shape.heads,) if per_head else ()
-    columns = shape.width if per_head else shape.heads * shape.width
-    return {
-        "x": draw(*shape.leading, shape.tokens, shape.heads, shape.width),
-        "cos": jnp.asarray(np.cos(angle), jnp.float32),
-        "sin": jnp.asarray(np.sin(angle), jnp.float32),
-        "u": draw(*shape.leading, *middle, shape.tokens, shape.rank),
-        "v": draw(*shape.leading, *middle, shape.rank, columns),
-    }
+EITHER = pytest.mark.parametrize("implementation", ["xla", "tpu"])
 
 
-def expected(shape: Shape, given: dict, per_head: bool) -> np.ndarray:
-    x, cos, sin, u, v = (np.asarray(given[name], np.float64) for name in ("x", "cos", "sin", "u", "v"))
-    delta = np.swapaxes(u @ v, -3, -2) if per_head else (u @ v).reshape(x.shape)
-    x = x + delta
-    half = shape.rotary // 2
-    pairs = [(i, i + half) if shape.layout == "half" else (2 * i, 2 * i + 1) for i in range(half)]
-    result = x.copy()
-    for i, (a, b) in enumerate(pairs):
-        c, s = cos[:, None, i], sin[:, None, i]
-        result[..., a] = x[..., a] * c - x[..., b] * s
-        result[..., b] = x[..., b] * c + x[..., a] * s
-    return result
-
-
-@pytest.mark.parametrize("per_head", [False, True])
+@EITHER
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_agrees_with_float64(shape: Shape, per_head: bool):
-    given = arrays(shape, per_head)
-    found = rotate_patch(**given, layout=shape.layout, per_head=per_head)
-    np.testing.assert_allclose(found, expected(shape, given, per_head), atol=2e-5)
+def test_agrees_with_float64(shape: Shape, implementation: str):
+    given = arrays(shape)
+    found = run(implementation, **given, layout=shape.layout)
+    np.testing.assert_allclose(found, expected(shape, given), atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", SMALL[:5], ids=lambda shape: shape.name)
+def test_factors_per_head_agree_with_float64(shape: Shape):
+    given = arrays(shape, per_head=True)
+    found = rotate_patch(**given, layout=shape.layout, per_head=True)
+    np.testing.assert_allclose(found, expected(shape, given, per_head=True), atol=2e-5)
+    with targeting("tpu"), pytest.raises(KernelUnavailableError, match="factors per head"):
+        rotate_patch(**given, layout=shape.layout, per_head=True, implementation="tpu")
+
+
+@EITHER
+def test_bfloat16_within_one_unit_of_the_rows_largest_value(implementation: str):
+    given = arrays(SMALL[0], dtype=jnp.bfloat16)
+    exact = expected(SMALL[0], given)
+    found = np.asarray(run(implementation, **given), np.float64)
+    largest = np.abs(exact).max(-1, keepdims=True)
+    assert (np.abs(found - exact) <= 2.0 ** (np.floor(np.log2(largest)) - 7)).all()
+
+
+@pytest.mark.parametrize("tile", [8, 16])
+@pytest.mark.parametrize("length", [0, 1, 8, 17, 37])
+def test_tpu_kernel_over_several_blocks_and_lengths(tile: int, length: int):
+    shape = Shape("blocks", (2,), 37, 2, 16, 8, 3, "pairs")
+    given = arrays(shape)
+    interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    x, cos, sin, u, v = (given[name] for name in ("x", "cos", "sin", "u", "v"))
+    plan = {"layout": "pairs", "tile": tpu.Tile(tile), "interpret": interpret}
+    found = tpu.kernel(x, cos, sin, u, v, None, jnp.int32(length), **plan)
+    exact = expected(shape, given)
+    exact[:, length:] = 0.0
+    np.testing.assert_allclose(found, exact, atol=2e-5)
+
+
+def test_tpu_kernel_shares_what_has_fewer_leading_dimensions():
+    shape = Shape("batch", (2, 3), 7, 1, 16, 16, 4, "half")
+    given = arrays(shape)
+    given |= {"u": given["u"][:1, :1], "v": given["v"][0], "cos": jnp.stack([given["cos"]] * 3)}
+    given["sin"] = jnp.stack([given["sin"], -given["sin"], 0 * given["sin"]])
+    given["dense"] = jnp.ones((7, 1, 16))
+    np.testing.assert_allclose(run("tpu", **given), run("xla", **given), atol=2e-5)
+
+
+def test_tpu_kernel_has_the_references_derivatives():
+    given = arrays(SMALL[0])
+    loss = lambda implementation, x, u, v: jnp.sum(jnp.sin(run(implementation, **(given | {"x": x, "u": u, "v": v}))))
+    found, wanted = (jax.grad(loss, (1, 2, 3))(name, given["x"], given["u"], given["v"]) for name in ("tpu", "xla"))
+    for left, right in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": jnp.zeros((2, 12, 2, 16), jnp.float16)}, "dtypes"),
+        ({"u": jnp.zeros((2, 12, 257)), "v": jnp.zeros((2, 257, 32))}, "rank 257"),
+        ({"u": jnp.zeros((2, 2, 12, 4))}, "u with leading dimensions"),
+        ({"cos": jnp.ones((1, 8)), "sin": jnp.ones((1, 8))}, "cosines of 1 tokens"),
+    ],
+)
+def test_tpu_kernel_says_what_it_cannot_take(unchecked, change, words):
+    with targeting("tpu"), pytest.raises(KernelUnavailableError, match=words):
+        rotate_patch(**(arrays(SMALL[0]) | change), implementation="tpu")
 
 
 def test_dense_correction_is_factors_multiplied_out():
@@ -88,3 +129,11 @@ def test_refuses_unknown_implementation():
 def test_refuses_what_does_not_fit(unchecked, change):
     with pytest.raises(KernelShapeError, match="rotate_patch"):
         rotate_patch(**(arrays(SMALL[0]) | change))
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 12])
+def test_tokens_from_the_length_on_are_zero(length: int):
+    given = arrays(SMALL[0])
+    found = jax.jit(rotate_patch)(**given, length=jnp.int32(length))
+    assert (found[:, length:] == 0).all()
+    np.testing.assert_allclose(found[:, :length], rotate_patch(**given)[:, :length], rtol=1e-6, atol=1e-6)

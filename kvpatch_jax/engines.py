@@ -1,0 +1,141 @@
+"""Page layouts of other engines, as views of a pool {channel: [L, P, O, K, H]}. Every round trip keeps every bit.
+
+jax's paged attention reads k and v apart, heads outermost. jax's ragged paged attention (TPU) reads them interleaved,
+K0 V0 K1 V1 …, each padded to a multiple of 128 lanes. Engines with latent attention keep one row per token: the latent,
+then the rope key, each padded to 128 lanes. Padding is zero and is dropped on the way back.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .errors import LayoutError, ShapeError
+from .layout import KVLayout
+from .pool import Pool, check_pool
+
+LANES = 128
+
+
+def _padded(width: int, lanes: int) -> int:
+    return -(-width // lanes) * lanes
+
+
+def _pad(value: Array, lanes: int) -> Array:
+    return jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, _padded(value.shape[-1], lanes) - value.shape[-1])])
+
+
+def _need(layout: KVLayout, names: tuple[str, ...], what: str) -> None:
+    if layout.names != names:
+        raise LayoutError(f"{what}: channels {layout.names}; expected {names}")
+
+
+def to_paged_attention(layout: KVLayout, pool: Pool) -> tuple[Float[Array, "L K P O H"], Float[Array, "L K P O H"]]:
+    """k_pages and v_pages as `jax.experimental.pallas.ops.{tpu,gpu}.paged_attention` reads them, one entry per layer.
+
+    Raises:
+      LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool than the layout's.
+    """
+    _need(layout, ("k", "v"), "to_paged_attention")
+    check_pool(layout, pool)
+    k, v = (jnp.transpose(jnp.asarray(pool[name]), (0, 3, 1, 2, 4)) for name in layout.names)
+    return k, v
+
+
+def from_paged_attention(
+    layout: KVLayout, k_pages: Float[Array, "L K P O H"], v_pages: Float[Array, "L K P O H"]
+) -> dict[str, Float[Array, "L P O K H"]]:
+    """The inverse of `to_paged_attention`.
+
+    Raises:
+      As `to_paged_attention`.
+    """
+    _need(layout, ("k", "v"), "from_paged_attention")
+    pool = {"k": jnp.transpose(k_pages, (0, 2, 3, 1, 4)), "v": jnp.transpose(v_pages, (0, 2, 3, 1, 4))}
+    check_pool(layout, pool)
+    return pool
+
+
+def to_ragged_paged_attention(
+    layout: KVLayout, pool: Pool, *, lanes: int = LANES, packing: int | None = None
+) -> Float[Array, "..."]:
+    """K and V interleaved by head, [L, P, O, 2·K, H'] with H padded to H', as jax's ragged paged attention reads them.
+
+    Args:
+      lanes: what H is padded to a multiple of.
+      packing: splits 2·K into [2·K / packing, packing], as tpu-inference and sglang-jax store it (32 bits ÷ the dtype's
+        bits); None leaves it whole, as jax's own kernel wants it.
+
+    Raises:
+      LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool, or heads that do not pack.
+    """
+    _need(layout, ("k", "v"), "to_ragged_paged_attention")
+    check_pool(layout, pool)
+    k, v = (_pad(jnp.asarray(pool[name]), lanes) for name in layout.names)
+    both = jnp.stack([k, v], axis=-2)
+    both = both.reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])
+    if packing is None:
+        return both
+    if both.shape[-2] % packing:
+        raise ShapeError(f"to_ragged_paged_attention: packing {packing}; expected a divisor of {both.shape[-2]}")
+    return both.reshape(*both.shape[:-2], both.shape[-2] // packing, packing, both.shape[-1])
+
+
+def from_ragged_paged_attention(
+    layout: KVLayout, pages: Float[Array, "..."], *, packed: bool = False
+) -> dict[str, Float[Array, "L P O K H"]]:
+    """The inverse of `to_ragged_paged_attention`; `packed` where a packing was given.
+
+    Raises:
+      As `to_ragged_paged_attention`.
+    """
+    _need(layout, ("k", "v"), "from_ragged_paged_attention")
+    heads, width = layout.channel("k").heads, layout.channel("k").width
+    whole = pages.reshape(*pages.shape[:-3], -1, pages.shape[-1]) if packed else pages
+    if whole.ndim != 5 or whole.shape[-2] != 2 * heads or whole.shape[-1] < width:
+        raise ShapeError(
+            f"from_ragged_paged_attention: pages {pages.shape}; expected {2 * heads} heads of {width} or more"
+        )
+    pairs = whole.reshape(*whole.shape[:-2], heads, 2, whole.shape[-1])
+    pool = {"k": pairs[..., 0, :width], "v": pairs[..., 1, :width]}
+    check_pool(layout, pool)
+    return pool
+
+
+def to_latent_rows(
+    layout: KVLayout, pool: Pool, *, lanes: int = LANES, packing: int | None = None
+) -> Float[Array, "..."]:
+    """ckv and kpe in one row per token, [L, P, O / packing, packing, C' + R'], each padded to a multiple of `lanes`.
+
+    Args:
+      packing: tokens per packed row; None takes 32 bits ÷ the dtype's bits, as tpu-inference and sglang-jax do.
+
+    Raises:
+      LayoutError: not a latent layout. ShapeError, DtypeError: another pool, or a page that does not pack.
+    """
+    _need(layout, ("ckv", "kpe"), "to_latent_rows")
+    _, page_size = check_pool(layout, pool)
+    rows = jnp.concatenate([_pad(jnp.asarray(pool[name])[..., 0, :], lanes) for name in layout.names], axis=-1)
+    packing = 4 // rows.dtype.itemsize if packing is None else packing
+    if page_size % packing:
+        raise ShapeError(f"to_latent_rows: packing {packing}; expected a divisor of the page size {page_size}")
+    return rows.reshape(*rows.shape[:2], page_size // packing, packing, rows.shape[-1])
+
+
+def from_latent_rows(
+    layout: KVLayout, rows: Float[Array, "L P N packing F"], *, lanes: int = LANES
+) -> dict[str, Float[Array, "L P O 1 _"]]:
+    """The inverse of `to_latent_rows`.
+
+    Raises:
+      As `to_latent_rows`.
+    """
+    _need(layout, ("ckv", "kpe"), "from_latent_rows")
+    latent, rope = (layout.channel(name).width for name in layout.names)
+    offset = _padded(latent, lanes)
+    if rows.shape[-1] != offset + _padded(rope, lanes):
+        raise ShapeError(
+            f"from_latent_rows: rows of {rows.shape[-1]}; expected {offset} + {_padded(rope, lanes)} numbers"
+        )
+    flat = rows.reshape(*rows.shape[:2], rows.shape[2] * rows.shape[3], 1, rows.shape[-1])
+    pool = {"ckv": flat[..., :latent], "kpe": flat[..., offset : offset + rope]}
+    check_pool(layout, pool)
+    return pool

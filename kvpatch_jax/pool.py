@@ -1,0 +1,348 @@
+"""The paged pool: pages of vectors per channel, slots with reference counts, and chunks spliced into it in place.
+
+A pool is a bare pytree {channel: [L, P, O, K, H]}: P pages of O slots, in the engine frame. A slot is
+page · O + offset. `SlotAllocator` keeps the host's books; `engines.py` speaks the page layouts of other
+engines.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import splice as splice_kernel
+from pallas_kernels.splice import check_slots
+
+from . import ops
+from .chunk import AnyArray, Chunk
+from .errors import DtypeError, LayoutError, PoolError, PositionError, ShapeError
+from .layout import KVLayout, Start, as_start, check_positions
+from .patch import check_factor_shapes
+from .rope import rope_tables
+from .stamp import Patch, check_layout, check_stamp
+
+Slots = Int[AnyArray, " T"]
+Pool = Mapping[str, Float[AnyArray, "L P O _ _"]]
+
+
+def make_pool(
+    layout: KVLayout, pages: int, page_size: int, dtype: jax.typing.DTypeLike = jnp.bfloat16
+) -> dict[str, Float[Array, "L P O _ _"]]:
+    """A pool of zeros, {channel: [L, P, O, K, H]}.
+
+    Raises:
+      PoolError: no pages, or an empty page.
+    """
+    if pages < 1 or page_size < 1:
+        raise PoolError(f"pool: pages {pages}, page_size {page_size}; expected at least 1 of each")
+    return {
+        channel.name: jnp.zeros((layout.layers, pages, page_size, channel.heads, channel.width), dtype)
+        for channel in layout.channels
+    }
+
+
+def check_pool(layout: KVLayout, pool: Pool) -> tuple[int, int]:
+    """Refuses a pool of another layout; returns its pages and page size.
+
+    Raises:
+      LayoutError: other channels. ShapeError: other shapes, or channels with unequal pages. DtypeError: not floats.
+    """
+    if set(pool) != set(layout.names):
+        raise LayoutError(f"pool: channels {sorted(pool)}; expected {sorted(layout.names)}")
+    paging = None
+    for channel in layout.channels:
+        value = pool[channel.name]
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise DtypeError(f"pool[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
+        shape = value.shape
+        if len(shape) != 5 or shape[0] != layout.layers or shape[-2:] != (channel.heads, channel.width):
+            raise ShapeError(
+                f"pool[{channel.name!r}]: shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
+                f"{channel.width}]"
+            )
+        if paging is not None and shape[1:3] != paging:
+            raise ShapeError(f"pool[{channel.name!r}]: pages {shape[1:3]}; expected {paging}")
+        paging = shape[1:3]
+    return paging  # pyright: ignore[reportReturnType]
+
+
+def splice(
+    pool: Pool,
+    slots: Slots,
+    layout: KVLayout,
+    chunk: Chunk,
+    patch: Patch | None,
+    start: Start,
+    antecedent: Sequence[str] = (),
+    *,
+    base: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
+    base_antecedent: Sequence[str] = (),
+    allow_stale: bool = False,
+) -> dict[str, Float[Array, "L P O _ _"]]:
+    """Writes R(start + local) · (KV + u v) into the pool, in place: `apply_patch`, with pages for a destination.
+
+    Args:
+      pool: donated; use what comes back. Slots that are not named keep their bits.
+      slots: int32 [T] of the chunk's padded length, in any order; those from the chunk's length on are not looked at
+        and their tokens are written nowhere.
+      layout, chunk, patch, start, antecedent, base, base_antecedent, allow_stale: as in `apply_patch`.
+
+    Raises:
+      KernelSlotError: a slot out of range, or named twice. DtypeError: the chunk's dtype is not the pool's. ShapeError:
+      slots that are not one per token. KernelShapeError: a rank beyond a channel's width. Else as `apply_patch`. All of
+      it before anything is written.
+    """
+    kv = chunk.kv if base is None else base
+    _check_splice(pool, slots, layout, chunk, kv)
+    place = as_start(layout.rope, start)
+    if place.ndim != (0 if layout.rope.axes is None else 1):
+        raise PositionError(f"splice: start of shape {place.shape}; expected a scalar, or one per axis of the rope")
+    check_positions(layout.rope, chunk.local, place)
+    factors, plan = {}, {}
+    if patch is not None:
+        check_stamp(patch, layout, chunk, place, antecedent, None if base is None else base_antecedent, allow_stale)
+        check_factor_shapes(patch, chunk)
+        stamp = patch.stamp
+        layers = None if len(stamp.layers) == layout.layers else stamp.layers
+        factors, plan = dict(patch.factors), {"layers": layers, "heads": stamp.heads, "frame": stamp.frame}
+    own, arrays = ({name: jnp.asarray(value[name]) for name in layout.names} for value in (pool, kv))
+    slots = jnp.asarray(slots, jnp.int32)
+    local = jnp.asarray(chunk.local)
+    return jitted_splice(layout, own, slots, arrays, factors, local, place, np.int32(chunk.length), **plan)
+
+
+def _check_splice(pool: Pool, slots: Slots, layout: KVLayout, chunk: Chunk, kv: Mapping[str, AnyArray]) -> None:
+    pages, page_size = check_pool(layout, pool)
+    check_layout(layout, chunk)
+    layout.check(kv, f"kv of chunk {chunk.id!r}")
+    for name, value in kv.items():
+        if value.shape != chunk.kv[name].shape:
+            raise ShapeError(f"splice: {name!r} of shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
+        if value.dtype != pool[name].dtype:
+            raise DtypeError(f"splice: {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
+    if slots.shape != (chunk.tokens,):
+        raise ShapeError(f"splice: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
+    check_slots(slots, pages * page_size, chunk.length)
+
+
+def _splice(
+    layout: KVLayout,
+    pool: dict[str, Array],
+    slots: Array,
+    kv: dict[str, Array],
+    factors: ops.Factors,
+    local: Array,
+    start: Array,
+    length: Array,
+    *,
+    layers: tuple[int, ...] | None = None,
+    heads: ops.Heads = "joint",
+    frame: ops.PatchFrame = "phase_free",
+) -> dict[str, Array]:
+    if frame == "engine":
+        kv = ops.apply(layout, kv, factors, local, start, layers=layers, heads=heads, frame=frame)
+        return {name: splice_kernel(pool[name], slots, kv[name], length=length) for name in pool}
+    cos, sin = rope_tables(layout.rope, local, start)
+    result = {}
+    for channel in layout.channels:
+        name = channel.name
+        arguments = ops.kernel_arguments(factors.get(name), layers, layout.layers, heads)
+        if channel.rotates:
+            arguments |= {"cos": cos, "sin": sin, "scale": layout.rope.attention_scaling}
+        result[name] = splice_kernel(pool[name], slots, kv[name], layout=layout.rope.cached, length=length, **arguments)
+    return result
+
+
+jitted_splice = jax.jit(_splice, static_argnames=("layout", "layers", "heads", "frame"), donate_argnames=("pool",))
+"""`splice` without its checks; compiled once per layout, layer set, padded shape and pool shape. Donates the pool."""
+
+
+def read_slots(pool: Pool, slots: Slots) -> dict[str, Float[Array, "L T _ _"]]:
+    """What lies at `slots` [T] (int32, in range): {channel: [L, T, K, H]}."""
+    return {name: _flat(jnp.asarray(value))[:, jnp.asarray(slots)] for name, value in pool.items()}
+
+
+def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L P O _ _"]]:
+    """Copies the vectors at `old` to `new`, reading all before writing any. The pool is donated.
+
+    Both are [N] and are padded to a power of two, so that few programs are compiled. No rotation takes place: positions
+    do not depend on slots.
+
+    Raises:
+      ShapeError: unequal numbers of slots. KernelSlotError: out of range, or a destination named twice.
+    """
+    shape = next(iter(pool.values())).shape
+    total = shape[1] * shape[2]
+    if old.shape != new.shape:
+        raise ShapeError(f"move_slots: {old.shape[0]} slots to {new.shape[0]}; expected as many")
+    check_slots(new, total)
+    check_slots(np.unique(np.asarray(old)), total)
+    if not old.shape[0]:
+        return {name: jnp.asarray(value) for name, value in pool.items()}
+    padding = (0, (1 << (old.shape[0] - 1).bit_length()) - old.shape[0])
+    sources = np.pad(np.asarray(old, np.int32), padding)
+    targets = np.pad(np.asarray(new, np.int32), padding)
+    own = {name: jnp.asarray(value) for name, value in pool.items()}
+    return _jitted_move(own, sources, targets, np.int32(old.shape[0]))
+
+
+def _move(pool, old, new, length):
+    return {name: splice_kernel(value, new, _flat(value)[:, old], length=length) for name, value in pool.items()}
+
+
+_jitted_move = jax.jit(_move, donate_argnames=("pool",))
+
+
+def _flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:
+    return value.reshape(value.shape[0], -1, *value.shape[-2:])
+
+
+def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:
+    """The pages, in order, of slots that fill them one after the other from offset 0, as engines' page tables want.
+
+    A sequence of several chunks passes the chunks' slots concatenated; only its last page may be partly filled.
+
+    Raises:
+      PoolError: token t is not at offset t mod page_size, or a page's tokens do not lie together.
+    """
+    slots = np.asarray(slots, np.int32)
+    pages = slots[::page_size] // page_size
+    tokens = np.arange(slots.size)
+    wanted = pages[tokens // page_size] * page_size + tokens % page_size
+    wrong = np.flatnonzero(slots != wanted)
+    if wrong.size:
+        token = int(wrong[0])
+        raise PoolError(f"slots: token {token} at slot {int(slots[token])}; a page table expects {int(wanted[token])}")
+    return pages
+
+
+def slot_mask(slots: Slots, pages: Int[AnyArray, " N"], page_size: int) -> Bool[np.ndarray, " S"]:
+    """Which of the N · page_size vectors of `pages` are named by `slots`: False for masked tails and other owners'."""
+    whole = np.asarray(pages)[:, None] * page_size + np.arange(page_size)
+    return np.isin(whole.ravel(), np.asarray(slots))
+
+
+class SlotAllocator:
+    """Which slots are taken, and how often: the host's books of one pool.
+
+    Every slot has a count of owners. `allocate` gives slots one owner, `share` adds one (a fork), `release` takes one
+    off. Page-aligned placement takes whole pages: what a chunk leaves of its last page is masked until the chunk's own
+    slots there are free.
+    """
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        """An empty pool's books.
+
+        Raises:
+          PoolError: no pages, or an empty page.
+        """
+        if pages < 1 or page_size < 1:
+            raise PoolError(f"pool: pages {pages}, page_size {page_size}; expected at least 1 of each")
+        self.pages, self.page_size = pages, page_size
+        self._count = np.zeros(pages * page_size, np.int32)
+        self._aligned = np.zeros(pages, bool)
+
+    @property
+    def counts(self) -> Int[np.ndarray, " S"]:
+        """Owners of each slot, a copy."""
+        return self._count.copy()
+
+    @property
+    def free(self) -> int:
+        """Slots that `allocate` can still give without alignment."""
+        return int(self._open().sum())
+
+    @property
+    def free_pages(self) -> int:
+        """Whole pages that are free."""
+        return int((self._by_page() == 0).all(1).sum())
+
+    def _by_page(self) -> np.ndarray:
+        return self._count.reshape(self.pages, self.page_size)
+
+    def _open(self) -> np.ndarray:
+        return (self._count == 0) & ~np.repeat(self._aligned, self.page_size)
+
+    def allocate(self, tokens: int, *, aligned: bool = False) -> Int[np.ndarray, " T"]:
+        """Slots for `tokens` tokens, int32, each with one owner: a contiguous run where there is one, else the lowest.
+
+        Args:
+          aligned: start at a page's first slot and share no page; the last page's tail is masked.
+
+        Raises:
+          PoolError: fewer free slots (or pages) than asked for; nothing is taken.
+        """
+        if tokens < 1:
+            raise PoolError(f"allocate: {tokens} tokens; expected at least 1")
+        if aligned:
+            slots = self._whole_pages(tokens)
+        else:
+            found = np.flatnonzero(self._open())
+            if found.size < tokens:
+                raise PoolError(f"allocate: {tokens} slots; {found.size} of {self._count.size} are free")
+            runs = np.flatnonzero(found[tokens - 1 :] - found[: found.size - tokens + 1] == tokens - 1)
+            first = int(runs[0]) if runs.size else 0
+            slots = found[first : first + tokens]
+        self._count[slots] = 1
+        return slots.astype(np.int32)
+
+    def _whole_pages(self, tokens: int) -> np.ndarray:
+        needed = -(-tokens // self.page_size)
+        empty = np.flatnonzero((self._by_page() == 0).all(1))
+        if empty.size < needed:
+            raise PoolError(f"allocate: {needed} whole pages; {empty.size} of {self.pages} are free")
+        self._aligned[empty[:needed]] = True
+        return (empty[:needed, None] * self.page_size + np.arange(self.page_size)).ravel()[:tokens]
+
+    def share(self, slots: Slots) -> None:
+        """One owner more for each slot.
+
+        Raises:
+          PoolError: a slot that nobody owns, out of range or named twice; nothing changes.
+        """
+        self._count[self._owned(slots, "share")] += 1
+
+    def release(self, slots: Slots) -> None:
+        """One owner less for each slot; a slot without owners is free, and so is a page's masked tail with its last.
+
+        Raises:
+          PoolError: as `share`.
+        """
+        self._count[self._owned(slots, "release")] -= 1
+        self._aligned &= (self._by_page() > 0).any(1)
+
+    def _owned(self, slots: Slots, word: str) -> np.ndarray:
+        slots = np.asarray(slots)
+        if np.unique(slots).size != slots.size or ((slots < 0) | (slots >= self._count.size)).any():
+            raise PoolError(f"{word}: slots {slots}; expected distinct numbers from 0 to {self._count.size - 1}")
+        bare = slots[self._count[slots] == 0]
+        if bare.size:
+            raise PoolError(f"{word}: slot {int(bare[0])} has no owner; expected slots in use")
+        return slots
+
+    def compact(self) -> Int[np.ndarray, " S"]:
+        """Packs what is in use to the front, and says where everything went: new slot of each old one, −1 if free.
+
+        Aligned pages go first, as whole pages; then all other slots without gaps. Order is kept within both. The caller
+        moves the vectors (`move_slots(pool, *moves(mapping))`) and renames the slots it holds (`mapping[slots]`).
+        """
+        mapping = np.full(self._count.size, -1, np.int32)
+        kept = np.flatnonzero(self._aligned)
+        within = np.arange(self.page_size)
+        used = np.flatnonzero((self._count > 0) & ~np.repeat(self._aligned, self.page_size))
+        mapping[(kept[:, None] * self.page_size + within).ravel()] = np.arange(kept.size * self.page_size)
+        mapping[used] = kept.size * self.page_size + np.arange(used.size)
+        mapping[self._count == 0] = -1
+        count = np.zeros_like(self._count)
+        count[mapping[mapping >= 0]] = self._count[mapping >= 0]
+        self._count = count
+        self._aligned = np.arange(self.pages) < kept.size
+        return mapping
+
+
+def moves(mapping: Int[np.ndarray, " S"]) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]]:
+    """The slots that a compaction's mapping moves: old and new, [N] each."""
+    old = np.flatnonzero((mapping >= 0) & (mapping != np.arange(mapping.size))).astype(np.int32)
+    return old, mapping[old]

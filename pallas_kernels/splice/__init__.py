@@ -1,0 +1,4 @@
+"""rotate_patch, writing into a paged pool in place."""
+
+from .api import check_slots as check_slots
+from .api import splice as splice

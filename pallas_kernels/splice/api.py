@@ -1,0 +1,104 @@
+"""splice: checks and dispatch."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from .._dispatch import choose
+from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
+from ..rotate_patch.api import check, scaled
+from . import reference
+
+Slots = Int[Array | np.ndarray, " T"]
+Length = Int[Array, ""] | int | np.integer | None
+
+
+def splice(
+    pool: Float[Array, "*leading P O K H"],
+    slots: Slots,
+    x: Float[Array, "*leading T K H"],
+    cos: Float[Array, "..."] | None = None,
+    sin: Float[Array, "..."] | None = None,
+    u: Float[Array, "..."] | None = None,
+    v: Float[Array, "..."] | None = None,
+    *,
+    dense: Float[Array, "..."] | None = None,
+    per_head: bool = False,
+    layout: str = "half",
+    scale: float = 1.0,
+    length: Length = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "*leading P O K H"]:
+    """Writes R · (x + u v) · scale into a paged pool, in place: token t goes to slot `slots[t]`.
+
+    A slot is page · page_size + offset; a chunk may start in the middle of a page and its slots may lie in any order.
+    Slots that are not named keep their bits. Everything is checked before anything is written.
+
+    Args:
+      pool: pages of vectors, the same leading dimensions as x. Donated: use what comes back.
+      slots: int32, traced or concrete. Concrete slots are checked on the host for range and uniqueness; of traced ones
+        those out of range are written nowhere, and a slot named twice holds any of the values.
+      x, cos, sin, u, v, dense, per_head, layout, scale: as in `rotate_patch`. x has the pool's dtype.
+      length: tokens that count, traced; later ones are written nowhere, and their slots are not looked at.
+      implementation: None (best available) or "xla".
+
+    Returns:
+      The pool. Arithmetic is float32, rounded once.
+
+    Raises:
+      KernelSlotError: a concrete slot out of range, or two alike.
+      KernelDtypeError: slots that are not integers, or x of another dtype than the pool.
+      KernelShapeError: arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
+      KernelUnavailableError: unknown or unavailable implementation.
+    """
+    choose("splice", implementation)
+    check("splice", x, cos, sin, u, v, dense, per_head, layout)
+    _check_pool(pool, slots, x, v)
+    check_slots(slots, pool.shape[-4] * pool.shape[-3], length)
+    cos, sin = scaled(cos, sin, scale)
+    length = None if length is None else jnp.asarray(length, jnp.int32)
+    slots = jnp.asarray(slots, jnp.int32)
+    return _jitted(jnp.asarray(pool), slots, x, cos, sin, u, v, dense, length, per_head=per_head, layout=layout)
+
+
+_jitted = jax.jit(reference.splice, static_argnames=("per_head", "layout"), donate_argnums=0)
+
+
+def check_slots(slots: Slots, total: int, length: Length = None) -> None:
+    """Refuses concrete slots that are not distinct numbers from 0 to total − 1; traced ones pass unseen.
+
+    Args:
+      slots: [T]. total: slots of the pool. length: slots from here on are padding; a traced one counts all of them.
+
+    Raises:
+      KernelSlotError, KernelDtypeError: see `splice`.
+    """
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise KernelDtypeError(f"splice: slots of dtype {slots.dtype}; expected int32")
+    if isinstance(slots, Tracer):
+        return
+    tokens = slots.shape[0]
+    named = np.asarray(slots)[: tokens if length is None or isinstance(length, Tracer) else int(length)]
+    outside = named[(named < 0) | (named >= total)]
+    if outside.size:
+        raise KernelSlotError(f"splice: slot {int(outside[0])}; expected 0 to {total - 1}")
+    values, counts = np.unique(named, return_counts=True)
+    if values.size != named.size:
+        raise KernelSlotError(f"splice: slot {int(values[counts > 1][0])} is named twice; expected distinct slots")
+
+
+def _check_pool(pool, slots, x, v) -> None:
+    tokens, heads, width = x.shape[-3:]
+    leading = x.shape[:-3]
+    if pool.ndim != x.ndim + 1 or pool.shape[:-4] != leading or pool.shape[-2:] != (heads, width):
+        raise KernelShapeError(f"splice: pool {pool.shape}; expected {[*leading, 'P', 'O', heads, width]}")
+    if slots.shape != (tokens,):
+        raise KernelShapeError(f"splice: slots of shape {slots.shape}; expected [{tokens}]")
+    if x.dtype != pool.dtype:
+        raise KernelDtypeError(f"splice: x of dtype {x.dtype}; expected the pool's {pool.dtype}")
+    if v is not None and v.shape[-2] > v.shape[-1]:
+        raise KernelShapeError(f"splice: rank {v.shape[-2]}; expected at most the width {v.shape[-1]}")

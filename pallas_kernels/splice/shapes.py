@@ -1,0 +1,30 @@
+"""Shapes that tests and benchmarks share: a chunk as rotate_patch takes it, and the pool it is written into."""
+
+from typing import NamedTuple
+
+from ..rotate_patch import shapes as rotate_patch_shapes
+from ..rotate_patch.shapes import Shape as ChunkShape
+
+
+class Shape(NamedTuple):
+    """One case: the chunk, and a pool [*leading, pages, page_size, heads, width]."""
+
+    chunk: ChunkShape
+    pages: int
+    page_size: int
+
+    @property
+    def name(self) -> str:
+        """The chunk's name."""
+        return self.chunk.name
+
+    @property
+    def pool(self) -> tuple[int, ...]:
+        """The pool's shape."""
+        return (*self.chunk.leading, self.pages, self.page_size, self.chunk.heads, self.chunk.width)
+
+
+PAGING = ((5, 4), (6, 3), (4, 8), (7, 2), (3, 16), (4, 4), (5, 2))
+SMALL = tuple(Shape(chunk, *paging) for chunk, paging in zip(rotate_patch_shapes.SMALL, PAGING, strict=True))
+
+PRODUCTION = tuple(Shape(chunk, 256, 64) for chunk in rotate_patch_shapes.PRODUCTION)

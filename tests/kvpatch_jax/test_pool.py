@@ -1,0 +1,338 @@
+"""The paged pool: splicing, books of slots, compaction, engines' page layouts, and attention over spliced pages."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import (
+    DtypeError,
+    KernelSlotError,
+    LayoutError,
+    PatchMismatchError,
+    PoolError,
+    PositionError,
+    ShapeError,
+    StalePatchError,
+)
+
+PAGES, PAGE_SIZE = 6, 8
+
+
+def pool_of(layout: kvp.KVLayout, dtype=jnp.float32, seed: int = 5) -> dict:
+    rng = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(rng.standard_normal(value.shape), dtype)
+        for name, value in kvp.make_pool(layout, PAGES, PAGE_SIZE).items()
+    }
+
+
+def bits(value) -> np.ndarray:
+    array = np.asarray(value)
+    return array.view(f"uint{8 * array.dtype.itemsize}")
+
+
+def slots_of(tokens: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(PAGES * PAGE_SIZE)[:tokens].astype(np.int32)
+
+
+@pytest.mark.parametrize("name", ["gqa", "mha", "mla", "interleaved", "yarn"])
+def test_splice_is_apply_patch_with_pages_for_a_destination(name: str):
+    chunk = chunk_of(name, length=19)
+    layout = chunk.layout
+    patch = kvp.form_patch(layout, conditioned_of(chunk), chunk, 4, ("A",))
+    slots = slots_of(chunk.tokens)
+    slots[chunk.length :] = -1
+    pool = pool_of(layout)
+    before = {channel: bits(value).copy() for channel, value in pool.items()}
+    made = kvp.apply_patch(layout, chunk, patch, 11, ("A",))
+    pool = kvp.splice(pool, slots, layout, chunk, patch, 11, ("A",))
+    kept = slots[: chunk.length]
+    others = np.setdiff1d(np.arange(PAGES * PAGE_SIZE), kept)
+    for channel, value in kvp.read_slots(pool, kept).items():
+        np.testing.assert_allclose(value, made[channel][:, : chunk.length], rtol=1e-6, atol=1e-6)
+        flat = bits(pool[channel]).reshape(layout.layers, -1, *value.shape[2:])
+        assert (flat[:, others] == before[channel].reshape(flat.shape)[:, others]).all()
+
+
+def test_blind_and_kept_layers_and_engine_frame():
+    chunk = chunk_of("gqa")
+    layout, slots = chunk.layout, slots_of(24)
+    conditioned = conditioned_of(chunk)
+    for patch in (
+        None,
+        kvp.form_patch(layout, conditioned, chunk, 3, ("A",), layers=(1,)),
+        kvp.form_patch(layout, conditioned, chunk, 3, ("A",), heads="separate"),
+        kvp.form_patch(layout, conditioned, chunk, 3, ("A",), frame="engine", start=4),
+    ):
+        pool = kvp.splice(pool_of(layout), slots, layout, chunk, patch, 4, ("A",))
+        made = kvp.apply_patch(layout, chunk, patch, 4, ("A",))
+        for channel, value in kvp.read_slots(pool, slots).items():
+            np.testing.assert_allclose(value, made[channel], rtol=1e-6, atol=1e-6)
+
+
+def test_splicing_compiles_once_and_donates():
+    from kvpatch_jax.pool import jitted_splice
+
+    jitted_splice.clear_cache()
+    for seed, length in ((0, 24), (1, 20)):
+        chunk = chunk_of("mla", seed=seed, length=length)
+        patch = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, 4, ("A",))
+        for start in (0, 9):
+            pool = pool_of(chunk.layout)
+            kvp.splice(pool, slots_of(24, seed + start), chunk.layout, chunk, patch, start, ("A",))
+            assert all(value.is_deleted() for value in pool.values())
+    assert jitted_splice._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"slots": np.zeros(24, np.int32)}, KernelSlotError, "named twice"),
+        ({"slots": np.arange(24, dtype=np.int32) + 25}, KernelSlotError, "slot 48"),
+        ({"slots": np.arange(23, dtype=np.int32)}, ShapeError, r"\(23,\)"),
+        ({"start": np.array([1, 2, 3])}, PositionError, "start"),
+        ({"start": 1.5}, PositionError, "1.5"),
+        ({"antecedent": ("C",)}, StalePatchError, "'C'"),
+        ({"chunk": chunk_of("gqa", seed=3)}, PatchMismatchError, "'B3'"),
+        ({"chunk": chunk_of("gqa", dtype=jnp.bfloat16)}, DtypeError, "bfloat16"),
+        ({"chunk": chunk_of("mha")}, LayoutError, "layout"),
+        ({"pool": {"k": jnp.zeros((3, 6, 8, 2, 16))}}, LayoutError, "pool"),
+        ({"pool": {name: jnp.zeros((3, 6, 8, 2, 18)) for name in "kv"}}, ShapeError, "pool"),
+        ({"pool": {name: jnp.zeros((3, 6, 8, 2, 16), jnp.int8) for name in "kv"}}, DtypeError, "int8"),
+        ({"pool": {"k": jnp.zeros((3, 6, 8, 2, 16)), "v": jnp.zeros((3, 5, 8, 2, 16))}}, ShapeError, "pages"),
+    ],
+)
+def test_refuses_before_it_writes(unchecked, change, error, words):
+    chunk = chunk_of("gqa")
+    patch = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, 4, ("A",))
+    arguments = {"pool": pool_of(chunk.layout), "slots": slots_of(24), "layout": chunk.layout, "chunk": chunk}
+    arguments |= {"patch": patch, "start": 4, "antecedent": ("A",)} | change
+    with pytest.raises(error, match=words):
+        kvp.splice(**arguments)
+    assert not any(value.is_deleted() for value in arguments["pool"].values())
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_books_balance(data):
+    """Any order of allocate, share, release, compact: counts are what a dictionary of owners says, vectors follow."""
+    books = kvp.SlotAllocator(PAGES, PAGE_SIZE)
+    content = np.full(PAGES * PAGE_SIZE, -1)
+    held: list[list] = []  # [slots, owners, aligned, values]
+    for step in range(data.draw(st.integers(1, 12))):
+        word = data.draw(st.sampled_from(("allocate", "share", "release", "compact")))
+        if word == "allocate":
+            tokens, aligned = data.draw(st.integers(1, 20)), data.draw(st.booleans())
+            room = books.free_pages * PAGE_SIZE if aligned else books.free
+            if tokens > room:
+                with pytest.raises(PoolError, match="free"):
+                    books.allocate(tokens, aligned=aligned)
+                continue
+            slots = books.allocate(tokens, aligned=aligned)
+            content[slots] = 1000 * step + np.arange(tokens)
+            held.append([slots, 1, aligned, content[slots].copy()])
+        elif word == "compact":
+            mapping = books.compact()
+            old, new = kvp.moves(mapping)
+            content[new] = content[old]
+            for entry in held:
+                entry[0] = mapping[entry[0]]
+            live = np.flatnonzero(books.counts)
+            bound = sum(-(-len(entry[0]) // PAGE_SIZE) * PAGE_SIZE if entry[2] else len(entry[0]) for entry in held)
+            assert live.size == 0 or live.max() < bound
+        elif held:
+            entry = held[data.draw(st.integers(0, len(held) - 1))]
+            if word == "share":
+                books.share(entry[0])
+                entry[1] += 1
+            else:
+                books.release(entry[0])
+                entry[1] -= 1
+        held = [entry for entry in held if entry[1]]
+        counts = np.zeros(PAGES * PAGE_SIZE, int)
+        for slots, owners, aligned, values in held:
+            assert (counts[slots] == 0).all()
+            counts[slots] = owners
+            assert (content[slots] == values).all()
+            if aligned:
+                kvp.pages_of(slots, PAGE_SIZE)
+                pages = np.unique(slots // PAGE_SIZE)
+                strangers = [other for other in held if other[0] is not slots]
+                assert not any(np.isin(other[0] // PAGE_SIZE, pages).any() for other in strangers)
+        assert (books.counts == counts).all()
+
+
+def test_books_refuse():
+    books = kvp.SlotAllocator(2, 4)
+    slots = books.allocate(3)
+    for bad, words in (
+        (np.array([5]), "slot 5 has no owner"),
+        (np.array([0, 0]), "distinct"),
+        (np.array([8]), "0 to 7"),
+    ):
+        with pytest.raises(PoolError, match=words):
+            books.release(bad)
+    with pytest.raises(PoolError, match="0 tokens"):
+        books.allocate(0)
+    with pytest.raises(PoolError, match="2 whole pages; 1 of 2"):
+        books.allocate(5, aligned=True)
+    with pytest.raises(PoolError, match="pages 0"):
+        kvp.SlotAllocator(0, 4)
+    with pytest.raises(PoolError, match="page_size 0"):
+        kvp.make_pool(LAYOUTS["gqa"], 1, 0)
+    assert (books.counts[slots] == 1).all()
+    assert books.counts.sum() == 3
+
+
+def test_a_masked_tail_is_given_back_with_its_page():
+    books = kvp.SlotAllocator(3, 4)
+    slots = books.allocate(6, aligned=True)
+    assert books.free == 4
+    mask = kvp.slot_mask(slots, kvp.pages_of(slots, 4), 4)
+    assert mask.tolist() == [True] * 6 + [False] * 2
+    books.release(slots[4:])
+    assert books.free == 8
+    books.release(slots[:4])
+    assert books.free == 12
+
+
+def test_compaction_moves_vectors_unchanged(unchecked):
+    layout = LAYOUTS["gqa"]
+    books = kvp.SlotAllocator(PAGES, PAGE_SIZE)
+    first, second, third = books.allocate(5), books.allocate(9), books.allocate(11, aligned=True)
+    pool = pool_of(layout)
+    before = [kvp.read_slots(pool, slots) for slots in (second, third)]
+    books.release(first)
+    mapping = books.compact()
+    pool = kvp.move_slots(pool, *kvp.moves(mapping))
+    for slots, old in zip((second, third), before, strict=True):
+        for name, value in kvp.read_slots(pool, mapping[slots]).items():
+            assert (bits(value) == bits(old[name])).all()
+    assert np.flatnonzero(books.counts).max() == 2 * PAGE_SIZE + 8
+    assert kvp.moves(books.compact())[0].size == 0
+    with pytest.raises(KernelSlotError, match="named twice"):
+        kvp.move_slots(pool, np.array([1, 2]), np.array([3, 3]))
+    with pytest.raises(ShapeError, match="2 slots to 1"):
+        kvp.move_slots(pool, np.array([1, 2]), np.array([3]))
+
+
+def test_page_tables_refuse_what_they_cannot_express():
+    assert kvp.pages_of(np.array([12, 13, 14, 15, 0, 1]), 4).tolist() == [3, 0]
+    with pytest.raises(PoolError, match="token 0 at slot 1"):
+        kvp.pages_of(np.array([1, 2]), 4)
+    with pytest.raises(PoolError, match="token 5 at slot 2"):
+        kvp.pages_of(np.array([12, 13, 14, 15, 0, 2]), 4)
+
+
+@given(heads=st.integers(1, 5), width=st.sampled_from((1, 8, 63, 64, 65)), wide=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=4, deadline=None)
+def test_round_trips_of_keys_and_values_keep_every_bit(heads: int, width: int, wide: bool, seed: int):
+    layout = kvp.KVLayout.gqa(2, heads, 2 * width, kvp.Rope(1e4, 2 * width))
+    pool = pool_of(layout, jnp.float32 if wide else jnp.bfloat16, seed)
+    k, v = kvp.to_paged_attention(layout, pool)
+    assert k.shape == (2, heads, PAGES, PAGE_SIZE, 2 * width)
+    pages = kvp.to_ragged_paged_attention(layout, pool)
+    assert pages.shape == (2, PAGES, PAGE_SIZE, 2 * heads, -(-2 * width // 128) * 128)
+    assert (pages[..., 2 * heads - 1, : 2 * width] == pool["v"][..., heads - 1, :]).all()
+    packed = kvp.to_ragged_paged_attention(layout, pool, packing=2)
+    for back in (
+        kvp.from_paged_attention(layout, k, v),
+        kvp.from_ragged_paged_attention(layout, pages),
+        kvp.from_ragged_paged_attention(layout, packed, packed=True),
+    ):
+        for name in pool:
+            assert back[name].dtype == pool[name].dtype
+            assert (bits(back[name]) == bits(pool[name])).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (32, 16), (130, 128)])
+def test_round_trip_of_latent_rows_keeps_every_bit(latent: int, rope: int, dtype):
+    layout = kvp.KVLayout.mla(2, latent, rope, rope=kvp.Rope(1e4, rope))
+    pool = pool_of(layout, dtype)
+    rows = kvp.to_latent_rows(layout, pool)
+    packing = 4 // jnp.dtype(dtype).itemsize
+    columns = -(-latent // 128) * 128 + -(-rope // 128) * 128
+    assert rows.shape == (2, PAGES, PAGE_SIZE // packing, packing, columns)
+    back = kvp.from_latent_rows(layout, rows)
+    for name in pool:
+        assert (bits(back[name]) == bits(pool[name])).all()
+
+
+def test_engine_layouts_refuse(unchecked):
+    gqa, mla = LAYOUTS["gqa"], LAYOUTS["mla"]
+    with pytest.raises(LayoutError, match="to_paged_attention"):
+        kvp.to_paged_attention(mla, pool_of(mla))
+    with pytest.raises(LayoutError, match="to_latent_rows"):
+        kvp.to_latent_rows(gqa, pool_of(gqa))
+    with pytest.raises(ShapeError, match="packing 3"):
+        kvp.to_ragged_paged_attention(gqa, pool_of(gqa), packing=3)
+    with pytest.raises(ShapeError, match="packing 3"):
+        kvp.to_latent_rows(mla, pool_of(mla), packing=3)
+    with pytest.raises(ShapeError, match="expected 4 heads"):
+        kvp.from_ragged_paged_attention(gqa, jnp.zeros((3, 6, 8, 6, 128)))
+    with pytest.raises(ShapeError, match="rows of 128"):
+        kvp.from_latent_rows(mla, jnp.zeros((2, 6, 8, 1, 128)))
+
+
+def spliced_sequence(layout: kvp.KVLayout, sizes: tuple[int, ...], rank: int) -> tuple[dict, np.ndarray, dict]:
+    """Chunks of `sizes` tokens one behind the other in pages [4, 1, 5, 0]; and the same KV made directly."""
+    table = np.array([4, 1, 5, 0])
+    places = (table[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel().astype(np.int32)
+    pool, start, parts, ids = pool_of(layout), 0, [], ()
+    for seed, tokens in enumerate(sizes):
+        given = {"kv": kv_of(layout, tokens, seed), "local": local_of(layout, tokens), "span": tokens}
+        chunk = kvp.Chunk(**given, length=tokens, id=f"B{seed}", layout=layout, backbone="tiny")
+        conditioned = conditioned_of(chunk, rank, seed)
+        patch = kvp.form_patch(layout, conditioned, chunk, rank, ids, method="exact") if seed else None
+        pool = kvp.splice(pool, places[start : start + tokens], layout, chunk, patch, start, ids)
+        parts.append(kvp.to_engine(layout, conditioned if seed else chunk.kv, chunk.local, start))
+        start, ids = start + tokens, (*ids, chunk.id)
+    whole = {name: jnp.concatenate([part[name] for part in parts], axis=1) for name in layout.names}
+    return pool, places[:start], whole
+
+
+def test_jaxs_ragged_paged_attention_over_spliced_pages_equals_attention_over_recomputed_kv(monkeypatch):
+    layout = kvp.KVLayout.gqa(1, 2, 128, kvp.Rope(1e6, 128))
+    pool, slots, recomputed = spliced_sequence(layout, (5, 9, 12), 3)
+    pages = kvp.to_ragged_paged_attention(layout, pool)[0]
+    queries = jnp.asarray(np.random.default_rng(2).standard_normal((3, 8, 128)), jnp.float32)
+    table = jnp.asarray(kvp.pages_of(slots, PAGE_SIZE))[None]
+    lengths = [jnp.asarray(values, jnp.int32) for values in ([slots.size], [0, 3], [1])]
+    # The interpreter cannot read through a reshaped reference: the kernel gets the loaded pages instead. Nor does it
+    # take masked stores whose first axis is the longest: as many query heads to a KV head as queries to a block.
+    wait = kernel.MultiPageAsyncCopyDescriptor.wait
+    monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", lambda self: wait(self)[...])
+    blocks = {"sm_scale": 128**-0.5, "num_kv_pages_per_block": 2, "num_queries_per_block": 4}
+    with pltpu.force_tpu_interpret_mode():
+        found = kernel.ragged_paged_attention(queries, pages, lengths[0], table, *lengths[1:], **blocks)
+    k, v = (np.repeat(np.asarray(recomputed[name][0], np.float64), 4, axis=1) for name in ("k", "v"))
+    scores = np.einsum("qnh,snh->nqs", np.asarray(queries, np.float64), k) * 128**-0.5
+    seen = np.arange(slots.size)[None] <= slots.size - 3 + np.arange(3)[:, None]
+    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, np.einsum("nqs,snh->qnh", weights, v), atol=2e-5)
+
+
+def test_masked_tails_do_not_reach_an_attention():
+    layout = LAYOUTS["gqa"]
+    books = kvp.SlotAllocator(PAGES, PAGE_SIZE)
+    chunk = chunk_of("gqa", tokens=11)
+    slots = books.allocate(11, aligned=True)
+    pool = kvp.splice(pool_of(layout), slots, layout, chunk, None, 3)
+    pages = kvp.pages_of(slots, PAGE_SIZE)
+    mask = jnp.asarray(kvp.slot_mask(slots, pages, PAGE_SIZE))
+    whole = {name: value[0, pages].reshape(-1, 2, 16) for name, value in pool.items()}
+    exact = kvp.to_engine(layout, chunk.kv, chunk.local, 3)
+    query = jnp.asarray(np.random.default_rng(2).standard_normal((1, 2, 16)), jnp.float32)
+    attend = lambda k, v, mask: jax.nn.dot_product_attention(query[None], k[None], v[None], mask=mask)
+    masked = attend(whole["k"], whole["v"], mask[None, None, None])
+    np.testing.assert_allclose(masked, attend(exact["k"][0], exact["v"][0], None), atol=1e-6)

@@ -1,0 +1,37 @@
+"""Dispatch: which implementation runs, and what is said of those that cannot."""
+
+import jax
+import pytest
+
+from pallas_kernels import KernelUnavailableError, targeting
+from pallas_kernels._dispatch import choose
+
+
+def test_the_platform_decides_where_nothing_is_asked_for():
+    assert choose("op", None, {"tpu": None}) == "xla"
+    with targeting("tpu"):
+        assert choose("op", None, {"tpu": None}) == "tpu"
+        assert choose("op", None, {"tpu": "too wide"}) == "xla"
+        assert choose("op", None) == "xla"
+    with targeting("gpu"):
+        assert choose("op", None, {"tpu": None}) == "xla"
+
+
+def test_a_process_of_several_devices_gets_no_kernel_unasked(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    for count, expected in ((1, "tpu"), (4, "xla")):
+        monkeypatch.setattr(jax, "device_count", lambda count=count: count)
+        assert choose("op", None, {"tpu": None}) == expected
+        assert choose("op", "tpu", {"tpu": None}) == "tpu"
+
+
+def test_a_sequence_falls_to_the_next():
+    with targeting("tpu"):
+        assert choose("op", ("gpu", "tpu", "xla"), {"tpu": None}) == "tpu"
+        assert choose("op", ("tpu", "xla"), {"tpu": "too wide"}) == "xla"
+        with pytest.raises(KernelUnavailableError, match=r"op: .*'gpu': the operation has no.*'tpu': too wide"):
+            choose("op", ("gpu", "tpu"), {"tpu": "too wide"})
+    with pytest.raises(KernelUnavailableError, match="'tpu': the platform is 'cpu'"):
+        choose("op", "tpu", {"tpu": None})
+    with pytest.raises(KernelUnavailableError, match="'cuda': unknown; expected one of"):
+        choose("op", "cuda", {"tpu": None})

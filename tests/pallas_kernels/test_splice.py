@@ -1,0 +1,158 @@
+"""splice: equal to rotate_patch where slots say, bit-equal elsewhere, in place, and what it refuses."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
+# pyright: reportCallIssue=false, reportOptionalMemberAccess=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import arrays
+
+from pallas_kernels import (
+    KernelDtypeError,
+    KernelShapeError,
+    KernelSlotError,
+    KernelUnavailableError,
+    rotate_patch,
+    splice,
+)
+from pallas_kernels.splice.shapes import SMALL, Shape
+
+
+def pool_of(shape: Shape, dtype=jnp.float32, seed: int = 7) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape.pool), dtype)
+
+
+def slots_of(shape: Shape, seed: int = 3) -> np.ndarray:
+    order = np.random.default_rng(seed).permutation(shape.pages * shape.page_size)
+    return order[: shape.chunk.tokens].astype(np.int32)
+
+
+def flat(pool) -> np.ndarray:
+    """[..., P, O, K, H] → [..., P·O, K, H], as bits."""
+    bits = np.asarray(pool)
+    bits = bits.view(np.uint16 if bits.dtype.itemsize == 2 else np.uint32)
+    return bits.reshape(*bits.shape[:-4], -1, *bits.shape[-2:])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_writes_what_rotate_patch_makes_and_nothing_else(shape: Shape, per_head: bool, dtype):
+    chunk, slots, pool = arrays(shape.chunk, per_head, dtype), slots_of(shape), pool_of(shape, dtype)
+    before = flat(pool)
+    made = jax.jit(rotate_patch, static_argnames=("per_head", "layout"))(
+        **chunk, per_head=per_head, layout=shape.chunk.layout
+    )
+    found = flat(splice(pool, slots, **chunk, per_head=per_head, layout=shape.chunk.layout))
+    others = np.setdiff1d(np.arange(shape.pages * shape.page_size), slots)
+    assert others.size
+    assert (found[..., others, :, :] == before[..., others, :, :]).all()
+    wide = lambda bits: bits.view(np.float32) if dtype == jnp.float32 else bits.view(jnp.bfloat16).astype(np.float32)
+    tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == jnp.float32 else {"rtol": 2**-8}
+    np.testing.assert_allclose(wide(found[..., slots, :, :]), np.asarray(made, np.float32), **tolerance)
+
+
+def test_rank_zero_of_a_plain_channel_is_a_copy():
+    shape = SMALL[0]
+    x, slots = arrays(shape.chunk)["x"], slots_of(shape)
+    found = flat(splice(pool_of(shape), slots, x))
+    assert (found[..., slots, :, :] == np.asarray(x).view(np.uint32)).all()
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_order_of_slots_does_not_matter(data):
+    shape = SMALL[0]
+    tokens = shape.chunk.tokens
+    order = np.array(data.draw(st.permutations(range(tokens))))
+    start = data.draw(st.integers(0, shape.pages * shape.page_size - tokens))
+    chunk = arrays(shape.chunk)
+    slots = np.arange(start, start + tokens, dtype=np.int32)
+    shuffled = chunk | {
+        "x": chunk["x"][:, order],
+        "u": chunk["u"][:, order],
+        "cos": chunk["cos"][order],
+        "sin": chunk["sin"][order],
+    }
+    straight = splice(pool_of(shape), slots, **chunk)
+    np.testing.assert_array_equal(flat(splice(pool_of(shape), slots[order], **shuffled)), flat(straight))
+
+
+@given(length=st.integers(0, 12), traced=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_padding_is_written_nowhere(length: int, traced: bool):
+    shape = SMALL[0]
+    chunk, slots = arrays(shape.chunk), slots_of(shape)
+    if not traced:
+        slots[length:] = -5
+    whole = jnp.int32(length) if traced else length
+    run = jax.jit(splice) if traced else splice
+    found = flat(run(pool_of(shape), slots, **chunk, length=whole))
+    kept = slots[:length]
+    others = np.setdiff1d(np.arange(shape.pages * shape.page_size), kept)
+    full = flat(splice(pool_of(shape), slots_of(shape), **chunk))
+    assert (found[..., others, :, :] == flat(pool_of(shape))[..., others, :, :]).all()
+    assert (found[..., kept, :, :] == full[..., kept, :, :]).all()
+
+
+def test_layers_of_a_batch_equal_layers_alone():
+    shape = SMALL[0]
+    chunk, slots = arrays(shape.chunk), slots_of(shape)
+    together = splice(pool_of(shape), slots, **chunk)
+    for layer in range(shape.chunk.leading[0]):
+        own = chunk | {name: chunk[name][layer] for name in ("x", "u", "v")}
+        alone = splice(pool_of(shape)[layer], slots, **own)
+        np.testing.assert_allclose(together[layer], alone, rtol=1e-6, atol=1e-6)
+
+
+def test_the_pool_is_donated_and_not_copied():
+    from pallas_kernels.splice.api import _jitted
+
+    shape = SMALL[0]
+    pool, chunk, slots = pool_of(shape), arrays(shape.chunk), slots_of(shape)
+    splice(pool, slots, **chunk)
+    assert pool.is_deleted()
+    given = [pool_of(shape), jnp.asarray(slots), *(chunk[name] for name in ("x", "cos", "sin", "u", "v")), None, None]
+    compiled = _jitted.lower(*given, per_head=False, layout="half").compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == given[0].nbytes
+
+
+def test_moving_a_chunk_compiles_nothing():
+    from pallas_kernels.splice.api import _jitted
+
+    shape = SMALL[0]
+    _jitted.clear_cache()
+    for seed in range(3):
+        splice(pool_of(shape), slots_of(shape, seed), **arrays(shape.chunk), length=np.int32(5 + seed))
+    assert _jitted._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"slots": np.arange(12, dtype=np.int32) % 11}, KernelSlotError, "slot 0 is named twice"),
+        ({"slots": np.arange(12, dtype=np.int32) + 9}, KernelSlotError, "slot 20; expected 0 to 19"),
+        ({"slots": np.arange(12, dtype=np.int32) - 1}, KernelSlotError, "slot -1"),
+        ({"slots": np.arange(12, dtype=np.float32)}, KernelDtypeError, "slots of dtype float32"),
+        ({"slots": np.arange(11, dtype=np.int32)}, KernelShapeError, r"slots of shape \(11,\)"),
+        ({"x": jnp.zeros((2, 12, 2, 16), jnp.bfloat16)}, KernelDtypeError, "dtype bfloat16"),
+        ({"x": jnp.zeros((2, 12, 2, 18))}, KernelShapeError, "splice"),
+        ({"x": jnp.zeros((2, 12, 2, 18)), "u": None, "v": None}, KernelShapeError, "pool"),
+        ({"x": jnp.zeros((3, 12, 2, 16))}, KernelShapeError, "pool"),
+        ({"u": jnp.zeros((2, 12, 33)), "v": jnp.zeros((2, 33, 32))}, KernelShapeError, "rank 33"),
+        ({"layout": "quarter"}, KernelShapeError, "'quarter'"),
+        ({"implementation": "cuda"}, KernelUnavailableError, "'cuda'"),
+    ],
+)
+def test_refuses_before_it_writes(unchecked, change, error, words):
+    shape = SMALL[0]
+    pool = pool_of(shape)
+    before = flat(pool).copy()
+    with pytest.raises(error, match=words):
+        splice(**({"pool": pool, "slots": slots_of(shape)} | arrays(shape.chunk) | change))
+    assert not pool.is_deleted()
+    assert (flat(pool) == before).all()
