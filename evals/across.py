@@ -98,7 +98,7 @@ def draw(results: Mapping[str, Results], path: Path) -> Path:
         axis.grid(axis="x", color="#e6e6e6")
     handles, labels = axes[0][0].get_legend_handles_labels()
     labels = ["re-prefill", f"patch, rank {RANK}", "blind reuse"][: len(labels)]
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     figure.supxlabel("accuracy (95 % intervals)", fontsize=9)
     figure.savefig(path, dpi=120)
     plt.close(figure)
