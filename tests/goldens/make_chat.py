@@ -110,88 +110,78 @@ def run(family: str, processor, tokenizer: Tokenizer, template: str, tokens: dic
     }
 
 
-def main() -> None:
-    out: dict = {"messages": MESSAGES, "sizes": SIZES, "families": {}}
-    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+CHAT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+TURN_MARKS = {"<|im_start|>": 310, "<|im_end|>": 311}
+QWEN_MARKS = {"<|image_pad|>": 301, "<|video_pad|>": 302, "<|vision_start|>": 303, "<|vision_end|>": 304, **TURN_MARKS}
+INTERN_MARKS = {"<IMG_CONTEXT>": 301, "<img>": 303, "</img>": 304, "<video>": 305, **TURN_MARKS}
+SMOL_MARKS = {
+    "<image>": 301,
+    "<fake_token_around_image>": 303,
+    "<global-img>": 304,
+    "<end_of_utterance>": 305,
+    **TURN_MARKS,
+    **{f"<row_{row}_col_{column}>": 309 + 2 * row + column for row in (1, 2) for column in (1, 2)},
+}
+CLIP_FORM = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
-    def add(family: str, make, image: str, template: str, specials: dict[str, int]) -> None:
-        template = template.replace("IMAGE", image)
-        tokenizer = build_tokenizer(specials)
-        wrapped = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, extra_special_tokens=NAMED.get(family, {}), **tokens
-        )
-        out["families"][family] = run(family, make(wrapped, template), tokenizer, template, tokens)
 
-    im = {"<|im_start|>": 310, "<|im_end|>": 311}
-    add(
-        "llava",
-        lambda t, c: LlavaProcessor(
-            pil(CLIPImageProcessorPil, "llava"),
-            t,
-            patch_size=4,
-            vision_feature_select_strategy="default",
-            chat_template=c,
-            num_additional_image_tokens=1,
-        ),
+def tile_processor(processor, images, family: str):
+    """LLaVA's two processors count tokens the same way."""
+    return lambda tokenizer, template: processor(pil(images, family), tokenizer, chat_template=template, **CLIP_FORM)
+
+
+# family → (tokenizer, template) → processor; what the template writes for an image; the template; special tokens.
+CASES = {
+    "llava": (tile_processor(LlavaProcessor, CLIPImageProcessorPil, "llava"), "<image>", TURNS, {"<image>": 301}),
+    "llava_next": (
+        tile_processor(LlavaNextProcessor, LlavaNextImageProcessorPil, "llava_next"),
         "<image>",
         TURNS,
         {"<image>": 301},
-    )
-    add(
-        "llava_next",
-        lambda t, c: LlavaNextProcessor(
-            pil(LlavaNextImageProcessorPil, "llava_next"),
-            t,
-            patch_size=4,
-            vision_feature_select_strategy="default",
-            chat_template=c,
-            num_additional_image_tokens=1,
-        ),
-        "<image>",
-        TURNS,
-        {"<image>": 301},
-    )
-    qwen = {"<|image_pad|>": 301, "<|video_pad|>": 302, "<|vision_start|>": 303, "<|vision_end|>": 304, **im}
-    add(
-        "qwen2_5_vl",
+    ),
+    "qwen2_5_vl": (
         lambda t, c: Qwen2_5_VLProcessor(pil(Qwen2VLImageProcessorPil, "qwen2_5_vl"), t, chat_template=c),
         "<|vision_start|><|image_pad|><|vision_end|>",
         CHATML,
-        qwen,
-    )
-    add(
-        "deepseek_vl",
+        QWEN_MARKS,
+    ),
+    "deepseek_vl": (
         lambda t, c: DeepseekVLProcessor(pil(DeepseekVLImageProcessorPil, "deepseek_vl"), t, c, num_image_tokens=16),
         "<image_placeholder>",
         TURNS,
         {"<image_placeholder>": 301},
-    )
-    add(
-        "internvl",
+    ),
+    "internvl": (
         lambda t, c: InternVLProcessor(
             pil(GotOcr2ImageProcessorPil, "internvl"), t, image_seq_length=4, chat_template=c
         ),
         "<IMG_CONTEXT>\n",
         CHATML,
-        {"<IMG_CONTEXT>": 301, "<img>": 303, "</img>": 304, "<video>": 305, **im},
-    )
-    tiles = {f"<row_{row}_col_{column}>": 312 + 2 * row + column - 3 for row in (1, 2) for column in (1, 2)}
-    add(
-        "smolvlm",
+        INTERN_MARKS,
+    ),
+    "smolvlm": (
         lambda t, c: SmolVLMProcessor(
             pil(SmolVLMImageProcessorPil, "smolvlm"), t, None, image_seq_len=4, chat_template=c
         ),
         "<image>",
         CHATML,
-        {
-            "<image>": 301,
-            "<fake_token_around_image>": 303,
-            "<global-img>": 304,
-            "<end_of_utterance>": 305,
-            **im,
-            **tiles,
-        },
+        SMOL_MARKS,
+    ),
+}
+
+
+def make_case(family: str) -> dict:
+    """What is stored of one family."""
+    make, image, template, specials = CASES[family]
+    template, tokenizer = template.replace("IMAGE", image), build_tokenizer(specials)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, extra_special_tokens=NAMED.get(family, {}), **CHAT_TOKENS
     )
+    return run(family, make(wrapped, template), tokenizer, template, CHAT_TOKENS)
+
+
+def main() -> None:
+    out = {"messages": MESSAGES, "sizes": SIZES, "families": {family: make_case(family) for family in CASES}}
     (HERE / "chat.json").write_text(json.dumps(out, ensure_ascii=True) + "\n")
 
 
