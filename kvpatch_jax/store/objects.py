@@ -111,17 +111,22 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
       StoreCorruptError: a checksum that does not agree, or a file that ends early. OSError: the read failed.
     """
     leaves = [header.leaves[name] for name in names]
-    first, last = leaves[0].offset, leaves[-1].offset + leaves[-1].nbytes
+    first, last = leaves[0].offset, _padded(leaves[-1])
     data = buffers.lease(last - first)
     read_into(fd, data, first)
     return take_leaves(data, first, leaves)
 
 
+def _padded(leaf: Leaf) -> int:
+    """Where the padding behind a leaf ends, in bytes from the file's start."""
+    return -(-(leaf.offset + leaf.nbytes) // ALIGNMENT) * ALIGNMENT
+
+
 def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[str, np.ndarray]:
-    """Leaves out of the file's bytes from `first` on, verified, as read-only views.
+    """Leaves out of the file's bytes from `first` on, verified with the padding behind each, as read-only views.
 
     Raises:
-      StoreCorruptError: a checksum that does not agree.
+      StoreCorruptError: a checksum that does not agree, or padding that is not zero.
     """
     data.flags.writeable = False
     arrays: dict[str, np.ndarray] = {}
@@ -129,6 +134,8 @@ def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[st
         own = data[leaf.offset - first : leaf.offset - first + leaf.nbytes]
         if (found := zlib.crc32(own)) != leaf.crc:
             raise StoreCorruptError(f"object: leaf {leaf.name} has checksum {found:08x}; expected {leaf.crc:08x}")
+        if data[leaf.offset - first + leaf.nbytes : _padded(leaf) - first].any():
+            raise StoreCorruptError(f"object: bytes behind leaf {leaf.name}; expected zeros up to {_padded(leaf)}")
         arrays[leaf.name] = own.view(leaf.dtype).reshape(leaf.shape)
     return arrays
 

@@ -1,6 +1,7 @@
 """The disk tier: verified reads, quarantine, typed errors of a failing file system, sweeping, streams."""
 
 import errno
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -120,6 +121,23 @@ def damage(shelf: ChunkStore, data: st.DataObject) -> None:
     assert kept
     for file in Path(shelf.disk.root, "quarantine").iterdir():
         file.unlink()
+
+
+def test_padding_is_verified_too(store: ChunkStore):
+    """No leaf's checksum covers the bytes between leaves: they must be zero."""
+    chunk = chunk_of(tokens=5)
+    store.put(chunk)
+    raw = file_of(store, chunk).read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    start = 8 + int.from_bytes(raw[:8], "little")
+    pads = [entry["data_offsets"] for name, entry in header.items() if name.startswith("pad.")]
+    assert pads
+    for first, last in pads:
+        for at in (first, last - 1):
+            store.put(chunk)
+            file_of(store, chunk).write_bytes(raw[: start + at] + b"\1" + raw[start + at + 1 :])
+            assert store.get("B", BACKBONE) is None
+    assert store.counters["quarantined"] == 2 * len(pads)
 
 
 def test_an_object_under_another_name_is_no_hit(store: ChunkStore):
