@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .figures import KINDS, Results
-from .report import smallest_rank
-from .statistics import Rows, number, show
+from .figures import Results
+from .report import TOKEN_METHODS, VISIBLE, smallest_rank
+from .small_task import KINDS
+from .statistics import Rows, number, show, without_nan
 
-PROBE = "repair.visible"
-SHOWN = ("page", "legend", "chain", "aggregate", "override")
 RANK = 8
 HEAD = (
     "backbone",
@@ -19,9 +18,9 @@ HEAD = (
     "KV per token and layer",
     "re-prefill: page, legend",
     "chain: re-prefill → blind",
-    f"rank {RANK}",
+    f"chain: rank {RANK}",
     "aggregate: re-prefill → blind",
-    f"rank {RANK} ",
+    f"aggregate: rank {RANK}",
     "order effect",
     f"bytes of rank {RANK}",
     f"best token recompute at the bytes of rank {RANK} (chain)",
@@ -32,10 +31,10 @@ HEAD = (
 def line(results: Results) -> list[str]:
     """The cells of one backbone, as HEAD names them."""
     rows, config = Rows(results), results["config"]
-    accuracy = lambda arm, kind: rows.get(PROBE, arm, f"accuracy.{kind}")
+    accuracy = lambda arm, kind: rows.get(VISIBLE, arm, f"accuracy.{kind}")
     pair = lambda kind: f"{show(accuracy('re-prefill', kind))} → {show(accuracy('blind', kind))}"
-    patch, rank = f"patch.rank={RANK}", smallest_rank(results, PROBE)
-    tokens = [accuracy(f"{method}.bytes_of_rank={RANK}", "chain") for method in TOKENS]
+    patch, rank = f"patch.rank={RANK}", smallest_rank(results, VISIBLE)
+    tokens = [accuracy(f"{method}.bytes_of_rank={RANK}", "chain") for method in TOKEN_METHODS]
     return [
         str(config["backbone"]),
         f"{config['parameters'] / 1e6:.2f} M",
@@ -46,13 +45,10 @@ def line(results: Results) -> list[str]:
         pair("aggregate"),
         show(accuracy(patch, "aggregate")),
         show(rows.get("reorder", "order", "relative_order_effect")),
-        f"{rows.get(PROBE, patch, 'bytes').value:.0%}",
+        f"{rows.get(VISIBLE, patch, 'bytes').value:.0%}",
         show(max(tokens, key=lambda got: got.value if math.isfinite(got.value) else -1.0)),
         "none tried" if rank is None else str(rank),
     ]
-
-
-TOKENS = ("first_k", "cacheblend", "oracle_delta")
 
 
 def write(results: Mapping[str, Results], folder: Path) -> Path:
@@ -69,9 +65,9 @@ def write(results: Mapping[str, Results], folder: Path) -> Path:
 
 def _kept(results: Results) -> list[dict[str, Any]]:
     """The rows of the main comparison and of the order effect; NaN as null."""
-    clean = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
-    wanted = [row for row in results["rows"] if row["probe"] == PROBE or row["metric"] == "relative_order_effect"]
-    return [{name: clean(value) for name, value in row.items()} for row in wanted]
+    return without_nan(
+        row for row in results["rows"] if row["probe"] == VISIBLE or row["metric"] == "relative_order_effect"
+    )
 
 
 def draw(results: Mapping[str, Results], path: Path) -> Path:
@@ -88,12 +84,12 @@ def draw(results: Mapping[str, Results], path: Path) -> Path:
     for axis, (name, each) in zip(axes[0], results.items(), strict=True):
         rows = Rows(each)
         for shift, (arm, colour) in zip((-0.2, 0.0, 0.2), arms.items(), strict=True):
-            got = [rows.get(PROBE, arm, f"accuracy.{kind}") for kind in SHOWN]
+            got = [rows.get(VISIBLE, arm, f"accuracy.{kind}") for kind in KINDS]
             spread = [[x.value - x.low for x in got], [x.high - x.value for x in got]]
-            places = [number + shift for number in range(len(SHOWN))]
+            places = [number + shift for number in range(len(KINDS))]
             axis.errorbar([x.value for x in got], places, xerr=spread, fmt="o", ms=4, color=colour, label=arm)
-        axis.set(title=name, xlim=(-0.03, 1.03), ylim=(len(SHOWN) - 0.5, -0.5), yticks=range(len(SHOWN)))
-        axis.set_yticklabels([KINDS[kind].split(":")[0] for kind in SHOWN])
+        axis.set(title=name, xlim=(-0.03, 1.03), ylim=(len(KINDS) - 0.5, -0.5), yticks=range(len(KINDS)))
+        axis.set_yticklabels(KINDS)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", color="#e6e6e6")
     handles, labels = axes[0][0].get_legend_handles_labels()

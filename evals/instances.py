@@ -3,6 +3,7 @@
 All have six layers of width 128 and at most two million parameters; a cell of the task's images is one token.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -204,6 +205,7 @@ INSTANCES: dict[str, Callable[[], Instance]] = {
 }
 
 
+@functools.cache
 def instance(name: str) -> Instance:
     """Configuration and image settings of a small backbone.
 

@@ -28,6 +28,7 @@ from . import scene as scenes
 from .figures import draw_all, example_figure
 from .probes.ledger import Ledger
 from .report import print_summary, write_report
+from .statistics import without_nan
 from .table import write_table
 from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 
@@ -256,8 +257,7 @@ def _suites_of(name: str, suite: tuple[str, ...]) -> tuple[str, ...]:
 
 def write_results(results: dict[str, Any], ledgers: list[Ledger], folder: Path) -> None:
     """results.json (NaN written as null) and items.jsonl."""
-    clean = lambda value: None if isinstance(value, float) and not np.isfinite(value) else value
-    rows = [{name: clean(value) for name, value in row.items()} for row in results["rows"]]
+    rows = without_nan(results["rows"])
     (folder / "results.json").write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
     items = folder / "items.jsonl"
     items.unlink(missing_ok=True)

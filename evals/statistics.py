@@ -7,7 +7,7 @@ an interval never depends on which other arms were run. All intervals are 95 % p
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -297,3 +297,9 @@ class Rows:
         """(setting, arm) of the arms named `prefix`<number>, ascending: ("patch.rank=" gives ranks)."""
         found = [(arm.removeprefix(prefix), arm) for arm in self.arms(probe, prefix)]
         return sorted((float(setting), arm) for setting, arm in found if setting.replace(".", "", 1).isdigit())
+
+
+def without_nan(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as strict JSON has them: None for what is not finite."""
+    clean = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
+    return [{name: clean(value) for name, value in row.items()} for row in rows]

@@ -15,7 +15,7 @@ import pytest
 
 from evals import across, probes, run, small_task
 from evals.figures import draw_all
-from evals.report import COLUMNS, write_report
+from evals.report import COLUMNS, TOKEN_METHODS, write_report
 from evals.small_task import COLOURS, KINDS, VOCABULARY
 from evals.statistics import number
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
@@ -265,7 +265,7 @@ def test_backbones_side_by_side(job: Job, tmp_path: Path):
     for kind in MULTI_HOP:
         blind = job.value("repair.visible", "blind", f"accuracy.{kind}")
         assert f"→ {number(blind)}" in cells[f"{kind}: re-prefill → blind"]
-    best = max(job.value("repair.visible", f"{method}.bytes_of_rank=8", "accuracy.chain") for method in across.TOKENS)
+    best = max(job.value("repair.visible", f"{method}.bytes_of_rank=8", "accuracy.chain") for method in TOKEN_METHODS)
     assert cells["best token recompute at the bytes of rank 8 (chain)"].startswith(number(best))
     assert cells["order effect"].startswith(number(job.value("reorder", "order", "relative_order_effect")))
     kept = json.loads((tmp_path / "backbones.json").read_text(), parse_constant=lambda name: pytest.fail(name))
