@@ -90,5 +90,9 @@ class StoreIOError(StoreError):
     """Any other failure of the file system. What was being put is not acknowledged."""
 
 
+class StoreKeyError(StoreError):
+    """Encrypted objects without their key, or with another. They are left as they are."""
+
+
 class StoreClosedError(StoreError):
     """A store used after `close`."""

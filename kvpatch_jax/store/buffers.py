@@ -14,10 +14,16 @@ _ALIGNMENT = 4096
 
 
 class Buffers:
-    """A pool of buffers. `keep`: bytes of idle ones that are kept at most."""
+    """A pool of buffers.
 
-    def __init__(self, keep: int = 256 << 20):
-        self._keep = keep
+    Args:
+      keep: bytes of idle ones that are kept at most.
+      wipe: whether a buffer is overwritten with zeros when it comes back. One that is in use at the interpreter's end
+        does not come back.
+    """
+
+    def __init__(self, keep: int = 256 << 20, wipe: bool = False):
+        self._keep, self._wipe = keep, wipe
         self._idle: collections.OrderedDict[int, list[np.ndarray]] = collections.OrderedDict()
         self._bytes = 0
         self._lock = threading.RLock()  # a collection inside may give a buffer back
@@ -47,6 +53,8 @@ class Buffers:
             return block
 
     def _give(self, block: np.ndarray) -> None:
+        if self._wipe:
+            block.fill(0)
         with self._lock:
             self._idle.setdefault(len(block), []).append(block)
             self._bytes += len(block)

@@ -4,6 +4,7 @@
     root/obj/…           objects; an object is there whole or not at all
     root/tmp/            objects being written, locked by their writer
     root/quarantine/     objects that did not verify
+    root/deleted/        tenants being deleted
     root/names.lock      held shared to add a name, alone to take one away
     root/evict.lock      held by whoever evicts
 
@@ -29,6 +30,7 @@ from .files import locked, make_directories, opened, sync_directory, sync_files,
 from .header import Header
 from .ids import Name
 from .objects import Blob, check_name, read_header, read_leaves, write_blob
+from .seal import Plain, Read, Seal
 
 _numbers = itertools.count()
 
@@ -58,7 +60,7 @@ class Found:
     """An object read from the disk, verified. `arrays` are read-only views of one buffer."""
 
     header: Header
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, np.ndarray] = dataclasses.field(repr=False)
 
 
 class Disk:
@@ -67,6 +69,7 @@ class Disk:
     Args:
       root: the store's directory; made where it is not there.
       clock: seconds since the epoch; for expiry only.
+      seal: how objects that are read were kept; what is written comes sealed.
 
     Raises:
       StoreReadOnlyError, StoreFullError, StoreIOError: the directory cannot be made.
@@ -78,8 +81,10 @@ class Disk:
         counters: Counters | None = None,
         buffers: Buffers | None = None,
         clock: Callable[[], float] = time.time,
+        seal: Seal | None = None,
     ):
         self.root = os.path.abspath(root)
+        self.seal: Seal = Plain() if seal is None else seal
         self.clock = clock
         self.counters = Counters() if counters is None else counters
         self.buffers = Buffers() if buffers is None else buffers
@@ -120,7 +125,7 @@ class Disk:
     def _written(self, name: Name, blob: Blob) -> Iterator[tuple[str, int, Header]]:
         """A temporary file that holds the object, gone on the way out unless it was given its name."""
         while True:
-            unique = f"{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
+            unique = f"{name.tenant}.{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
             temporary = f"{self.root}/tmp/{unique}"
             with opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
                 fcntl.flock(fd, fcntl.LOCK_EX)
@@ -150,21 +155,26 @@ class Disk:
         """Reads an object whole and verifies every byte. None where it is absent, expired, unreadable or damaged.
 
         A damaged one is moved to quarantine. A failing read (EIO) may pass and leaves the object where it is.
+
+        Raises:
+          StoreKeyError: it is encrypted, and not under our key; it stays where it is.
         """
         with self._reading(name) as (fd, header):
-            if fd is None or header is None:
+            opened = None if fd is None or header is None else self._unsealed(name, fd, header)
+            if fd is None or opened is None:
                 return None
+            plain, read = opened
             try:
-                arrays = read_leaves(fd, header, list(header.leaves), self.buffers)
-            except StoreCorruptError as error:
-                self.quarantine(name, os.fstat(fd).st_ino, str(error))
+                with self._verifying(name, fd):
+                    arrays = read(list(plain.leaves))
+            except StoreCorruptError:
                 return None
             except OSError:
                 self.counters.add("read_errors")
                 return None
             self._touch(fd)
-            self.counters.add("get_bytes", header.size)
-            return Found(header, arrays)
+            self.counters.add("get_bytes", plain.size)
+            return Found(plain, arrays)
 
     @contextlib.contextmanager
     def _reading(self, name: Name) -> Iterator[tuple[int | None, Header | None]]:
@@ -191,26 +201,47 @@ class Disk:
         return fd, header
 
     @contextlib.contextmanager
-    def reading(self, name: Name) -> Iterator[tuple[Header, Callable[[Sequence[str]], dict[str, np.ndarray]]] | None]:
+    def reading(self, name: Name) -> Iterator[tuple[Header, Read] | None]:
         """An open object's header, and a function that reads some of its neighbouring leaves, verified.
 
-        That function raises StoreCorruptError after moving a damaged object to quarantine, and StoreIOError.
+        That function raises StoreCorruptError after moving a damaged object to quarantine, and StoreIOError. Raises
+        StoreKeyError as `get`.
         """
         with self._reading(name) as (fd, header):
-            if fd is None or header is None:
+            opened = None if fd is None or header is None else self._unsealed(name, fd, header)
+            if fd is None or opened is None:
                 yield None
                 return
+            plain, read_plain = opened
 
             def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-                try:
-                    with typed_errors(f"store: read {names[0]}"):
-                        return read_leaves(fd, header, names, self.buffers)
-                except StoreCorruptError as error:
-                    self.quarantine(name, os.fstat(fd).st_ino, str(error))
-                    raise
+                with self._verifying(name, fd), typed_errors(f"store: read {names[0]}"):
+                    return read_plain(names)
 
             self._touch(fd)
-            yield header, read
+            yield plain, read
+
+    def _unsealed(self, name: Name, fd: int, header: Header) -> tuple[Header, Read] | None:
+        try:
+            with self._verifying(name, fd):
+                opened = self.seal.opened(header, lambda names: read_leaves(fd, header, names, self.buffers))
+        except StoreCorruptError:
+            return None
+        except OSError:
+            self.counters.add("read_errors")
+            return None
+        if opened is None:
+            self.counters.add("unsealed")
+        return opened
+
+    @contextlib.contextmanager
+    def _verifying(self, name: Name, fd: int) -> Iterator[None]:
+        """Moves the object to quarantine where what is inside finds it damaged."""
+        try:
+            yield
+        except StoreCorruptError as error:
+            self.quarantine(name, os.fstat(fd).st_ino, str(error))
+            raise
 
     def _touch(self, fd: int) -> None:
         """Notes the use of an object where every process sees it. A store that may only be read goes without."""
@@ -223,7 +254,7 @@ class Disk:
         """Moves a damaged object out of the way, unless a good one took its place meanwhile."""
         self.counters.add("quarantined")
         source = f"{self.root}/{name.path}"
-        target = f"{self.root}/quarantine/{time.time_ns()}-{inode}-{name.file}"
+        target = f"{self.root}/quarantine/{name.tenant}.{time.time_ns()}-{inode}-{name.file}"
         with contextlib.suppress(OSError), locked(f"{self.root}/names.lock", shared=False):
             if os.stat(source).st_ino == inode:
                 os.rename(source, target)
@@ -247,11 +278,15 @@ class Disk:
             sync_directory(os.path.dirname(target))
             return True
 
-    def sweep(self) -> int:
-        """Removes what dead writers left in tmp/ (a live one holds a lock on its file). How many."""
+    def sweep(self, tenant: str = "") -> int:
+        """Removes what dead writers left in tmp/ (a live one holds a lock on its file). How many.
+
+        Args:
+          tenant: only of the tenant with this keyed name.
+        """
         swept = 0
         with typed_errors("store: sweep"):
-            for path in [entry.path for entry in os.scandir(f"{self.root}/tmp")]:
+            for path in [entry.path for entry in os.scandir(f"{self.root}/tmp") if entry.name.startswith(tenant)]:
                 with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDWR) as fd:
                     if try_lock(fd) and os.stat(path).st_ino == os.fstat(fd).st_ino:
                         os.unlink(path)

@@ -25,8 +25,13 @@ class _Unit:
     entries: tuple[Entry, ...]
 
 
-def make_room(disk: Disk, budget: int, need: int, pinned: Callable[[str], bool]) -> int:
+def make_room(
+    disk: Disk, budget: int, need: int, pinned: Callable[[str], bool], below: str = "obj", counted: str = "obj"
+) -> int:
     """Evicts until `need` bytes fit within `budget`, over all that is on the disk. One process at a time.
+
+    Args:
+      below: the folder that the budget is for. counted: the folder whose evictions are counted.
 
     Returns:
       Bytes of what is there now.
@@ -35,7 +40,7 @@ def make_room(disk: Disk, budget: int, need: int, pinned: Callable[[str], bool])
       StoreFullError: what is left is pinned, or `need` is larger than the budget; nothing was evicted then.
     """
     with typed_errors("store: evict"), locked(f"{disk.root}/evict.lock", shared=False):
-        entries = disk.scan()
+        entries = disk.scan(below)
         total = sum(entry.size for entry in entries)
         if total + need <= budget:
             return total
@@ -44,13 +49,13 @@ def make_room(disk: Disk, budget: int, need: int, pinned: Callable[[str], bool])
         loose = sum(entry.size for entry in free)
         if total - loose + need > budget:
             raise StoreFullError(
-                f"store: {need} bytes do not fit: {total} of {budget} are taken and {loose} may go; "
+                f"store: {need} bytes do not fit into {budget}, of what is there too little may go; "
                 "expected room within the budget"
             )
-        return _evict(disk, units, total, budget - need)
+        return _evict(disk, units, total, budget - need, counted)
 
 
-def _evict(disk: Disk, units: Iterable[_Unit], total: int, allowed: int) -> int:
+def _evict(disk: Disk, units: Iterable[_Unit], total: int, allowed: int, counted: str) -> int:
     target = allowed - int(SLACK * allowed)
     gone: set[Entry] = set()
     for unit in units:
@@ -61,7 +66,8 @@ def _evict(disk: Disk, units: Iterable[_Unit], total: int, allowed: int) -> int:
                 gone.add(entry)
                 disk.delete(entry.path, entry.inode)
                 total -= entry.size
-                disk.counters.add("disk_evicted_expired" if unit.turn == 0 else "disk_evicted_budget")
+                if entry.path.startswith(f"{counted}/"):  # a tenant's counts tell nothing of others
+                    disk.counters.add("disk_evicted_expired" if unit.turn == 0 else "disk_evicted_budget")
     return total
 
 
@@ -90,12 +96,15 @@ def _units_of(disk: Disk, parts: dict[str, Entry]) -> list[_Unit]:
     return units
 
 
-def collect(disk: Disk) -> int:
-    """Deletes what expired (a canonical takes its patches along) and what dead writers left. How many objects."""
+def collect(disk: Disk, below: str = "obj") -> int:
+    """Deletes what expired (a canonical takes its patches along) and what dead writers left. How many objects.
+
+    Args:
+      below: a tenant's folder, for that tenant's alone.
+    """
     with typed_errors("store: collect"), locked(f"{disk.root}/evict.lock", shared=False):
-        gone = {
-            entry for unit in _units(disk, disk.scan(), lambda _: False) if unit.turn == 0 for entry in unit.entries
-        }
+        units = _units(disk, disk.scan(below), lambda _: False)
+        gone = {entry for unit in units if unit.turn == 0 for entry in unit.entries}
         deleted = sum(disk.delete(entry.path, entry.inode) for entry in gone)
     disk.counters.add("disk_evicted_expired", deleted)
-    return deleted + disk.sweep()
+    return deleted + disk.sweep(below.removeprefix("obj").removeprefix("/"))

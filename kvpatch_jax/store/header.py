@@ -72,7 +72,7 @@ class Header:
     name: str
     kind: str
     expires: float | None
-    body: Mapping[str, Any]
+    body: Mapping[str, Any] = dataclasses.field(repr=False)  # ids are in it
     leaves: Mapping[str, Leaf]
     start: int
     size: int
@@ -188,7 +188,7 @@ def parse_header(raw: bytes, size: int) -> Header:
 def _check_crc(raw: bytes) -> None:
     at = 8 + len(_OPENING)
     if raw[8:at] != _OPENING:
-        raise StoreCorruptError(f"object: opens with {raw[8:40]!r}; expected {_OPENING!r}")
+        raise StoreCorruptError(f"object: opens with other bytes; expected {_OPENING!r}")
     found, blank = raw[at : at + 8], b"".join((raw[:at], b"0" * 8, raw[at + 8 :]))
     if found != b"%08x" % zlib.crc32(blank):
         raise StoreCorruptError(f"object: header checksum {found!r}; expected that of the bytes")

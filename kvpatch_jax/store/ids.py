@@ -91,6 +91,11 @@ class Name:
     kind: Literal["kv", "patch", "encoder"]
 
     @property
+    def tenant(self) -> str:
+        """The keyed name of the tenant."""
+        return self.folder.split("/")[1]
+
+    @property
     def path(self) -> str:
         """Relative path, with forward slashes."""
         return f"{self.folder}/{self.file}"
@@ -98,14 +103,14 @@ class Name:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What a patch serves: the fields of its `Stamp` that say so, with the same meaning."""
+    """What a patch serves: the fields of its `Stamp` that say so, with the same meaning. It does not print ids."""
 
-    chunk: str
+    chunk: str = dataclasses.field(repr=False)
     backbone: str
-    antecedent: tuple[str, ...]
+    antecedent: tuple[str, ...] = dataclasses.field(repr=False)
     orbit: bool = False
     base: Base = "canonical"
-    base_antecedent: tuple[str, ...] | None = None
+    base_antecedent: tuple[str, ...] | None = dataclasses.field(default=None, repr=False)
     frame: PatchFrame = "phase_free"
     start: tuple[int, ...] | None = None
 
@@ -122,7 +127,7 @@ class Names:
       InputError: an empty tenant, or a secret below 16 bytes.
     """
 
-    tenant: str
+    tenant: str = dataclasses.field(repr=False)
     secret: bytes = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ DERIVED, ENCODER, CANONICAL = 0, 1, 2
 class Held[V]:
     """One entry. `chunk`: the chunk it belongs to; when a canonical goes, all of its chunk goes."""
 
-    value: V
+    value: V = dataclasses.field(repr=False)
     nbytes: int
     rank: int
     chunk: str

@@ -28,8 +28,8 @@ class Blob:
     """
 
     kind: Kind
-    body: Mapping[str, Any]
-    arrays: Arrays
+    body: Mapping[str, Any] = dataclasses.field(repr=False)
+    arrays: Arrays = dataclasses.field(repr=False)
     expires: float | None = None
 
     @property
@@ -111,6 +111,8 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
       StoreCorruptError: a checksum that does not agree, or a file that ends early. OSError: the read failed.
     """
     leaves = [header.leaves[name] for name in names]
+    if not leaves:
+        return {}
     first, last = leaves[0].offset, _padded(leaves[-1])
     data = buffers.lease(last - first)
     read_into(fd, data, first)
@@ -143,4 +145,4 @@ def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[st
 def check_name(header: Header, name: str) -> None:
     """Raises StoreCorruptError where a file is not the object that its name says."""
     if header.name != name:
-        raise StoreCorruptError(f"object: calls itself {header.name[:160]!r}; expected {name!r}")
+        raise StoreCorruptError(f"object: its header has another name; expected {name!r}")

@@ -7,7 +7,7 @@ and is imported when a remote store is opened.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,27 @@ from .disk import Found
 from .header import PAGE, header_length, parse_header
 from .ids import Name
 from .objects import Blob, blob_bytes, check_name, take_leaves
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """Where objects also live, beyond this machine."""
+
+    def put(self, name: Name, blob: Blob) -> None:
+        """Durable when it returns; raises StoreError."""
+        ...
+
+    def get(self, name: Name) -> Found | None:
+        """Verified, or None."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Takes an object away, if it is there; raises StoreError."""
+        ...
+
+    def paths(self, prefix: str) -> list[str]:
+        """Objects whose path begins so."""
+        ...
 
 
 @contextlib.contextmanager

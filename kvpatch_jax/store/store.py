@@ -5,13 +5,11 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import json
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +21,15 @@ from .codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_of, pat
 from .counters import Counters
 from .disk import Disk, Found
 from .evict import collect, make_room
-from .files import opened, sync_directory, typed_errors, write_all
 from .ids import Encoding, Name, Names, Served
 from .memory import CANONICAL, DERIVED, ENCODER, Held, MemoryTier, Policy
 from .objects import Blob, file_size
 from .placement import LayerStream, Placement, place_chunk, placement_key
+from .remote import Remote
+from .seal import AesGcm, Plain
+from .settings import check_key, secret_of
+from .statistics import Statistics
+from .tenants import Deleted, delete_tenant
 from .writer import Writer
 
 Ack = concurrent.futures.Future[None]
@@ -36,32 +38,13 @@ type Build[T] = Callable[[Mapping[str, Any], Any], T]
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Bytes per tier. `disk` is for the whole root, all tenants; None sets no bound."""
+    """Bytes per tier. `disk` is for the whole root, all tenants, and `tenant` for this one's share of it; None sets no
+    bound."""
 
     device: int = 0
     host: int = 1 << 30
     disk: int | None = None
-
-
-@runtime_checkable
-class Remote(Protocol):
-    """Where objects also live, beyond this machine."""
-
-    def put(self, name: Name, blob: Blob) -> None:
-        """Durable when it returns; raises StoreError."""
-        ...
-
-    def get(self, name: Name) -> Found | None:
-        """Verified, or None."""
-        ...
-
-    def delete(self, path: str) -> None:
-        """Takes an object away, if it is there; raises StoreError."""
-        ...
-
-    def paths(self, prefix: str) -> list[str]:
-        """Objects whose path begins so."""
-        ...
+    tenant: int | None = None
 
 
 class ChunkStore:
@@ -79,11 +62,15 @@ class ChunkStore:
       policy: who stays in memory, "lru" or "slru". The disk is LRU.
       secret: of the names; by default one that is made with the store and kept in it (readable by its owner only).
       remote: where objects are also put, and looked for when the disk has none.
+      key: encrypts what is put, on the disk and beyond, and reads nothing that is not: at least 32 bytes, from which
+        each tenant's key is derived. Never written anywhere. Needs the extra `encryption`.
+      wipe: whether host buffers are overwritten when they are let go; None: where there is a key.
       queue: bytes that asynchronous puts may hold at a time.
       clock: seconds since the epoch.
 
     Raises:
-      StoreError: the root cannot be made or is not a store. InputError: an empty tenant.
+      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, or a short key.
+      StoreKeyError: the tenant's objects are encrypted and `key` is not theirs.
     """
 
     def __init__(
@@ -96,19 +83,25 @@ class ChunkStore:
         policy: Policy = "lru",
         secret: bytes | None = None,
         remote: Remote | None = None,
+        key: bytes | None = None,
+        wipe: bool | None = None,
         queue: int = 256 << 20,
         clock: Callable[[], float] = time.time,
     ):
         self.budget = Budget() if budget is None else budget
         self.counters, self.clock, self._ttl, self._remote = Counters(), clock, ttl, remote
-        self.disk = Disk(os.fspath(root), self.counters, Buffers(), clock)
-        self._names = Names(tenant, _secret(self.disk.root) if secret is None else secret)
+        buffers = Buffers(wipe=key is not None if wipe is None else wipe)
+        self._seal = Plain() if key is None else AesGcm(key, tenant, buffers)
+        self.disk = Disk(os.fspath(root), self.counters, buffers, clock, self._seal)
+        self._names = Names(tenant, secret_of(self.disk.root) if secret is None else secret)
+        check_key(self.disk.root, self._names.space, self._seal.check)
+        self._noted = False
         self._pins: collections.Counter[str] = collections.Counter()
         tier = functools.partial(MemoryTier, policy=policy, pinned=self._pinned, counters=self.counters, clock=clock)
         self._host: MemoryTier[Any] = tier("host", self.budget.host)
         self._device: MemoryTier[Chunk] = tier("device", self.budget.device)
-        self._used: int | None = None
-        self._fresh = 0
+        self._used: dict[str, int] = {}
+        self._fresh: collections.Counter[str] = collections.Counter()
         self._room = threading.Lock()
         self._closed = False
         self._writer = Writer(self._commit, queue)
@@ -128,7 +121,8 @@ class ChunkStore:
           do not hold. StoreClosedError.
         """
         self._open()
-        self._commit([(name, make()) for name, make, _ in self._jobs_of(chunk, encoding, ttl)])
+        with self.counters.timed("put", "disk"):
+            self._commit([(name, make()) for name, make, _ in self._jobs_of(chunk, encoding, ttl)])
 
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: float | int | None = None) -> Ack:
         """As `put`, behind the caller's back; the future is done when the chunk is durable, or holds the error.
@@ -136,8 +130,9 @@ class ChunkStore:
         The arrays must not change until then. Waits while the queue is full. `flush` and `close` raise what failed.
         """
         self._open()
+        began = time.perf_counter()
         acks = [self._writer.add(*job) for job in self._jobs_of(chunk, encoding, ttl)]
-        return acks[-1] if len(acks) == 1 else _both(acks)
+        return self._timed(acks[-1] if len(acks) == 1 else _both(acks), began)
 
     def get(
         self,
@@ -155,6 +150,9 @@ class ChunkStore:
           encoding: the object to read; its numbers come back in the dtype they had.
           placement: a sharding or device for kv [L, T, K, H], or one per channel; by default read-only host arrays.
           encoder: whether to read the encoder output too, if it is there.
+
+        Raises:
+          StoreKeyError: the object is encrypted under another key. It is left as it is.
         """
         self._open()
         name = self._names.canonical(backbone, id, encoding)
@@ -170,6 +168,9 @@ class ChunkStore:
 
         Args:
           placement: a sharding or device for one layer's [T, K, H], or one per channel.
+
+        Raises:
+          StoreKeyError: as `get`.
         """
         self._open()
         stack = contextlib.ExitStack()
@@ -213,7 +214,8 @@ class ChunkStore:
     def put_encoder(self, id: str, backbone: str, output: AnyArray, *, ttl: float | int | None = None) -> None:
         """Stores a tower's output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
         self._open()
-        self._commit([(self._names.encoder(backbone, id), encoder_blob(output, self._expiry(ttl)))])
+        with self.counters.timed("put", "disk"):
+            self._commit([(self._names.encoder(backbone, id), encoder_blob(output, self._expiry(ttl)))])
 
     def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
         """A tower's output, a read-only host array; None where there is none."""
@@ -224,13 +226,14 @@ class ChunkStore:
     def put_patches(self, patches: Sequence[Patch], *, ttl: float | int | None = None) -> None:
         """Stores patches in one commit, durable when this returns. Raises as `put`; then none is acknowledged."""
         self._open()
-        self._commit([(self._names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in patches])
+        with self.counters.timed("put", "disk"):
+            self._commit([(self._names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in patches])
 
     def put_patch_async(self, patch: Patch, *, ttl: float | int | None = None) -> Ack:
         """As `put_async`: patches that come close together are committed together."""
         self._open()
-        make = functools.partial(patch_blob, patch, self._expiry(ttl))
-        return self._writer.add(self._names.patch(patch), make, patch.nbytes)
+        make, began = functools.partial(patch_blob, patch, self._expiry(ttl)), time.perf_counter()
+        return self._timed(self._writer.add(self._names.patch(patch), make, patch.nbytes), began)
 
     def get_patches(self, served: Served | Stamp) -> list[Patch]:
         """Every stored patch that serves this chunk, antecedent, base and frame, largest first.
@@ -271,10 +274,33 @@ class ChunkStore:
                 del self._pins[key]
 
     def collect(self) -> int:
-        """Deletes what expired, of all tenants, and what dead writers left. How many objects. Raises StoreError."""
+        """Deletes what of this tenant expired, and what its dead writers left. How many objects. Raises StoreError."""
         self._open()
-        self._used = None
-        return collect(self.disk)
+        self._used.clear()
+        return collect(self.disk, self._names.space)
+
+    def delete_tenant(self) -> Deleted:
+        """Deletes everything of this tenant, in every tier, quarantine and the remote store; see `tenants`.
+
+        Queued puts are written first. The store may be used on. Other store objects of the tenant let go of their
+        memory in their own time, and serve nothing of it. Raises StoreError, and what `flush` raises, when done.
+        """
+        self._open()
+        try:
+            self._writer.flush()
+        finally:
+            self._host.clear()
+            self._device.clear()
+            self._used.clear()
+            self._noted = False
+            deleted = delete_tenant(self.disk, self._names, self._remote)
+        return deleted
+
+    def statistics(self) -> Statistics:
+        """Counts, latencies, and bytes held: of this store object alone. `prometheus_text` makes a page of them."""
+        pool = self.disk.buffers.idle_bytes
+        held = {"device": self._device.nbytes, "host": self._host.nbytes, "pool": pool}
+        return Statistics(self.counters.read(), self.counters.latencies(), held)
 
     def flush(self) -> None:
         """Waits for asynchronous puts. Raises the first that failed since the last `flush`, the others in its notes."""
@@ -319,44 +345,69 @@ class ChunkStore:
             jobs.insert(0, (self._names.encoder(chunk.backbone, chunk.id), make, chunk.encoder.nbytes))
         return jobs
 
-    def _commit(self, items: Sequence[tuple[Name, Blob]]) -> None:
-        self._make_room(sum(file_size(blob, name.file) for name, blob in items) if self.budget.disk is not None else 0)
-        written = self.disk.put_group(items)
-        with self._room:
-            self._fresh += written
-        if self._remote is not None:
-            for name, blob in items:
-                self._remote.put(name, blob)
+    def _timed(self, ack: Ack, began: float) -> Ack:
+        def note(done: Ack) -> None:
+            if done.exception() is None:
+                self.counters.observe("put", "disk", time.perf_counter() - began)
 
-    def _make_room(self, need: int) -> None:
-        """Evicts where this put might not fit: by what was there at the last look, and what was written since."""
-        budget = self.budget.disk
-        if budget is None:
-            return
+        ack.add_done_callback(note)
+        return ack
+
+    def _commit(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
+        items = [(name, self._seal.sealed(blob, name.file)) for name, blob in blobs]
+        self._note_key()
+        self._make_room(functools.partial(sum, (file_size(blob, name.file) for name, blob in items)))
+        with self.counters.timed("commit", "disk"):
+            written = self.disk.put_group(items)
         with self._room:
-            known = self._used is not None and self._fresh <= budget // 16  # other processes write too: look again
-            if not known or (self._used or 0) + self._fresh + need > budget:
-                self._used, self._fresh = make_room(self.disk, budget, need, self._pinned), 0
+            self._fresh.update(dict.fromkeys(("obj", self._names.space), written))
+        if self._remote is not None:
+            with self.counters.timed("commit", "remote"):
+                for name, blob in items:
+                    self._remote.put(name, blob)
+
+    def _note_key(self) -> None:
+        """Before anything of the tenant is there, what tells its key."""
+        if not self._noted:
+            check_key(self.disk.root, self._names.space, self._seal.check, note=True)
+            self._noted = True
+
+    def _make_room(self, size: Callable[[], int]) -> None:
+        """Evicts where this put might not fit: by what was there at the last look, and what was written since."""
+        budgets = {self._names.space: self.budget.tenant, "obj": self.budget.disk}
+        bounds = {below: budget for below, budget in budgets.items() if budget is not None}
+        need = size() if bounds else 0
+        for below, budget in bounds.items():
+            with self._room:
+                used, fresh = self._used.get(below), self._fresh[below]
+                known = used is not None and fresh <= budget // 16  # other processes write too: look again
+                if not known or (used or 0) + fresh + need > budget:
+                    self._used[below] = make_room(self.disk, budget, need, self._pinned, below, self._names.space)
+                    self._fresh[below] = 0
 
     def _load[T](self, name: Name, build: Build[T], rank: int) -> Held[T] | None:
         """An object from the host tier, the disk or beyond, as `build` makes it."""
+        began, tier = time.perf_counter(), "none"
         there = os.path.exists(f"{self.disk.root}/{name.path}")
         held: Held[T] | None = self._host.get(name.path)
         if held is not None and there:
-            self.counters.add("host_hits")
+            self._answered("host", began)
             return held
         self._host.drop(name.path)
         found = self.disk.get(name) if there else None
         if found is not None:
-            self.counters.add("disk_hits")
-        elif self._remote is not None:
-            found = self._from_remote(name)
+            tier = "disk"
+        elif self._remote is not None and (found := self._from_remote(name)) is not None:
+            tier = "remote"
         held = None if found is None else self._built(name, found, build, rank)
-        if held is None:
-            self.counters.add("misses")
-        else:
+        if held is not None:
             self._host.put(name.path, held)
+        self._answered("none" if held is None else tier, began)
         return held
+
+    def _answered(self, tier: str, began: float) -> None:
+        self.counters.add("misses" if tier == "none" else f"{tier}_hits")
+        self.counters.observe("get", tier, time.perf_counter() - began)
 
     def _built[T](self, name: Name, found: Found, build: Build[T], rank: int) -> Held[T] | None:
         header = found.header
@@ -371,24 +422,34 @@ class ChunkStore:
     def _from_remote(self, name: Name) -> Found | None:
         """An object from beyond, which the disk then has too if there is room for it."""
         assert self._remote is not None
-        found = self._remote.get(name)
-        if found is None:
+        stored = self._remote.get(name)
+        if stored is None:
             return None
-        self.counters.add("remote_hits")
-        header = found.header
-        blob = Blob(header.kind, header.body, found.arrays, header.expires)  # pyright: ignore[reportArgumentType]
+        header = stored.header
         try:
-            self._make_room(header.size)
+            opened = self._seal.opened(header, lambda names: {leaf: stored.arrays[leaf] for leaf in names})
+            found = None if opened is None else Found(opened[0], opened[1](list(opened[0].leaves)))
+        except StoreCorruptError:
+            with contextlib.suppress(StoreError):
+                self._remote.delete(name.path)
+            return None
+        if found is None:
+            self.counters.add("unsealed")
+            return None
+        blob = Blob(header.kind, header.body, stored.arrays, header.expires)  # pyright: ignore[reportArgumentType]
+        try:
+            self._note_key()
+            self._make_room(lambda: header.size)
             self.disk.put(name, blob)
         except StoreError:
             self.counters.add("promotion_errors")
         return found
 
     def _from_device(self, name: Name, placement: Placement) -> Held[Chunk] | None:
-        key = (name.path, placement_key(placement))
+        began, key = time.perf_counter(), (name.path, placement_key(placement))
         held: Held[Chunk] | None = self._device.get(key)
         if held is not None and os.path.exists(f"{self.disk.root}/{name.path}"):
-            self.counters.add("device_hits")
+            self._answered("device", began)
             return held
         self._device.drop(key)
         host = self._load(name, chunk_of, CANONICAL)
@@ -430,29 +491,3 @@ def _both(acks: Sequence[Ack]) -> Ack:
     for ack in acks:
         ack.add_done_callback(done)
     return joined
-
-
-def _secret(root: str) -> bytes:
-    """The secret of a store's names, made on first use; of several who make it at once one wins."""
-    path = f"{root}/STORE.json"
-    with typed_errors(f"store {root}: open"):
-        if not os.path.exists(path):
-            temporary = f"{root}/.store-{secrets.token_hex(8)}"
-            text = json.dumps({"version": 1, "secret": secrets.token_hex(32)}).encode()
-            with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-                write_all(fd, [text], 0)
-                os.fsync(fd)
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
-            sync_directory(root)
-            os.unlink(temporary)
-        with open(path, "rb") as file:
-            text = file.read(1 << 16)
-    try:
-        settings = json.loads(text)
-        secret = bytes.fromhex(settings["secret"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreCorruptError(f"store {root}: STORE.json cannot be read; expected JSON with a secret") from error
-    if settings.get("version") != 1 or len(secret) < 16:
-        raise StoreCorruptError(f"store {root}: STORE.json of version {settings.get('version')!r}; expected 1")
-    return secret

@@ -1,0 +1,82 @@
+"""The operator's command line: `python -m kvpatch_jax.store ls --root=DIR`. Needs the extra `operate`."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+
+from ..errors import InputError, KVPatchError
+from .commands import COMMANDS, Options
+from .disk import Entry
+
+_PROGRAM = "python -m kvpatch_jax.store"
+
+
+def _flags():
+    from absl import flags
+
+    values = flags.FlagValues()  # our own, so that `main` can be called twice, and inside other programs
+    text = lambda name, what: flags.DEFINE_string(name, None, what, flag_values=values)
+    truth = lambda name, what: flags.DEFINE_bool(name, False, what, flag_values=values)
+    text("root", "The store's directory.")
+    text("tenant", "Only this tenant's objects. Without it, the whole root.")
+    text("secret-file", "File with the secret of the names, where the store was not opened with its own.")
+    text("key-file", "File with the master key, so that verify can open what --tenant has encrypted.")
+    text("remote", "rm-tenant: a TensorStore key-value spec (JSON or URL) to delete from too.")
+    flags.DEFINE_integer("budget", None, "gc: bytes to evict down to.", lower_bound=0, flag_values=values)
+    truth("yes", "rm-tenant: do not ask.")
+    truth("json", "Print one JSON object.")
+    truth("help", "Print this.")
+    return values, flags.Error
+
+
+def _usage(values) -> str:
+    rows = "\n".join(f"  {name:<10} {command.help}" for name, command in COMMANDS.items())
+    return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
+
+
+def _progress(entries: list[Entry]) -> Iterable[Entry]:
+    """A bar on stderr, if that is a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(entries, unit=" objects", file=sys.stderr, disable=None)
+
+
+def _ask(question: str) -> str:
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
+
+
+def _file(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; expected a file that can be read") from error
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command. 0: all is well; 1: something is not (`verify`), or was not done; 2: it could not be run."""
+    values, wrong = _flags()
+    try:
+        names = values([_PROGRAM, *arguments])[1:]
+    except wrong as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if values.help or len(names) != 1 or names[0] not in COMMANDS or values.root is None:
+        print(_usage(values), file=sys.stdout if values.help else sys.stderr)
+        return 0 if values.help else 2
+    try:
+        options = Options(values.root, _progress, _ask, values.tenant, _file(values["secret-file"].value),
+                          _file(values["key-file"].value), values.remote, values.budget, values.yes)  # fmt: skip
+        outcome = COMMANDS[names[0]].run(options)
+    except KVPatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(outcome.result) if values.json else "\n".join(outcome.lines))
+    return 0 if outcome.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""What `python -m kvpatch_jax.store` can do: one row of `COMMANDS` each. No flags and no printing here."""
+
+import dataclasses
+import datetime
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InputError
+from .buffers import Buffers
+from .disk import Disk
+from .evict import collect, make_room
+from .ids import Names
+from .operate import Progress, listing, totals, verify
+from .remote import KeyValueStore
+from .seal import AesGcm
+from .settings import check_key, read_secret
+from .tenants import delete_tenant, finish
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line said. `progress` shows how far a pass over objects is; `ask` puts a question."""
+
+    root: str
+    progress: Progress
+    ask: Callable[[str], str]
+    tenant: str | None = None
+    secret: bytes | None = dataclasses.field(default=None, repr=False)
+    key: bytes | None = dataclasses.field(default=None, repr=False)
+    remote: str | None = None
+    budget: int | None = None
+    yes: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command found: as JSON, and as lines to read. `good`: whether all is well."""
+
+    result: dict[str, Any]
+    lines: list[str]
+    good: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One subcommand."""
+
+    help: str
+    run: Callable[[Options], Outcome]
+
+
+# ------------------------------------------------------------------------------------------------------------ opening
+
+
+def _disk(options: Options) -> Disk:
+    """The root's disk, which must be there already; with the tenant's key, where one is given."""
+    if not os.path.isdir(f"{options.root}/obj"):
+        raise InputError(f"store {options.root}: no store is there; expected a directory with obj/")
+    if options.key is None:
+        return Disk(options.root)
+    if options.tenant is None:
+        raise InputError("a key without a tenant; expected --tenant too, since keys are derived per tenant")
+    buffers = Buffers(wipe=True)
+    disk = Disk(options.root, buffers=buffers, seal=AesGcm(options.key, options.tenant, buffers))
+    check_key(disk.root, _names(options, disk).space, disk.seal.check)
+    return disk
+
+
+def _names(options: Options, disk: Disk) -> Names:
+    if not options.tenant:
+        raise InputError("no tenant; expected --tenant")
+    return Names(options.tenant, read_secret(disk.root) if options.secret is None else options.secret)
+
+
+def _below(options: Options, disk: Disk) -> str:
+    """The folder that a command is about: one tenant's, or all of the root."""
+    return "obj" if options.tenant is None else _names(options, disk).space
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+def _ls(options: Options) -> Outcome:
+    disk = _disk(options)
+    found = listing(disk, _below(options, disk), options.progress)
+    lines = [
+        f"{one.nbytes:>14,}  {one.kind:<18} {_when(one.used)}  {_when(one.expires):<20} "
+        f"{ {True: 'encrypted', False: 'plain', None: 'unreadable'}[one.encrypted]:<10} {one.path}"
+        for one in found
+    ]
+    heading = f"{'bytes':>14}  {'kind':<18} {'last used':<20}  {'expires':<20} {'':<10} name"
+    return Outcome({"objects": [dataclasses.asdict(one) for one in found]}, [heading, *lines])
+
+
+def _when(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:.3g} s"
+
+
+def _stat(options: Options) -> Outcome:
+    disk = _disk(options)
+    found = totals(disk, _below(options, disk))
+    lines: list[str] = []
+    for key, value in found.items():
+        lines.append(f"{key}: {value:,}" if isinstance(value, int) else f"{key}:")
+        if isinstance(value, dict):
+            lines += [f"  {name}: {sums['objects']:,} objects, {sums['bytes']:,} bytes" for name, sums in value.items()]
+    return Outcome(found, lines)
+
+
+def _verify(options: Options) -> Outcome:
+    disk = _disk(options)
+    found = verify(disk, _below(options, disk), options.progress)
+    lines = [f"{found.good} good, {found.nbytes:,} bytes read", f"{found.unopened} encrypted: checksums agree, no key"]
+    lines += [f"bad, in quarantine: {path}" for path in found.bad]
+    lines += [f"could not be read: {path}" for path in found.unreadable]
+    return Outcome(dataclasses.asdict(found), lines, not found.bad and not found.unreadable)
+
+
+def _gc(options: Options) -> Outcome:
+    disk = _disk(options)
+    below = _below(options, disk)
+    before = [entry.size for entry in disk.scan(below)]
+    finish(disk, below.partition("/")[2])
+    collect(disk, below)
+    if options.budget is not None:
+        make_room(disk, options.budget, 0, lambda chunk: False, below)
+    after = [entry.size for entry in disk.scan(below)]
+    result = {"objects_before": len(before), "bytes_before": sum(before)}
+    result |= {"objects": len(after), "bytes": sum(after), "expired": disk.counters["disk_evicted_expired"]}
+    result |= {"evicted": disk.counters["disk_evicted_budget"]}
+    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()])
+
+
+def _rm_tenant(options: Options) -> Outcome:
+    disk = _disk(options)
+    names = _names(options, disk)
+    question = f"Delete every object of tenant {options.tenant!r} in {disk.root}, for good? Type yes: "
+    if not options.yes and options.ask(question).strip() != "yes":
+        return Outcome({"deleted": False}, ["nothing was deleted"], good=False)
+    remote = None if options.remote is None else KeyValueStore(_spec(options.remote))
+    deleted = delete_tenant(disk, names, remote)
+    result = {"deleted": True, **dataclasses.asdict(deleted)}
+    return Outcome(result, [f"{key}: {value}" for key, value in result.items()])
+
+
+def _spec(text: str) -> Any:
+    return json.loads(text) if text.lstrip().startswith("{") else text
+
+
+COMMANDS: dict[str, Command] = {
+    "ls": Command("Lists objects: bytes, kind, last use, expiry, keyed name.", _ls),
+    "stat": Command("Sums: objects and bytes by kind and tenant, quarantine, what is left over.", _stat),
+    "verify": Command("Reads every object; damaged ones go to quarantine, and the exit status is 1.", _verify),
+    "gc": Command("Deletes what expired and what dead writers left; with --budget, evicts down to it.", _gc),
+    "rm-tenant": Command("Deletes all that --tenant has; with --remote, there too.", _rm_tenant),
+}
+"""The subcommands, by name."""

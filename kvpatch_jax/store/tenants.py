@@ -1,0 +1,85 @@
+"""Deleting a tenant: at one moment none of its objects is there any more; then they are removed."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+
+from .disk import Disk
+from .files import locked, make_directories, sync_directory, typed_errors
+from .ids import Names
+from .remote import Remote
+
+
+@dataclasses.dataclass(frozen=True)
+class Deleted:
+    """What was there: objects and bytes on the disk, objects in quarantine, objects of the remote store."""
+
+    objects: int
+    nbytes: int
+    quarantined: int
+    remote: int
+
+
+def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Deleted:
+    """Deletes all that a tenant has: remote objects, then those on the disk, in quarantine, and what dead writers left.
+
+    The tenant's directory is renamed away first, so that a crash leaves all of it or none to be seen; what is left to
+    remove is removed by the next call, or by `finish`. Doing it again is allowed. Nothing of other tenants is touched.
+    A put of the same tenant that is under way may come after it, and is then there.
+
+    Raises:
+      StoreReadOnlyError, StoreIOError: not all of it was deleted; the rest of it was.
+    """
+    tenant = names.space.rpartition("/")[2]
+    counts = {"remote": 0}
+    try:
+        if remote is not None:  # first, so that nothing comes back from there
+            for path in remote.paths(f"{names.space}/"):
+                remote.delete(path)
+                counts["remote"] += 1
+    finally:
+        entries = disk.scan(names.space)
+        with typed_errors("store: delete a tenant"):
+            _rename_away(disk, names.space, tenant)
+            quarantined = _delete_quarantined(disk, tenant)
+        disk.sweep(f"{tenant}.")
+        finish(disk, f"{tenant}.")
+    return Deleted(len(entries), sum(entry.size for entry in entries), quarantined, counts["remote"])
+
+
+def _rename_away(disk: Disk, space: str, tenant: str) -> None:
+    make_directories(disk.root, "deleted")
+    with locked(f"{disk.root}/names.lock", shared=False), contextlib.suppress(FileNotFoundError):
+        os.rename(f"{disk.root}/{space}", f"{disk.root}/deleted/{tenant}.{os.getpid()}-{time.time_ns()}")
+        sync_directory(f"{disk.root}/obj")
+        sync_directory(f"{disk.root}/deleted")
+
+
+def _delete_quarantined(disk: Disk, tenant: str) -> int:
+    folder = f"{disk.root}/quarantine"
+    with locked(f"{disk.root}/names.lock", shared=False):
+        own = [name for name in os.listdir(folder) if name.startswith(f"{tenant}.")]
+        for name in own:
+            os.unlink(f"{folder}/{name}")
+        sync_directory(folder)
+    return sum(not name.endswith(".reason") for name in own)
+
+
+def finish(disk: Disk, tenant: str = "") -> int:
+    """Removes what interrupted deletions left: of one tenant, by its keyed name, or of all. How many directories.
+
+    Raises:
+      StoreReadOnlyError, StoreIOError.
+    """
+    folder, count = f"{disk.root}/deleted", 0
+    with typed_errors("store: delete a tenant"):
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            if name.startswith(tenant):
+                with contextlib.suppress(FileNotFoundError):  # another process removes it too
+                    shutil.rmtree(f"{folder}/{name}")
+                    count += 1
+        if count:
+            sync_directory(folder)
+    return count

@@ -1,0 +1,431 @@
+"""Tenants: deletion, quotas, wiped memory, and that nobody learns what another one has."""
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import logging
+import os
+import shutil
+import traceback
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tensorstore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
+
+from kvpatch_jax.errors import StoreError, StoreFullError, StoreIOError
+from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Served, prometheus_text
+from kvpatch_jax.store.__main__ import main
+from kvpatch_jax.store.operate import listing, totals, verify
+from kvpatch_jax.store.tenants import finish
+
+KEY = b"k" * 32
+SECRET = b"known to the operator alone"
+
+
+def fill(store: ChunkStore) -> None:
+    """Some of everything: two canonicals, an encoder output, patches, an object in quarantine, a dead writer's file."""
+    for number in range(2):
+        store.put(chunk_of(f"B{number}", number, encoder=np.ones((2, 3), np.float32)))
+        store.put_patches([patch_of(chunk_of(f"B{number}", number))])
+    spoil(store, "bad")
+    name = store._names.canonical(BACKBONE, "dead")
+    Path(store.disk.root, "tmp", f"{name.tenant}.1-2-3").write_bytes(b"half an object")
+
+
+def spoil(store: ChunkStore, id: str) -> None:
+    store.put(chunk_of(id))
+    path = file_of(store, chunk_of(id))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert store.get(id, BACKBONE) is None
+
+
+def everything(root: Path | str) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in Path(root).rglob("*") if path.is_file()}
+
+
+def own_files(root: Path | str, store: ChunkStore) -> dict[str, bytes]:
+    tenant = store._names.space.rpartition("/")[2]
+    return {path: data for path, data in everything(root).items() if tenant in path}
+
+
+# ----------------------------------------------------------------------------------------------------------- deletion
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_a_deleted_tenant_leaves_nothing_and_others_keep_all(tmp_path: Path, key):
+    remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
+    common = {"remote": remote, "budget": Budget(device=1 << 20), "key": key}
+    with ChunkStore(tmp_path, tenant="one", **common) as one, ChunkStore(tmp_path, tenant="two", **common) as two:
+        fill(one)
+        fill(two)
+        assert one.get("B0", BACKBONE, placement=jax.devices()[0]) is not None
+        kept, far = own_files(tmp_path, two), remote.paths("obj/")
+        deleted = one.delete_tenant()
+        assert (deleted.objects, deleted.quarantined, deleted.remote) == (6, 1, 7)
+        assert deleted.nbytes > 0
+        assert own_files(tmp_path, one) == {}
+        assert own_files(tmp_path, two) == kept
+        assert remote.paths("obj/") == [path for path in far if path.startswith(two._names.space)]
+        assert one.statistics().held["host"] == one.statistics().held["device"] == 0
+        assert one.get("B0", BACKBONE) is None
+        again = one.delete_tenant()
+        assert (again.objects, again.nbytes, again.quarantined, again.remote) == (0, 0, 0, 0)
+        assert same_chunk(two.get("B0", BACKBONE), chunk_of("B0"))
+        one.put(chunk_of("B0"))
+        assert same_chunk(one.get("B0", BACKBONE), chunk_of("B0"))
+
+
+def test_what_is_queued_is_deleted_too(tmp_path: Path):
+    with ChunkStore(tmp_path) as store:
+        acks = [store.put_async(chunk_of(f"B{number}", number)) for number in range(4)]
+        assert store.delete_tenant().objects == 4
+        assert all(ack.done() for ack in acks)
+        assert not any(store.contains(f"B{number}", BACKBONE) for number in range(4))
+
+
+def test_another_store_object_serves_nothing_of_a_deleted_tenant(tmp_path: Path):
+    with ChunkStore(tmp_path) as one, ChunkStore(tmp_path) as other:
+        one.put(chunk_of())
+        assert other.get("B", BACKBONE) is not None
+        one.delete_tenant()
+        assert other.get("B", BACKBONE) is None
+        other.put(chunk_of())
+        assert same_chunk(one.get("B", BACKBONE), chunk_of())
+
+
+CALLS = ("os.rename", "os.fsync", "os.unlink", "os.listdir", "shutil.rmtree", "os.mkdir")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_deletion_that_is_cut_off_shows_all_or_nothing_and_is_done_again(tmp_path: Path, monkeypatch, call):
+    """Cut off at the first, second, … call of a kind, as a crash would."""
+    module, function = {"os": os, "shutil": shutil}[call.partition(".")[0]], call.partition(".")[2]
+    real = getattr(module, function)
+    with ChunkStore(tmp_path, tenant="one") as one, ChunkStore(tmp_path, tenant="two") as two:
+        two.put(chunk_of())
+        for after in itertools.count():
+            fill(one)
+            calls = itertools.count()
+
+            def cut(*arguments, calls=calls, after=after, **more):
+                if next(calls) == after:
+                    raise KeyboardInterrupt
+                return real(*arguments, **more)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(module, function, cut)
+                whole = False
+                with contextlib.suppress(KeyboardInterrupt):
+                    one.delete_tenant()
+                    whole = True
+            there = [one.contains(f"B{number}", BACKBONE) for number in range(2)]
+            assert all(there) or not any(there)
+            one.delete_tenant()
+            assert own_files(tmp_path, one) == {}
+            assert same_chunk(two.get("B", BACKBONE), chunk_of())
+            if whole:
+                break
+    assert after > 0
+
+
+def test_what_an_interrupted_deletion_left_is_removed_by_gc(tmp_path: Path):
+    with ChunkStore(tmp_path) as store:
+        fill(store)
+        left = tmp_path / "deleted" / "0123.1-2" / "ab"
+        left.mkdir(parents=True)
+        (left / "x.kv.safetensors").write_bytes(b"x")
+        assert finish(store.disk, "other") == 0
+        assert totals(store.disk)["being_deleted"] == 1
+        assert finish(store.disk) == 1
+        assert not any((tmp_path / "deleted").iterdir())
+        assert store.contains("B0", BACKBONE)
+
+
+def test_a_failing_remote_store_does_not_keep_the_disk(tmp_path: Path, monkeypatch):
+    remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
+    with ChunkStore(tmp_path, remote=remote) as store:
+        fill(store)
+
+        def fail(*_):
+            raise StoreIOError("remote store: delete: UNAVAILABLE; expected the service to do it")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(remote, "delete", fail)
+            with pytest.raises(StoreIOError, match="UNAVAILABLE"):
+                store.delete_tenant()
+        assert own_files(tmp_path, store) == {}
+        assert store.delete_tenant().remote == 7
+        assert remote.paths("obj/") == []
+
+
+# -------------------------------------------------------------------------------------------------------- wiped memory
+
+
+def content(address: int, size: int) -> bytes:
+    return ctypes.string_at(address, size)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("how", ["evicted", "deleted", "tenant", "closed"])
+def test_memory_is_wiped_when_the_last_user_lets_go(tmp_path: Path, key, how):
+    """And not before: an evicted chunk that someone still uses stays as it was."""
+    chunk = chunk_of(tokens=64)
+    with ChunkStore(tmp_path, key=key, wipe=True, budget=Budget(host=int(chunk.nbytes * 1.5))) as store:
+        store.put(chunk)
+        found = store.get("B", BACKBONE)
+        assert found is not None
+        address, size = np.asarray(found.kv["k"]).ctypes.data, np.asarray(found.kv["k"]).nbytes
+        aliased = jax.numpy.asarray(found.kv["k"])
+        del found
+        gc.collect()
+        row = np.asarray(chunk.kv["k"])[0].tobytes()
+        assert content(address, size).startswith(row)  # held by the tier
+        store.put(chunk_of("C", 1, tokens=64))
+        if how == "evicted":
+            assert store.get("C", BACKBONE) is not None
+        elif how == "deleted":
+            store.delete("B", BACKBONE)
+        elif how == "tenant":
+            store.delete_tenant()
+        else:
+            store.close()
+        gc.collect()
+        if how != "evicted":
+            assert store.statistics().held["host"] == 0
+        assert np.asarray(aliased).tobytes() == np.asarray(chunk.kv["k"]).tobytes()
+        del aliased
+        gc.collect()
+        assert content(address, size) == bytes(size)
+
+
+def test_memory_is_not_wiped_unless_asked(tmp_path: Path):
+    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
+        store.put(chunk_of())
+        found = store.get("B", BACKBONE)
+        assert found is not None
+        address = np.asarray(found.kv["k"]).ctypes.data
+        del found
+        gc.collect()
+        assert store.statistics().held["pool"] > 0
+        assert any(content(address, 64))
+
+
+# -------------------------------------------------------------------------------------------------------------- quotas
+
+
+def test_a_tenant_over_its_quota_lets_its_own_go(tmp_path: Path):
+    size = 4096 + 64 + chunk_of().nbytes
+    quota = Budget(host=0, tenant=3 * size)
+    with ChunkStore(tmp_path, tenant="one", budget=quota) as one, ChunkStore(tmp_path, tenant="two") as two:
+        for number in range(6):
+            two.put(chunk_of(f"B{number}", number))
+        for number in range(9):
+            one.put(chunk_of(f"B{number}", number))
+            assert sum(entry.size for entry in one.disk.scan(one._names.space)) <= 3 * size
+        assert one.contains("B8", BACKBONE)
+        assert not one.contains("B0", BACKBONE)
+        assert all(two.contains(f"B{number}", BACKBONE) for number in range(6))
+        with pytest.raises(StoreFullError):
+            one.put(chunk_of("huge", tokens=99))
+
+
+# ----------------------------------------------------------------------------------------------------------- isolation
+
+IDS = ("B0", "B1", "B2")
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["get", "placed", "stream", "contains", "put", "patch", "patches", "encoder", "delete", "spoil",
+                         "collect", "list", "stat", "verify", "bad", "gone"]),
+        st.sampled_from(IDS),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+def act(store: ChunkStore, what: str, id: str) -> object:
+    """One call of a tenant, and all that it is told."""
+    chunk, space = chunk_of(id), store._names.space
+    answers = {
+        "get": lambda: same_chunk(store.get(id, BACKBONE), chunk),
+        "placed": lambda: store.get(id, BACKBONE, placement=jax.devices()[0]) is not None,
+        "stream": lambda: (lambda stream: stream and len(list(stream)))(store.stream(id, BACKBONE)),
+        "contains": lambda: store.contains(id, BACKBONE),
+        "put": lambda: store.put(chunk),
+        "patch": lambda: store.put_patches([patch_of(chunk, array=np.asarray)]),
+        "patches": lambda: len(store.get_patches(Served(id, BACKBONE, ("A",)))),
+        "encoder": lambda: store.get_encoder(id, BACKBONE) is None,
+        "delete": lambda: store.delete(id, BACKBONE),
+        "spoil": lambda: spoil(store, id),
+        "collect": lambda: store.collect(),
+        "list": lambda: [(one.path, one.kind, one.nbytes, one.encrypted) for one in listing(store.disk, space)],
+        "stat": lambda: totals(store.disk, space),
+        "verify": lambda: verify(store.disk, space),
+        "bad": lambda: store.get("", BACKBONE) or store.put(chunk, ttl=-1),
+        "gone": lambda: store.delete_tenant(),
+    }
+    try:
+        return answers[what]()
+    except StoreError as error:
+        return traceback.format_exception_only(error)
+    except ValueError as error:
+        return str(error)
+
+
+def transcript(root: Path, steps: list[tuple[str, str]], other: bool, shared: Budget) -> list[object]:
+    """What tenant two is told, where tenant one has everything (`other`) or is not there at all."""
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(ChunkStore(root, tenant="one", secret=SECRET)) if other else None
+        two = stack.enter_context(ChunkStore(root, tenant="two", secret=SECRET, budget=shared))
+        if one is not None:
+            for id in IDS:
+                one.put(chunk_of(id, encoder=np.ones(3, np.float32)), ttl=None if id == "B0" else 1e-6)
+                one.put_patches([patch_of(chunk_of(id), array=np.asarray)])
+            spoil(one, "bad")
+            Path(root, "tmp", f"{one._names.space.rpartition('/')[2]}.1-2").write_bytes(b"dead")
+        answers = [act(two, *step) for step in steps]
+        counts = two.statistics()
+        calls = {key: histogram.count for key, histogram in counts.latencies.items()}
+        answers.append((counts.counts, counts.held, calls))
+        if one is not None:
+            assert same_chunk(one.get("B0", BACKBONE), chunk_of("B0"))  # and nobody touched it
+            assert one.counters["quarantined"] == 1
+        return answers
+
+
+@settings(max_examples=10, deadline=None)
+@given(STEPS)
+def test_nothing_a_tenant_is_told_depends_on_another(tmp_path_factory: pytest.TempPathFactory, steps):
+    for shared in (Budget(host=1 << 20, device=1 << 20, tenant=1 << 20), Budget(host=0)):
+        roots = [tmp_path_factory.mktemp("root") for _ in range(2)]
+        answers = [transcript(root, steps, other, shared) for root, other in zip(roots, (True, False), strict=True)]
+        first, second = (repr(answer).replace(str(root), "") for answer, root in zip(answers, roots, strict=True))
+        assert first == second
+        for root in roots:
+            shutil.rmtree(root)
+
+
+def test_no_call_of_a_tenant_opens_what_is_anothers(tmp_path: Path, monkeypatch):
+    """No timing probe: which files are opened, looked at and listed does not depend on what another tenant has."""
+    with ChunkStore(tmp_path, tenant="one") as one, ChunkStore(tmp_path, tenant="two") as two:
+        fill(one)
+        fill(two)
+        touched: list[str] = []
+        for call in ("open", "stat", "rename", "unlink", "mkdir", "rmdir", "scandir"):
+            real = getattr(os, call)
+
+            def noted(*arguments, real=real, **more):
+                touched.append(str(arguments[0]))
+                return real(*arguments, **more)
+
+            monkeypatch.setattr(os, call, noted)
+        for what in ("get", "stream", "contains", "put", "patch", "patches", "encoder", "delete", "spoil", "collect",
+                     "list", "stat", "verify", "bad", "gone"):  # fmt: skip
+            act(two, what, "B0")
+        assert any(two._names.space in path for path in touched)
+        assert not any(one._names.space.rpartition("/")[2] in path for path in touched)
+
+
+# ------------------------------------------------------------------------------------------------------------ silence
+
+WORDS = ("cat.png", "before.png", "secret text", "a model of ours")
+
+
+def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseException]]:
+    """Everything the store has to show, and all that it complains of, over ids that are texts."""
+    shown: list[object] = []
+    errors: list[BaseException] = []
+    chunk = chunk_of("cat.png", backbone="a model of ours")
+    patch = patch_of(chunk, ("before.png", "secret text"))
+
+    def attempt(call) -> None:
+        try:
+            shown.append(type(call()).__name__)
+        except Exception as error:
+            errors.append(error)
+
+    with ChunkStore(root, tenant="one", key=key, wipe=True, budget=Budget(disk=1 << 20)) as store:
+        get = lambda: store.get("cat.png", "a model of ours")
+        put = lambda: store.put(chunk)
+        attempt(put)
+        attempt(lambda: store.put_patches([patch]))
+        attempt(lambda: list(store.stream("cat.png", "a model of ours") or []))
+        (held, *_) = store._host._segments[2, False].values() if get() else ()
+        found = store.disk.get(store._names.canonical("a model of ours", "cat.png"))
+        shown += [store, store._names, held, found, found and found.header, patch.stamp.__class__.__name__, store.disk]
+        shown += [Served("cat.png", "b", ("before.png",), base_antecedent=("secret text",)), store.statistics()]
+        shown += [prometheus_text(store.statistics()), listing(store.disk), totals(store.disk), store._seal]
+        attempt(lambda: store.put(chunk, ttl=-1))
+        attempt(lambda: store.put(chunk, encoding="int3"))  # pyright: ignore
+        attempt(lambda: store.get("cat.png", "a model of ours", placement={"k": jax.devices()[0]}))
+        attempt(lambda: store.put(chunk_of("cat.png", backbone="a model of ours", tokens=4000)))
+        path = next(entry.path for entry in store.disk.scan() if entry.part == "kv")
+        full = Path(root, path).read_bytes()
+        for data in (b"cat.png" * 2000, full[:-9], full[:5000] + b"\1" + full[5001:], full.replace(b"kv", b"vk", 1)):
+            Path(root, path).write_bytes(data)
+            attempt(get)
+            Path(root, path).write_bytes(data)
+            attempt(lambda: list(store.stream("cat.png", "a model of ours") or []))
+            attempt(put)
+        if key is None:
+            Path(root, path).write_bytes(contradicting(full))
+            attempt(get)
+            attempt(put)
+        shown += [Path(root, "quarantine", name).read_text() for name in os.listdir(f"{root}/quarantine") if
+                  name.endswith(".reason")]  # fmt: skip
+        store.close()
+        attempt(get)
+    return shown, errors
+
+
+def contradicting(full: bytes) -> bytes:
+    """An object whose checksums agree and whose body does not fit its arrays."""
+    from kvpatch_jax.store.header import parse_header
+    from kvpatch_jax.store.objects import Blob, take_leaves
+
+    header = parse_header(full[: 8 + int.from_bytes(full[:8], "little")], len(full))
+    payload = np.frombuffer(bytearray(full[header.start :]), np.uint8)
+    arrays = take_leaves(payload, header.start, header.leaves.values())
+    from kvpatch_jax.store.objects import blob_bytes
+
+    return blob_bytes(Blob("kv", dict(header.body) | {"length": 10**6}, arrays), header.name)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_no_log_error_or_print_says_what_is_stored(tmp_path: Path, caplog, capsys, key):
+    root = tmp_path / "root"
+    with caplog.at_level(logging.DEBUG), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        shown, errors = provoke(root, key)
+        key_file = tmp_path / "key"
+        key_file.write_bytes(KEY)
+        for command in ("ls", "stat", "verify", "gc", "rm-tenant"):
+            for more in ([], ["--json"]):
+                more = [*more, "--tenant=one", *([f"--key-file={key_file}"] if key else [])]
+                main([command, f"--root={root}", *more, "--yes"])
+    assert len(errors) >= (4 if key else 5)
+    output = capsys.readouterr()
+    texts = [repr(one) + str(one) for one in shown] + ["".join(traceback.format_exception(error)) for error in errors]
+    code = [line.strip() for line in Path(__file__).read_text("utf-8").splitlines()]
+    texts = ["\n".join(line for line in text.splitlines() if line.strip() not in code) for text in texts]
+    everything = "\n".join([*texts, output.out, output.err, *(str(each.message) for each in warned)])
+    found = [word for word in WORDS if word in everything]
+    assert not found, [line for line in everything.splitlines() if found[0] in line]
+    assert [record for record in caplog.records if record.name.startswith("kvpatch_jax")] == []
+    assert not any(word in caplog.text for word in WORDS)
+    assert len(output.out) > 500
+
+
+def test_the_library_has_no_logger():
+    """What the store says is in its exceptions, its `.reason` files and on its command line, and nowhere else."""
+    for path in (Path(__file__).parents[3] / "kvpatch_jax" / "store").glob("*.py"):
+        text = path.read_text("utf-8")
+        assert "import logging" not in text
+        assert "warnings" not in text
+        assert ("print(" in text) == (path.name == "__main__.py"), path.name
