@@ -332,6 +332,19 @@ def test_no_call_of_a_tenant_opens_what_is_anothers(tmp_path: Path, monkeypatch)
         assert not any(one._names.space.rpartition("/")[2] in path for path in touched)
 
 
+def test_a_secret_from_outside_is_not_in_the_root(tmp_path: Path):
+    """So that who holds the root alone cannot tell by its names whether a content in hand is in it."""
+    with ChunkStore(tmp_path, secret=SECRET, key=KEY) as store:
+        fill(store)
+        name = store._names.canonical(BACKBONE, "B0")
+        files = everything(tmp_path)
+    assert name.path in files
+    assert "STORE.json" not in files
+    assert not any(SECRET in data or SECRET.hex().encode() in data for data in files.values())
+    with ChunkStore(tmp_path, key=KEY) as guess:  # what one can derive from the root
+        assert guess._names.canonical(BACKBONE, "B0").path not in files
+
+
 # ------------------------------------------------------------------------------------------------------------ silence
 
 WORDS = ("cat.png", "before.png", "secret text", "a model of ours")

@@ -1,0 +1,206 @@
+"""`python -m kvpatch_jax.store`, called in this process, and once as a program."""
+
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore
+from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of
+
+from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
+from kvpatch_jax.store.__main__ import main
+from kvpatch_jax.store.commands import COMMANDS
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two tenants; the second encrypts."""
+    root = tmp_path / "root"
+    (tmp_path / "key").write_bytes(KEY)
+    with ChunkStore(root, tenant="one") as one, ChunkStore(root, tenant="two", key=KEY) as two:
+        for store in (one, two):
+            store.put(chunk_of(encoder=np.ones(5, np.float32)))
+            store.put_patches([patch_of(chunk_of())])
+        two.put(chunk_of("brief"), ttl=1e-6)
+    return root
+
+
+@pytest.fixture
+def call(root: Path, capsys):
+    def call(command: str, *flags: str) -> tuple[int, dict]:
+        status = main([command, f"--root={root}", "--json", *flags])
+        return status, json.loads(capsys.readouterr().out or "null")
+
+    return call
+
+
+def damage(root: Path, tenant: str, key: bytes | None = None) -> Path:
+    with ChunkStore(root, tenant=tenant, key=key) as store:
+        path = file_of(store, chunk_of())
+    path.write_bytes(path.read_bytes()[:-1])
+    return path
+
+
+def test_ls_and_stat_show_the_operator_all_and_a_tenant_its_own(root: Path, call):
+    status, everything = call("ls")
+    assert status == 0
+    kinds = sorted((each["kind"], each["encrypted"]) for each in everything["objects"])
+    both = [(kind, encrypted) for kind in ("enc", "kv", "patch") for encrypted in (False, True)]
+    assert kinds == sorted([*both, ("kv", True)])
+    _, own = call("ls", "--tenant=one")
+    spaces = {each["tenant"] for each in own["objects"]}
+    assert len(spaces) == 1
+    assert len(own["objects"]) == 3
+    assert all(each in everything["objects"] for each in own["objects"])
+    assert sum(each["expires"] is not None for each in everything["objects"]) == 1
+    assert all(each["nbytes"] == (root / each["path"]).stat().st_size for each in everything["objects"])
+    _, sums = call("stat")
+    assert (sums["objects"], sums["expired"], sums["encrypted"]) == (7, 1, 4)
+    assert sums["bytes"] == sum(each["nbytes"] for each in everything["objects"])
+    assert sums["kinds"]["kv"]["objects"] == 3
+    _, sums = call("stat", "--tenant=two")
+    assert (sums["objects"], sums["encrypted"], len(sums["tenants"])) == (4, 4, 1)
+    assert call("ls", "--tenant=nobody") == (0, {"objects": []})
+
+
+def test_verify_finds_the_damaged_and_says_so_by_its_status(root: Path, call):
+    key = f"--key-file={root.parent / 'key'}"
+    assert call("verify")[1] | {"nbytes": 0} == {"good": 3, "unopened": 4, "nbytes": 0, "bad": [], "unreadable": []}
+    status, found = call("verify", "--tenant=two", key)
+    assert (status, found["good"], found["unopened"]) == (0, 4, 0)
+    path = damage(root, "one")
+    status, found = call("verify", "--tenant=two", key)
+    assert (status, found["bad"]) == (0, [])
+    status, found = call("verify")
+    assert (status, found["good"], found["bad"]) == (1, 2, [str(path.relative_to(root))])
+    assert not path.exists()
+    assert call("stat")[1]["quarantined"] == 1
+    assert call("verify")[0] == 0  # it is in quarantine now
+    damage(root, "two", KEY)
+    assert call("verify", "--tenant=two", key)[0] == 1
+
+
+def test_verify_tells_what_cannot_be_read_from_what_is_bad(root: Path, call):
+    path = damage(root, "one")
+    whole = path.with_name("whole")
+    path.rename(whole)
+    path.symlink_to(whole)
+    status, found = call("verify")
+    assert (status, found["bad"], found["unreadable"]) == (1, [], [str(path.relative_to(root))])
+    assert path.is_symlink()
+
+
+def test_a_whole_object_that_is_not_what_its_name_says_is_bad(root: Path, call):
+    from kvpatch_jax.store.objects import Blob, blob_bytes
+
+    with ChunkStore(root, tenant="one") as store:
+        path = file_of(store, chunk_of())
+    for arrays in ({"x": np.ones(3, np.float32)}, {}):
+        path.write_bytes(blob_bytes(Blob("kv", {}, arrays), path.name))
+        status, found = call("verify")
+        assert (status, len(found["bad"])) == (1, 1)
+
+
+def test_gc_collects_what_expired_and_evicts_to_a_budget(root: Path, call):
+    (root / "tmp" / "dead").write_bytes(b"half")
+    (root / "deleted" / "0.1-2").mkdir(parents=True)
+    status, found = call("gc")
+    assert (status, found["objects_before"], found["objects"], found["expired"]) == (0, 7, 6, 1)
+    assert not any((root / "tmp").iterdir())
+    assert not any((root / "deleted").iterdir())
+    status, found = call("gc", f"--budget={found['bytes'] // 2}")
+    assert status == 0
+    assert 0 < found["objects"] < 6
+    assert found["bytes"] <= found["bytes_before"] // 2
+    assert found["evicted"] == 6 - found["objects"]
+    assert call("gc", "--tenant=one", "--budget=0")[1]["objects"] == 0
+
+
+def test_rm_tenant_asks_and_spares_the_others(root: Path, call, monkeypatch, capsys):
+    for answer in ("", "no\n", "y\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        assert call("rm-tenant", "--tenant=one") == (1, {"deleted": False})
+    assert main(["rm-tenant", f"--root={root}", "--yes"]) == 2
+    assert "expected --tenant" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n"))
+    status, found = call("rm-tenant", "--tenant=one")
+    assert (status, found["deleted"], found["objects"]) == (0, True, 3)
+    assert call("ls", "--tenant=one")[1]["objects"] == []
+    assert len(call("ls")[1]["objects"]) == 4
+    assert call("rm-tenant", "--tenant=one", "--yes")[1]["objects"] == 0
+
+
+def test_rm_tenant_reaches_the_remote_store(tmp_path: Path, capsys):
+    spec = {"driver": "file", "path": f"{tmp_path}/remote/"}
+    (tmp_path / "secret").write_bytes(b"shared by the machines")
+    remote = KeyValueStore(spec, context=tensorstore.Context())
+    with ChunkStore(tmp_path / "root", remote=remote, secret=b"shared by the machines", tenant="one") as store:
+        store.put(chunk_of())
+    flags = [f"--root={tmp_path}/root", "--tenant=one", f"--secret-file={tmp_path}/secret", "--yes", "--json"]
+    assert main(["rm-tenant", *flags, f"--remote={json.dumps(spec)}"]) == 0
+    assert json.loads(capsys.readouterr().out)["remote"] == 1
+    assert remote.paths("obj/") == []
+    assert not (tmp_path / "root" / "STORE.json").exists()  # a secret from outside is not in the root
+
+
+def test_what_cannot_be_run_says_why(root: Path, capsys, tmp_path: Path):
+    wrong = tmp_path / "wrong"
+    wrong.write_bytes(b"w" * 32)
+    for arguments, words in (
+        (["ls", f"--root={tmp_path}/nowhere"], "no store is there"),
+        (["ls"], "usage"),
+        (["unknown", f"--root={root}"], "usage"),
+        (["ls", "stat", f"--root={root}"], "usage"),
+        (["ls", f"--root={root}", "--what=1"], "Unknown command line flag"),
+        (["gc", f"--root={root}", "--budget=-1"], "budget"),
+        (["verify", f"--root={root}", f"--key-file={wrong}"], "expected --tenant"),
+        (["verify", f"--root={root}", "--tenant=two", f"--key-file={wrong}"], "another key"),
+        (["verify", f"--root={root}", "--tenant=two", "--key-file=/nowhere"], "expected a file"),
+    ):
+        assert main(arguments) == 2
+        printed = capsys.readouterr()
+        assert words in printed.err
+        assert printed.out == ""
+    assert not (tmp_path / "nowhere").exists()
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in COMMANDS)
+
+
+def test_text_for_people(root: Path, capsys):
+    for command, words in (("ls", "encrypted"), ("stat", "quarantined: 0"), ("verify", "3 good"), ("gc", "expired: 1")):
+        assert main([command, f"--root={root}"]) == 0
+        printed = capsys.readouterr()
+        assert words in printed.out
+
+
+def test_as_a_program(root: Path):
+    damage(root, "one")
+    program = [PYTHON, "-m", "kvpatch_jax.store", "verify", f"--root={root}", "--json"]
+    done = subprocess.run(program, env=child_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert len(json.loads(done.stdout)["bad"]) == 1
+    assert done.stderr == ""  # no bar where nobody looks
+
+
+def test_a_bar_is_drawn_on_a_terminal(root: Path, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert main(["verify", f"--root={root}", "--json"]) == 0
+    assert "7/7" in terminal.getvalue()
+    assert json.loads(capsys.readouterr().out)["good"] == 3
+
+
+def test_a_store_opened_afterwards_reads_on(root: Path, call):
+    call("gc", f"--budget={1 << 30}")
+    with ChunkStore(root, tenant="two", key=KEY, budget=Budget(host=0)) as store:
+        assert store.get("B", BACKBONE) is not None
