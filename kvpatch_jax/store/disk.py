@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import StoreCorruptError
 from .buffers import Buffers
 from .counters import Counters
-from .files import locked, make_directories, opened, sync_directory, sync_files, try_lock, typed_errors
+from .files import locked, make_directories, opened, sync_directory, sync_files, try_lock, typed_errors, unnoticed
 from .header import Header
 from .ids import Name
 from .objects import Blob, check_name, read_header, read_leaves, write_blob
@@ -323,7 +323,7 @@ class Disk:
     def expires(self, path: str) -> float | None:
         """When an object expires, by its header; None where it does not, or cannot be read."""
         try:
-            with opened(f"{self.root}/{path}", os.O_RDONLY | os.O_NOFOLLOW) as fd:
+            with unnoticed(f"{self.root}/{path}") as fd:
                 return read_header(fd).expires
         except (OSError, StoreCorruptError):
             return None

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import StoreCorruptError, StoreKeyError
 from .codec import chunk_of, patch_parts
 from .disk import Disk, Entry
-from .files import opened, typed_errors
+from .files import typed_errors, unnoticed
 from .header import Header
 from .ids import Name
 from .objects import check_name, read_header, read_leaves
@@ -52,7 +52,7 @@ def listing(disk: Disk, below: str = "obj", progress: Progress = _quiet) -> list
 
 def _listed(disk: Disk, entry: Entry) -> Listed:
     try:
-        with opened(f"{disk.root}/{entry.path}", os.O_RDONLY | os.O_NOFOLLOW) as fd:
+        with unnoticed(f"{disk.root}/{entry.path}") as fd:
             header = read_header(fd)
         expires, encrypted = header.expires, is_sealed(header)
     except (OSError, StoreCorruptError):
@@ -139,7 +139,7 @@ def verify(disk: Disk, below: str = "obj", progress: Progress = _quiet) -> Verif
 def _verdict(disk: Disk, entry: Entry) -> Verdict:
     name = _name(entry)
     try:
-        with opened(f"{disk.root}/{entry.path}", os.O_RDONLY | os.O_NOFOLLOW) as fd:
+        with unnoticed(f"{disk.root}/{entry.path}") as fd:
             try:
                 header = read_header(fd)
                 check_name(header, name.file)

@@ -92,6 +92,10 @@ class AesGcm:
     def __init__(self, key: bytes, tenant: str, buffers: Buffers):
         if len(key) < KEY_BYTES:
             raise InputError(f"store: a key of {len(key)} bytes; expected {KEY_BYTES} or more")
+        try:
+            import cryptography  # noqa: F401
+        except ImportError as error:
+            raise ImportError("store: a key without `cryptography`; expected the extra `encryption`") from error
         self._key = _derived(key, b"", b"tenant\0" + tenant.encode(), KEY_BYTES)
         self.check = _derived(self._key, b"", b"check", 16).hex()
         self._buffers = buffers

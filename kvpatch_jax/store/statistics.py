@@ -57,7 +57,7 @@ def prometheus_text(statistics: Statistics, **labels: str) -> str:
     return "\n".join([*lines, *_histograms(statistics.latencies, labels)]) + "\n"
 
 
-def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
+def _sample(name: str, labels: Mapping[str, str], value: float | int) -> str:
     escaped = {k: v.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for k, v in labels.items()}
     inside = ",".join(f'{key}="{text}"' for key, text in escaped.items())
     return f"{name}{{{inside}}} {value!r}" if inside else f"{name} {value!r}"

@@ -200,6 +200,15 @@ def test_a_bar_is_drawn_on_a_terminal(root: Path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["good"] == 3
 
 
+def test_looking_does_not_count_as_use(root: Path, call):
+    """The disk is LRU by the files' times of last use, which reading a file may change."""
+    used = lambda: [each["used"] for each in call("ls")[1]["objects"] if each["expires"] is None]
+    before = used()
+    for command in ("ls", "stat", "verify", "gc"):
+        call(command)
+    assert used() == before
+
+
 def test_a_store_opened_afterwards_reads_on(root: Path, call):
     call("gc", f"--budget={1 << 30}")
     with ChunkStore(root, tenant="two", key=KEY, budget=Budget(host=0)) as store:

@@ -20,6 +20,7 @@ from test_disk import test_a_good_object_is_not_quarantined_for_the_bad_one_befo
 from test_disk import test_a_passing_read_error_is_a_miss_that_passes as test_a_passing_read_error
 from test_disk import test_acks_come_when_durable_and_groups_form as test_groups_form
 from test_disk import test_an_object_under_another_name_is_no_hit as test_another_name_is_no_hit
+from test_disk import test_data_is_synced_before_the_name_and_the_name_before_the_answer as test_order_of_syncs
 from test_disk import test_failures_are_typed_and_lose_nothing as test_failures_are_typed
 from test_disk import test_padding_is_verified_too as test_padding_is_verified
 from test_disk import test_placement_puts_channels_where_they_are_asked as test_placement
@@ -34,7 +35,7 @@ from kvpatch_jax.store.header import make_header
 from kvpatch_jax.store.objects import blob_bytes, read_header
 
 REUSED = (test_a_good_object_stays, test_a_passing_read_error, test_groups_form, test_another_name_is_no_hit,
-          test_failures_are_typed, test_padding_is_verified, test_placement, test_short_reads, test_streams,
+          test_failures_are_typed, test_order_of_syncs, test_padding_is_verified, test_placement, test_short_reads, test_streams,
           test_what_was_put)  # fmt: skip
 KEY, OTHER = b"k" * 32, b"o" * 32
 NO_MEMORY = Budget(host=0)
@@ -75,20 +76,20 @@ def test_encrypted_chunks_come_back_bit_for_bit(shelf: ChunkStore, layout, dtype
 
 def secrets_of(chunk, patch) -> list[bytes]:
     """What must not be found in a root: ids, antecedents, the model, numbers, key."""
-    words = [b"cat.png", b"before.png", BACKBONE.encode() + b'"']
+    words = [b"cat.png", b"before.png", b"a model of ours"]
     numbers = [np.asarray(chunk.kv["k"])[1, 2], np.asarray(chunk.local), *patch.factors["k"]]
     return [*words, *(np.asarray(value).tobytes()[:64] for value in numbers), KEY, KEY.hex().encode()]
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_an_encrypted_root_tells_nothing_of_what_it_holds(tmp_path: Path, key):
-    chunk = chunk_of("cat.png", encoder=np.arange(64, dtype=np.float32))
+    chunk = chunk_of("cat.png", backbone="a model of ours", encoder=np.arange(64, dtype=np.float32))
     patch = patch_of(chunk, ("before.png",))
     with ChunkStore(tmp_path, key=key) as store:
         store.put(chunk)
         store.put_async(chunk, encoding="int8").result()
         store.put_patches([patch])
-        assert store.get("cat.png", BACKBONE, encoder=True) is not None
+        assert store.get("cat.png", "a model of ours", encoder=True) is not None
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         everything = b"".join(str(path).encode() + path.read_bytes() for path in files)
         found = [secret in everything for secret in secrets_of(chunk, patch)]
@@ -215,7 +216,7 @@ def test_forged_objects_with_right_checksums_are_misses(store: ChunkStore, chang
             assert read == store.stream
         assert not file_of(store, chunk).exists()
         assert store.get("B", BACKBONE) is None
-    assert store.counters["quarantined"] == 2
+    assert store.counters["quarantined"] >= 2  # a stream reads ahead, and may find two layers bad
 
 
 def test_an_object_renamed_with_its_header_is_a_miss(store: ChunkStore):
@@ -289,7 +290,7 @@ def test_encryption_does_not_need_its_library_when_off(tmp_path: Path, monkeypat
     with ChunkStore(tmp_path / "plain") as store:
         store.put(chunk_of())
         assert same_chunk(store.get("B", BACKBONE), chunk_of())
-    with pytest.raises(ImportError):
+    with pytest.raises(ImportError, match="expected the extra `encryption`"):
         ChunkStore(tmp_path / "sealed", key=KEY)
 
 

