@@ -18,7 +18,7 @@ Put = Callable[[Sequence[tuple[Name, Blob]]], object]
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Job:
     name: Name
-    make: Callable[[], Blob]
+    make: Callable[[], Blob] = dataclasses.field(repr=False)
     nbytes: int
     future: concurrent.futures.Future[None]
 
