@@ -366,7 +366,8 @@ def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseExcep
         attempt(put)
         attempt(lambda: store.put_patches([patch]))
         attempt(lambda: list(store.stream("cat.png", "a model of ours") or []))
-        (held, *_) = store._host._segments[2, False].values() if get() else ()
+        assert get() is not None
+        held = next(iter(store._host._segments[2, False].values()))
         found = store.disk.get(store._names.canonical("a model of ours", "cat.png"))
         shown += [store, store._names, held, found, found and found.header, patch.stamp.__class__.__name__, store.disk]
         shown += [Served("cat.png", "b", ("before.png",), base_antecedent=("secret text",)), store.statistics()]
