@@ -35,8 +35,8 @@ from kvpatch_jax.store.header import make_header
 from kvpatch_jax.store.objects import blob_bytes, read_header
 
 REUSED = (test_a_good_object_stays, test_a_passing_read_error, test_groups_form, test_another_name_is_no_hit,
-          test_failures_are_typed, test_order_of_syncs, test_padding_is_verified, test_placement, test_short_reads, test_streams,
-          test_what_was_put)  # fmt: skip
+          test_failures_are_typed, test_order_of_syncs, test_padding_is_verified, test_placement,
+          test_short_reads, test_streams, test_what_was_put)  # fmt: skip
 KEY, OTHER = b"k" * 32, b"o" * 32
 NO_MEMORY = Budget(host=0)
 
