@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, Num
 
 from pallas_kernels import factorise, rotate_patch
+from pallas_kernels.factorise import merge as merge_factors
 
 from .layout import KVLayout, to_engine
 from .rope import rope_tables
@@ -168,12 +169,17 @@ def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
 
 
 def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | None, total: int, heads: Heads) -> dict:
-    """A channel's factors as keyword arguments of the kernels, kept layers spread over all."""
+    """A channel's factors as keyword arguments of the kernels, kept layers spread over all; quantised ones stay so."""
     if factors is None:
         return {}
     if is_low_rank(factors):
-        u, v = (_spread(value_of(leaf), layers, total) for leaf in factors)
-        return {"u": u, "v": v, "per_head": heads == "separate"}
+        arguments = {"per_head": heads == "separate"}
+        for name, leaf in zip("uv", factors, strict=True):
+            values, scale = leaf if isinstance(leaf, Quantised) else (leaf, None)
+            arguments[name] = _spread(values, layers, total)
+            if scale is not None:
+                arguments[f"{name}_scale"] = _spread(scale, layers, total)
+        return arguments
     return {"dense": _spread(value_of(factors), layers, total)}  # pyright: ignore[reportArgumentType]
 
 
@@ -241,24 +247,6 @@ def accumulate(
     return {name: total[name] + delta[name] for name in delta}
 
 
-def merge_factors(
-    first: tuple[Float[Array, "..."], Float[Array, "..."]],
-    second: tuple[Float[Array, "..."], Float[Array, "..."]],
-    rank: int,
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The best rank-`rank` factors of u₁v₁ + u₂v₂ without forming it, by two thin QRs and a small SVD; (U·S, Vᵀ)."""
-    u = jnp.concatenate([first[0], second[0]], axis=-1).astype(jnp.float32)
-    v = jnp.concatenate([first[1], second[1]], axis=-2).astype(jnp.float32)
-    left, small_left = jnp.linalg.qr(u)
-    right, small_right = jnp.linalg.qr(jnp.swapaxes(v, -1, -2))
-    highest = jax.lax.Precision.HIGHEST
-    core = jnp.matmul(small_left, jnp.swapaxes(small_right, -1, -2), precision=highest)
-    core_u, s, core_vt = jnp.linalg.svd(core, full_matrices=False)
-    merged_u = jnp.matmul(left, core_u[..., :rank], precision=highest) * s[..., None, :rank]
-    merged_v = jnp.matmul(core_vt[..., :rank, :], jnp.swapaxes(right, -1, -2), precision=highest)
-    return merged_u, merged_v
-
-
 def quantise_int8(value: Float[Array, "..."], axis: int) -> Quantised:
     """int8 with one float32 scale per slice along `axis` (the scale keeps that axis at length 1)."""
     value = value.astype(jnp.float32)
@@ -280,4 +268,4 @@ jitted_accumulate = jax.jit(accumulate)
 """`accumulate`, compiled once per padded shape."""
 
 jitted_merge = jax.jit(merge_factors, static_argnames=("rank",))
-"""`merge_factors`, compiled once per rank and padded shape."""
+"""`merge_factors` (the kernels' `merge`), compiled once per rank and padded shape."""

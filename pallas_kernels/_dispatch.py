@@ -13,17 +13,18 @@ IMPLEMENTATIONS = ("xla", "gpu", "tpu")
 
 
 class Target(NamedTuple):
-    """A platform ("tpu", "gpu", "cpu") that calls are traced for, and how kernels are interpreted in its absence."""
+    """A platform ("tpu", "gpu", "cpu") that calls are traced for, how kernels are interpreted in its absence, its kind."""
 
     platform: str
     interpret: Any = False
+    kind: str = ""
 
 
 _TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
 
 
 @contextlib.contextmanager
-def targeting(platform: str, interpret: Any = False) -> Iterator[None]:
+def targeting(platform: str, interpret: Any = False, kind: str = "") -> Iterator[None]:
     """Inside, kernels are chosen as on one device of `platform`, whatever this process has.
 
     For compiling ahead of time, and for interpreting on a CPU. It acts while a function is traced: functions that are
@@ -32,8 +33,9 @@ def targeting(platform: str, interpret: Any = False) -> Iterator[None]:
     Args:
       platform: "tpu", "gpu" or "cpu".
       interpret: what the kernels pass on, such as `pltpu.InterpretParams()`; False compiles them.
+      kind: of the device, such as "TPU v5e", whose configuration gives block sizes; "" for heuristics alone.
     """
-    token = _TARGET.set(Target(platform, interpret))
+    token = _TARGET.set(Target(platform, interpret, kind))
     try:
         yield
     finally:
@@ -44,6 +46,12 @@ def interpretation() -> Any:
     """How kernels are to be interpreted: False where they are compiled."""
     target = _TARGET.get()
     return False if target is None else target.interpret
+
+
+def targeted_kind() -> str | None:
+    """The kind of device that `targeting` names; None outside."""
+    target = _TARGET.get()
+    return None if target is None else target.kind
 
 
 def choose(

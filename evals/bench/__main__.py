@@ -6,9 +6,9 @@ from typing import Any
 
 from absl import app, flags
 
-from . import backbones, patch
+from . import backbones, kernels, patch
 
-_SUITE = flags.DEFINE_enum("suite", "patch", ["backbones", "patch"], "Which benchmark to run.")
+_SUITE = flags.DEFINE_enum("suite", "patch", ["backbones", "kernels", "patch"], "Which benchmark to run.")
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to.")
 _DEFICITS = flags.DEFINE_string(
     "deficits", None, "patch: an .npz of real deficits, each [L, T, F] or [L, T, K, H]; their energy ratio is reported."
@@ -27,6 +27,8 @@ def _run() -> dict[str, Any]:
     common = {"repeats": _REPEATS.value, "seed": _SEED.value}
     if _SUITE.value == "patch":
         return patch.run(**common, deficits=_DEFICITS.value)
+    if _SUITE.value == "kernels":
+        return kernels.run(**common)
     choices = {"torch_python": _TORCH.value, "threads": _THREADS.value, "architectures": _ARCHITECTURES.value}
     return backbones.run(**common, **choices, large=_LARGE.value)
 
@@ -44,6 +46,8 @@ def main(argv: list[str]) -> None:
         (directory / f"bench_{_SUITE.value}.json").write_text(text + "\n")
     if _SUITE.value == "backbones":
         print(backbones.table(result))
+    if _SUITE.value == "kernels":
+        print(kernels.table(result))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax import deficit
 from pallas_kernels import factorise
-from pallas_kernels.factorise.shapes import PRODUCTION
+from pallas_kernels.factorise.shapes import PRODUCTION, Shape
 
 Deltas = Float[Array | np.ndarray, "*batch T F"]
 
@@ -46,7 +46,7 @@ def energy_ratio(deltas: Deltas, rank: int, method: str = "randomised", seed: in
     return np.asarray(deficit.energy_ratio(deltas, u, v))
 
 
-def _interleaved(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each call, taken in turns so that a busy spell of the machine hits all alike; one warm-up first."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(repeats + 1):
@@ -84,6 +84,26 @@ def _real_deficits(deficits: Mapping[str, np.ndarray], ranks: tuple[int, ...]) -
     return rows
 
 
+def factorise_rows(shape: Shape, repeats: int, seed: int) -> tuple[list[dict], int]:
+    """Seconds of both factorisations of a synthetic deficit, their ratio, energy captured; and the deficit's e90."""
+    matrix = jnp.asarray(synthetic_deficit(shape.batch[0], shape.tokens, shape.features, seed))
+    needed = deficit.e90({"delta": matrix[:2, :, None, :]})["delta"]
+    key = jax.random.key(seed)
+    randomised = jax.jit(lambda value: factorise(value, shape.rank, method="randomised", key=key))
+    full = jax.jit(lambda value: jnp.linalg.svd(value, full_matrices=False))
+    seconds = interleaved({"randomised": lambda: randomised(matrix), "svd": lambda: full(matrix)}, repeats)
+    ratios = [slow / fast for slow, fast in zip(seconds["svd"], seconds["randomised"], strict=True)]
+    u, v = randomised(matrix)
+    energy = np.asarray(deficit.energy_ratio(matrix, u, v))
+    rows = [
+        {"metric": "seconds", "arm": arm, "value": statistics.median(values), "all": values}
+        for arm, values in seconds.items()
+    ]
+    rows.append({"metric": "speedup", "value": statistics.median(ratios), "low": min(ratios), "high": max(ratios)})
+    rows.append({"metric": "energy_ratio", "value": float(energy.mean()), "low": float(energy.min())})
+    return rows, int(np.median(needed))
+
+
 def run(*, repeats: int = 5, seed: int = 0, deficits: str | None = None) -> dict:
     """Times both factorisations and measures what the randomised one captures.
 
@@ -96,28 +116,14 @@ def run(*, repeats: int = 5, seed: int = 0, deficits: str | None = None) -> dict
       {"config", "environment", "rows"}, ready for JSON; seconds, ratios of medians, and energy captured / optimal.
     """
     shape = PRODUCTION[0]
-    matrix = jnp.asarray(synthetic_deficit(shape.batch[0], shape.tokens, shape.features, seed))
-    needed = deficit.e90({"delta": matrix[:2, :, None, :]})["delta"]
-    key = jax.random.key(seed)
-    randomised = jax.jit(lambda value: factorise(value, shape.rank, method="randomised", key=key))
-    full = jax.jit(lambda value: jnp.linalg.svd(value, full_matrices=False))
-    seconds = _interleaved({"randomised": lambda: randomised(matrix), "svd": lambda: full(matrix)}, repeats)
-    ratios = [slow / fast for slow, fast in zip(seconds["svd"], seconds["randomised"], strict=True)]
-    u, v = randomised(matrix)
-    energy = np.asarray(deficit.energy_ratio(matrix, u, v))
-    rows = [
-        {"metric": "seconds", "arm": arm, "value": statistics.median(values), "all": values}
-        for arm, values in seconds.items()
-    ]
-    rows.append({"metric": "speedup", "value": statistics.median(ratios), "low": min(ratios), "high": max(ratios)})
-    rows.append({"metric": "energy_ratio", "value": float(energy.mean()), "low": float(energy.min())})
+    rows, needed = factorise_rows(shape, repeats, seed)
     if deficits is None:
         real = shipped_deficits()
     else:
         with np.load(deficits) as archive:
             real = {name: archive[name] for name in archive.files}
     rows += _real_deficits(real, (4, 8, 16, 32))
-    config = shape._asdict() | {"repeats": repeats, "seed": seed, "e90": int(np.median(needed))}
+    config = shape._asdict() | {"repeats": repeats, "seed": seed, "e90": needed}
     return {"config": config, "environment": environment(), "rows": rows}
 
 

@@ -2,20 +2,23 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
+
+
+def widened(value: Num[Array, "..."], scale: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """The float32 numbers that stored ones and their scale stand for."""
+    value = value.astype(jnp.float32)
+    return value if scale is None else value * scale
 
 
 def product(u: Float[Array, "..."], v: Float[Array, "..."], heads: int) -> Float[Array, "..."]:
-    """u vᵀ in float32, as [..., T, K, H], from joint ([..., T, M], [..., M, K·H]) or per-head factors.
-
-    Per-head factors are [..., K, T, M] and [..., K, M, H]; a joint v is told from them by its width.
-    """
+    """u v in float32, as [..., T, K, H], from joint factors ([..., T, M], [..., M, K·H])."""
     delta = jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return delta.reshape(*delta.shape[:-1], heads, delta.shape[-1] // heads)
 
 
 def product_per_head(u: Float[Array, "... K T M"], v: Float[Array, "... K M H"]) -> Float[Array, "... T K H"]:
-    """u vᵀ of per-head factors, float32."""
+    """u v of per-head factors, float32."""
     delta = jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return jnp.swapaxes(delta, -3, -2)
 
@@ -46,20 +49,25 @@ def rotate(
 
 
 def rotate_patch(
-    x: Float[Array, "..."],
+    x: Num[Array, "..."],
     cos: Float[Array, "..."] | None,
     sin: Float[Array, "..."] | None,
-    u: Float[Array, "..."] | None,
-    v: Float[Array, "..."] | None,
+    u: Num[Array, "..."] | None,
+    v: Num[Array, "..."] | None,
     dense: Float[Array, "..."] | None,
     length: Int[Array, ""] | None,
+    x_scale: Float[Array, "..."] | None = None,
+    u_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
     *,
     per_head: bool,
     layout: str,
+    out_dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """R · (x + u v + dense) in x's dtype; tokens from `length` on are zero. Shapes as in `api.rotate_patch`."""
-    value = x.astype(jnp.float32)
+    """R · (x + u v + dense) in `out_dtype`; tokens from `length` on are zero. Shapes as in `api.rotate_patch`."""
+    value = widened(x, x_scale)
     if u is not None and v is not None:
+        u, v = _factor(u, u_scale), _factor(v, v_scale)
         value = value + (product_per_head(u, v) if per_head else product(u, v, x.shape[-2]))
     if dense is not None:
         value = value + dense.astype(jnp.float32)
@@ -67,4 +75,9 @@ def rotate_patch(
         value = rotate(value, cos, sin, layout)
     if length is not None:
         value = jnp.where((jnp.arange(x.shape[-3]) < length)[:, None, None], value, 0.0)
-    return value.astype(x.dtype)
+    return value.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def _factor(value: Num[Array, "..."], scale: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    """A factor as the product takes it: eight-bit and scaled ones widened, others as they are stored."""
+    return value if scale is None and value.dtype.itemsize > 1 else widened(value, scale)

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
+from .._configurations import block_of
 from . import reference
 
 LANES = 128
 RANK_LIMIT = 256
 DTYPES = ("bfloat16", "float32")
+NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 VMEM_BUDGET = 10 * 2**20
 """Bytes that the blocks of one step may take, both buffers and float32 temporaries counted."""
 
@@ -28,17 +30,22 @@ class Tile(NamedTuple):
     tokens: int
 
 
-def unsupported(x, cos, u, v, dense, per_head: bool) -> str | None:
+def unsupported(
+    x, cos, u, v, dense, per_head: bool, x_scale=None, u_scale=None, v_scale=None, out_dtype: str | None = None
+) -> str | None:
     """Why this kernel cannot take such arguments; None if it can."""
-    given = [leaf for leaf in (x, u, v, dense) if leaf is not None]
-    if any(leaf.dtype.name not in DTYPES for leaf in given):
-        return f"dtypes {[leaf.dtype.name for leaf in given]}; expected {DTYPES}"
+    given = [leaf.dtype.name for leaf in (x, u, v) if leaf is not None]
+    wide = [leaf.dtype.name for leaf in (dense,) if leaf is not None] + ([] if out_dtype is None else [out_dtype])
+    if any(name not in DTYPES + NARROW for name in given) or any(name not in DTYPES for name in wide):
+        return f"dtypes {given + wide}; expected {DTYPES}, or before the arithmetic {NARROW}"
     if per_head and u is not None:
         return "factors per head"
     if u is not None and u.shape[-1] > RANK_LIMIT:
         return f"rank {u.shape[-1]}; expected at most {RANK_LIMIT}"
     leading = x.shape[:-3]
-    for name, leaf, inner in (("cos", cos, 2), ("u", u, 2), ("v", v, 2), ("dense", dense, 3)):
+    leaves = {"cos": (cos, 2), "u": (u, 2), "v": (v, 2), "dense": (dense, 3)}
+    leaves |= {"x_scale": (x_scale, 3), "u_scale": (u_scale, 2), "v_scale": (v_scale, 2)}
+    for name, (leaf, inner) in leaves.items():
         outer = () if leaf is None else leaf.shape[: leaf.ndim - inner]
         if any(size != 1 for size in outer) and outer != leading[len(leading) - len(outer) :]:
             return f"{name} with leading dimensions {outer}; expected 1, or the last of {leading}"
@@ -60,12 +67,15 @@ def tile_of(tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Ti
     return Tile(tokens if tokens <= fit else int(fit))
 
 
-def _flat(leaf: Array | None, inner: int) -> tuple[Array | None, int]:
-    """A leaf with its leading dimensions merged into one, and that one's size."""
-    if leaf is None:
-        return None, 1
-    merged = leaf.reshape(-1, *leaf.shape[leaf.ndim - inner :])
-    return merged, merged.shape[0]
+def configured(operation: str, tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Tile:
+    """The tile that the device's configuration has for this shape, else the heuristic's."""
+    block = block_of(operation, heads, width, rank, itemsize)
+    return tile_of(tokens, heads, width, rank, itemsize) if block is None else Tile(block["tokens"])
+
+
+def _flat(leaf: Array, inner: int) -> Array:
+    """A leaf with its leading dimensions merged into one."""
+    return leaf.reshape(-1, *leaf.shape[leaf.ndim - inner :])
 
 
 def _tables(cos: Array, sin: Array, width: int, layout: str) -> tuple[Array, Array]:
@@ -92,11 +102,76 @@ def _partner(value: Array, rotary: int, layout: str) -> Array:
     return jnp.where(first, ahead, behind)
 
 
-def _dot(u: Array, v: Array) -> Array:
-    if u.dtype != v.dtype:
+def _dot(u: Array, v: Array, scale: Array | None) -> Array:
+    """u v in float32, `scale` [M, 1] between them. Eight-bit numbers are exact in bfloat16; scaled they are not."""
+    if scale is not None:
+        u, v = u.astype(jnp.float32), v.astype(jnp.float32) * scale
+    elif u.dtype != v.dtype:
         u, v = u.astype(jnp.float32), v.astype(jnp.float32)
+    elif u.dtype.itemsize == 1:
+        u, v = u.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
     precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else None
     return jnp.dot(u, v, precision=precision, preferred_element_type=jnp.float32)
+
+
+def value_of_block(given, rotary: int, layout: str) -> Array:
+    """R · (x + u v + dense) of one block, float32 [tokens, K, H] or [tokens, H]; `given` are references by name."""
+    value = given["x"][...].astype(jnp.float32)
+    if "x_scale" in given:
+        value = value * given["x_scale"][...]
+    if "u" in given:
+        scale = given["scale"][...] if "scale" in given else None
+        value = value + _dot(given["u"][...], given["v"][...], scale).reshape(value.shape)
+    if "dense" in given:
+        value = value + given["dense"][...].astype(jnp.float32)
+    if rotary:
+        cos, sin = given["cos"][...], given["sin"][...]
+        cos, sin = (cos[:, None], sin[:, None]) if value.ndim == 3 else (cos, sin)
+        value = value * cos + _partner(value, rotary, layout) * sin
+    return value
+
+
+def operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale, layout: str) -> dict[str, Array]:
+    """What `value_of_block` reads, by name, leading dimensions merged; a channel of one head as [layers, T, H]."""
+    heads, width = x.shape[-2:]
+    rows = (lambda leaf: leaf[:, :, 0]) if heads == 1 else (lambda leaf: leaf)
+    given = {"x": rows(_flat(x, 3))}
+    if x_scale is not None:
+        given["x_scale"] = rows(_flat(x_scale, 3))
+    if u is not None and v is not None:
+        given |= {"u": _flat(u, 2), "v": _flat(v, 2)}
+        scales = [] if u_scale is None else [jnp.swapaxes(u_scale, -1, -2)]
+        scales += [] if v_scale is None else [v_scale]
+        if scales:
+            given["scale"] = _flat(functools.reduce(jnp.multiply, scales), 2)
+    if dense is not None:
+        given["dense"] = rows(_flat(dense, 3))
+    if cos is not None and sin is not None:
+        given["cos"], given["sin"] = (_flat(leaf, 2) for leaf in _tables(cos, sin, width, layout))
+    return given
+
+
+WHOLE = ("v", "x_scale", "scale")
+"""Operands that a block of tokens reads whole."""
+
+
+def spec(leaf: Array, name: str, tokens: int, last: int) -> pl.BlockSpec:
+    """A block of one layer: one block of tokens, or all of it. Blocks past the length are not fetched.
+
+    The grid is (blocks, layers), the length the last prefetched scalar.
+    """
+    shared = leaf.shape[0] == 1
+    inner = leaf.shape[1:]
+
+    def index(block, group, *scalars):
+        layer = 0 if shared else group % leaf.shape[0]
+        if name in WHOLE:
+            return (layer, *([0] * len(inner)))
+        needed = jnp.minimum(jnp.maximum((scalars[-1][0] + tokens - 1) // tokens - 1, 0), last)
+        return (layer, jnp.minimum(block, needed), *([0] * (len(inner) - 1)))
+
+    shape = inner if name in WHOLE else (tokens, *inner[1:])
+    return pl.BlockSpec((None, *shape), index)
 
 
 def _body(length_ref, *refs, names: tuple[str, ...], rotary: int, layout: str) -> None:
@@ -106,15 +181,7 @@ def _body(length_ref, *refs, names: tuple[str, ...], rotary: int, layout: str) -
 
     @pl.when(start < length_ref[0])
     def _():
-        value = given["x"][...].astype(jnp.float32)
-        if "u" in given:
-            value = value + _dot(given["u"][...], given["v"][...]).reshape(value.shape)
-        if "dense" in given:
-            value = value + given["dense"][...].astype(jnp.float32)
-        if rotary:
-            cos, sin = given["cos"][...], given["sin"][...]
-            cos, sin = (cos[:, None], sin[:, None]) if value.ndim == 3 else (cos, sin)
-            value = value * cos + _partner(value, rotary, layout) * sin
+        value = value_of_block(given, rotary, layout)
         token = start + jax.lax.broadcasted_iota(jnp.int32, value.shape, 0)
         out[...] = jnp.where(token < length_ref[0], value, 0.0).astype(out.dtype)
 
@@ -123,66 +190,49 @@ def _body(length_ref, *refs, names: tuple[str, ...], rotary: int, layout: str) -
         out[...] = jnp.zeros(out.shape, out.dtype)
 
 
-def _spec(leaf: Array, name: str, tokens: int, last: int) -> pl.BlockSpec:
-    """A block of one layer: all of v, one block of tokens of the rest. Blocks past the length are not fetched."""
-    shared = leaf.shape[0] == 1
-    inner = leaf.shape[1:]
-
-    def index(block, group, length_ref):
-        layer = 0 if shared else group % leaf.shape[0]
-        if name == "v":
-            return (layer, 0, 0)
-        needed = jnp.minimum(jnp.maximum((length_ref[0] + tokens - 1) // tokens - 1, 0), last)
-        return (layer, jnp.minimum(block, needed), *([0] * (len(inner) - 1)))
-
-    shape = inner if name == "v" else (tokens, *inner[1:])
-    return pl.BlockSpec((None, *shape), index)
-
-
 def kernel(
-    x: Float[Array, "*leading T K H"],
+    x: Num[Array, "*leading T K H"],
     cos: Float[Array, "..."] | None,
     sin: Float[Array, "..."] | None,
-    u: Float[Array, "..."] | None,
-    v: Float[Array, "..."] | None,
+    u: Num[Array, "..."] | None,
+    v: Num[Array, "..."] | None,
     dense: Float[Array, "..."] | None,
     length: Int[Array, ""] | None,
+    x_scale: Float[Array, "..."] | None = None,
+    u_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
     *,
     layout: str,
+    out_dtype: jax.typing.DTypeLike | None = None,
     tile: Tile | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "*leading T K H"]:
     """R · (x + u v + dense) as `reference.rotate_patch` has it, for arguments that `unsupported` has nothing against.
 
     Args:
-      tile: tokens per block; None chooses by `tile_of`.
+      tile: tokens per block; None asks the device's configuration, then `tile_of`.
       interpret: how to interpret the kernel where there is no TPU.
     """
     tokens, heads, width = x.shape[-3:]
-    rotary = 0 if cos is None else 2 * cos.shape[-1]
-    flat, groups = _flat(x, 3)
-    rows = (lambda leaf: leaf[:, :, 0]) if heads == 1 else (lambda leaf: leaf)
-    given = {"x": rows(flat)}
-    if u is not None and v is not None:
-        given |= {"u": _flat(u, 2)[0], "v": _flat(v, 2)[0]}
-    if dense is not None:
-        given["dense"] = rows(_flat(dense, 3)[0])
-    if cos is not None and sin is not None:
-        given["cos"], given["sin"] = (_flat(leaf, 2)[0] for leaf in _tables(cos, sin, width, layout))
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    given = operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale, layout)
     rank = 0 if u is None else u.shape[-1]
-    block = (tile or tile_of(tokens, heads, width, rank, x.dtype.itemsize)).tokens
-    block = min(block, tokens)
+    itemsize = max(x.dtype.itemsize, out_dtype.itemsize)
+    tile = tile or configured("rotate_patch", tokens, heads, width, rank, itemsize)
+    block = min(tile.tokens, tokens)
     last = -(-tokens // block) - 1
     shape = given["x"].shape
-    specs = [_spec(leaf, name, block, last) for name, leaf in given.items()]
     out = pl.BlockSpec((None, block, *shape[2:]), lambda i, g, _: (g, i, *([0] * (len(shape) - 2))))
     length = jnp.full((1,), tokens, jnp.int32) if length is None else length.reshape(1)
     result = pl.pallas_call(
-        functools.partial(_body, names=tuple(given), rotary=rotary, layout=layout),
+        functools.partial(_body, names=tuple(given), rotary=0 if cos is None else 2 * cos.shape[-1], layout=layout),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(last + 1, groups), in_specs=specs, out_specs=out
+            num_scalar_prefetch=1,
+            grid=(last + 1, shape[0]),
+            in_specs=[spec(leaf, name, block, last) for name, leaf in given.items()],
+            out_specs=out,
         ),
-        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
+        out_shape=jax.ShapeDtypeStruct(shape, out_dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="rotate_patch",
@@ -190,17 +240,16 @@ def kernel(
     return result.reshape(x.shape)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def rotate_patch(layout, interpret, x, cos, sin, u, v, dense, length):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def rotate_patch(layout, out_dtype, interpret, x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale):
     """`kernel`, with the reference's derivatives."""
-    return kernel(x, cos, sin, u, v, dense, length, layout=layout, interpret=interpret)
+    scales = (x_scale, u_scale, v_scale)
+    plan = {"layout": layout, "out_dtype": out_dtype, "interpret": interpret}
+    return kernel(x, cos, sin, u, v, dense, length, *scales, **plan)
 
 
 @rotate_patch.defjvp
-def _rotate_patch_jvp(layout, interpret, primals, tangents):
-    *values, length = primals
-    plain = lambda x, cos, sin, u, v, dense: reference.rotate_patch(
-        x, cos, sin, u, v, dense, length, per_head=False, layout=layout
-    )
-    out = rotate_patch(layout, interpret, *primals)
-    return out, jax.jvp(plain, tuple(values), tuple(tangents[:-1]))[1]
+def _rotate_patch_jvp(layout, out_dtype, interpret, primals, tangents):
+    plain = functools.partial(reference.rotate_patch, per_head=False, layout=layout, out_dtype=out_dtype)
+    out = rotate_patch(layout, out_dtype, interpret, *primals)
+    return out, jax.jvp(plain, tuple(primals), tuple(tangents))[1]

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from .._dispatch import choose
+from .._dispatch import choose, interpretation
 from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
-from ..rotate_patch.api import check, scaled
-from . import reference
+from ..rotate_patch.api import check, check_scales, scaled
+from . import reference, tpu
 
 Slots = Int[Array | np.ndarray, " T"]
 Length = Int[Array, ""] | int | np.integer | None
@@ -20,12 +20,15 @@ Length = Int[Array, ""] | int | np.integer | None
 def splice(
     pool: Float[Array, "*leading P O K H"],
     slots: Slots,
-    x: Float[Array, "*leading T K H"],
+    x: Num[Array, "*leading T K H"],
     cos: Float[Array, "..."] | None = None,
     sin: Float[Array, "..."] | None = None,
-    u: Float[Array, "..."] | None = None,
-    v: Float[Array, "..."] | None = None,
+    u: Num[Array, "..."] | None = None,
+    v: Num[Array, "..."] | None = None,
     *,
+    x_scale: Float[Array, "..."] | None = None,
+    u_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
     dense: Float[Array, "..."] | None = None,
     per_head: bool = False,
     layout: str = "half",
@@ -42,30 +45,38 @@ def splice(
       pool: pages of vectors, the same leading dimensions as x. Donated: use what comes back.
       slots: int32, traced or concrete. Concrete slots are checked on the host for range and uniqueness; of traced ones
         those out of range are written nowhere, and a slot named twice holds any of the values.
-      x, cos, sin, u, v, dense, per_head, layout, scale: as in `rotate_patch`. x has the pool's dtype.
+      x, cos, sin, u, v, x_scale, u_scale, v_scale, dense, per_head, layout, scale: as in `rotate_patch`. An x without a
+        scale has the pool's dtype.
       length: tokens that count, traced; later ones are written nowhere, and their slots are not looked at.
-      implementation: None (best available) or "xla".
+      implementation: None (the platform's kernel if it takes these arguments, else "xla"), "xla", "tpu", or several in
+        order of preference.
 
     Returns:
-      The pool. Arithmetic is float32, rounded once.
+      The pool. Arithmetic is float32, rounded once to its dtype.
 
     Raises:
       KernelSlotError: a concrete slot out of range, or two alike.
-      KernelDtypeError: slots that are not integers, or x of another dtype than the pool.
+      KernelDtypeError: slots that are not integers, x of another dtype than the pool, or scales as in `rotate_patch`.
       KernelShapeError: arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
-      KernelUnavailableError: unknown or unavailable implementation.
+      KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
-    choose("splice", implementation)
     check("splice", x, cos, sin, u, v, dense, per_head, layout)
-    _check_pool(pool, slots, x, v)
+    check_scales("splice", x, u, v, x_scale, u_scale, v_scale)
+    _check_pool(pool, slots, x, v, x_scale)
+    reasons = {"tpu": tpu.unsupported(pool, x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale)}
+    chosen = choose("splice", implementation, reasons)
     check_slots(slots, pool.shape[-4] * pool.shape[-3], length)
     cos, sin = scaled(cos, sin, scale)
     length = None if length is None else jnp.asarray(length, jnp.int32)
     slots = jnp.asarray(slots, jnp.int32)
-    return _jitted(jnp.asarray(pool), slots, x, cos, sin, u, v, dense, length, per_head=per_head, layout=layout)
+    arrays = (jnp.asarray(pool), slots, x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
+    if chosen == "tpu":
+        return _jitted_tpu(*arrays, layout=layout, interpret=interpretation())
+    return _jitted(*arrays, per_head=per_head, layout=layout)
 
 
 _jitted = jax.jit(reference.splice, static_argnames=("per_head", "layout"), donate_argnums=0)
+_jitted_tpu = jax.jit(tpu.kernel, static_argnames=("layout", "tile", "interpret"), donate_argnums=0)
 
 
 def check_slots(slots: Slots, total: int, length: Length = None) -> None:
@@ -91,14 +102,14 @@ def check_slots(slots: Slots, total: int, length: Length = None) -> None:
         raise KernelSlotError(f"splice: slot {int(values[counts > 1][0])} is named twice; expected distinct slots")
 
 
-def _check_pool(pool, slots, x, v) -> None:
+def _check_pool(pool, slots, x, v, x_scale) -> None:
     tokens, heads, width = x.shape[-3:]
     leading = x.shape[:-3]
     if pool.ndim != x.ndim + 1 or pool.shape[:-4] != leading or pool.shape[-2:] != (heads, width):
         raise KernelShapeError(f"splice: pool {pool.shape}; expected {[*leading, 'P', 'O', heads, width]}")
     if slots.shape != (tokens,):
         raise KernelShapeError(f"splice: slots of shape {slots.shape}; expected [{tokens}]")
-    if x.dtype != pool.dtype:
+    if x_scale is None and x.dtype != pool.dtype:
         raise KernelDtypeError(f"splice: x of dtype {x.dtype}; expected the pool's {pool.dtype}")
     if v is not None and v.shape[-2] > v.shape[-1]:
         raise KernelShapeError(f"splice: rank {v.shape[-2]}; expected at most the width {v.shape[-1]}")

@@ -26,7 +26,24 @@ def write(
     return flat.reshape(pool.shape)
 
 
-def splice(pool, slots, x, cos, sin, u, v, dense, length, *, per_head: bool, layout: str) -> Float[Array, "..."]:
+def splice(
+    pool,
+    slots,
+    x,
+    cos,
+    sin,
+    u,
+    v,
+    dense,
+    length,
+    x_scale=None,
+    u_scale=None,
+    v_scale=None,
+    *,
+    per_head: bool,
+    layout: str,
+) -> Float[Array, "..."]:
     """The pool with R · (x + u v + dense) at `slots`. Shapes as in `api.splice`."""
-    value = reference.rotate_patch(x, cos, sin, u, v, dense, None, per_head=per_head, layout=layout)
+    scales, plan = (x_scale, u_scale, v_scale), {"per_head": per_head, "layout": layout, "out_dtype": pool.dtype}
+    value = reference.rotate_patch(x, cos, sin, u, v, dense, None, *scales, **plan)
     return write(pool, slots, value, length)

@@ -27,4 +27,11 @@ class Shape(NamedTuple):
 PAGING = ((5, 4), (6, 3), (4, 8), (7, 2), (3, 16), (4, 4), (5, 2))
 SMALL = tuple(Shape(chunk, *paging) for chunk, paging in zip(rotate_patch_shapes.SMALL, PAGING, strict=True))
 
+LANES = (
+    Shape(ChunkShape("heads", (2,), 37, 2, 128, 128, 3, "half"), 5, 16),
+    Shape(ChunkShape("one_head", (2,), 40, 1, 128, 64, 3, "pairs"), 6, 32),
+    Shape(ChunkShape("latent", (1,), 19, 1, 256, 0, 5, "half"), 3, 64),
+)
+"""Small, and as wide as the lanes of a TPU, which its kernel asks for."""
+
 PRODUCTION = tuple(Shape(chunk, 256, 64) for chunk in rotate_patch_shapes.PRODUCTION)

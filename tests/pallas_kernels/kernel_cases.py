@@ -1,9 +1,15 @@
 """Arrays and float64 answers that the kernels' tests share."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.rotate_patch.shapes import Shape
+
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+"""How TPU kernels are interpreted: races and uninitialised memory are errors."""
 
 
 def arrays(shape: Shape, per_head: bool = False, dtype=jnp.float32, seed: int = 0) -> dict:
@@ -39,3 +45,22 @@ def expected(shape: Shape, given: dict, per_head: bool = False) -> np.ndarray:
         result[..., a] = x[..., a] * c - x[..., b] * s
         result[..., b] = x[..., b] * c + x[..., a] * s
     return result
+
+
+def narrowed(value, dtype: str, axis: int) -> tuple[jax.Array, jax.Array]:
+    """A value in eight bits, and the float32 scales over `axis` that multiply it."""
+    scale = jnp.abs(value).max(axis, keepdims=True) / LARGEST[dtype]
+    scaled = value / scale
+    return (jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype), scale.astype(jnp.float32)
+
+
+def narrow_arrays(shape: Shape, dtype: str) -> tuple[dict, dict]:
+    """`arrays` with x, u and v in eight bits and their scales; and the same numbers wide, without scales."""
+    wide = arrays(shape)
+    given = dict(wide)
+    for name, axis in (("x", -3), ("u", -2), ("v", -1)):
+        if name in wide:
+            given[name], given[f"{name}_scale"] = narrowed(wide[name], dtype, axis)
+            stood_for = np.asarray(given[name], np.float64) * np.asarray(given[f"{name}_scale"], np.float64)
+            wide[name] = stood_for
+    return given, wide

@@ -11,8 +11,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-from pallas_kernels import rotate_patch, targeting
+from pallas_kernels import rotate_patch, splice, targeting
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, Shape
+from pallas_kernels.splice.shapes import PRODUCTION as POOLS
+from pallas_kernels.splice.shapes import Shape as PoolShape
 
 pytestmark = [
     pytest.mark.aot,
@@ -36,35 +38,89 @@ def without_the_compilation_cache():
     jax.config.update("jax_enable_compilation_cache", before)
 
 
-def compiled_for(topology: str, function, *arguments):
+TOPOLOGIES = pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+SPEC = jax.ShapeDtypeStruct
+
+
+def compiled_for(topology: str, function, *arguments, donate: tuple[int, ...] = ()):
     """`function`, compiled for one chip of a TPU that is not there."""
     os.environ.update(ENVIRONMENT)
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     kind = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
-    place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
+    place = lambda leaf: SPEC(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=kind)), targeting("tpu"):
-        return jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()
+        return jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(place, arguments)).compile()
+
+
+def chunk_of(shape: Shape, tokens: int, rank: int, dtype: str = "bfloat16") -> dict:
+    """A chunk of this shape as rotate_patch takes it, with scales where the dtype has eight bits."""
+    given = {"x": SPEC((*shape.leading, tokens, shape.heads, shape.width), dtype)}
+    if shape.rotary:
+        given |= dict.fromkeys(("cos", "sin"), SPEC((tokens, shape.rotary // 2), jnp.float32))
+    if rank:
+        given["u"] = SPEC((*shape.leading, tokens, rank), dtype)
+        given["v"] = SPEC((*shape.leading, rank, shape.heads * shape.width), dtype)
+    if dtype != "bfloat16":
+        given["x_scale"] = SPEC((*shape.leading, 1, shape.heads, shape.width), jnp.float32)
+        given["u_scale"] = SPEC((*shape.leading, 1, rank), jnp.float32)
+        given["v_scale"] = SPEC((*shape.leading, rank, 1), jnp.float32)
+    return given
+
+
+def copied(text: str) -> list[int]:
+    """Numbers in each array that the program copies or lays out anew."""
+    sizes = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose|bitcast-convert)\(", text)
+    return [math.prod(map(int, size.split(","))) for size in sizes]
 
 
 @pytest.mark.parametrize("rank", [0, 16, 64])
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@TOPOLOGIES
 @pytest.mark.parametrize("shape", PRODUCTION, ids=lambda shape: shape.name)
 def test_rotate_patch_compiles_to_one_kernel_without_copying_the_channel(shape: Shape, topology: str, rank: int):
     if not shape.rotary and not rank:
         pytest.skip("a plain channel without a patch is a copy")
-    spec = jax.ShapeDtypeStruct
+    run = lambda given, length: rotate_patch(**given, layout=shape.layout, length=length, implementation="tpu")
     for tokens in (shape.tokens, 4 * shape.tokens + 1):
-        given = {"x": spec((*shape.leading, tokens, shape.heads, shape.width), jnp.bfloat16)}
-        if shape.rotary:
-            given |= dict.fromkeys(("cos", "sin"), spec((tokens, shape.rotary // 2), jnp.float32))
-        if rank:
-            given["u"] = spec((*shape.leading, tokens, rank), jnp.bfloat16)
-            given["v"] = spec((*shape.leading, rank, shape.heads * shape.width), jnp.bfloat16)
-        run = lambda given, length: rotate_patch(**given, layout=shape.layout, length=length, implementation="tpu")
-        text = compiled_for(topology, run, given, spec((), jnp.int32)).as_text()
+        text = compiled_for(topology, run, chunk_of(shape, tokens, rank), SPEC((), jnp.int32)).as_text()
         assert text is not None
         assert text.count('custom_call_target="tpu_custom_call"') == 1
         if shape.width % 128 == 0:
-            elements = shape.leading[0] * tokens * shape.heads * shape.width
-            copied = re.findall(r"= bf16\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
-            assert elements not in [math.prod(map(int, sizes.split(","))) for sizes in copied]
+            assert shape.leading[0] * tokens * shape.heads * shape.width not in copied(text)
+
+
+def check_splice(shape: PoolShape, topology: str, tokens: int, rank: int, dtype: str = "bfloat16") -> None:
+    """Compiles a splice: the pool comes back where it was and is not copied; one kernel where the width allows it."""
+    chunk = shape.chunk
+    run = lambda pool, slots, given, length: splice(
+        pool, slots, **given, layout=chunk.layout, length=length, implementation=("tpu", "xla")
+    )
+    pool = SPEC(shape.pool, jnp.bfloat16)
+    given = (pool, SPEC((tokens,), jnp.int32), chunk_of(chunk, tokens, rank, dtype), SPEC((), jnp.int32))
+    compiled = compiled_for(topology, run, *given, donate=(0,))
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    elements = math.prod(shape.pool)
+    assert memory.alias_size_in_bytes >= 2 * elements
+    assert memory.temp_size_in_bytes < elements // 4
+    assert elements not in copied(text)
+    assert text.count('custom_call_target="tpu_custom_call"') == (chunk.width % 128 == 0)
+
+
+@pytest.mark.parametrize("rank", [0, 16, 64])
+@TOPOLOGIES
+@pytest.mark.parametrize("shape", POOLS, ids=lambda shape: shape.name)
+def test_splice_writes_where_the_pool_lies(shape: PoolShape, topology: str, rank: int):
+    for tokens in (shape.chunk.tokens, 4 * shape.chunk.tokens + 1):
+        check_splice(shape, topology, tokens, rank)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@TOPOLOGIES
+def test_eight_bit_chunks_compile(topology: str, dtype: str):
+    for shape in (POOLS[0], POOLS[3]):
+        check_splice(shape, topology, shape.chunk.tokens, 16, dtype)
+    run = lambda given: rotate_patch(**given, layout="half", out_dtype=jnp.bfloat16, implementation="tpu")
+    text = compiled_for(topology, run, chunk_of(PRODUCTION[1], 1024, 16, dtype)).as_text()
+    assert text is not None
+    assert text.count('custom_call_target="tpu_custom_call"') == 1

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import arrays, expected
+from kernel_cases import INTERPRET, arrays, expected, narrow_arrays, narrowed
 
-from pallas_kernels import KernelShapeError, KernelUnavailableError, rotate_patch, targeting
+from pallas_kernels import KernelDtypeError, KernelShapeError, KernelUnavailableError, rotate_patch, targeting
 from pallas_kernels.rotate_patch import tpu
 from pallas_kernels.rotate_patch.shapes import SMALL, Shape
 
@@ -16,7 +15,7 @@ def run(implementation: str, **arguments) -> jax.Array:
     """rotate_patch by one implementation; the TPU kernel interpreted, races and uninitialised memory being errors."""
     if implementation == "xla":
         return rotate_patch(**arguments, implementation="xla")
-    with targeting("tpu", pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+    with targeting("tpu", INTERPRET):
         return rotate_patch(**arguments, implementation="tpu")
 
 
@@ -54,9 +53,8 @@ def test_bfloat16_within_one_unit_of_the_rows_largest_value(implementation: str)
 def test_tpu_kernel_over_several_blocks_and_lengths(tile: int, length: int):
     shape = Shape("blocks", (2,), 37, 2, 16, 8, 3, "pairs")
     given = arrays(shape)
-    interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     x, cos, sin, u, v = (given[name] for name in ("x", "cos", "sin", "u", "v"))
-    plan = {"layout": "pairs", "tile": tpu.Tile(tile), "interpret": interpret}
+    plan = {"layout": "pairs", "tile": tpu.Tile(tile), "interpret": INTERPRET}
     found = tpu.kernel(x, cos, sin, u, v, None, jnp.int32(length), **plan)
     exact = expected(shape, given)
     exact[:, length:] = 0.0
@@ -92,6 +90,58 @@ def test_tpu_kernel_has_the_references_derivatives():
 def test_tpu_kernel_says_what_it_cannot_take(unchecked, change, words):
     with targeting("tpu"), pytest.raises(KernelUnavailableError, match=words):
         rotate_patch(**(arrays(SMALL[0]) | change), implementation="tpu")
+
+
+@EITHER
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_eight_bits_and_scales_agree_with_float64(dtype: str, implementation: str):
+    given, wide = narrow_arrays(SMALL[2], dtype)
+    found = run(implementation, **given, layout=SMALL[2].layout, out_dtype=jnp.float32)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected(SMALL[2], wide), atol=5e-5)
+
+
+def test_eight_bit_factors_per_head_and_of_a_wide_canonical():
+    given = arrays(SMALL[0], per_head=True)
+    wide = dict(given)
+    for name, axis in (("u", -2), ("v", -1)):
+        given[name], given[f"{name}_scale"] = narrowed(wide[name], "int8", axis)
+        wide[name] = given[name] * given[f"{name}_scale"]
+    found = rotate_patch(**given, per_head=True)
+    np.testing.assert_allclose(found, expected(SMALL[0], wide, per_head=True), atol=5e-5)
+
+
+@EITHER
+def test_float8_factors_without_scales_are_taken_as_they_are(implementation: str):
+    given = arrays(SMALL[1])
+    given |= {name: given[name].astype(jnp.float8_e4m3fn) for name in ("u", "v")}
+    found = run(implementation, **given, layout=SMALL[1].layout)
+    np.testing.assert_allclose(found, expected(SMALL[1], given), atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x_scale": jnp.ones((1, 2, 16))}, KernelDtypeError, "x of dtype float32, x_scale of dtype float32"),
+        ({"x": jnp.zeros((2, 12, 2, 16), jnp.int8), "out_dtype": "float32"}, KernelDtypeError, "expected x_scale"),
+        ({"u": jnp.zeros((2, 12, 4), jnp.int8)}, KernelDtypeError, "u of dtype int8 without a scale"),
+        ({"v": jnp.zeros((2, 4, 32), jnp.int16)}, KernelDtypeError, "v of dtype int16"),
+        ({"out_dtype": jnp.int8}, KernelDtypeError, "out_dtype int8"),
+        (
+            {"x": jnp.zeros((2, 12, 2, 16), jnp.int8), "x_scale": jnp.ones((1, 2, 16))},
+            KernelDtypeError,
+            "expected an out_dtype",
+        ),
+        (
+            {"u": jnp.zeros((2, 12, 4), jnp.int8), "u_scale": jnp.ones((2, 4, 1))},
+            KernelShapeError,
+            r"u_scale \(2, 4, 1\); expected \[..., \(1, 4\)\]",
+        ),
+    ],
+)
+def test_refuses_scales_that_do_not_fit(unchecked, change, error, words):
+    with pytest.raises(error, match=words):
+        rotate_patch(**(arrays(SMALL[0]) | change))
 
 
 def test_dense_correction_is_factors_multiplied_out():

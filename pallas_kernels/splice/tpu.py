@@ -1,0 +1,250 @@
+"""splice for TPU, on Mosaic: one launch over all layers, which writes into the pool where it lies.
+
+A block of tokens is made as rotate_patch makes it, then copied to its slots. Where a slot is a whole row [K, H] of the
+pool, every token is one copy, or every 32 tokens whose slots are consecutive, and the copies of two blocks overlap. A
+channel of one head is stored with its tokens packed into tiles, and a copy must cover whole tiles: there a block reads
+the tiles it touches, replaces its rows, and writes them back, one block after the other.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Num
+
+from ..rotate_patch import tpu as rotate_patch
+from ..rotate_patch.tpu import LANES, Tile, configured, operands, spec, value_of_block
+
+UNIT = 32
+"""Tokens whose slots, where they are consecutive, are one copy."""
+SLOT_LIMIT = 65536
+"""Tokens whose slots fit the scalar memory."""
+
+
+def unsupported(pool, x, cos, u, v, dense, per_head: bool, x_scale=None, u_scale=None, v_scale=None) -> str | None:
+    """Why this kernel cannot take such arguments; None if it can."""
+    reason = rotate_patch.unsupported(x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale, pool.dtype.name)
+    if reason is not None:
+        return reason
+    tokens, heads, width = x.shape[-3:]
+    total = pool.shape[-4] * pool.shape[-3]
+    if width % LANES:
+        return f"a width of {width}; expected a multiple of {LANES}, else the pool would be copied to be laid out anew"
+    if tokens > SLOT_LIMIT:
+        return f"{tokens} tokens; expected at most {SLOT_LIMIT}"
+    rows = group_of(pool.dtype)
+    if heads == 1 and (pool.shape[-3] % rows or total < 2 * UNIT):
+        return f"{pool.shape[-4]} pages of {pool.shape[-3]} slots; expected a multiple of {rows} of one head in a page"
+    return None
+
+
+def group_of(dtype: jax.typing.DTypeLike) -> int:
+    """Rows of one tile: the least that a copy of single-head rows may cover."""
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+def _plan(
+    slots: Array, total: int, length: Array, blocks: int, block: int, unit: int, open_end: bool
+) -> tuple[Array, Array]:
+    """Slots by block, −1 where nothing is written; and of every unit its first slot if consecutive, else −1.
+
+    `open_end`: a unit that the length cuts short is consecutive where what is left of it is.
+    """
+    tokens = slots.shape[0]
+    keep = (slots >= 0) & (slots < total) & (jnp.arange(tokens) < length)
+    padded = jnp.pad(jnp.where(keep, slots, -1), (0, blocks * block - tokens), constant_values=-1)
+    units = jnp.pad(padded.reshape(blocks, block), ((0, 0), (0, -block % unit)), constant_values=-1)
+    by_unit = units.reshape(-1, unit)
+    fits = by_unit == by_unit[:, :1] + jnp.arange(unit)
+    if open_end:
+        fits |= jnp.arange(by_unit.size).reshape(by_unit.shape) >= length
+    return units.reshape(-1), jnp.where(fits.all(1) & (by_unit[:, 0] >= 0), by_unit[:, 0], -1)
+
+
+def _body(slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, layout: str, unit: int) -> None:
+    """Rows of several heads: copies are started here, and awaited when their buffer is wanted again."""
+    given = dict(zip(names, refs[: len(names)], strict=True))
+    pool, made, semaphores = refs[len(names) + 1 :]
+    rows = made.shape[1]
+    layers = pl.num_programs(1)
+    step = pl.program_id(0) * layers + pl.program_id(1)
+    steps = pl.num_programs(0) * layers
+
+    def copies(number, act) -> None:
+        """Acts on every copy of a step."""
+        block, layer, buffer = number // layers, number % layers, number % 2
+
+        def copy(row, slot, count):
+            source = made.at[buffer, pl.ds(row, count)]
+            return pltpu.make_async_copy(source, pool.at[layer, pl.ds(slot, count)], semaphores.at[buffer])
+
+        def of_unit(index, carry):
+            first = firsts[block * (rows // unit) + index]
+
+            @pl.when(first >= 0)
+            def _():
+                act(copy(index * unit, first, unit))
+
+            @pl.when(first < 0)
+            def _():
+                jax.lax.fori_loop(index * unit, (index + 1) * unit, of_token, 0)
+
+            return carry
+
+        def of_token(row, carry):
+            slot = slots[block * rows + row]
+
+            @pl.when(slot >= 0)
+            def _():
+                act(copy(row, slot, 1))
+
+            return carry
+
+        jax.lax.fori_loop(0, rows // unit, of_unit, 0)
+
+    start, wait = lambda copy: copy.start(), lambda copy: copy.wait()
+
+    @pl.when(step >= 2)
+    def _():
+        copies(step - 2, wait)
+
+    block = given["x"].shape[0]
+
+    @pl.when(pl.program_id(0) * block < length[0])
+    def _():
+        made[step % 2, pl.ds(0, block)] = value_of_block(given, rotary, layout).astype(made.dtype)
+        copies(step, start)
+
+    @pl.when(step == steps - 1)
+    def _():
+        @pl.when(step >= 1)
+        def _():
+            copies(step - 1, wait)
+
+        copies(step, wait)
+
+
+def _rows_body(slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, layout: str, group: int) -> None:
+    """Rows of one head: whole tiles are read, changed and written."""
+    given = dict(zip(names, refs[: len(names)], strict=True))
+    pool, made, tiles, semaphore = refs[len(names) + 1 :]
+    block, width = given["x"].shape
+    layer, start = pl.program_id(1), pl.program_id(0) * block
+    window = tiles.shape[0]
+    total = pool.shape[1]
+
+    def move(tile, place, inward: bool) -> None:
+        there = pool.at[layer, pl.ds(pl.multiple_of(place, group), tile.shape[0])]
+        copy = pltpu.make_async_copy(*((there, tile) if inward else (tile, there)), semaphore)
+        copy.start()
+        copy.wait()
+
+    def replace(first, count, fresh) -> None:
+        """Puts rows of `fresh` [window, H] at window rows first … first + count − 1."""
+        row = jax.lax.broadcasted_iota(jnp.int32, fresh.shape, 0)
+        mixed = jnp.where((row >= first) & (row < first + count), fresh, tiles[...].astype(jnp.float32))
+        tiles[...] = mixed.astype(tiles.dtype)
+
+    def straight() -> None:
+        first = firsts[pl.program_id(0)]
+        count = jnp.minimum(length[0] - start, block)
+        place = jnp.minimum(first // group * group, total - window)
+        move(tiles, place, True)
+        replace(first - place, count, pltpu.roll(made[...], first - place, 0))
+        move(tiles, place, False)
+
+    def token(row, carry):
+        slot = slots[start + row]
+        tile = tiles.at[pl.ds(0, group)]
+
+        @pl.when(slot >= 0)
+        def _():
+            place = slot // group * group
+            move(tile, place, True)
+            at = jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0) == slot - place
+            fresh = jnp.broadcast_to(made[pl.ds(row, 1)], tile.shape)
+            tile[...] = jnp.where(at, fresh, tile[...].astype(jnp.float32)).astype(tile.dtype)
+            move(tile, place, False)
+
+        return carry
+
+    @pl.when(start < length[0])
+    def _():
+        made[pl.ds(0, block)] = value_of_block(given, rotary, layout)
+        made[pl.ds(block, group)] = jnp.zeros((group, width), jnp.float32)
+        pl.when(firsts[pl.program_id(0)] >= 0)(straight)
+
+        @pl.when(firsts[pl.program_id(0)] < 0)
+        def _():
+            jax.lax.fori_loop(0, block, token, 0)
+
+
+def kernel(
+    pool: Float[Array, "*leading P O K H"],
+    slots: Int[Array, " T"],
+    x: Num[Array, "*leading T K H"],
+    cos: Float[Array, "..."] | None,
+    sin: Float[Array, "..."] | None,
+    u: Num[Array, "..."] | None,
+    v: Num[Array, "..."] | None,
+    dense: Float[Array, "..."] | None,
+    length: Int[Array, ""] | None,
+    x_scale: Float[Array, "..."] | None = None,
+    u_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+    *,
+    layout: str,
+    tile: Tile | None = None,
+    interpret: pltpu.InterpretParams | bool = False,
+) -> Float[Array, "*leading P O K H"]:
+    """The pool with R · (x + u v + dense) at `slots`, as `reference.splice` has it, where `unsupported` finds nothing.
+
+    Args:
+      tile: tokens per block; None asks the device's configuration, then `rotate_patch.tpu.tile_of`.
+      interpret: how to interpret the kernel where there is no TPU.
+    """
+    tokens, heads, width = x.shape[-3:]
+    total = pool.shape[-4] * pool.shape[-3]
+    given = operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale, layout)
+    rank = 0 if u is None else u.shape[-1]
+    itemsize = max(x.dtype.itemsize, pool.dtype.itemsize)
+    tile = tile or configured("splice", tokens, heads, width, rank, itemsize)
+    block = min(tile.tokens, tokens)
+    group = group_of(pool.dtype)
+    if heads == 1:
+        # Whole tiles, and a window of one tile more that fits the pool.
+        block = min(-(-block // UNIT), (total - group) // UNIT) * UNIT
+    blocks = -(-tokens // block)
+    unit = block if heads == 1 else min(UNIT, block)
+    length = jnp.minimum(tokens, jnp.int32(tokens) if length is None else length)
+    plan = _plan(slots, total, length, blocks, block, unit, heads == 1)
+    given_specs = [spec(leaf, name, block, blocks - 1) for name, leaf in given.items()]
+    common = {"names": tuple(given), "rotary": 0 if cos is None else 2 * cos.shape[-1], "layout": layout}
+    if heads == 1:
+        flat = pool.reshape(-1, total, width)
+        body = functools.partial(_rows_body, **common, group=group)
+        scratch = [pltpu.VMEM((block + group, width), jnp.float32), pltpu.VMEM((block + group, width), pool.dtype)]
+        scratch += [pltpu.SemaphoreType.DMA(())]
+    else:
+        flat = pool.reshape(-1, total, heads, width)
+        body = functools.partial(_body, **common, unit=unit)
+        rows = -(-block // unit) * unit
+        scratch = [pltpu.VMEM((2, rows, heads, width), pool.dtype), pltpu.SemaphoreType.DMA((2,))]
+    result = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(blocks, flat.shape[0]),
+            in_specs=[*given_specs, pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=scratch,
+        ),
+        out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
+        input_output_aliases={3 + len(given): 0},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        interpret=interpret,
+        name="splice",
+    )(*plan, length.reshape(1), *given.values(), flat)
+    return result.reshape(pool.shape)
