@@ -1,6 +1,6 @@
 """Block sizes per kind of device: what was shipped or chosen for a shape, else nothing and the kernel's heuristic.
 
-A configuration is a JSON file: {"device": kind, "source": how it came about, "operations": {operation: {shape: block}}}.
+A configuration is a JSON file: {"device": kind, "source": how it came to be, "operations": {name: {shape: block}}}.
 Shapes are words such as "heads=4 width=128 rank=32 bytes=2"; any number of tokens takes the same block.
 """
 

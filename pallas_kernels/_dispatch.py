@@ -13,7 +13,7 @@ IMPLEMENTATIONS = ("xla", "gpu", "tpu")
 
 
 class Target(NamedTuple):
-    """A platform ("tpu", "gpu", "cpu") that calls are traced for, how kernels are interpreted in its absence, its kind."""
+    """A platform ("tpu", "gpu", "cpu") that calls are traced for, how kernels are interpreted there, kind of device."""
 
     platform: str
     interpret: Any = False

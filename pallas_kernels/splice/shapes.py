@@ -34,4 +34,7 @@ LANES = (
 )
 """Small, and as wide as the lanes of a TPU, which its kernel asks for."""
 
-PRODUCTION = tuple(Shape(chunk, 256, 64) for chunk in rotate_patch_shapes.PRODUCTION)
+PADDED = ChunkShape("kimi_vl_rope_padded", (27,), 1088, 1, 128, 64, 32, "half")
+"""The rope key in 128 lanes, as engines for TPUs store it."""
+
+PRODUCTION = tuple(Shape(chunk, 256, 64) for chunk in (*rotate_patch_shapes.PRODUCTION, PADDED))

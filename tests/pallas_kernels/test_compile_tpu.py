@@ -89,7 +89,7 @@ def test_rotate_patch_compiles_to_one_kernel_without_copying_the_channel(shape: 
 
 
 def check_splice(shape: PoolShape, topology: str, tokens: int, rank: int, dtype: str = "bfloat16") -> None:
-    """Compiles a splice: the pool comes back where it was and is not copied; one kernel where the width allows it."""
+    """Compiles a splice: the pool comes back where it was; by one kernel and not copied where it fills whole lanes."""
     chunk = shape.chunk
     run = lambda pool, slots, given, length: splice(
         pool, slots, **given, layout=chunk.layout, length=length, implementation=("tpu", "xla")
@@ -102,9 +102,12 @@ def check_splice(shape: PoolShape, topology: str, tokens: int, rank: int, dtype:
     assert memory is not None
     elements = math.prod(shape.pool)
     assert memory.alias_size_in_bytes >= 2 * elements
-    assert memory.temp_size_in_bytes < elements // 4
-    assert elements not in copied(text)
-    assert text.count('custom_call_target="tpu_custom_call"') == (chunk.width % 128 == 0)
+    whole_lanes = chunk.width % 128 == 0
+    assert text.count('custom_call_target="tpu_custom_call"') == whole_lanes
+    # XLA lays an array of half-filled lanes out with pages innermost, and copies it there and back to scatter into it.
+    assert (elements in copied(text)) != whole_lanes
+    if whole_lanes:
+        assert memory.temp_size_in_bytes < elements // 4
 
 
 @pytest.mark.parametrize("rank", [0, 16, 64])

@@ -1,0 +1,70 @@
+"""What the parts on an accelerator share: shapes, fresh arrays, the implementations there are, the machine."""
+
+import platform
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL, Shape
+
+RANKS = (0, 16, 64)
+PAGE_SIZE = 64
+
+
+class Case(NamedTuple):
+    """A chunk's shape at one rank and length."""
+
+    shape: Shape
+    tokens: int
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """Model, tokens and rank."""
+        return f"{self.shape.name} T={self.tokens} M={self.rank}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the chunk, [L, T, K, H]."""
+        return (*self.shape.leading, self.tokens, self.shape.heads, self.shape.width)
+
+
+def cases(tiny: bool, least_tokens: int = 0) -> list[Case]:
+    """Every production shape at every rank; token counts doubled until they reach `least_tokens`."""
+    result = []
+    for shape in (SMALL[0], SMALL[3]) if tiny else PRODUCTION:
+        tokens = shape.tokens
+        while tokens < least_tokens and not tiny:
+            tokens *= 2
+        ranks = (0, 4) if tiny else RANKS
+        result += [Case(shape, tokens, rank) for rank in ranks if rank or shape.rotary]
+    return result
+
+
+def draw(case: Case, key: Array, dtype: str = "bfloat16") -> dict[str, Array]:
+    """A chunk as `rotate_patch` takes it, from the device's own generator."""
+    keys = jax.random.split(key, 4)
+    normal = lambda own, *sizes: jax.random.normal(own, sizes, jnp.float32).astype(dtype)
+    given = {"x": normal(keys[0], *case.sizes)}
+    if case.shape.rotary:
+        angle = jax.random.uniform(keys[1], (case.tokens, case.shape.rotary // 2), maxval=2 * np.pi)
+        given |= {"cos": jnp.cos(angle), "sin": jnp.sin(angle)}
+    if case.rank:
+        given["u"] = normal(keys[2], *case.shape.leading, case.tokens, case.rank)
+        given["v"] = normal(keys[3], *case.shape.leading, case.rank, case.shape.heads * case.shape.width)
+    return given
+
+
+def implementations() -> tuple[str, ...]:
+    """The XLA path, and the kernel of this platform where it is an accelerator; on a CPU the GPU's, to be refused."""
+    platform_ = jax.default_backend()
+    return ("xla", platform_ if platform_ in ("gpu", "tpu") else "gpu")
+
+
+def environment() -> dict[str, Any]:
+    """Where this ran."""
+    device = jax.devices()[0]
+    return {"device": str(device.device_kind), "jax": jax.__version__, "python": platform.python_version()}

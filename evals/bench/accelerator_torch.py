@@ -1,0 +1,92 @@
+"""The operator under torch.compile on an accelerator, as a measure for ours; skipped where torch is missing."""
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .accelerator_cases import Case, cases
+from .accelerator_timings import LEAST_TOKENS, REPEATS, SETS
+
+
+def compiled(tiny: bool) -> dict[str, Any]:
+    """Microseconds of R · (x + u v) under torch.compile, at the cases of the bandwidth part."""
+    if importlib.util.find_spec("torch") is None:
+        return {"skipped": "torch is not installed"}
+    import torch as library  # pyright: ignore[reportMissingImports]
+
+    if not library.cuda.is_available():
+        return {"skipped": "torch finds no GPU"}
+    library.set_grad_enabled(False)
+    device = {"device": library.cuda.get_device_name(), "jax": f"none; torch {library.__version__}"}
+    rows = [_row(library, case, 3 if tiny else REPEATS) for case in cases(tiny, LEAST_TOKENS)]
+    return {"environment": device, "rows": rows, "notes": NOTES}
+
+
+NOTES = [
+    "torch.compile of the operator, dynamic=False, default mode; bfloat16 in and out, the product in bfloat16 with "
+    "float32 accumulation, the rotation in float32. In turns through as many sets of inputs; by the device's events.",
+]
+
+
+def operator(library: Any, x: Any, cos: Any, sin: Any, u: Any, v: Any, layout: str) -> Any:
+    """R · (x + u v) in torch."""
+    value = x.float()
+    if u is not None:
+        value = value + library.bmm(u, v).reshape(x.shape).float()
+    if cos is not None:
+        cos, sin = cos[:, None], sin[:, None]
+        half = cos.shape[-1]
+        if layout == "half":
+            first, second = value[..., :half], value[..., half : 2 * half]
+        else:
+            first, second = value[..., 0 : 2 * half : 2], value[..., 1 : 2 * half : 2]
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        head = library.cat(turned, -1) if layout == "half" else library.stack(turned, -1).flatten(-2)
+        value = library.cat([head, value[..., 2 * half :]], -1) if value.shape[-1] > 2 * half else head
+    return value.to(x.dtype)
+
+
+def _row(library: Any, case: Case, repeats: int) -> dict[str, Any]:
+    normal = lambda *sizes: library.randn(*sizes, device="cuda", dtype=library.bfloat16)
+    layers = case.sizes[0]
+    angle = library.rand(case.tokens, case.shape.rotary // 2, device="cuda") * 6.28
+    tables = (angle.cos(), angle.sin()) if case.shape.rotary else (None, None)
+    sets = []
+    for _ in range(SETS):
+        u = normal(layers, case.tokens, case.rank) if case.rank else None
+        v = normal(layers, case.rank, case.shape.heads * case.shape.width) if case.rank else None
+        sets.append((normal(*case.sizes), *tables, u, v))
+    # Programs of all cases come from one function here, and only a few of one function are kept.
+    library.compiler.reset()
+    program = library.compile(
+        lambda x, cos, sin, u, v: operator(library, x, cos, sin, u, v, case.shape.layout), dynamic=False
+    )
+    begin = time.perf_counter()
+    taken = _seconds(library, program, sets, repeats)
+    clone = _seconds(library, lambda x, *rest: x.clone(), sets, repeats)
+    moved = 2 * sets[0][0].numel() * 2
+    return {
+        "operation": "rotate_patch",
+        "case": case.name,
+        "microseconds": statistics.median(taken) * 1e6,
+        "fastest": min(taken) * 1e6,
+        "slowest": max(taken) * 1e6,
+        "clone of x GB/s": moved / statistics.median(clone) / 1e9,
+        "seconds in all": time.perf_counter() - begin,
+    }
+
+
+def _seconds(library: Any, function: Callable[..., Any], sets: list[tuple], repeats: int) -> list[float]:
+    """Seconds of a call, the mean over the sets, in each of many rounds after three that are not counted."""
+    taken = []
+    for _ in range(repeats + 3):
+        begin, end = (library.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for one in sets:
+            function(*one)
+        end.record()
+        library.cuda.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3 / len(sets))
+    return taken[3:]

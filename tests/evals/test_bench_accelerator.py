@@ -1,0 +1,91 @@
+"""The run on an accelerator, here with tiny shapes on a CPU: parts, restarts, report, exit status."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from evals.bench import accelerator, accelerator_cases, accelerator_numerics, accelerator_timings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A whole tiny run by the one command, as a newcomer would give it."""
+    out = tmp_path_factory.mktemp("accelerator")
+    folder = out / "bin"
+    folder.mkdir()
+    (folder / "python3").symlink_to(sys.executable)
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    # A symbolic link loses the virtual environment's packages unless told where they are.
+    environment["PYTHONPATH"] = os.pathsep.join(["."] + [path for path in sys.path if path])
+    command = [str(ROOT / "evals" / "bench" / "accelerator.sh"), str(out / "found"), "--tiny"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return out / "found", done
+
+
+def test_every_part_is_written_and_numerics_pass(whole):
+    out, done = whole
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {name: json.loads((out / f"{name}.json").read_text()) for name in accelerator.PARTS}
+    rows = results["numerics"]["rows"]
+    assert {row["verdict"] for row in rows if row["implementation"] == "xla"} == {"pass"}
+    assert {row["dtype"] for row in rows} == {"bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "float32"}
+    refused = [row for row in rows if row["implementation"] == "gpu"]
+    assert refused
+    assert all(row["verdict"] == "skipped" and row["reason"] for row in refused)
+    assert all(row["microseconds"] > 0 for row in results["bandwidth"]["rows"] if "skipped" not in row)
+    assert [row["case"] for row in results["factorise"]["rows"]] == ["randomised", "full SVD"]
+    assert "rows" in results["prefill"]
+    text = (out / "accelerator.md").read_text()
+    assert all(f"## {name}" in text for name in accelerator.PARTS)
+    assert "Nothing went wrong." in text
+
+
+def test_a_part_that_is_there_is_not_run_again(whole, capsys):
+    out, _ = whole
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")}
+    assert accelerator.main([f"--out={out}", "--tiny"]) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")} == before
+    assert capsys.readouterr().out.count("is there already") == len(accelerator.PARTS)
+
+
+def test_a_wrong_number_or_a_part_that_fails_is_told_by_the_status(whole, tmp_path, capsys):
+    out, _ = whole
+    numerics = json.loads((out / "numerics.json").read_text())
+    numerics["rows"][0]["verdict"] = "FAIL"
+    for name in accelerator.PARTS:
+        (tmp_path / f"{name}.json").write_text((out / f"{name}.json").read_text())
+    (tmp_path / "numerics.json").write_text(json.dumps(numerics))
+    assert accelerator.main([f"--out={tmp_path}", "--tiny"]) == 1
+    assert "numerics: rotate_patch xla" in (tmp_path / "accelerator.md").read_text()
+    assert accelerator.main([f"--out={tmp_path / 'other'}", "--tiny", "--part=torch", "--limit=1"]) == 1
+    assert "torch: not run, the 1 seconds are over" in capsys.readouterr().out
+
+
+def test_errors_are_units_in_the_last_place_and_nan_is_wrong():
+    exact = np.array([[1.0, 0.5], [3.0, -2.0]])
+    assert accelerator_numerics.units(exact, exact) == 0
+    assert accelerator_numerics.units(exact + np.array([[0, 2.0**-7], [0, 0]]), exact) == 1
+    assert accelerator_numerics.units(exact * np.nan, exact) == np.inf
+
+
+def test_float64_answers_agree_with_the_xla_path_and_bytes_are_counted():
+    case = accelerator_cases.cases(True)[1]
+    given = accelerator_cases.draw(case, jax.random.key(0), "float32")
+    found = accelerator_timings.separate(given, case.shape.layout, "xla")
+    exact = accelerator_numerics.expected(given, [0, 1], case.shape.layout)
+    np.testing.assert_allclose(found, exact, atol=2e-5)
+    np.testing.assert_allclose(accelerator_timings.unfused(given, case.shape.layout), exact, atol=2e-5)
+    x, u, v, tables = 2 * 12 * 2 * 16, 2 * 12 * 4, 2 * 4 * 32, 12 * 8
+    assert case.sizes == (2, 12, 2, 16)
+    assert case.rank == 4
+    bare = case._replace(rank=0)
+    assert accelerator_timings.moved_bytes(bare) == 2 * 2 * x + 2 * tables * 4
+    assert accelerator_timings.moved_bytes(case) == 2 * 2 * x + 2 * (u + v) + 2 * tables * 4
