@@ -45,11 +45,16 @@ def compare(shape: Shape, slots, given: dict, tile: Tile | None, length: int | N
     assert not interpret_pallas_call.races.races_found
 
 
-@pytest.mark.parametrize(("tile", "length"), [(8, None), (16, 30)])
+SLOW = pytest.mark.slow
+"""For cases that others stand in for by default: interpreting one takes seconds."""
+
+
+@pytest.mark.parametrize(("tile", "length"), [(8, 30), pytest.param(16, None, marks=SLOW)])
 def test_rows_of_heads_at_scattered_slots(tile: int, length: int | None):
     compare(HEADS, scattered(HEADS), arrays(HEADS.chunk), Tile(tile), length)
 
 
+@SLOW
 def test_rows_of_heads_at_a_run_from_mid_page():
     compare(HEADS, np.arange(7, 44), arrays(HEADS.chunk), None, 35)
 
@@ -58,13 +63,13 @@ def test_tiles_of_one_head_at_scattered_slots():
     compare(ONE_HEAD, scattered(ONE_HEAD), arrays(ONE_HEAD.chunk), Tile(32), 38)
 
 
-@pytest.mark.parametrize(("start", "dtype"), [(13, jnp.float32), (152, jnp.bfloat16)])
+@pytest.mark.parametrize(("start", "dtype"), [(13, jnp.float32), pytest.param(152, jnp.bfloat16, marks=SLOW)])
 def test_tiles_of_one_head_at_a_run_from_mid_tile(start: int, dtype):
     given = arrays(ONE_HEAD.chunk, dtype=dtype)
     compare(ONE_HEAD, np.arange(start, start + ONE_HEAD.chunk.tokens), given, Tile(32), 37, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=SLOW)])
 def test_eight_bit_canonicals_into_a_wide_pool(dtype: str):
     compare(LATENT, np.arange(9, 28), narrow_arrays(LATENT.chunk, dtype)[0], None, None, jnp.bfloat16)
 
