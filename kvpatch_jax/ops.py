@@ -173,7 +173,7 @@ def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | N
     if factors is None:
         return {}
     if is_low_rank(factors):
-        arguments = {"per_head": heads == "separate"}
+        arguments: dict = {"per_head": heads == "separate"}
         for name, leaf in zip("uv", factors, strict=True):
             values, scale = leaf if isinstance(leaf, Quantised) else (leaf, None)
             arguments[name] = _spread(values, layers, total)

@@ -82,22 +82,25 @@ def _candidates(operation: str, shape: shapes.Shape, rank: int, platform: str, r
     slots = jnp.arange(shape.tokens, dtype=jnp.int32)
     pages = 2 * (-(-shape.tokens // PAGE_SIZE))
     pool = jnp.ones((*shape.leading, pages, PAGE_SIZE, shape.heads, shape.width), jnp.bfloat16)
-    values = [given.get(name) for name in ("x", "cos", "sin", "u", "v")]
+    x = given["x"]
+    cos, sin, u, v = (given.get(name) for name in ("cos", "sin", "u", "v"))
+    plan: dict[str, Any]
     if platform != "tpu":
         plan = {"layout": shape.layout, "implementation": "xla"}
         if operation == "rotate_patch":
             call = jax.jit(lambda: rotate_patch(**given, **plan))
             return {"xla": _seconds(call, repeats)}
         return {"xla": _seconds(_Donating(lambda own: splice(own, slots, **given, **plan), pool), repeats)}
-    result = {}
-    reason = splice_tpu.unsupported(pool, *values[:2], *values[3:], None, False) if operation == "splice" else None
+    result: dict[str, float] = {}
+    reason = splice_tpu.unsupported(pool, x, cos, u, v, None, False) if operation == "splice" else None
     for tokens in () if reason else CANDIDATES:
         plan = {"layout": shape.layout, "tile": rotate_patch_tpu.Tile(tokens)}
         if operation == "rotate_patch":
-            call = jax.jit(lambda plan=plan: rotate_patch_tpu.kernel(*values, None, None, **plan))
+            call = jax.jit(lambda plan=plan: rotate_patch_tpu.kernel(x, cos, sin, u, v, None, None, **plan))
         else:
             jitted = jax.jit(
-                lambda own, plan=plan: splice_tpu.kernel(own, slots, *values, None, None, **plan), donate_argnums=0
+                lambda own, plan=plan: splice_tpu.kernel(own, slots, x, cos, sin, u, v, None, None, **plan),
+                donate_argnums=0,
             )
             call = _Donating(jitted, jnp.copy(pool))
         try:
@@ -118,7 +121,7 @@ class _Donating:
         return self.pool
 
 
-def _draw(shape: shapes.Shape, rank: int) -> dict[str, jax.Array]:
+def _draw(shape: shapes.Shape, rank: int) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0), 4)
     normal = lambda key, *sizes: jax.random.normal(key, sizes, jnp.bfloat16)
     given = {"x": normal(keys[0], *shape.leading, shape.tokens, shape.heads, shape.width)}

@@ -24,7 +24,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
 
 
 def _run() -> dict[str, Any]:
-    common = {"repeats": _REPEATS.value, "seed": _SEED.value}
+    common: dict[str, Any] = {"repeats": _REPEATS.value, "seed": _SEED.value}
     if _SUITE.value == "patch":
         return patch.run(**common, deficits=_DEFICITS.value)
     if _SUITE.value == "kernels":

@@ -44,7 +44,7 @@ def cases(tiny: bool, least_tokens: int = 0) -> list[Case]:
     return result
 
 
-def draw(case: Case, key: Array, dtype: str = "bfloat16") -> dict[str, Array]:
+def draw(case: Case, key: Array, dtype: str = "bfloat16") -> dict[str, Any]:
     """A chunk as `rotate_patch` takes it, from the device's own generator."""
     keys = jax.random.split(key, 4)
     normal = lambda own, *sizes: jax.random.normal(own, sizes, jnp.float32).astype(dtype)

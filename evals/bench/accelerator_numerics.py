@@ -57,7 +57,7 @@ def _rows(case: Case, key: Array, dtype: str, tiny: bool) -> list[dict[str, Any]
     return rows
 
 
-def _narrowed(wide: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+def _narrowed(wide: Mapping[str, Array], dtype: str) -> dict[str, Any]:
     given = dict(wide)
     for name, axis in (("x", -3), ("u", -2), ("v", -1)):
         if name in wide:

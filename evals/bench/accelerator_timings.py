@@ -50,7 +50,7 @@ def copy_bandwidth(size: int, repeats: int) -> float:
     return SETS * size / statistics.median(median_seconds(lambda: program(numbers), repeats))
 
 
-def unfused(given: Mapping[str, Array], layout: str) -> Array:
+def unfused(given: Mapping[str, Any], layout: str) -> Array:
     """The XLA path with its steps kept apart: product, sum, rotation, cast."""
     apart = jax.lax.optimization_barrier
     value = apart(given["x"].astype(jnp.float32))
@@ -61,7 +61,7 @@ def unfused(given: Mapping[str, Array], layout: str) -> Array:
     return value.astype(given["x"].dtype)
 
 
-def separate(given: Mapping[str, Array], layout: str, implementation: str) -> Array:
+def separate(given: Mapping[str, Any], layout: str, implementation: str) -> Array:
     """Patch and rotation as two kernels."""
     patched = rotate_patch(given["x"], u=given["u"], v=given["v"], implementation=implementation)
     turned = jax.lax.optimization_barrier(patched)
@@ -96,7 +96,7 @@ def _timed(case: Case, seed: int, repeats: int) -> list[dict[str, Any]]:
     return _against(rows)
 
 
-def _through(sets: Sequence[Mapping[str, Array]], program: Callable[[Mapping[str, Array]], Array]) -> Callable[[], Any]:
+def _through(sets: Sequence[Mapping[str, Any]], program: Callable[[Mapping[str, Any]], Array]) -> Callable[[], Any]:
     jitted = jax.jit(lambda given: tuple(program(one) for one in given))
     return lambda: jitted(sets)
 
@@ -109,9 +109,9 @@ NOTES = [
 ]
 
 
-def _rotations(case: Case) -> dict[tuple[str, str], Callable[[Mapping[str, Array]], Array]]:
+def _rotations(case: Case) -> dict[tuple[str, str], Callable[[Mapping[str, Any]], Array]]:
     layout = case.shape.layout
-    programs: dict[tuple[str, str], Callable[[Mapping[str, Array]], Array]] = {
+    programs: dict[tuple[str, str], Callable[[Mapping[str, Any]], Array]] = {
         ("rotate_patch", "unfused"): functools.partial(unfused, layout=layout)
     }
     for name in implementations():
@@ -125,14 +125,14 @@ def _rotations(case: Case) -> dict[tuple[str, str], Callable[[Mapping[str, Array
     return programs
 
 
-def _splicing(case: Case, sets: Sequence[Mapping[str, Array]], implementation: str) -> Callable[[], Array]:
+def _splicing(case: Case, sets: Sequence[Mapping[str, Any]], implementation: str) -> Callable[[], Array]:
     """A call that splices every set into one pool at slots of its own, beginning in the middle of a page."""
     pages = -(-SETS * (case.tokens + PAGE_SIZE) // PAGE_SIZE)
     sizes = (case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:])
     starts = [index * case.tokens + PAGE_SIZE // 2 for index in range(SETS)]
     slots = [jnp.asarray(np.arange(case.tokens, dtype=np.int32) + start) for start in starts]
 
-    def program(pool: Array, slots: Sequence[Array], given: Sequence[Mapping[str, Array]]) -> Array:
+    def program(pool: Array, slots: Sequence[Array], given: Sequence[Mapping[str, Any]]) -> Array:
         for own, one in zip(slots, given, strict=True):
             pool = splice(pool, own, **one, layout=case.shape.layout, implementation=implementation)
         return pool

@@ -57,7 +57,7 @@ TINY = Sizes(2, 16, 2, 16, (0, 4), (8, 16, 32), 2, 4, 16, SMALL[0])
 """To see that everything runs; its times say nothing."""
 
 
-def draw(sizes: Sizes, layers: int, tokens: int, rank: int, seed: int) -> dict[str, Array]:
+def draw(sizes: Sizes, layers: int, tokens: int, rank: int, seed: int) -> dict[str, Any]:
     """A chunk of bfloat16 keys as `rotate_patch` takes it."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
@@ -147,10 +147,10 @@ def splice_seconds(
 def splice_rows(sizes: Sizes, repeats: int, seed: int) -> list[dict[str, Any]]:
     """Splice's seconds by tokens, with a line through their medians; and by size of the pool."""
     taken = splice_seconds(sizes, {str(tokens): (tokens, sizes.pages) for tokens in sizes.spliced}, repeats, seed)
-    medians = [statistics.median(values) for values in taken.values()]
+    medians = np.asarray([statistics.median(values) for values in taken.values()])
     slope, intercept = np.polyfit(sizes.spliced, medians, 1)
-    rest = np.asarray(medians) - (slope * np.asarray(sizes.spliced) + intercept)
-    linear = 1 - float((rest**2).sum() / max(((medians - np.mean(medians)) ** 2).sum(), 1e-30))
+    rest = medians - (slope * np.asarray(sizes.spliced) + intercept)
+    linear = 1 - float((rest**2).sum() / max(((medians - medians.mean()) ** 2).sum(), 1e-30))
     line = {"seconds_per_token": float(slope), "seconds_at_none": float(intercept), "seconds": taken}
     passed = linear >= LINEAR_BAR and slope > 0
     rows = [{"metric": "splice is linear in tokens", "arm": "R²", "value": linear, "bar": LINEAR_BAR} | line]
@@ -186,7 +186,7 @@ def run(*, repeats: int = 5, seed: int = 0, sizes: Sizes | None = None) -> dict[
 
 def table(result: Mapping[str, Any]) -> str:
     """The rows for reading, and how many are within their bars."""
-    lines = [("metric", "", "value", "low", "high", "bar", "")]
+    lines: list[tuple[str, ...]] = [("metric", "", "value", "low", "high", "bar", "")]
     for row in result["rows"]:
         numbers = ["" if row.get(name) is None else f"{row[name]:.3g}" for name in ("value", "low", "high", "bar")]
         lines.append(

@@ -92,12 +92,12 @@ def check_scales(operation: str, x, u, v, x_scale, u_scale, v_scale) -> None:
             if dtype not in (None, *WIDE, *NARROW):
                 raise KernelDtypeError(f"{operation}: {name} of dtype {dtype}; expected one of {WIDE + NARROW}")
             continue
-        if dtype not in NARROW or scale.dtype != jnp.float32:
+        if value is None or dtype not in NARROW or scale.dtype != jnp.float32:
             raise KernelDtypeError(
                 f"{operation}: {name} of dtype {dtype}, {name}_scale of dtype {scale.dtype}; expected one of {NARROW} "
                 "and float32"
             )
-        inner = [*value.shape[-3 if name == "x" else -2 :]]
+        inner = list(value.shape[-3 if name == "x" else -2 :])
         inner[axis] = 1
         if scale.shape[-len(inner) :] != tuple(inner):
             raise KernelShapeError(f"{operation}: {name}_scale {scale.shape}; expected [..., {tuple(inner)}]")

@@ -32,6 +32,8 @@ def unsupported(pool, x, cos, u, v, dense, per_head: bool, x_scale=None, u_scale
     total = pool.shape[-4] * pool.shape[-3]
     if width % LANES:
         return f"a width of {width}; expected a multiple of {LANES}, else the pool would be copied to be laid out anew"
+    if heads not in (1, 2, 4) and heads % 8:
+        return f"{heads} heads; expected 1, 2, 4 or a multiple of 8, else the pool would be copied to be laid out anew"
     if tokens > SLOT_LIMIT:
         return f"{tokens} tokens; expected at most {SLOT_LIMIT}"
     rows = group_of(pool.dtype)

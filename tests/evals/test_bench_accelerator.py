@@ -30,43 +30,54 @@ def whole(tmp_path_factory):
     return out / "found", done
 
 
-def test_every_part_is_written_and_numerics_pass(whole):
-    out, done = whole
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = {name: json.loads((out / f"{name}.json").read_text()) for name in accelerator.PARTS}
-    rows = results["numerics"]["rows"]
+def test_xla_is_right_and_the_kernel_that_is_not_here_is_left_out_with_its_reason():
+    rows = accelerator_numerics.numerics(True)["rows"]
     assert {row["verdict"] for row in rows if row["implementation"] == "xla"} == {"pass"}
     assert {row["dtype"] for row in rows} == {"bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "float32"}
     refused = [row for row in rows if row["implementation"] == "gpu"]
     assert refused
     assert all(row["verdict"] == "skipped" and row["reason"] for row in refused)
+    wrong = [rows[0] | {"verdict": "FAIL"}]
+    assert len(accelerator.judge({"numerics": {"rows": rows}})) == 0
+    assert "rotate_patch xla" in accelerator.judge({"numerics": {"rows": rows + wrong}})[0]
+
+
+def test_ratios_of_two_parts_are_in_the_report():
+    row = {"operation": "rotate_patch", "implementation": "gpu", "case": "a", "microseconds": 10.0}
+    found = {
+        "bandwidth": {"tiny": False, "rows": [row]},
+        "torch": {"tiny": False, "rows": [{"operation": "rotate_patch", "case": "a", "microseconds": 15.0}]},
+        "factorise": {"tiny": False, "rows": [{"case": "randomised", "microseconds": 5.0}]},
+        "prefill": {"tiny": True, "skipped": "too little memory", "rows": [{"case": "b", "microseconds": 50.0}]},
+    }
+    text = accelerator.report(accelerator.with_comparisons(found), ["prefill: stopped"])
+    assert "| rotate_patch | gpu | a | 10 | 1.5 |" in text
+    assert "| randomised | 5 | 0.1 |" in text
+    assert "Skipped: too little memory" in text
+    assert text.endswith("- prefill: stopped\n")
+
+
+def test_a_part_is_run_once_and_time_that_is_over_is_told(tmp_path, capsys):
+    assert accelerator.main([f"--out={tmp_path}", "--tiny", "--part=torch", "--limit=1"]) == 1
+    assert "torch: not run, the 1 seconds are over" in capsys.readouterr().out
+    accelerator.run_part("torch", tmp_path, True)
+    written = (tmp_path / "torch.json").stat().st_mtime_ns
+    assert accelerator.main([f"--out={tmp_path}", "--tiny", "--part=torch"]) == 0
+    assert (tmp_path / "torch.json").stat().st_mtime_ns == written
+    assert "torch: is there already" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_part_is_written_by_the_one_command(whole):
+    out, done = whole
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {name: json.loads((out / f"{name}.json").read_text()) for name in accelerator.PARTS}
     assert all(row["microseconds"] > 0 for row in results["bandwidth"]["rows"] if "skipped" not in row)
     assert [row["case"] for row in results["factorise"]["rows"]] == ["randomised", "full SVD"]
     assert "rows" in results["prefill"]
     text = (out / "accelerator.md").read_text()
     assert all(f"## {name}" in text for name in accelerator.PARTS)
     assert "Nothing went wrong." in text
-
-
-def test_a_part_that_is_there_is_not_run_again(whole, capsys):
-    out, _ = whole
-    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")}
-    assert accelerator.main([f"--out={out}", "--tiny"]) == 0
-    assert {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")} == before
-    assert capsys.readouterr().out.count("is there already") == len(accelerator.PARTS)
-
-
-def test_a_wrong_number_or_a_part_that_fails_is_told_by_the_status(whole, tmp_path, capsys):
-    out, _ = whole
-    numerics = json.loads((out / "numerics.json").read_text())
-    numerics["rows"][0]["verdict"] = "FAIL"
-    for name in accelerator.PARTS:
-        (tmp_path / f"{name}.json").write_text((out / f"{name}.json").read_text())
-    (tmp_path / "numerics.json").write_text(json.dumps(numerics))
-    assert accelerator.main([f"--out={tmp_path}", "--tiny"]) == 1
-    assert "numerics: rotate_patch xla" in (tmp_path / "accelerator.md").read_text()
-    assert accelerator.main([f"--out={tmp_path / 'other'}", "--tiny", "--part=torch", "--limit=1"]) == 1
-    assert "torch: not run, the 1 seconds are over" in capsys.readouterr().out
 
 
 def test_errors_are_units_in_the_last_place_and_nan_is_wrong():

@@ -155,7 +155,7 @@ def test_an_orbit_without_its_sum_is_near_the_factors_of_the_mean():
     u, v = factorise(deltas[0], 8)
     for n, delta in enumerate(deltas[1:], start=1):
         u, v = update(u * (n / (n + 1)), v, delta / (n + 1), 8)
-    mean = sum(deltas) / 4
+    mean = jnp.stack(deltas).mean(0)
     best_u, best_v = factorise(mean, 8, method="exact")
     error, best = (float(jnp.linalg.norm(mean - value)) for value in (u @ v, best_u @ best_v))
     assert best <= error < 1.05 * best

@@ -1,5 +1,7 @@
 """splice's TPU kernel, interpreted on a CPU: races and uninitialised memory are errors. Held against the XLA path."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,14 +28,14 @@ def scattered(shape: Shape) -> np.ndarray:
 
 def compare(shape: Shape, slots, given: dict, tile: Tile | None, length: int | None, dtype=jnp.float32) -> None:
     """The kernel against the XLA path: equal where slots say, bit-equal elsewhere."""
-    length = None if length is None else jnp.int32(length)
+    counted = None if length is None else jnp.int32(length)
     slots = jnp.asarray(slots, jnp.int32)
     wanted = splice(
-        pool_of(shape, dtype), slots, **given, layout=shape.chunk.layout, length=length, implementation="xla"
+        pool_of(shape, dtype), slots, **given, layout=shape.chunk.layout, length=counted, implementation="xla"
     )
     names = ("x", "cos", "sin", "u", "v", "dense", "length", "x_scale", "u_scale", "v_scale")
-    values = [(given | {"length": length}).get(name) for name in names]
-    plan = {"layout": shape.chunk.layout, "tile": tile, "interpret": INTERPRET}
+    values: list[Any] = [(given | {"length": counted}).get(name) for name in names]
+    plan: dict[str, Any] = {"layout": shape.chunk.layout, "tile": tile, "interpret": INTERPRET}
     found = tpu.kernel(pool_of(shape, dtype), slots, *values, **plan)
     found, wanted = (np.asarray(value.astype(jnp.float32)) for value in (found, wanted))
     np.testing.assert_allclose(found, wanted, atol=2e-5, rtol=0 if dtype == jnp.float32 else 2**-7)
@@ -42,7 +44,7 @@ def compare(shape: Shape, slots, given: dict, tile: Tile | None, length: int | N
     flat = lambda value: value.reshape(*shape.chunk.leading, -1, *shape.pool[-2:])
     others = np.setdiff1d(np.arange(shape.pages * shape.page_size), np.asarray(slots)[:count])
     np.testing.assert_array_equal(flat(found)[:, others], flat(before)[:, others])
-    assert not interpret_pallas_call.races.races_found
+    assert not interpret_pallas_call.races.races_found  # pyright: ignore[reportOptionalMemberAccess]
 
 
 SLOW = pytest.mark.slow
@@ -89,6 +91,7 @@ def test_dispatch_takes_the_kernel_and_slots_out_of_range_are_written_nowhere():
     [
         (SMALL[0], {}, "width of 16; expected a multiple of 128"),
         (Shape(ONE_HEAD.chunk, 10, 7), {}, "10 pages of 7 slots"),
+        (Shape(HEADS.chunk._replace(heads=5), 5, 16), {}, "5 heads; expected 1, 2, 4 or a multiple of 8"),
         (HEADS, {"u": jnp.zeros((2, 37, 256)), "v": jnp.zeros((2, 256, 256)), "dtype": jnp.float16}, "dtypes"),
     ],
 )
