@@ -24,7 +24,7 @@ PARTS = {
     "prefill": ("accelerator_prefill", "prefill"),
 }
 """Which module's function makes a part's result, given whether shapes are to be tiny."""
-LIMIT = 520
+LIMIT = 520.0
 """Seconds that all parts may take together; the next part gets what is left, and what does not fit is not run."""
 
 

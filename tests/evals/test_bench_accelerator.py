@@ -33,7 +33,7 @@ def whole(tmp_path_factory):
 def test_xla_is_right_and_the_kernel_that_is_not_here_is_left_out_with_its_reason():
     rows = accelerator_numerics.numerics(True)["rows"]
     assert {row["verdict"] for row in rows if row["implementation"] == "xla"} == {"pass"}
-    assert {row["dtype"] for row in rows} == {"bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "float32"}
+    assert {row["dtype"] for row in rows} == {"bfloat16", "int8", "float32"}
     refused = [row for row in rows if row["implementation"] == "gpu"]
     assert refused
     assert all(row["verdict"] == "skipped" and row["reason"] for row in refused)
