@@ -96,3 +96,15 @@ class StoreKeyError(StoreError):
 
 class StoreClosedError(StoreError):
     """A store used after `close`."""
+
+
+class LibraryFullError(StoreFullError):
+    """A library whose quota an entry would exceed. The library is as it was."""
+
+
+class UnknownReferenceError(StoreError):
+    """A reference in a prompt that no library of this tenant's resolves. Names near ones of this tenant only."""
+
+
+class FetchError(StoreError):
+    """A chunk that was neither loaded nor computed; the cause is what went wrong while computing."""

@@ -1,12 +1,32 @@
 """Chunks that outlive requests, processes and machines: a content-addressed, tiered, crash-safe store."""
 
+from .fetch import Fetched as Fetched
+from .fetch import Miss as Miss
+from .fetch import Request as Request
+from .fetch import fetch as fetch
 from .ids import ENCODINGS as ENCODINGS
 from .ids import Served as Served
 from .ids import chunk_id as chunk_id
 from .ids import encoder_id as encoder_id
+from .libraries import DynamicLibrary as DynamicLibrary
+from .libraries import HeldReference as HeldReference
+from .libraries import StaticLibrary as StaticLibrary
+from .linker import Linked as Linked
+from .linker import LinkedChunk as LinkedChunk
+from .linker import Linker as Linker
 from .placement import LayerStream as LayerStream
+from .references import Reference as Reference
+from .references import escape as escape
+from .references import parse_prompt as parse_prompt
 from .remote import KeyValueStore as KeyValueStore
 from .remote import Remote as Remote
+from .retriever import ApproximateRetriever as ApproximateRetriever
+from .retriever import ExactRetriever as ExactRetriever
+from .retriever import Retriever as Retriever
+from .retriever import pooled as pooled
+from .retriever import recall as recall
+from .shelf import Listed as Listed
+from .shelf import Resource as Resource
 from .statistics import Statistics as Statistics
 from .statistics import prometheus_text as prometheus_text
 from .store import Budget as Budget

@@ -62,7 +62,7 @@ class Header:
 
     Attributes:
       name: its file's name.
-      kind: "kv", "patch" or "encoder".
+      kind: "kv", "patch", "encoder" or "entry".
       expires: seconds since the epoch, or None.
       body: what the codec needs to build the object again.
       leaves: in the order of the file, padding left out.

@@ -88,7 +88,7 @@ class Name:
     folder: str
     chunk: str
     file: str
-    kind: Literal["kv", "patch", "encoder"]
+    kind: Literal["kv", "patch", "encoder", "entry"]
 
     @property
     def tenant(self) -> str:
@@ -166,6 +166,12 @@ class Names:
     def encoder(self, backbone: str, chunk: str) -> Name:
         """Of a tower's output, under the id of the chunk that it makes (or an `encoder_id`)."""
         return self._place(backbone, chunk, "enc", "encoder")
+
+    def entry(self, library: str, *fields: str) -> Name:
+        """Of a library's entry, over the library's and the entry's names."""
+        key = self._name(_BYTES, "entry", library, *fields)
+        folder = f"lib/{self.space.removeprefix('obj/')}/{library}/{key[:2]}"
+        return Name(folder, key, f"{key}.entry.safetensors", "entry")
 
     def patch(self, patch: Patch) -> Name:
         """Of a patch: over chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers."""

@@ -15,7 +15,7 @@ from .buffers import Buffers
 from .files import as_bytes, read_into, reserve, write_all
 from .header import ALIGNMENT, PAGE, Header, Leaf, header_length, make_header, parse_header
 
-Kind = Literal["kv", "patch", "encoder"]
+Kind = Literal["kv", "patch", "encoder", "entry"]
 Arrays = Mapping[str, np.ndarray]
 _OVERLAP = 4 << 20
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Num
 
@@ -84,7 +85,11 @@ class LayerStream:
         return {name: jax.device_put(value, target_of(self._placement, name)) for name, value in values.items()}
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
-        with self, concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvpatch-stream") as reader:
+        with self:
+            yield from self._layers()
+
+    def _layers(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvpatch-stream") as reader:
             coming = [reader.submit(self._layer, layer) for layer in range(min(self._ahead, self.layout.layers))]
             try:
                 for layer in range(self.layout.layers):
@@ -94,6 +99,33 @@ class LayerStream:
                     yield layer, values
             finally:
                 reader.shutdown(cancel_futures=True)
+
+    def chunk(self, each: Callable[[int, Mapping[str, AnyArray]], object]) -> Chunk:
+        """Reads to the end and gives the chunk whole; `each` is called with every layer when it has come.
+
+        Raises:
+          As iterating, and what `each` raises.
+        """
+        with self:
+            layers: list[Mapping[str, AnyArray]] = []
+            for layer, values in self._layers():
+                each(layer, values)
+                layers.append(values)
+            kept = self._header.body["hidden"]
+            names = [] if kept is None else [f"hidden.{layer}" for layer in kept]
+            arrays = self._read(names) if names else {}
+        stack = np.stack if self._placement is None else jnp.stack
+        return unchecked_chunk(
+            kv={name: stack([values[name] for values in layers]) for name in self.layout.names},
+            local=self.local,
+            span=self.span,
+            length=self.length,
+            id=self._header.body["id"],
+            layout=self.layout,
+            backbone=self._header.body["backbone"],
+            encoder=None,
+            hidden=None if kept is None else {layer: arrays[f"hidden.{layer}"] for layer in kept},
+        )
 
     def close(self) -> None:
         """Lets go of the file."""

@@ -1,0 +1,357 @@
+"""Many chunks at once: what is stored is loaded while what is not is computed (MPIC, section 3.2).
+
+Loads run in a few threads of their own, computing in the caller's. A load that fails is computed. Of several threads
+that ask for one chunk one works and the others wait. Nobody computes what was loaded, nor computes twice.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ..chunk import AnyArray, Chunk
+from ..errors import FetchError, InputError, StoreClosedError, StoreError
+from .ids import Encoding
+from .placement import Placement, place_chunk, placement_key
+from .store import Ack, ChunkStore
+
+Source = Literal["store", "shared", "computed", "joined"]
+"""Where a chunk came from: the store, the request's shared store, computing, or another thread that fetched it too."""
+
+Load = concurrent.futures.Future[tuple[Chunk, Source] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A chunk that is wanted. Requests of equal id, backbone and encoding are one.
+
+    Attributes:
+      id, backbone, encoding: as `ChunkStore.get`. A computed chunk is stored in this encoding.
+      item: for computing: anything, such as what `Backbone.prepare` takes; or a function without arguments giving it.
+      expires: seconds since the epoch, of a computed chunk in the store; None leaves it to the store.
+      shared: a store to look in after the tenant's own, never written to.
+    """
+
+    id: str
+    backbone: str
+    encoding: Encoding | None = None
+    item: Any = dataclasses.field(default=None, compare=False)
+    expires: float | None = dataclasses.field(default=None, compare=False)
+    shared: ChunkStore | None = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Miss:
+    """A request to compute."""
+
+    request: Request
+    store: ChunkStore
+
+    @property
+    def item(self) -> Any:
+        """The request's item."""
+        return self.request.item() if callable(self.request.item) else self.request.item
+
+    def encoder(self) -> np.ndarray | None:
+        """The tower's output, where it outlived its canonical: to prefill from without running the tower again."""
+        for store in (self.store, self.request.shared):
+            output = None if store is None else store.get_encoder(self.request.id, self.request.backbone)
+            if output is not None:
+                return output
+        return None
+
+
+class Fetched(NamedTuple):
+    """A chunk, where it came from, and for a computed one the future of its asynchronous put."""
+
+    chunk: Chunk
+    source: Source
+    ack: Ack | None = None
+
+
+Compute = Callable[[Sequence[Miss]], Sequence[Chunk]]
+OnLayer = Callable[[Request, int, Mapping[str, AnyArray]], object]
+
+
+def fetch(
+    store: ChunkStore,
+    requests: Sequence[Request],
+    compute: Compute,
+    *,
+    batch: int | None = 1,
+    placement: Placement | None = None,
+    on_layer: OnLayer | None = None,
+    threads: int = 2,
+    timeout: float | int | None = None,
+    keep: bool = True,
+) -> list[Fetched]:
+    """Loads the chunks that are stored while it computes the others.
+
+    Args:
+      compute: makes the chunks of some misses, in order, in the caller's thread. It must not call `fetch`.
+      batch: misses per call of `compute`; None gives it all there are at that moment.
+      placement: as `ChunkStore.get`, also of what was computed.
+      on_layer: called with (request, layer, {channel: [T, K, H]}) for every layer of every chunk, in the order of
+        layers and as soon as it is there: in a loading thread while later layers are read. Where a load fails in
+        between, the layers of the computed chunk follow, from 0. Its errors are raised.
+      threads: that load.
+      timeout: seconds from now after which what is not loaded is computed instead. None waits.
+      keep: whether computed chunks are put into the store, asynchronously: `Fetched.ack`, `ChunkStore.flush` and
+        `close` tell whether that failed.
+
+    Returns:
+      One per request, in their order; equal requests share theirs.
+
+    Raises:
+      FetchError: `compute` failed, or gave other chunks than it was asked for; its error is the cause. Loads have
+      ended by then, and what was computed before is stored. StoreClosedError. InputError: threads or batch below 1.
+    """
+    if threads < 1 or (batch is not None and batch < 1):
+        raise InputError(f"fetch: threads {threads}, batch {batch}; expected 1 or more")
+    deadline = None if timeout is None else time.monotonic() + timeout
+    rest = list(dict.fromkeys(requests))
+    got: dict[Request, Fetched] = {}
+    while rest:
+        round_ = _Round(store, compute, batch, placement, on_layer, deadline, keep)
+        rest = round_.run(rest, threads)
+        got |= round_.got
+    return [got[request] for request in requests]
+
+
+class _Flight:
+    """A chunk that some thread is at."""
+
+    def __init__(self) -> None:
+        self.owner = threading.get_ident()
+        self.landed: concurrent.futures.Future[Chunk | None] = concurrent.futures.Future()
+        self.computing = False
+
+    def wait(self, deadline: float | None) -> Chunk | None:
+        """The chunk; None where its thread failed, or is still loading at the deadline."""
+        with contextlib.suppress(TimeoutError):
+            return self.landed.result(_left(deadline))
+        return self.landed.result() if self.computing else None
+
+
+_flights: dict[Hashable, _Flight] = {}
+_flights_lock = threading.Lock()
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+class _Round:
+    """One pass over some requests: those that nobody else is at are led, the others waited for."""
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        compute: Compute,
+        batch: int | None,
+        placement: Placement | None,
+        on_layer: OnLayer | None,
+        deadline: float | None,
+        keep: bool,
+    ):
+        self.store, self.compute, self.batch, self.placement = store, compute, batch, placement
+        self.on_layer, self.deadline, self.keep = on_layer, deadline, keep
+        self.got: dict[Request, Fetched] = {}
+        self._led: dict[Request, _Flight] = {}
+        self._loads: dict[Request, Load] = {}
+        self._late: dict[Request, Load] = {}
+        self._missing: collections.deque[Request] = collections.deque()
+
+    def run(self, requests: Sequence[Request], threads: int) -> list[Request]:
+        """What is still to be had after it: what another thread was at and did not get."""
+        others: dict[Request, _Flight] = {}
+        pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="kvpatch-fetch")
+        try:
+            for request in requests:
+                self._join(request, others)
+            self._start(pool)
+            while self._loads or self._missing:
+                self._take(wait=not self._missing)
+                self._compute_some()
+        finally:
+            self._end(pool)
+        return self._wait_for(others)
+
+    # --------------------------------------------------------------------------------------------- single flight
+
+    def _key(self, request: Request) -> Hashable:
+        where = None if self.placement is None else placement_key(self.placement)
+        return (self.store.disk.root, self.store.names.space, request, where)
+
+    def _join(self, request: Request, others: dict[Request, _Flight]) -> None:
+        key, own = self._key(request), _Flight()
+        with _flights_lock:
+            flight = _flights.setdefault(key, own)
+            if flight is not own and self.deadline is not None and time.monotonic() >= self.deadline:
+                flight = _flights[key] = own if not flight.computing else flight  # its load hangs
+        if flight is own:
+            self._led[request] = own
+        elif flight.owner == own.owner:
+            raise FetchError(f"fetch: chunk {request.id!r} from within its own computing; expected no fetch there")
+        else:
+            others[request] = flight
+
+    def _land(self, request: Request, chunk: Chunk | None) -> None:
+        flight = self._led.pop(request, None)
+        if flight is None:
+            return
+        with _flights_lock:
+            if _flights.get(self._key(request)) is flight:
+                del _flights[self._key(request)]
+        flight.landed.set_result(chunk)
+
+    def _wait_for(self, others: dict[Request, _Flight]) -> list[Request]:
+        again: list[Request] = []
+        for request, flight in others.items():
+            chunk = flight.wait(self.deadline)
+            if chunk is None:
+                again.append(request)
+            else:
+                self._show(request, chunk)
+                self.got[request] = Fetched(chunk, "joined")
+        return again
+
+    # --------------------------------------------------------------------------------------------------- loading
+
+    def _stores(self, request: Request) -> list[tuple[ChunkStore, Source]]:
+        own: list[tuple[ChunkStore, Source]] = [(self.store, "store")]
+        return own if request.shared is None else [*own, (request.shared, "shared")]
+
+    def _start(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
+        past = self.deadline is not None and time.monotonic() >= self.deadline
+        for request in self._led:
+            if not past and any(
+                store.may_have(request.id, request.backbone, encoding=request.encoding)
+                for store, _ in self._stores(request)
+            ):
+                self._loads[request] = pool.submit(self._load, request)
+            else:
+                self._missing.append(request)
+
+    def _load(self, request: Request) -> tuple[Chunk, Source] | None:
+        """In a loading thread. None where no store gives it, for whatever reason."""
+        for store, source in self._stores(request):
+            try:
+                chunk = self._whole(store, request) if self.on_layer is None else self._streamed(store, request)
+            except StoreClosedError:
+                raise
+            except (StoreError, OSError):
+                store.counters.add("fetch_errors")
+                continue
+            if chunk is not None:
+                return chunk, source
+        return None
+
+    def _whole(self, store: ChunkStore, request: Request) -> Chunk | None:
+        return store.get(request.id, request.backbone, encoding=request.encoding, placement=self.placement)
+
+    def _streamed(self, store: ChunkStore, request: Request) -> Chunk | None:
+        stream = store.stream(request.id, request.backbone, encoding=request.encoding, placement=self.placement)
+        if stream is None:
+            return None
+        assert self.on_layer is not None
+        return stream.chunk(lambda layer, values: self._call(request, layer, values))
+
+    def _call(self, request: Request, layer: int, values: Mapping[str, AnyArray]) -> None:
+        assert self.on_layer is not None
+        try:
+            self.on_layer(request, layer, values)
+        except (StoreError, OSError) as error:  # the caller's own, not the load's
+            raise FetchError(f"fetch: on_layer failed at layer {layer} of {request.id!r}: {error}") from error
+
+    def _show(self, request: Request, chunk: Chunk) -> None:
+        """Hands out the layers of a chunk that did not come as a stream."""
+        if self.on_layer is not None:
+            for layer in range(chunk.layout.layers):
+                self._call(request, layer, {name: value[layer] for name, value in chunk.kv.items()})
+
+    def _take(self, wait: bool) -> None:
+        """Sorts out the loads that ended; with `wait`, not before one did or the deadline."""
+        if not self._loads:
+            return
+        timeout = _left(self.deadline) if wait else 0
+        concurrent.futures.wait(self._loads.values(), timeout, concurrent.futures.FIRST_COMPLETED)
+        past = self.deadline is not None and time.monotonic() >= self.deadline
+        for request, load in list(self._loads.items()):
+            if load.done():
+                del self._loads[request]
+                if not self._loaded(request, load):
+                    self._missing.append(request)
+            elif past:
+                del self._loads[request]
+                self._missing.append(request)
+                if not load.cancel():
+                    self._late[request] = load  # it may yet come before its turn to be computed
+
+    def _loaded(self, request: Request, load: Load) -> bool:
+        found = load.result()
+        if found is None:
+            return False
+        self.got[request] = Fetched(*found)
+        self._land(request, found[0])
+        return True
+
+    # ------------------------------------------------------------------------------------------------- computing
+
+    def _compute_some(self) -> None:
+        chosen: list[Request] = []
+        while self._missing and (self.batch is None or len(chosen) < self.batch):
+            request = self._missing.popleft()
+            late = self._late.pop(request, None)
+            if late is None or not late.done() or not self._loaded(request, late):
+                self._led[request].computing = True
+                chosen.append(request)
+        if not chosen:
+            return
+        chunks = self._computed([Miss(request, self.store) for request in chosen])
+        for request, chunk in zip(chosen, chunks, strict=True):
+            ack = self._put(request, chunk) if self.keep else None
+            chunk = chunk if self.placement is None else place_chunk(chunk, self.placement)
+            self._show(request, chunk)
+            self.got[request] = Fetched(chunk, "computed", ack)
+            self._land(request, chunk)
+
+    def _computed(self, misses: Sequence[Miss]) -> list[Chunk]:
+        try:
+            chunks = list(self.compute(misses))
+        except Exception as error:
+            what = f"{len(misses)} chunks, {misses[0].request.id!r} first"
+            raise FetchError(f"fetch: computing {what}: {type(error).__name__}: {error}") from error
+        wanted = [(miss.request.id, miss.request.backbone) for miss in misses]
+        found = [(chunk.id, chunk.backbone) for chunk in chunks]
+        if found != wanted:
+            raise FetchError(f"fetch: computing gave chunks {found}; expected {wanted}")
+        return chunks
+
+    def _put(self, request: Request, chunk: Chunk) -> Ack | None:
+        ttl = None if request.expires is None else request.expires - self.store.clock()
+        if ttl is not None and ttl <= 0:
+            return None
+        try:
+            return self.store.put_async(chunk, encoding=request.encoding, ttl=ttl)
+        except (StoreError, ValueError) as error:  # the chunk is right all the same
+            failed: Ack = concurrent.futures.Future()
+            failed.set_exception(error)
+            return failed
+
+    # ---------------------------------------------------------------------------------------------------- ending
+
+    def _end(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
+        """Cancels the loads that wait and sees the others out (one that hangs past the deadline ends by itself)."""
+        pool.shutdown(wait=False, cancel_futures=True)
+        running = [load for load in (*self._loads.values(), *self._late.values()) if not load.cancelled()]
+        if not concurrent.futures.wait(running, _left(self.deadline)).not_done:
+            pool.shutdown(wait=True)
+        for request in list(self._led):
+            self._land(request, None)

@@ -1,0 +1,136 @@
+"""From references in a prompt to chunks: `IMAGE#LOUVRE2025` becomes what this tenant, or the operator, calls so.
+
+MPIC, section 3.1. A name is looked up in the tenant's own library first, then in the operator's; with a version only in
+the latter. What an error says about other names comes from the tenant's own library alone.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ..errors import UnknownReferenceError
+from .fetch import Request
+from .libraries import DynamicLibrary, StaticLibrary
+from .references import Reference, parse_prompt
+from .shelf import Resource
+from .store import ChunkStore
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinkedChunk:
+    """What a reference in a prompt leads to.
+
+    Attributes:
+      reference: as in the prompt.
+      library: whose it is.
+      resource: what the library holds; with the version that was found.
+      id, backbone: of its chunk.
+      store: the operator's, for a reference of the dynamic library.
+    """
+
+    reference: Reference
+    library: Literal["static", "dynamic"]
+    resource: Resource
+    id: str
+    backbone: str
+    store: ChunkStore | None
+
+    @property
+    def request(self) -> Request:
+        """What `fetch` takes: from the tenant's store, then the operator's, else to be computed from the item."""
+        item: Callable[[], Any] = lambda: self.resource.item
+        return Request(self.id, self.backbone, item=item, expires=self.resource.expires, shared=self.store)
+
+
+class Linked:
+    """A prompt with its references resolved. Versions of dynamic references are held, and chunks pinned, until `close`.
+
+    Attributes:
+      segments: texts and chunks, in the order of the prompt.
+    """
+
+    def __init__(self, segments: tuple[str | LinkedChunk, ...], stack: contextlib.ExitStack):
+        self.segments, self._stack = segments, stack
+
+    @property
+    def chunks(self) -> tuple[LinkedChunk, ...]:
+        """The chunks alone, in order."""
+        return tuple(segment for segment in self.segments if isinstance(segment, LinkedChunk))
+
+    @property
+    def requests(self) -> list[Request]:
+        """What `fetch` takes, one per chunk, in order."""
+        return [chunk.request for chunk in self.chunks]
+
+    @property
+    def items(self) -> list[Any]:
+        """What `Backbone.prepare` takes: the prompt with every content in its place, to prefill it as one."""
+        return [segment if isinstance(segment, str) else segment.resource.item for segment in self.segments]
+
+    def close(self) -> None:
+        """Lets go of versions and pins. Closing twice is allowed."""
+        self._stack.close()
+
+    def __enter__(self) -> "Linked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Linker:
+    """Resolves references for one tenant and one backbone.
+
+    Args:
+      backbone: the fingerprint of the model that will read the chunks.
+      static: the tenant's library, or None.
+      dynamic: the operator's, or None.
+    """
+
+    def __init__(self, backbone: str, static: StaticLibrary | None = None, dynamic: DynamicLibrary | None = None):
+        self.backbone, self.static, self.dynamic = backbone, static, dynamic
+
+    def link(self, prompt: str) -> Linked:
+        """A prompt as texts and chunks, in order. See `references` for what a reference looks like, and for escaping.
+
+        Raises:
+          UnknownReferenceError: a reference that neither library has. InputError: one that was put as a chunk of
+          another backbone. Nothing is held then.
+        """
+        with contextlib.ExitStack() as stack:
+            segments = [
+                segment if isinstance(segment, str) else self._resolve(segment, stack)
+                for segment in parse_prompt(prompt)
+            ]
+            return Linked(tuple(segments), stack.pop_all())
+
+    def resolve(self, reference: str) -> Linked:
+        """One reference, as a retriever gives it: a prompt of that alone. Raises as `link`."""
+        linked = self.link(reference)
+        if len(linked.segments) == 1 and linked.chunks:
+            return linked
+        linked.close()
+        raise UnknownReferenceError(f"{reference[:80]!r} is no reference; expected KIND#NAME")
+
+    def _resolve(self, reference: Reference, stack: contextlib.ExitStack) -> LinkedChunk:
+        if self.static is not None and reference.version is None:
+            resource = self.static.get(reference.kind, reference.name)
+            if resource is not None:
+                id = resource.chunk_id(self.backbone)
+                stack.enter_context(self.static.store.pin(id, self.backbone))
+                return LinkedChunk(reference, "static", resource, id, self.backbone, None)
+        held = None if self.dynamic is None else self.dynamic.open(reference.kind, reference.name, reference.version)
+        if held is None or self.dynamic is None:
+            raise UnknownReferenceError(self._unknown(reference))
+        resource = stack.enter_context(held)
+        id = resource.chunk_id(self.backbone)
+        stack.enter_context(self.dynamic.store.pin(id, self.backbone))
+        return LinkedChunk(reference, "dynamic", resource, id, self.backbone, self.dynamic.store)
+
+    def _unknown(self, reference: Reference) -> str:
+        own = [] if self.static is None else [str(entry.reference) for entry in self.static.entries()]
+        near = difflib.get_close_matches(str(dataclasses.replace(reference, version=None)), own, n=3)
+        hint = f"one of {', '.join(near)}, or another that is there" if near else "a reference that is there"
+        return f"{reference}: no library has it; expected {hint}"

@@ -1,0 +1,334 @@
+"""What both libraries stand on: named resources as objects of the store's directory, beside its chunks.
+
+An entry is a verified, durable object like any other, under `lib/<tenant>/<library>/`. Its name is inside it, so that a
+library can be listed; the path tells nothing. Entries are outside the chunks' budget and eviction. Whoever changes a
+library holds its lock, among threads and processes; readers hold none.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from ..chunk import AnyArray, Chunk
+from ..errors import InputError, NotFiniteError, StoreError
+from .files import locked, make_directories, typed_errors
+from .header import Header
+from .ids import Name, chunk_id
+from .objects import Blob
+from .references import Kind, Reference
+from .store import ChunkStore
+
+Content = str | bytes | np.ndarray | list[int] | tuple[int, ...]
+"""What a resource shows: text, an encoded file, pixels (or another array), or token ids."""
+
+_NOTHING = np.zeros(1, np.uint8)  # an object has at least one byte
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """A resource as its header tells it.
+
+    Attributes:
+      reference: how a prompt names it, with its version in a dynamic library.
+      nbytes: what it counts for: its file, and the chunk that was put with it.
+      expires: seconds since the epoch, or None.
+      chunk: (backbone, id) of the chunk that was put with it, or None.
+      withdrawn: whether this version says that there is none any more.
+      path: from the store's root.
+    """
+
+    reference: Reference
+    nbytes: int
+    expires: float | None
+    chunk: tuple[str, str] | None
+    withdrawn: bool
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Resource:
+    """A resource read from a library, verified.
+
+    Attributes:
+      reference: how a prompt names it, with its version in a dynamic library.
+      content: as it was put; None where only a chunk was.
+      digest: of the content, 64 hexadecimal digits; equal contents have equal ones. Empty without content.
+      metadata: the operator's.
+      vector: what a retriever finds it by, [D] float32, or None.
+      expires, chunk: as in `Listed`.
+    """
+
+    reference: Reference
+    content: str | bytes | np.ndarray | tuple[int, ...] | None = dataclasses.field(repr=False)
+    digest: str
+    metadata: Mapping[str, Any]
+    vector: np.ndarray | None = dataclasses.field(repr=False)
+    expires: float | None
+    chunk: tuple[str, str] | None
+
+    def chunk_id(self, backbone: str) -> str:
+        """The id of its chunk for a backbone: of the one that was put with it, else `chunk_id` of its content.
+
+        Raises:
+          InputError: only a chunk was put, and another backbone's.
+        """
+        if self.chunk is not None and self.chunk[0] == backbone:
+            return self.chunk[1]
+        if self.content is None:
+            raise InputError(f"{self.reference}: a chunk of another backbone alone; expected content too")
+        return chunk_id(backbone, list(self.content) if isinstance(self.content, tuple) else self.content)
+
+    @property
+    def item(self) -> Any:
+        """The content as `Backbone.prepare` takes it: an encoded image opened (by Pillow), token ids as a list."""
+        if self.reference.kind == "TOKENS" and self.content is not None:
+            return [int(token) for token in self.content]
+        if isinstance(self.content, bytes) and self.reference.kind == "IMAGE":
+            from PIL import Image
+
+            return Image.open(io.BytesIO(self.content))
+        return self.content
+
+
+def as_content(content: Any) -> Content:
+    """A content in one of the forms that are kept: PIL images and jax arrays as NumPy arrays.
+
+    Raises:
+      InputError: content of another type.
+    """
+    if hasattr(content, "getbands"):
+        return np.asarray(content.convert("RGB"))
+    if isinstance(content, jax.Array):
+        return np.asarray(content)
+    ids = isinstance(content, list | tuple) and bool(content) and all(type(token) is int for token in content)
+    if ids or isinstance(content, str | bytes | np.ndarray):
+        return content
+    raise InputError(f"library: content of type {type(content).__name__}; expected text, bytes, an array or token ids")
+
+
+def kind_of(content: Content) -> Kind:
+    """The kind of a content where none is given."""
+    if isinstance(content, str):
+        return "TEXT"
+    if isinstance(content, bytes):
+        return "IMAGE" if content.startswith(_MAGIC) else "FILE"
+    if isinstance(content, np.ndarray) and not (content.ndim == 1 and content.dtype.kind in "iu"):
+        return "IMAGE"
+    return "TOKENS"
+
+
+def check_kind(reference: Reference, content: Content) -> None:
+    """Raises InputError where a kind does not go with its content. FILE goes with any."""
+    wanted = {"TEXT": ("TEXT",), "TOKENS": ("TOKENS",), "IMAGE": ("IMAGE", "FILE")}.get(reference.kind)
+    if wanted is not None and kind_of(content) not in wanted:
+        raise InputError(f"{reference}: content is {kind_of(content)}; expected {' or '.join(wanted)}")
+
+
+def entry_blob(
+    reference: Reference,
+    content: Content | None,
+    chunk: Chunk | None,
+    vector: Float[AnyArray, " D"] | None,
+    metadata: Mapping[str, Any],
+    expires: float | None,
+) -> Blob:
+    """A resource as an object.
+
+    Raises:
+      InputError: neither content nor chunk, empty content, or metadata that are not JSON. NotFiniteError: the vector.
+      DtypeError: an array of a dtype that objects do not hold.
+    """
+    if content is None and chunk is None:
+        raise InputError(f"{reference}: neither content nor a chunk; expected one of them")
+    if content is not None:
+        check_kind(reference, content)
+    word, array = _array_of(reference, content)
+    arrays = {"content": array}
+    if vector is not None:
+        arrays["vector"] = np.asarray(vector, np.float32).reshape(-1)
+        if not np.isfinite(arrays["vector"]).all():
+            raise NotFiniteError(f"{reference}: a vector with NaN or infinity; expected finite values")
+    body = {
+        "kind": reference.kind,
+        "name": reference.name,
+        "version": reference.version,
+        "content": word,
+        "digest": "" if content is None else chunk_id("content", content),
+        "chunk": None if chunk is None else [chunk.backbone, chunk.id, chunk.nbytes],
+        "metadata": _plain(reference, metadata),
+        "withdrawn": False,
+    }
+    return Blob("entry", body, arrays, expires)
+
+
+def withdrawn_blob(reference: Reference) -> Blob:
+    """A version that says that there is none any more."""
+    body = {"kind": reference.kind, "name": reference.name, "version": reference.version, "content": "none"}
+    more = {"digest": "", "chunk": None, "metadata": {}, "withdrawn": True}
+    return Blob("entry", body | more, {"content": _NOTHING}, None)
+
+
+def _plain(reference: Reference, metadata: Mapping[str, Any]) -> Any:
+    try:
+        return json.loads(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{reference}: metadata {str(metadata)[:80]}; expected JSON ({error})") from error
+
+
+def _array_of(reference: Reference, content: Content | None) -> tuple[str, np.ndarray]:
+    if content is None:
+        return "none", _NOTHING
+    if isinstance(content, np.ndarray):
+        word, array = "array", content
+    elif isinstance(content, str | bytes):
+        raw = content.encode() if isinstance(content, str) else content
+        word, array = type(content).__name__, np.frombuffer(raw, np.uint8)
+    else:
+        word, array = "tokens", np.asarray(list(content), np.int64)
+    if not array.size:
+        raise InputError(f"{reference}: empty content; expected some")
+    return word, array
+
+
+def _content_of(word: str, arrays: Mapping[str, np.ndarray]) -> str | bytes | np.ndarray | tuple[int, ...] | None:
+    if word == "none":
+        return None
+    array = arrays["content"]
+    if word == "array":
+        return array
+    if word == "tokens":
+        return tuple(array.tolist())
+    return array.tobytes().decode() if word == "str" else array.tobytes()
+
+
+def _listed(header: Header, path: str) -> Listed:
+    body = header.body
+    chunk = body["chunk"]
+    nbytes = header.size + (chunk[2] if chunk else 0)
+    reference = Reference(body["kind"], body["name"], body["version"])
+    link = (chunk[0], chunk[1]) if chunk else None
+    return Listed(reference, nbytes, header.expires, link, body["withdrawn"], path)
+
+
+class Shelf:
+    """The entries of one tenant's library.
+
+    Args:
+      store: whose directory, tenant and clock.
+      library: a word; libraries of different words do not meet.
+    """
+
+    def __init__(self, store: ChunkStore, library: str):
+        self.store, self.library = store, library
+        self.folder = os.path.dirname(store.names.entry(library).folder)
+        self._lock_path = f"{store.disk.root}/{self.folder}/lock"
+        if not os.path.isdir(f"{store.disk.root}/{self.folder}"):
+            with typed_errors(f"library {library}: open"):
+                make_directories(store.disk.root, self.folder)
+        self._seen: dict[str, _Seen] = {}
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Alone, among the threads and processes that change this library. Raises StoreError."""
+        with typed_errors(f"library {self.library}: lock"), locked(self._lock_path, shared=False):
+            yield
+
+    def name(self, kind: str, name: str, version: int | None = None) -> Name:
+        """What an entry's file is called."""
+        own = self.store.names.entry(self.library, kind, name)
+        return own if version is None else dataclasses.replace(own, file=f"{own.chunk}.v{version:09d}.safetensors")
+
+    def versions(self, kind: str, name: str) -> list[int]:
+        """The versions that are there, ascending."""
+        own = self.name(kind, name)
+        entries = self.store.disk.of_chunk(own)
+        return sorted(int(entry.part[1:]) for entry in entries if entry.part[1:].isdecimal())
+
+    def read(self, name: Name) -> Resource | None:
+        """A resource, verified; None where it is absent, expired, withdrawn, or damaged (then quarantined)."""
+        found = self.store.disk.get(name)
+        if found is None or found.header.body["withdrawn"]:
+            return None
+        body, listed = found.header.body, _listed(found.header, name.path)
+        content, vector = _content_of(body["content"], found.arrays), found.arrays.get("vector")
+        kept = (body["digest"], body["metadata"], vector, listed.expires, listed.chunk)
+        return Resource(listed.reference, content, *kept)
+
+    def listed(self) -> list[Listed]:
+        """Every entry that is there and has not expired, in no order. Headers are read once each."""
+        now = self.store.clock()
+        return [
+            seen.listed
+            for seen in self._scan().values()
+            if seen.listed is not None and (seen.expires is None or now < seen.expires)
+        ]
+
+    def _scan(self) -> dict[str, "_Seen"]:
+        seen: dict[str, _Seen] = {}
+        for entry in self.store.disk.scan(self.folder):
+            before = self._seen.get(entry.path)
+            if before is None or before.inode != entry.inode or before.listed is None:
+                before = self._look(entry.path, entry.inode)
+            seen[entry.path] = before
+        self._seen = seen
+        return seen
+
+    def _look(self, path: str, inode: int) -> "_Seen":
+        with self.store.disk.reading(_name_at(path)) as opening:
+            if opening is not None:
+                return _Seen(inode, opening[0].expires, _listed(opening[0], path))
+        return _Seen(inode, self.store.disk.expires(path), None)
+
+    def vector(self, listed: Listed) -> np.ndarray | None:
+        """What a retriever finds an entry by, [D] float32; its content is not read. None: it has none, or is gone."""
+        with self.store.disk.reading(_name_at(listed.path)) as opening:
+            if opening is None or "vector" not in opening[0].leaves:
+                return None
+            try:
+                return opening[1](["vector"])["vector"]
+            except StoreError:
+                return None
+
+    def put(self, name: Name, blob: Blob) -> None:
+        """Durable when it returns. Raises as `ChunkStore.put`; then what was there is still there."""
+        self.store.disk.put(name, blob)
+
+    def remove(self, listed: Listed) -> bool:
+        """Takes an entry away, and the chunk that was put with it where no other entry of this library has it."""
+        gone = self.store.disk.delete(listed.path)
+        self.release(listed.chunk)
+        return gone
+
+    def release(self, chunk: tuple[str, str] | None) -> None:
+        """Deletes a chunk that an entry had, where no other entry of this library has it."""
+        if chunk is not None and all(other.chunk != chunk for other in self.listed()):
+            self.store.delete(chunk[1], chunk[0])
+
+    def remove_expired(self) -> int:
+        """Takes away what is past its time (the chunks have the same one, and go by it). How many entries."""
+        now = self.store.clock()
+        paths = [path for path, seen in self._scan().items() if seen.expires is not None and now >= seen.expires]
+        return sum(self.store.disk.delete(path) for path in paths)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """A file at the last look; `listed` is None where it had expired or could not be read."""
+
+    inode: int
+    expires: float | None
+    listed: Listed | None
+
+
+def _name_at(path: str) -> Name:
+    folder, _, file = path.rpartition("/")
+    return Name(folder, file.partition(".")[0], file, "entry")
