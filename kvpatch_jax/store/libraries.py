@@ -134,7 +134,7 @@ class StaticLibrary:
             gone = self._shelf.remove(listed)
             if resource is not None and resource.content is not None:
                 for backbone in backbones:
-                    self.store.delete(resource.chunk_id(backbone), backbone)
+                    self.store.delete(resource.content_id(backbone), backbone)
         return gone
 
     def collect(self) -> int:

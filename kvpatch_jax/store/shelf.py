@@ -85,6 +85,12 @@ class Resource:
             return self.chunk[1]
         if self.content is None:
             raise InputError(f"{self.reference}: a chunk of another backbone alone; expected content too")
+        return self.content_id(backbone)
+
+    def content_id(self, backbone: str) -> str:
+        """`chunk_id` of its content. Raises InputError where there is none."""
+        if self.content is None:
+            raise InputError(f"{self.reference}: put without content; expected some")
         return chunk_id(backbone, list(self.content) if isinstance(self.content, tuple) else self.content)
 
     @property

@@ -1,0 +1,431 @@
+"""Libraries: what is put comes back, quotas, expiry, deletion; versions while they are read; other processes."""
+
+import io
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from PIL import Image
+from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, same, same_chunk
+
+from kvpatch_jax.errors import DtypeError, InputError, LibraryFullError, NotFiniteError, StoreReadOnlyError
+from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, ExactRetriever, StaticLibrary, chunk_id
+from kvpatch_jax.store.references import check_name
+
+PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with ChunkStore(tmp_path / "store", budget=Budget(host=0)) as store:
+        yield store
+
+
+def png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+# -------------------------------------------------------------------------------------------------------- static
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ("text ü", "TEXT"),
+        (PIXELS, "IMAGE"),
+        (png(PIXELS), "IMAGE"),
+        (b"%PDF-", "FILE"),
+        ([1, 2, 3], "TOKENS"),
+        (np.array([1, 2, 3]), "TOKENS"),
+        (np.ones((2, 3), np.float32), "IMAGE"),
+    ],
+)
+def test_contents_come_back(store, content, kind):
+    library = StaticLibrary(store, quota=1 << 20)
+    reference = library.put("a name", content)
+    assert str(reference) == f"{kind}#{{a name}}"
+    again = StaticLibrary(store, quota=1).get(kind, "a name")
+    assert again is not None
+    assert (
+        same(again.content, content) if isinstance(content, np.ndarray) else again.content in (content, tuple(content))
+    )
+    assert again.chunk_id(BACKBONE) == chunk_id(BACKBONE, content)
+    other = "TEXT" if kind != "TEXT" else "IMAGE"
+    assert library.get(other, "a name") is None
+    if kind == "IMAGE" and isinstance(content, bytes):
+        assert same(np.asarray(again.item), PIXELS)
+    if kind == "TOKENS":
+        assert again.item == [1, 2, 3]
+
+
+def test_pictures_are_kept_as_pixels(store):
+    library = StaticLibrary(store, quota=1 << 20)
+    library.put("A", Image.fromarray(PIXELS))
+    found = library.get("IMAGE", "A")
+    assert found is not None
+    assert same(found.content, PIXELS)
+    assert "255" not in repr(found)
+    assert "array" not in repr(found)
+
+
+def test_a_quota_holds_and_replacing_counts_once(store):
+    library = StaticLibrary(store, quota=20_000)
+    library.put("A", b"x" * 9000)
+    used = library.used
+    library.put("A", b"y" * 9000)
+    assert library.used == used
+    with pytest.raises(LibraryFullError, match="of 20000 are taken; expected room within the quota"):
+        library.put("B", b"z" * 9000)
+    with pytest.raises(LibraryFullError):
+        library.put("C", "small", chunk=chunk_of(tokens=200))
+    assert store.get("B", BACKBONE) is None  # not the chunk either
+    assert [str(entry.reference) for entry in library.entries()] == ["FILE#A"]
+    assert library.get("FILE", "A").content == b"y" * 9000
+    assert library.delete("FILE", "A")
+    assert not library.delete("FILE", "A")
+    library.put("B", b"z" * 9000)
+
+
+def test_entries_expire_and_give_their_room_back(store):
+    now = [1e9]
+    store.clock = store.disk.clock = lambda: now[0]
+    library = StaticLibrary(store, quota=30_000, ttl=100)
+    library.put("A", b"x" * 9000, chunk=chunk_of())
+    now[0] += 99
+    assert library.get("FILE", "A") is not None
+    now[0] += 2
+    assert library.get("FILE", "A") is None
+    assert store.get("B", BACKBONE) is None
+    assert library.entries() == []
+    library.put("B", b"x" * 12_000, ttl=5)
+    assert [path.name for path in Path(store.disk.root, library._shelf.folder).rglob("*.entry.*")] == [
+        library._shelf.name("FILE", "B").file
+    ]
+    now[0] += 6
+    now[0] -= 3  # a clock that jumps back serves what was not yet collected
+    assert library.get("FILE", "B") is not None
+    now[0] += 3
+    assert library.collect() == 1
+    assert library.collect() == 0
+    with pytest.raises(InputError, match="ttl"):
+        library.put("A", "x", ttl=0)
+
+
+def test_chunks_go_with_their_last_entry(store):
+    library = StaticLibrary(store, quota=1 << 20)
+    library.put("A", "one", chunk=chunk_of())
+    library.put("B", "two", chunk=chunk_of())
+    store.put(chunk_of(chunk_id(BACKBONE, "two")))
+    library.delete("TEXT", "A")
+    assert same_chunk(store.get("B", BACKBONE), chunk_of())
+    library.delete("TEXT", "B", backbones=[BACKBONE])
+    assert store.get("B", BACKBONE) is None
+    assert store.get(chunk_id(BACKBONE, "two"), BACKBONE) is None
+    library.put("A", "one", chunk=chunk_of())
+    library.put("A", "another")
+    assert store.get("B", BACKBONE) is None
+
+
+def test_a_damaged_entry_is_a_miss(store):
+    library = StaticLibrary(store, quota=1 << 20)
+    library.put("A", "text")
+    path = Path(store.disk.root, library._shelf.name("TEXT", "A").path)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert library.get("TEXT", "A") is None
+    assert store.counters["quarantined"] == 1
+    assert library.entries() == []
+
+
+def test_libraries_are_outside_the_chunks_budget(tmp_path: Path):
+    with ChunkStore(tmp_path, budget=Budget(host=0, disk=40_000)) as store:
+        library = StaticLibrary(store, quota=1 << 20)
+        library.put("A", b"x" * 100_000)
+        for number in range(10):
+            store.put(chunk_of(f"B{number}", number))
+        assert library.get("FILE", "A") is not None
+        assert store.collect() == 0
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_kept_is_refused(store):
+    library = StaticLibrary(store, quota=1 << 20)
+    for wrong in (None, object(), [], [1.5], "", b"", np.empty((0, 3), np.uint8)):
+        with pytest.raises(InputError):
+            library.put("A", wrong)
+    with pytest.raises(InputError, match="expected IMAGE or FILE"):
+        library.put("A", "text", kind="IMAGE")
+    with pytest.raises(InputError, match="kind"):
+        library.put("A", "text", kind="VIDEO")
+    with pytest.raises(DtypeError):
+        library.put("A", np.ones((2, 2), bool))
+    with pytest.raises(NotFiniteError):
+        library.put("A", "text", vector=np.array([np.nan]))
+    with pytest.raises(InputError, match="metadata"):
+        DynamicLibrary(store).publish("A", "text", metadata={"x": float("nan")})
+    with pytest.raises(InputError, match="quota"):
+        StaticLibrary(store, quota=0)
+    assert library.entries() == []
+    assert library.put("A", "text", kind="FILE").kind == "FILE"
+
+
+def test_quota_among_threads(store):
+    """Whoever comes first gets the room; together they never exceed it."""
+    library = StaticLibrary(store, quota=5 * 12_288)
+    refused = []
+
+    def put(number: int) -> None:
+        try:
+            StaticLibrary(store, quota=library.quota).put(f"n{number}", b"x" * 8000)
+        except LibraryFullError:
+            refused.append(number)
+
+    together(put, 12)
+    assert library.used <= library.quota
+    assert len(library.entries()) + len(refused) == 12
+    assert len(library.entries()) == 5
+
+
+def together(run, count: int) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            run(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+# ------------------------------------------------------------------------------------------------------- dynamic
+
+
+def test_versions_stay_while_they_are_held(store):
+    library = DynamicLibrary(store)
+    first = library.publish("A", "one", metadata={"source": "the web", "n": 1}, chunk=chunk_of("c1", 1))
+    assert str(first) == "TEXT#A@1"
+    held = library.open("TEXT", "A")
+    library.publish("A", "two", chunk=chunk_of("c2", 2))
+    library.publish("A", "three", chunk=chunk_of("c3", 3))
+    assert library.versions("TEXT", "A") == [1, 3]  # nobody held the second
+    assert store.get("c2", BACKBONE) is None
+    assert held.resource.content == "one"
+    assert held.resource.metadata == {"source": "the web", "n": 1}
+    assert same_chunk(store.get("c1", BACKBONE), chunk_of("c1", 1))
+    with library.open("TEXT", "A") as now, library.open("TEXT", "A", 1) as before:
+        assert (now.content, before.content) == ("three", "one")
+        assert now.digest != before.digest
+    assert library.versions("TEXT", "A") == [1, 3]
+    assert library.open("TEXT", "A", 2) is None
+    held.close()
+    held.close()
+    assert library.versions("TEXT", "A") == [3]
+    assert store.get("c1", BACKBONE) is None
+    assert store.get("c3", BACKBONE) is not None
+
+
+def test_withdrawing_leaves_readers_alone(store):
+    library = DynamicLibrary(store)
+    library.publish("A", "one")
+    library.publish("B", "other", kind="FILE")
+    held = library.open("TEXT", "A")
+    assert library.withdraw("TEXT", "A")
+    assert not library.withdraw("TEXT", "A")
+    assert not library.withdraw("TEXT", "never")
+    assert library.open("TEXT", "A") is None
+    assert [str(entry.reference) for entry in library.entries()] == ["FILE#B@1"]
+    assert held.resource.content == "one"
+    held.close()
+    assert library.publish("A", "again").version == 3
+    assert library.versions("TEXT", "A") == [3]
+
+
+def test_a_damaged_version_gives_way_to_the_one_before(store):
+    library = DynamicLibrary(store)
+    library.publish("A", "one")
+    held = library.open("TEXT", "A")
+    library.publish("A", "two")
+    path = Path(store.disk.root, library._shelf.name("TEXT", "A", 2).path)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with library.open("TEXT", "A") as found:
+        assert found.content == "one"
+    held.close()
+
+
+def test_vectors_fill_a_retriever(store):
+    static, dynamic = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
+    static.put("A", "one", vector=np.array([1.0, 0.0]))
+    static.put("B", "without")
+    dynamic.publish("C", "two", vector=np.array([0.0, 1.0]))
+    dynamic.publish("C", "three", vector=np.array([0.5, -1.0]))
+    retriever = ExactRetriever(2)
+    for library in (static, dynamic):
+        for reference, vector in library.vectors():
+            retriever.add(reference, vector)
+    assert retriever.search(np.array([0.1, -1.0]), 5)[0] == ["TEXT#C", "TEXT#A"]
+
+
+def test_a_store_that_may_only_be_read(store, monkeypatch):
+    library, operator = DynamicLibrary(store), DynamicLibrary(store)
+    operator.publish("A", "one")
+    held = library.open("TEXT", "A")
+    operator.publish("A", "two")
+
+    def refuse():
+        raise StoreReadOnlyError("read-only")
+
+    monkeypatch.setattr(library._shelf, "changing", refuse)
+    held.close()
+    assert operator.versions("TEXT", "A") == [1, 2]
+    assert operator.collect() == 1
+    assert operator.versions("TEXT", "A") == [2]
+
+
+class Refreshing(RuleBasedStateMachine):
+    """Any order of publishing, withdrawing, opening, closing: readers see what a dictionary of versions says."""
+
+    root: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = ChunkStore(self.root, tenant=f"t{id(self)}", budget=Budget(host=0))
+        self.libraries = [DynamicLibrary(self.store), DynamicLibrary(self.store)]
+        self.newest: dict[str, tuple[int, str | None]] = {}
+        self.held: list[tuple] = []
+
+    @rule(which=st.integers(0, 1), name=st.sampled_from("AB"), content=st.text(min_size=1, max_size=5))
+    def publish(self, which, name, content):
+        reference = self.libraries[which].publish(name, content)
+        version = self.newest.get(name, (0, None))[0] + 1
+        assert reference.version == version
+        self.newest[name] = (version, content)
+
+    @rule(which=st.integers(0, 1), name=st.sampled_from("AB"))
+    def withdraw(self, which, name):
+        version, content = self.newest.get(name, (0, None))
+        assert self.libraries[which].withdraw("TEXT", name) == (content is not None)
+        if content is not None:
+            self.newest[name] = (version + 1, None)
+
+    @rule(which=st.integers(0, 1), name=st.sampled_from("AB"))
+    def open(self, which, name):
+        held = self.libraries[which].open("TEXT", name)
+        version, content = self.newest.get(name, (0, None))
+        assert (held is None) == (content is None)
+        if held is not None:
+            assert (held.resource.reference.version, held.resource.content) == (version, content)
+            self.held.append((held, name, version, content))
+
+    @rule(which=st.integers(0, 20))
+    def close(self, which):
+        if which < len(self.held):
+            self.held.pop(which)[0].close()
+
+    @rule(which=st.integers(0, 20), where=st.integers(0, 1))
+    def open_again(self, which, where):
+        if which < len(self.held):
+            _, name, version, content = self.held[which]
+            with self.libraries[where].open("TEXT", name, version) as resource:
+                assert resource.content == content
+
+    @invariant()
+    def nothing_else_is_there(self):
+        for name in "AB":
+            wanted = {version for _, other, version, _ in self.held if other == name}
+            if name in self.newest:
+                wanted.add(self.newest[name][0])
+            assert self.libraries[0].versions("TEXT", name) == sorted(wanted)
+
+    def teardown(self):
+        for held, *_ in self.held:
+            held.close()
+        self.store.close()
+
+
+def test_refreshing_in_any_order(tmp_path: Path):
+    Refreshing.root = tmp_path
+    few = settings(max_examples=8, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Refreshing, settings=few)
+
+
+def test_refreshing_while_threads_read(store):
+    """Every reader sees one whole version, never an older one than it saw before, and can read it again."""
+    operator = DynamicLibrary(store)
+    operator.publish("A", [1] * 50, chunk=chunk_of("c1", 1), metadata={"n": 1})
+    done = threading.Event()
+
+    def run(number: int) -> None:
+        if number == 0:
+            for n in range(2, 12):
+                operator.publish("A", [n] * 50, chunk=chunk_of(f"c{n}", n), metadata={"n": n})
+            done.set()
+            return
+        library, seen = DynamicLibrary(store), 0
+        while not done.is_set() or not seen:
+            held = library.open("TOKENS", "A")
+            assert held is not None
+            with held as resource:
+                n = resource.reference.version
+                assert n >= seen
+                seen = n
+                assert resource.content == (n,) * 50
+                assert resource.metadata == {"n": n}
+                assert same_chunk(store.get(f"c{n}", BACKBONE), chunk_of(f"c{n}", n))
+                again = library.open("TOKENS", "A", n)
+                assert again is not None
+                again.close()
+
+    together(run, 4)
+    assert operator.versions("TOKENS", "A") == [11]
+    assert sum(store.contains(f"c{n}", BACKBONE) for n in range(1, 12)) == 1
+
+
+CHILD = """
+import sys, numpy as np
+from kvpatch_jax.store import ChunkStore, DynamicLibrary
+with ChunkStore(sys.argv[1]) as store:
+    library = DynamicLibrary(store)
+    held = library.open("TEXT", "A")
+    print(held.resource.content, flush=True)
+    for line in sys.stdin:
+        with library.open("TEXT", "A") as now:
+            print(held.resource.content, now.content, library.open("TEXT", "A", 1) is not None, flush=True)
+"""
+
+
+def test_another_process_holds_its_version_until_it_dies(store):
+    library = DynamicLibrary(store)
+    library.publish("A", "one")
+    with subprocess.Popen(
+        [PYTHON, "-c", CHILD, store.disk.root],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment(),
+    ) as child:  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "one\n"
+        library.publish("A", "two")
+        assert library.versions("TEXT", "A") == [1, 2]
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "one two True\n"
+        child.kill()
+        child.wait()
+    assert library.collect() == 1
+    assert library.versions("TEXT", "A") == [2]
+
+
+def test_names_in_unicodes_two_forms_are_one():
+    assert check_name("TEXT", "e\u0301") == check_name("TEXT", "\u00e9")
