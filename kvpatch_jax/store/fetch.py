@@ -329,7 +329,7 @@ class _Round:
             what = f"{len(misses)} chunks, {misses[0].request.id!r} first"
             raise FetchError(f"fetch: computing {what}: {type(error).__name__}: {error}") from error
         wanted = [(miss.request.id, miss.request.backbone) for miss in misses]
-        found = [(chunk.id, chunk.backbone) for chunk in chunks]
+        found = [(chunk.id, chunk.backbone) if isinstance(chunk, Chunk) else type(chunk).__name__ for chunk in chunks]
         if found != wanted:
             raise FetchError(f"fetch: computing gave chunks {found}; expected {wanted}")
         return chunks

@@ -127,8 +127,20 @@ def test_ones_own_name_comes_before_the_operators(libraries):
         assert linked.items == ["my own", " ", "the operator's"]
 
 
-def test_chunks_come_from_where_they_are(libraries):
-    static, dynamic = libraries
+def test_chunks_come_from_where_they_are(tmp_path: Path):
+    now = [1e9]
+    with (
+        ChunkStore(tmp_path, tenant="acme", clock=lambda: now[0]) as own,
+        ChunkStore(tmp_path, tenant="op") as operator,
+    ):
+        _check_sources(StaticLibrary(own, quota=1 << 20), DynamicLibrary(operator))
+        assert own.get(chunk_id(BACKBONE, "not computed yet"), BACKBONE) is not None
+        now[0] += 101
+        assert own.get(chunk_id(BACKBONE, "not computed yet"), BACKBONE) is None  # it expired with its file
+        assert operator.get("a hotel's", BACKBONE) is not None
+
+
+def _check_sources(static: StaticLibrary, dynamic: DynamicLibrary) -> None:
     mine, theirs = chunk_of(chunk_id(BACKBONE, PIXELS), 1), chunk_of("a hotel's", 2)
     static.put("LOUVRE", PIXELS, chunk=mine, ttl=100)
     dynamic.publish("HOTEL", "a hotel", chunk=theirs)
@@ -147,9 +159,6 @@ def test_chunks_come_from_where_they_are(libraries):
             assert same_chunk(got[1].chunk, theirs)
             static.store.flush()
         assert made == ["not computed yet"]
-    static.store.clock = static.store.disk.clock = lambda: 1e12
-    assert static.store.get(chunk_id(BACKBONE, "not computed yet"), BACKBONE) is None  # it expired with its file
-    assert dynamic.store.get("a hotel's", BACKBONE) is not None
 
 
 def test_an_unknown_reference_names_near_ones(libraries):

@@ -1,0 +1,94 @@
+"""Retrieval over encoder outputs: recall@10 of the approximate retriever against the exact one, and the time of both.
+
+Vectors are a trained small backbone's tower outputs for held-out images of the small task: pooled, one per image, and
+as they are, one per image token; and clustered synthetic ones, which are many. Queries are not among what is stored.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from kvpatch_jax.store import ApproximateRetriever, ExactRetriever, Retriever, pooled, recall
+from models import ModelBackbone
+
+K = 10
+
+
+def tower_outputs(backbone: ModelBackbone, images: Sequence[np.ndarray]) -> list[Float[np.ndarray, "T D"]]:
+    """What the tower makes of each image (uint8 [height, width, 3]): its tokens without start and end tokens."""
+    outputs = []
+    for image in images:
+        prompt = backbone.prepare([image])
+        placeholders = np.asarray(prompt["input_ids"])[0] == backbone.config.image_token
+        outputs.append(np.asarray(backbone.embed(**prompt).embeddings)[0][placeholders])
+    return outputs
+
+
+def task_images(contexts: int, seed: int = 77) -> list[np.ndarray]:
+    """Held-out legends and pages of the small task, four images per context."""
+    from evals import small_task
+
+    drawn = small_task.sample_contexts(np.random.default_rng(seed), contexts)
+    legends, pages = small_task.render(drawn)
+    return [image for index in range(contexts) for image in (*legends[index], pages[index])]
+
+
+def clustered(count: int, width: int = 128, clusters: int = 300, seed: int = 0) -> Float[np.ndarray, "n D"]:
+    """Vectors around centres of unequal weight."""
+    rng = np.random.default_rng(seed)
+    centres = rng.standard_normal((clusters, width)).astype(np.float32)
+    which = rng.choice(clusters, count, p=rng.dirichlet(np.full(clusters, 0.7)))
+    return centres[which] + 0.6 * rng.standard_normal((count, width)).astype(np.float32)
+
+
+def _filled[R: Retriever](retriever: R, vectors: np.ndarray) -> R:
+    for number, vector in enumerate(vectors):
+        retriever.add(f"v{number:07d}", vector)
+    return retriever
+
+
+def measure(vectors: Float[np.ndarray, "n D"], arm: str, probes: Sequence[float] = (0.05, 0.1, 0.25)) -> list[dict]:
+    """Recall@10 and seconds per search; a tenth of the vectors, 200 at most, are queries and not stored."""
+    order = np.random.default_rng(1).permutation(len(vectors))
+    count = min(200, len(vectors) // 10)
+    queries, stored = vectors[order[:count]], vectors[order[count:]]
+    exact = _filled(ExactRetriever(vectors.shape[1]), stored)
+    rows: list[dict[str, Any]] = [_timed(exact, queries, f"{arm}.exact", len(stored))]
+    for share in probes:
+        found = _filled(ApproximateRetriever(vectors.shape[1], probes=share, exact_below=64), stored)
+        shares = recall(found, exact, queries, K)
+        row = {"metric": "recall_at_10", "arm": f"{arm}.probes={share}", "value": float(shares.mean())}
+        rows.append(row | {"low": float(shares.min()), "n": len(queries), "stored": len(stored)})
+        rows.append(_timed(found, queries, f"{arm}.probes={share}", len(stored)))
+    return rows
+
+
+def _timed(retriever: Retriever, queries: np.ndarray, arm: str, stored: int) -> dict[str, Any]:
+    seconds = []
+    for query in queries:
+        begin = time.perf_counter()
+        retriever.search(query, K)
+        seconds.append(time.perf_counter() - begin)
+    value = statistics.median(seconds)
+    return {"metric": "search_seconds", "arm": arm, "value": value, "n": len(queries), "stored": stored}
+
+
+def rows(contexts: int = 64, synthetic: int = 20_000) -> list[dict[str, Any]]:
+    """Recall@10 and seconds over the shipped backbone's encoder outputs, and over clustered synthetic vectors."""
+    from evals.trained import MAIN, shipped
+    from models import load
+
+    outputs = tower_outputs(load(shipped(MAIN), dtype="float32"), task_images(contexts))
+    images = np.stack([pooled(output) for output in outputs])
+    tokens = np.concatenate(outputs)
+    return [*measure(images, "images"), *measure(tokens, "tokens"), *measure(clustered(synthetic), "clustered")]
+
+
+if __name__ == "__main__":
+    print(json.dumps(rows(*(int(word) for word in sys.argv[1:])), indent=2))

@@ -1,0 +1,445 @@
+"""Fetching: order, sources, failing loads and failing computing, one flight per chunk, nothing left behind."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_cases import BACKBONE, chunk_of, file_of, same, same_chunk
+
+from kvpatch_jax.errors import FetchError, InputError, StoreClosedError, StoreError, StoreIOError
+from kvpatch_jax.store import Budget, ChunkStore, Request, fetch
+from kvpatch_jax.store.fetch import _flights
+
+IDS = [f"c{number}" for number in range(6)]
+REQUESTS = [Request(id, BACKBONE) for id in IDS]
+
+
+def made(id: str):
+    return chunk_of(id, int(id[1:]))
+
+
+class Computing:
+    """Computes what is asked for, and remembers."""
+
+    def __init__(self, wrong: str | None = None):
+        self.calls: list[list[str]] = []
+        self.wrong = wrong
+
+    def __call__(self, misses):
+        self.calls.append([miss.request.id for miss in misses])
+        if self.wrong in self.calls[-1]:
+            raise ZeroDivisionError("no such image")
+        return [made(id) for id in self.calls[-1]]
+
+    @property
+    def ids(self) -> list[str]:
+        return [id for call in self.calls for id in call]
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with ChunkStore(tmp_path / "store", budget=Budget(host=0)) as store:
+        yield store
+    assert _flights == {}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """No thread of ours and no file outlives a test."""
+    files = lambda: len(os.listdir("/proc/self/fd"))
+    before = files()
+    yield
+    deadline = time.monotonic() + 10
+    while any("kvpatch-" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [thread.name for thread in threading.enumerate() if "kvpatch-fetch" in thread.name] == []
+    assert files() <= before
+
+
+def check(got, ids) -> None:
+    assert [fetched.chunk.id for fetched in got] == ids
+    assert all(same_chunk(fetched.chunk, made(id)) for fetched, id in zip(got, ids, strict=True))
+
+
+def test_hits_are_loaded_and_misses_computed_in_order(store):
+    for id in IDS[::2]:
+        store.put(made(id))
+    compute = Computing()
+    asked = [*REQUESTS, REQUESTS[1], REQUESTS[0]]
+    got = fetch(store, asked, compute)
+    check(got, [request.id for request in asked])
+    assert [fetched.source for fetched in got] == ["store", "computed"] * 3 + ["computed", "store"]
+    assert compute.calls == [["c1"], ["c3"], ["c5"]]
+    for fetched in got:
+        assert (fetched.ack is not None) == (fetched.source == "computed")
+        assert fetched.ack is None or fetched.ack.result(60) is None
+    again = fetch(store, REQUESTS, compute)
+    check(again, IDS)
+    assert {fetched.source for fetched in again} == {"store"}
+    assert len(compute.calls) == 3
+    assert fetch(store, [], compute) == []
+
+
+def test_a_batch_at_a_time(store):
+    for batch, calls in ((2, [IDS[:2], IDS[2:4], IDS[4:]]), (None, [IDS]), (4, [IDS[:4], IDS[4:]])):
+        compute = Computing()
+        check(fetch(store, REQUESTS, compute, batch=batch, keep=False), IDS)
+        assert compute.calls == calls
+    store.flush()
+    assert not store.contains("c0", BACKBONE)
+
+
+def test_loading_and_computing_overlap(store, monkeypatch):
+    """Computing does not begin until loading has, and loading does not end until computing has begun."""
+    store.put(made("c0"))
+    loading, computing = threading.Event(), threading.Event()
+    get = store.get
+
+    def slow_get(*args, **more):
+        loading.set()
+        assert computing.wait(60)
+        return get(*args, **more)
+
+    def compute(misses):
+        assert loading.wait(60)
+        computing.set()
+        return [made(miss.request.id) for miss in misses]
+
+    monkeypatch.setattr(store, "get", slow_get)
+    check(fetch(store, REQUESTS[:2], compute), IDS[:2])
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_what_does_not_load_is_computed(store, monkeypatch, layers):
+    for id in IDS[:4]:
+        store.put(made(id))
+    corrupt, gone = file_of(store, made("c1")), file_of(store, made("c2"))
+    data = bytearray(corrupt.read_bytes())
+    data[-70] ^= 1
+    corrupt.write_bytes(bytes(data))
+    name = "stream" if layers else "get"
+    load = getattr(store, name)
+
+    def failing(id, *args, **more):
+        if id == "c2":
+            gone.unlink()  # between the look and the load
+        if id == "c3":
+            raise StoreIOError("store: read: EIO")
+        return load(id, *args, **more)
+
+    monkeypatch.setattr(store, name, failing)
+    compute, seen = Computing(), []
+    on_layer = (lambda request, layer, values: seen.append((request.id, layer))) if layers else None
+    got = fetch(store, REQUESTS[:4], compute, on_layer=on_layer)
+    check(got, IDS[:4])
+    assert got[0].source == "store"
+    assert sorted(compute.ids) == IDS[1:4]
+    assert store.counters["quarantined"] == 1
+    assert store.counters["fetch_errors"] == (2 if layers else 1)  # a stream says that it broke
+    if layers:
+        for id in IDS[:4]:
+            assert [layer for other, layer in seen if other == id][-3:] == [0, 1, 2]
+    store.flush()
+    assert same_chunk(load("c1", BACKBONE), made("c1")) if not layers else store.contains("c1", BACKBONE)
+
+
+def test_layers_come_in_order_and_make_the_chunk(store):
+    kept = chunk_of("c0", 0, hidden={1: np.ones((9, 4), np.float32)})
+    store.put(kept, encoding=None)
+    store.put(made("c2"), encoding="int8")
+    seen: dict[str, list] = {}
+    requests = [REQUESTS[0], REQUESTS[1], Request("c2", BACKBONE, encoding="int8")]
+
+    def on_layer(request, layer, values):
+        seen.setdefault(request.id, []).append((layer, values))
+
+    got = fetch(store, requests, Computing(), on_layer=on_layer)
+    assert [fetched.source for fetched in got] == ["store", "computed", "store"]
+    for fetched in got:
+        layers = seen[fetched.chunk.id]
+        assert [layer for layer, _ in layers] == [0, 1, 2]
+        assert all(same(values[name], fetched.chunk.kv[name][layer]) for layer, values in layers for name in values)
+    assert same_chunk(got[0].chunk, kept)
+    assert same(got[0].chunk.hidden[1], kept.hidden[1])
+    whole = store.get("c2", BACKBONE, encoding="int8")
+    assert same_chunk(got[2].chunk, whole)
+
+
+def test_chunks_go_where_they_are_asked_to(store):
+    store.put(made("c0"))
+    device = jax.devices()[0]
+    for on_layer in (None, lambda request, layer, values: None):
+        got = fetch(store, REQUESTS[:2], Computing(), placement=device, on_layer=on_layer, keep=False)
+        check(got, IDS[:2])
+        assert all(isinstance(value, jax.Array) for fetched in got for value in fetched.chunk.kv.values())
+
+
+def test_a_load_that_hangs_is_computed_at_the_deadline(store, monkeypatch):
+    for id in IDS[:3]:
+        store.put(made(id))
+    free = threading.Event()
+    get = store.get
+
+    def hanging(id, *args, **more):
+        if id in ("c0", "c1"):
+            assert free.wait(60)
+        return get(id, *args, **more)
+
+    monkeypatch.setattr(store, "get", hanging)
+    compute = Computing()
+    got = fetch(store, REQUESTS[:3], compute, timeout=0.2, threads=2)
+    free.set()
+    check(got, IDS[:3])
+    assert compute.ids == IDS[:3]  # the third waited behind the two that hang
+
+
+def test_a_late_load_is_not_computed(store, monkeypatch):
+    for id in IDS[:2]:
+        store.put(made(id))
+    late, landed = threading.Event(), threading.Event()
+    get = store.get
+
+    def slow(id, *args, **more):
+        assert late.wait(60)
+        found = get(id, *args, **more)
+        if id == "c1":
+            threading.Timer(0.05, landed.set).start()  # after the future is done
+        return found
+
+    def compute(misses):
+        late.set()
+        assert landed.wait(60)
+        return [made(miss.request.id) for miss in misses]
+
+    monkeypatch.setattr(store, "get", slow)
+    got = fetch(store, REQUESTS[:2], compute, timeout=0.1, threads=2)
+    check(got, IDS[:2])
+    assert [fetched.source for fetched in got] == ["computed", "store"]
+
+
+def test_errors_of_computing_are_typed_and_leave_nothing(store):
+    for id in IDS[3:]:
+        store.put(made(id))
+    with pytest.raises(FetchError, match="computing 1 chunks, 'c1' first: ZeroDivisionError: no such image") as caught:
+        fetch(store, REQUESTS, Computing(wrong="c1"))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert _flights == {}
+    store.flush()
+    assert store.contains("c0", BACKBONE)  # what was computed before is not lost
+    assert not store.contains("c2", BACKBONE)
+    check(fetch(store, REQUESTS, Computing()), IDS)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda misses: [],
+        lambda misses: [made("c0"), made("c0")],
+        lambda misses: [made("c3")],
+        lambda misses: [chunk_of("c0", backbone="other")],
+        lambda misses: [None],
+    ],
+)
+def test_other_chunks_than_asked_for_are_refused(store, compute):
+    with pytest.raises(FetchError):
+        fetch(store, REQUESTS[:1], compute)
+    store.flush()
+    assert not store.contains("c3", BACKBONE)
+
+
+def test_errors_of_the_layer_callback_are_raised(store):
+    store.put(made("c0"))
+
+    def on_layer(request, layer, values):
+        raise KeyError("mine")
+
+    for requests in (REQUESTS[:1], REQUESTS[1:2]):
+        with pytest.raises(KeyError, match="mine"):
+            fetch(store, requests, Computing(), on_layer=on_layer)
+
+    def failing(request, layer, values):
+        raise StoreIOError("mine too")
+
+    with pytest.raises(FetchError, match="mine too"):
+        fetch(store, REQUESTS[:1], Computing(), on_layer=failing)
+
+
+def test_a_put_that_fails_does_not_cost_the_chunk(store, monkeypatch):
+    def refuse(*_, **__):
+        raise StoreIOError("store: put: EIO")
+
+    monkeypatch.setattr(store.disk, "put_group", refuse)
+    (fetched,) = fetch(store, REQUESTS[:1], Computing())
+    assert same_chunk(fetched.chunk, made("c0"))
+    assert fetched.ack is not None
+    assert isinstance(fetched.ack.exception(60), StoreIOError)
+    with pytest.raises(StoreIOError):
+        store.flush()
+
+
+def test_closed_stores_and_bad_counts(tmp_path):
+    store = ChunkStore(tmp_path)
+    for wrong in ({"threads": 0}, {"batch": 0}):
+        with pytest.raises(InputError):
+            fetch(store, REQUESTS, Computing(), **wrong)
+    store.put(made("c0"))
+    store.close()
+    with pytest.raises(StoreClosedError):
+        fetch(store, REQUESTS, Computing())
+    assert _flights == {}
+
+
+def test_a_canonical_dropped_for_its_encoder_output(store):
+    """The encoder output outlives the canonical in the budget, and is what the chunk is computed from again."""
+    output = np.arange(24, dtype=np.float32).reshape(4, 6)
+    store.put(chunk_of("c0", 0, encoder=output))
+    size = file_of(store, made("c0")).stat().st_size
+    from kvpatch_jax.store.evict import make_room
+
+    make_room(store.disk, size + 5000, 5000, lambda chunk: False)
+    assert not store.contains("c0", BACKBONE)
+    given = []
+
+    def compute(misses):
+        given.extend(miss.encoder() for miss in misses)
+        return [made(miss.request.id) for miss in misses]
+
+    got = fetch(store, REQUESTS[:2], compute)
+    check(got, IDS[:2])
+    assert same(given[0], output)
+    assert given[1] is None
+
+
+# ------------------------------------------------------------------------------------------------- single flight
+
+
+def run_together(*runs) -> list:
+    results: list = [None] * len(runs)
+
+    def guarded(number, run):
+        try:
+            results[number] = run()
+        except Exception as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=guarded, args=pair) for pair in enumerate(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def test_one_thread_computes_for_all(store):
+    started, free = threading.Event(), threading.Event()
+    first = Computing()
+
+    def lead(misses):
+        started.set()
+        assert free.wait(60)
+        return first(misses)
+
+    def follow():
+        assert started.wait(60)
+        threading.Timer(0.2, free.set).start()
+        return fetch(store, [REQUESTS[1], REQUESTS[0]], second, timeout=0.05)
+
+    second = Computing()
+    one, two = run_together(lambda: fetch(store, REQUESTS[:1], lead), follow)
+    check(one, IDS[:1])
+    check(two, [IDS[1], IDS[0]])
+    assert [fetched.source for fetched in two] == ["computed", "joined"]
+    assert (first.ids, second.ids) == (["c0"], ["c1"])
+
+
+def test_a_follower_takes_over_when_its_leader_fails(store):
+    started, free = threading.Event(), threading.Event()
+
+    def fail(misses):
+        started.set()
+        assert free.wait(60)
+        raise ZeroDivisionError
+
+    def follow():
+        assert started.wait(60)
+        threading.Timer(0.1, free.set).start()
+        return fetch(store, REQUESTS[:1], Computing())
+
+    one, two = run_together(lambda: fetch(store, REQUESTS[:1], fail), follow)
+    assert isinstance(one, FetchError)
+    check(two, IDS[:1])
+    assert two[0].source == "computed"
+
+
+def test_a_follower_does_not_wait_for_a_load_that_hangs(store, monkeypatch):
+    store.put(made("c0"))
+    started, free = threading.Event(), threading.Event()
+    get = store.get
+
+    def hanging(*args, **more):
+        started.set()
+        assert free.wait(60)
+        return get(*args, **more)
+
+    monkeypatch.setattr(store, "get", hanging)
+
+    def follow():
+        assert started.wait(60)
+        got = fetch(store, REQUESTS[:1], Computing(), timeout=0.1)
+        free.set()
+        return got
+
+    one, two = run_together(lambda: fetch(store, REQUESTS[:1], Computing()), follow)
+    check(one, IDS[:1])
+    check(two, IDS[:1])
+    assert (one[0].source, two[0].source) == ("store", "computed")
+
+
+def test_fetching_within_computing_is_refused(store):
+    def nested(misses):
+        return [fetched.chunk for fetched in fetch(store, [misses[0].request], Computing())]
+
+    with pytest.raises(FetchError, match="expected no fetch there"):
+        fetch(store, REQUESTS[:1], nested)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sets(st.sampled_from(IDS)),
+    st.lists(st.lists(st.sampled_from(IDS), min_size=1, max_size=8), min_size=2, max_size=3),
+    st.sampled_from([1, 2, None]),
+    st.booleans(),
+)
+def test_whatever_is_asked_by_whom(tmp_path_factory, stored, asked, batch, layers):
+    """Right chunks in order; each is computed at most once by all threads together, and none that was stored."""
+    with ChunkStore(tmp_path_factory.mktemp("store"), budget=Budget(host=0)) as store:
+        for id in stored:
+            store.put(made(id))
+        computes = [Computing() for _ in asked]
+        on_layer = (lambda request, layer, values: None) if layers else None
+
+        def run(ids, compute):
+            return lambda: fetch(store, [Request(id, BACKBONE) for id in ids], compute, batch=batch, on_layer=on_layer)
+
+        results = run_together(*(run(ids, compute) for ids, compute in zip(asked, computes, strict=True)))
+        for got, ids in zip(results, asked, strict=True):
+            assert not isinstance(got, Exception), got
+            check(got, ids)
+        store.flush()
+        computed = [id for compute in computes for id in compute.ids]
+        wanted = {id for ids in asked for id in ids}
+        assert not set(computed) & stored
+        assert set(computed) == wanted - stored
+        assert all(store.contains(id, BACKBONE) for id in wanted)
+    assert _flights == {}
+
+
+def test_errors_are_of_the_store():
+    assert issubclass(FetchError, StoreError)
