@@ -167,11 +167,15 @@ class Names:
         """Of a tower's output, under the id of the chunk that it makes (or an `encoder_id`)."""
         return self._place(backbone, chunk, "enc", "encoder")
 
+    @property
+    def libraries(self) -> str:
+        """The directory of the tenant's libraries, below the store's root."""
+        return f"lib/{self.space.removeprefix('obj/')}"
+
     def entry(self, library: str, *fields: str) -> Name:
         """Of a library's entry, over the library's and the entry's names."""
         key = self._name(_BYTES, "entry", library, *fields)
-        folder = f"lib/{self.space.removeprefix('obj/')}/{library}/{key[:2]}"
-        return Name(folder, key, f"{key}.entry.safetensors", "entry")
+        return Name(f"{self.libraries}/{library}/{key[:2]}", key, f"{key}.entry.safetensors", "entry")
 
     def patch(self, patch: Patch) -> Name:
         """Of a patch: over chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers."""

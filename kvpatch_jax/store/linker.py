@@ -33,9 +33,9 @@ class LinkedChunk:
     reference: Reference
     library: Literal["static", "dynamic"]
     resource: Resource
-    id: str
+    id: str = dataclasses.field(repr=False)
     backbone: str
-    store: ChunkStore | None
+    store: ChunkStore | None = dataclasses.field(repr=False)
 
     @property
     def request(self) -> Request:

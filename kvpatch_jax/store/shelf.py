@@ -49,7 +49,7 @@ class Listed:
     reference: Reference
     nbytes: int
     expires: float | None
-    chunk: tuple[str, str] | None
+    chunk: tuple[str, str] | None = dataclasses.field(repr=False)
     withdrawn: bool
     path: str
 
@@ -69,11 +69,11 @@ class Resource:
 
     reference: Reference
     content: str | bytes | np.ndarray | tuple[int, ...] | None = dataclasses.field(repr=False)
-    digest: str
-    metadata: Mapping[str, Any]
+    digest: str = dataclasses.field(repr=False)
+    metadata: Mapping[str, Any] = dataclasses.field(repr=False)
     vector: np.ndarray | None = dataclasses.field(repr=False)
     expires: float | None
-    chunk: tuple[str, str] | None
+    chunk: tuple[str, str] | None = dataclasses.field(repr=False)
 
     def chunk_id(self, backbone: str) -> str:
         """The id of its chunk for a backbone: of the one that was put with it, else `chunk_id` of its content.

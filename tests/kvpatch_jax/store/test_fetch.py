@@ -226,9 +226,10 @@ def test_a_late_load_is_not_computed(store, monkeypatch):
 def test_errors_of_computing_are_typed_and_leave_nothing(store):
     for id in IDS[3:]:
         store.put(made(id))
-    with pytest.raises(FetchError, match="computing 1 chunks, 'c1' first: ZeroDivisionError: no such image") as caught:
+    with pytest.raises(FetchError, match="computing 1 of the chunks raised ZeroDivisionError") as caught:
         fetch(store, REQUESTS, Computing(wrong="c1"))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "c1" not in str(caught.value) + repr(REQUESTS)
     assert _flights == {}
     store.flush()
     assert store.contains("c0", BACKBONE)  # what was computed before is not lost
@@ -266,7 +267,7 @@ def test_errors_of_the_layer_callback_are_raised(store):
     def failing(request, layer, values):
         raise StoreIOError("mine too")
 
-    with pytest.raises(FetchError, match="mine too"):
+    with pytest.raises(FetchError, match="on_layer failed at layer 0"):
         fetch(store, REQUESTS[:1], Computing(), on_layer=failing)
 
 

@@ -7,11 +7,14 @@ PAGE = Path(__file__).parents[3] / "docs" / "store.md"
 
 
 def test_the_page_runs():
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     space: dict = {}
-    exec(compile(block, "docs/store.md", "exec"), space)
+    for block in blocks:
+        exec(compile(block, "docs/store.md", "exec"), space)
     assert set(space["placed"]) == {"k", "v"}
     assert space["found"].id == space["chunk"].id
+    assert space["texts"] == ["How far is ", " from ", "? TEXT#1 is text here."]
+    assert space["sources"] == ["computed", "store"]
 
 
 def test_every_threat_has_a_test_that_exists():
