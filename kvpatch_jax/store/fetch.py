@@ -166,6 +166,7 @@ class _Round:
         self._led: dict[Request, _Flight] = {}
         self._loads: dict[Request, Load] = {}
         self._late: dict[Request, Load] = {}
+        self._submitted: list[Load] = []
         self._missing: collections.deque[Request] = collections.deque()
 
     def run(self, requests: Sequence[Request], threads: int) -> list[Request]:
@@ -236,6 +237,7 @@ class _Round:
                 for store, _ in self._stores(request)
             ):
                 self._loads[request] = pool.submit(self._load, request)
+                self._submitted.append(self._loads[request])
             else:
                 self._missing.append(request)
 
@@ -353,7 +355,7 @@ class _Round:
     def _end(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
         """Cancels the loads that wait and sees the others out (one that hangs past the deadline ends by itself)."""
         pool.shutdown(wait=False, cancel_futures=True)
-        running = [load for load in (*self._loads.values(), *self._late.values()) if not load.cancelled()]
+        running = [load for load in self._submitted if not load.cancelled()]
         if not concurrent.futures.wait(running, _left(self.deadline)).not_done:
             pool.shutdown(wait=True)
         for request in list(self._led):

