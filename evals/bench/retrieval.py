@@ -53,7 +53,7 @@ def _filled[R: Retriever](retriever: R, vectors: np.ndarray) -> R:
     return retriever
 
 
-def measure(vectors: Float[np.ndarray, "n D"], arm: str, probes: Sequence[float] = (0.05, 0.1, 0.25)) -> list[dict]:
+def measure(vectors: Float[np.ndarray, "n D"], arm: str, probes: Sequence[float] = (0.05, 0.1, 0.2)) -> list[dict]:
     """Recall@10 and seconds per search; a tenth of the vectors, 200 at most, are queries and not stored."""
     order = np.random.default_rng(1).permutation(len(vectors))
     count = min(200, len(vectors) // 10)
@@ -79,7 +79,7 @@ def _timed(retriever: Retriever, queries: np.ndarray, arm: str, stored: int) -> 
     return {"metric": "search_seconds", "arm": arm, "value": value, "n": len(queries), "stored": stored}
 
 
-def rows(contexts: int = 64, synthetic: int = 20_000) -> list[dict[str, Any]]:
+def rows(contexts: int = 256, synthetic: int = 20_000) -> list[dict[str, Any]]:
     """Recall@10 and seconds over the shipped backbone's encoder outputs, and over clustered synthetic vectors."""
     from evals.trained import MAIN, shipped
     from models import load

@@ -33,14 +33,14 @@ def backbone():
 
 
 def test_recall_over_encoder_outputs(backbone):
-    """At a tenth of the files: nine of ten nearest images and image tokens, and no fewer with more files."""
-    outputs = tower_outputs(backbone, task_images(48))
-    for arm, vectors in (("images", np.stack([pooled(o) for o in outputs])), ("tokens", np.concatenate(outputs))):
+    """At the default share of the files: nineteen of twenty nearest images and image tokens; more files, no fewer."""
+    outputs = tower_outputs(backbone, task_images(256))
+    for arm, vectors in (("images", np.stack([pooled(o) for o in outputs])), ("tokens", np.concatenate(outputs[:192]))):
         shares = {row["arm"]: row["value"] for row in measure(vectors, arm) if row["metric"] == "recall_at_10"}
         print(shares)
         values = list(shares.values())
         assert values == sorted(values)
-        assert shares[f"{arm}.probes=0.1"] >= 0.9
+        assert shares[f"{arm}.probes=0.2"] >= 0.95
 
 
 class Decoding:

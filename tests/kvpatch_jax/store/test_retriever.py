@@ -11,7 +11,7 @@ from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
 from kvpatch_jax.store import ApproximateRetriever, ExactRetriever, Retriever, pooled, recall
 
 
-def clustered(count: int, width: int, clusters: int, seed: int = 0, spread: float = 0.6) -> np.ndarray:
+def clustered(count: int, width: int, clusters: int, seed: int = 0, spread: float = 1.0) -> np.ndarray:
     """Vectors around centres of unequal weight, as pictures of a few kinds are."""
     rng = np.random.default_rng(seed)
     centres = rng.standard_normal((clusters, width))
@@ -50,19 +50,19 @@ def test_equal_scores_come_in_the_order_of_their_ids():
 
 
 def test_recall_at_10_of_the_approximate_retriever():
-    """Clustered vectors, 6 000 of width 64: a tenth of the files gives nine of ten neighbours and more."""
-    vectors = clustered(6200, 64, 150)
-    stored, queries = vectors[:6000], vectors[6000:]
+    """Clustered vectors, 3 000 of width 64: a fifth of the files, the default, gives nineteen of twenty neighbours."""
+    vectors = clustered(3200, 64, 150)
+    stored, queries = vectors[:3000], vectors[3000:]
     exact = filled(ExactRetriever(64), stored)
     shares = {}
-    for probes in (0.05, 0.1, 0.25):
+    for probes in (0.05, 0.1, 0.2):
         found = filled(ApproximateRetriever(64, probes=probes), stored)
         shares[probes] = float(recall(found, exact, queries).mean())
-        seen = np.mean([len(found._candidates(query / np.linalg.norm(query), 10)) for query in queries]) / 6000
+        seen = np.mean([len(found._candidates(query / np.linalg.norm(query), 10)) for query in queries]) / 3000
         print(f"probes {probes}: recall@10 {shares[probes]:.3f}, looks at {seen:.3f} of the vectors")
         assert seen < 2.5 * probes
-    assert shares[0.1] >= 0.9
-    assert shares[0.05] <= shares[0.1] <= shares[0.25]
+    assert shares[0.2] >= 0.95
+    assert shares[0.05] <= shares[0.1] <= shares[0.2]
 
 
 @settings(max_examples=30, deadline=None)
@@ -89,7 +89,7 @@ def test_any_order_of_adding_and_removing(steps):
 
 def test_a_search_finds_k_where_there_are_k():
     vectors = clustered(600, 16, 40)
-    found = filled(ApproximateRetriever(16, probes=0.01), vectors)
+    found = filled(ApproximateRetriever(16, probes=0.01, exact_below=256), vectors)
     assert all(len(found.search(query, 50)[0]) == 50 for query in vectors[:20])
 
 
