@@ -147,6 +147,12 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
+def _may_have(store: ChunkStore, request: Request) -> bool:
+    """Whether loading is worth trying: the disk has it, or a remote store might. Raises StoreClosedError."""
+    store._open()
+    return store._remote is not None or store.contains(request.id, request.backbone, encoding=request.encoding)
+
+
 class _Round:
     """One pass over some requests: those that nobody else is at are led, the others waited for."""
 
@@ -232,10 +238,7 @@ class _Round:
     def _start(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
         past = self.deadline is not None and time.monotonic() >= self.deadline
         for request in self._led:
-            if not past and any(
-                store.may_have(request.id, request.backbone, encoding=request.encoding)
-                for store, _ in self._stores(request)
-            ):
+            if not past and any(_may_have(store, request) for store, _ in self._stores(request)):
                 self._loads[request] = pool.submit(self._load, request)
                 self._submitted.append(self._loads[request])
             else:

@@ -237,16 +237,20 @@ class Shelf:
         self.store, self.library = store, library
         self.folder = os.path.dirname(store.names.entry(library).folder)
         self._lock_path = f"{store.disk.root}/{self.folder}/lock"
-        if not os.path.isdir(f"{store.disk.root}/{self.folder}"):
-            with typed_errors(f"library {library}: open"):
-                make_directories(store.disk.root, self.folder)
+        self._make_folder()
         self._seen: dict[str, _Seen] = {}
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """Alone, among the threads and processes that change this library. Raises StoreError."""
+        self._make_folder()  # the tenant may have been deleted
         with typed_errors(f"library {self.library}: lock"), locked(self._lock_path, shared=False):
             yield
+
+    def _make_folder(self) -> None:
+        if not os.path.isdir(f"{self.store.disk.root}/{self.folder}"):
+            with typed_errors(f"library {self.library}: open"):
+                make_directories(self.store.disk.root, self.folder)
 
     def name(self, kind: str, name: str, version: int | None = None) -> Name:
         """What an entry's file is called."""
@@ -305,8 +309,14 @@ class Shelf:
                 return None
 
     def put(self, name: Name, blob: Blob) -> None:
-        """Durable when it returns. Raises as `ChunkStore.put`; then what was there is still there."""
-        self.store.disk.put(name, blob)
+        """Durable when it returns, sealed like all that is the tenant's, outside the budgets.
+
+        Raises:
+          As `ChunkStore.put`; then what was there is still there.
+        """
+        self.store._open()
+        self.store._note_key()
+        self.store.disk.put(name, self.store._seal.sealed(blob, name.file))
 
     def remove(self, listed: Listed) -> bool:
         """Takes an entry away, and the chunk that was put with it where no other entry of this library has it."""

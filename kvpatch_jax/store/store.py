@@ -192,11 +192,6 @@ class ChunkStore:
         """Whether the disk has an object of that name. It is not read, and so may yet turn out a miss."""
         return os.path.exists(f"{self.disk.root}/{self._names.canonical(backbone, id, encoding).path}")
 
-    def may_have(self, id: str, backbone: str, *, encoding: Encoding | None = None) -> bool:
-        """Whether `get` is worth trying: the disk has it, or a remote store might. Raises StoreClosedError."""
-        self._open()
-        return self._remote is not None or self.contains(id, backbone, encoding=encoding)
-
     def delete(self, id: str, backbone: str) -> bool:
         """Deletes a chunk with all its encodings, patches and encoder output. Whether there was any.
 

@@ -25,9 +25,9 @@ class Deleted:
 def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Deleted:
     """Deletes all that a tenant has: remote objects, then those on the disk, in quarantine, and what dead writers left.
 
-    The tenant's directory is renamed away first, so that a crash leaves all of it or none to be seen; what is left to
-    remove is removed by the next call, or by `finish`. Doing it again is allowed. Nothing of other tenants is touched.
-    A put of the same tenant that is under way may come after it, and is then there.
+    The tenant's directories (libraries, then chunks) are renamed away first, so that a crash leaves all or nothing of
+    each to be seen; what is left to remove is removed by the next call, or by `finish`. Doing it again is allowed.
+    Nothing of other tenants is touched. A put of the same tenant that is under way may come after it: it is then there.
 
     Raises:
       StoreReadOnlyError, StoreIOError: not all of it was deleted; the rest of it was.
@@ -40,9 +40,10 @@ def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Del
                 remote.delete(path)
                 counts["remote"] += 1
     finally:
-        entries = disk.scan(names.space)
+        entries = [*disk.scan(names.space), *disk.scan(names.libraries)]
         with typed_errors("store: delete a tenant"):
-            _rename_away(disk, names.space, tenant)
+            for space in (names.libraries, names.space):
+                _rename_away(disk, space, tenant)
             quarantined = _delete_quarantined(disk, tenant)
         disk.sweep(f"{tenant}.")
         finish(disk, f"{tenant}.")
@@ -53,7 +54,7 @@ def _rename_away(disk: Disk, space: str, tenant: str) -> None:
     make_directories(disk.root, "deleted")
     with locked(f"{disk.root}/names.lock", shared=False), contextlib.suppress(FileNotFoundError):
         os.rename(f"{disk.root}/{space}", f"{disk.root}/deleted/{tenant}.{os.getpid()}-{time.time_ns()}")
-        sync_directory(f"{disk.root}/obj")
+        sync_directory(os.path.dirname(f"{disk.root}/{space}"))
         sync_directory(f"{disk.root}/deleted")
 
 

@@ -166,7 +166,9 @@ def test_layers_come_in_order_and_make_the_chunk(store):
         assert [layer for layer, _ in layers] == [0, 1, 2]
         assert all(same(values[name], fetched.chunk.kv[name][layer]) for layer, values in layers for name in values)
     assert same_chunk(got[0].chunk, kept)
-    assert same(got[0].chunk.hidden[1], kept.hidden[1])
+    hidden = got[0].chunk.hidden
+    assert hidden is not None
+    assert same(hidden[1], np.ones((9, 4), np.float32))
     whole = store.get("c2", BACKBONE, encoding="int8")
     assert same_chunk(got[2].chunk, whole)
 
@@ -288,9 +290,10 @@ def test_a_put_that_fails_does_not_cost_the_chunk(store, monkeypatch):
 
 def test_closed_stores_and_bad_counts(tmp_path):
     store = ChunkStore(tmp_path)
-    for wrong in ({"threads": 0}, {"batch": 0}):
-        with pytest.raises(InputError):
-            fetch(store, REQUESTS, Computing(), **wrong)
+    with pytest.raises(InputError):
+        fetch(store, REQUESTS, Computing(), threads=0)
+    with pytest.raises(InputError):
+        fetch(store, REQUESTS, Computing(), batch=0)
     store.put(made("c0"))
     store.close()
     with pytest.raises(StoreClosedError):

@@ -82,7 +82,7 @@ def test_any_order_of_adding_and_removing(steps):
             assert (exact.remove(id), found.remove(id)) == (there, there)
     query = np.arange(1.0, 7.0)
     score = lambda id: known[id] @ query / np.linalg.norm(known[id])
-    wanted = sorted(known, key=lambda id: -score(id))[:5]
+    wanted = sorted(known, key=lambda id: (-score(id), id))[:5]
     assert exact.search(query, 5)[0] == found.search(query, 5)[0] == wanted
     assert len(exact) == len(found) == len(known)
 
