@@ -6,10 +6,10 @@ from typing import Any
 
 from absl import app, flags
 
-from . import backbones, kernels, patch
+from . import backbones, kernels, patch, store
 
-_SUITE = flags.DEFINE_enum("suite", "patch", ["backbones", "kernels", "patch"], "Which benchmark to run.")
-_OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to.")
+_SUITE = flags.DEFINE_enum("suite", "patch", ["backbones", "kernels", "patch", "store"], "Which benchmark to run.")
+_OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
 _DEFICITS = flags.DEFINE_string(
     "deficits", None, "patch: an .npz of real deficits, each [L, T, F] or [L, T, K, H]; their energy ratio is reported."
 )
@@ -19,7 +19,8 @@ _TORCH = flags.DEFINE_string(
 _THREADS = flags.DEFINE_integer("threads", 0, "backbones: cores and threads of each side; 0 for all there are.")
 _LARGE = flags.DEFINE_bool("large", False, "backbones: also a random model of Qwen2-0.5B's shape (minutes, 8 GB).")
 _ARCHITECTURES = flags.DEFINE_list("architectures", None, "backbones: only these, by their names in config.json.")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing.")
+_QUICK = flags.DEFINE_bool("quick", False, "store: tiny sizes, to see that it runs; no measurement.")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: seven at least.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
 
 
@@ -29,6 +30,8 @@ def _run() -> dict[str, Any]:
         return patch.run(**common, deficits=_DEFICITS.value)
     if _SUITE.value == "kernels":
         return kernels.run(**common)
+    if _SUITE.value == "store":
+        return store.run(**common, out=_OUT.value, quick=_QUICK.value)
     choices = {"torch_python": _TORCH.value, "threads": _THREADS.value, "architectures": _ARCHITECTURES.value}
     return backbones.run(**common, **choices, large=_LARGE.value)
 
@@ -48,6 +51,10 @@ def main(argv: list[str]) -> None:
         print(backbones.table(result))
     if _SUITE.value == "kernels":
         print(kernels.table(result))
+    if _SUITE.value == "store":
+        print(store.table(result))
+        if _OUT.value:
+            (pathlib.Path(_OUT.value) / "bench_store.md").write_text(store.table(result))
 
 
 if __name__ == "__main__":

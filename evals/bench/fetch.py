@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -60,12 +61,12 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _measure(latency: float, repeats: int) -> list[dict[str, Any]]:
+def _measure(latency: float, repeats: int, folder: Path | None) -> list[dict[str, Any]]:
     chunks = [_chunk(number) for number in range(2 * HALF)]
     requests = [Request(chunk.id, chunk.backbone) for chunk in chunks]
     hits, misses = requests[:HALF], requests[HALF:]
     product = _product()
-    with tempfile.TemporaryDirectory() as root, ChunkStore(root, budget=Budget(host=0)) as store:
+    with tempfile.TemporaryDirectory(dir=folder) as root, ChunkStore(root, budget=Budget(host=0)) as store:
         for chunk in chunks[:HALF]:
             store.put(chunk)
         if latency:
@@ -126,17 +127,18 @@ def _rows(arm: str, seconds: dict[str, list[float]], bar: float) -> list[dict[st
     return rows
 
 
-def rows(repeats: int = 7) -> list[dict[str, Any]]:
+def rows(repeats: int = 7, folder: Path | None = None) -> list[dict[str, Any]]:
     """Ratios of a fetch of both halves to the longer half alone, and to their sum, with what was timed.
 
     Args:
       repeats: rounds of each; a warm-up comes first.
+      folder: on the disk to use; the system's temporary one by default.
 
     Returns:
       {"metric", "arm", "value", …}: arm "disk" reads from the page cache; in arm "latency" each load waits 60 ms first.
       `at_most` is the bar.
     """
-    return [*_measure(0.0, repeats), *_measure(LATENCY, repeats)]
+    return [*_measure(0.0, repeats, folder), *_measure(LATENCY, repeats, folder)]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..chunk import Chunk
-from ..errors import KVPatchError, StoreCorruptError
+from ..errors import KVPatchError, ShapeError, StoreCorruptError
 from ..layout import Channel, KVLayout
 from ..ops import Quantised, is_low_rank
 from ..rope import Rope
@@ -36,6 +36,8 @@ def layout_body(layout: KVLayout) -> dict[str, Any]:
 
 def layout_of(body: Mapping[str, Any]) -> KVLayout:
     """The layout that `layout_body` described."""
+    if type(body["layers"]) is not int:
+        raise StoreCorruptError(f"object: {str(body['layers'])[:40]} layers; expected a count")
     rope = dict(body["rope"])
     if rope["scaling"] is not None:
         scaling: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in rope["scaling"].items()}
@@ -66,9 +68,16 @@ def encode(value: np.ndarray, encoding: Encoding | None) -> tuple[np.ndarray, np
 
 
 def decode(value: np.ndarray, scale: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
-    """The numbers that `encode` stands for, in the dtype they had."""
+    """The numbers that `encode` stands for, in the dtype they had.
+
+    Raises:
+      DtypeError: a dtype that objects do not hold. ShapeError: scales that are not one per feature.
+    """
+    dtype_word(dtype)
     if scale is None:
         return value if value.dtype == dtype else value.astype(dtype)
+    if scale.shape != (1, *value.shape[1:]):  # other shapes could broadcast to an array far larger than the file
+        raise ShapeError(f"scales {scale.shape} of values {value.shape}; expected {(1, *value.shape[1:])}")
     return (value.astype(np.float32) * scale).astype(dtype)
 
 
@@ -111,13 +120,19 @@ def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]
 
 
 def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    """{channel: [T, K, H]} of one layer, in the dtype it had."""
-    names = [channel["name"] for channel in body["layout"]["channels"]]
+    """{channel: [T, K, H]} of one layer, in the dtype it had.
+
+    Raises:
+      StoreCorruptError: a body that does not fit its arrays.
+    """
     leaf = lambda name: f"layer.{layer}.{name}"
-    return {
-        name: decode(arrays[leaf(name)], arrays.get(f"{leaf(name)}.scale"), np.dtype(jnp.dtype(body["dtypes"][name])))
-        for name in names
-    }
+    dtype = lambda name: np.dtype(jnp.dtype(body["dtypes"][name]))
+
+    def build() -> dict[str, np.ndarray]:
+        names = [channel["name"] for channel in body["layout"]["channels"]]
+        return {name: decode(arrays[leaf(name)], arrays.get(f"{leaf(name)}.scale"), dtype(name)) for name in names}
+
+    return _rebuilt(build, "layer")
 
 
 def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:

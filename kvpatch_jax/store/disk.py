@@ -26,7 +26,19 @@ import numpy as np
 from ..errors import StoreCorruptError
 from .buffers import Buffers
 from .counters import Counters
-from .files import locked, make_directories, opened, sync_directory, sync_files, try_lock, typed_errors, unnoticed
+from .files import (
+    inode_of,
+    locked,
+    make_directories,
+    make_root,
+    opened,
+    sync_directory,
+    sync_files,
+    try_lock,
+    typed,
+    typed_errors,
+    unnoticed,
+)
 from .header import Header
 from .ids import Name
 from .objects import Blob, check_name, read_header, read_leaves, write_blob
@@ -91,7 +103,7 @@ class Disk:
         self._durable: set[str] = set()
         self._lock = threading.Lock()
         with typed_errors(f"store {self.root}: open"):
-            os.makedirs(self.root, mode=0o700, exist_ok=True)
+            make_root(self.root)
             for folder in ("obj", "tmp", "quarantine"):
                 if not os.path.isdir(f"{self.root}/{folder}"):
                     make_directories(self.root, folder)
@@ -114,8 +126,9 @@ class Disk:
             with locked(f"{self.root}/names.lock", shared=True):
                 for name, temporary, _, _ in written:
                     self._publish(name, temporary)
-                for folder in sorted({name.folder for name, _ in items}):
-                    sync_directory(f"{self.root}/{folder}")
+            # Without the lock: it is not fair, so that syncs under it could keep whoever deletes waiting for long.
+            for folder in sorted({name.folder for name, _ in items}):
+                sync_directory(f"{self.root}/{folder}")
         total = sum(header.size for *_, header in written)
         self.counters.add("puts", len(items))
         self.counters.add("put_bytes", total)
@@ -193,7 +206,7 @@ class Disk:
             self.counters.add("read_errors")
             return None, None
         except StoreCorruptError as error:
-            self.quarantine(name, os.fstat(fd).st_ino, str(error))  # pyright: ignore[reportPossiblyUnboundVariable]
+            self.quarantine(name, inode_of(fd), str(error))  # pyright: ignore[reportPossiblyUnboundVariable]
             return None, None
         if header.expires is not None and self.clock() >= header.expires:
             self.counters.add("expired")
@@ -240,7 +253,7 @@ class Disk:
         try:
             yield
         except StoreCorruptError as error:
-            self.quarantine(name, os.fstat(fd).st_ino, str(error))
+            self.quarantine(name, inode_of(fd), str(error))
             raise
 
     def _touch(self, fd: int) -> None:
@@ -258,7 +271,7 @@ class Disk:
         with contextlib.suppress(OSError), locked(f"{self.root}/names.lock", shared=False):
             if os.stat(source).st_ino == inode:
                 os.rename(source, target)
-                with open(f"{target}.reason", "w", encoding="utf-8") as file:
+                with open(f"{target}.reason", "w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(reason)
 
     def delete(self, path: str, inode: int | None = None) -> bool:
@@ -268,13 +281,14 @@ class Disk:
           StoreReadOnlyError, StoreIOError: it could not be taken away.
         """
         target = f"{self.root}/{path}"
-        with typed_errors("store: delete"), locked(f"{self.root}/names.lock", shared=False):
-            try:
-                if inode is not None and os.stat(target).st_ino != inode:
+        with typed_errors("store: delete"):
+            with locked(f"{self.root}/names.lock", shared=False):
+                try:
+                    if inode is not None and os.stat(target).st_ino != inode:
+                        return False
+                    os.unlink(target)
+                except (FileNotFoundError, NotADirectoryError):
                     return False
-                os.unlink(target)
-            except (FileNotFoundError, NotADirectoryError):
-                return False
             sync_directory(os.path.dirname(target))
             return True
 
@@ -296,7 +310,7 @@ class Disk:
     # ---------------------------------------------------------------------------------------------- listing
 
     def scan(self, below: str = "obj") -> list[Entry]:
-        """Every object below a folder, in no order. What vanishes meanwhile is left out."""
+        """Every object below a folder, in no order. What vanishes meanwhile is left out. Raises StoreError."""
         found: list[Entry] = []
         waiting = [below]
         while waiting:
@@ -314,6 +328,8 @@ class Disk:
                                 found.append(Entry(path, stat.st_size, used, stat.st_ino))
             except (FileNotFoundError, NotADirectoryError):
                 continue
+            except OSError as error:
+                raise typed(error, "store: list") from error
         return found
 
     def of_chunk(self, name: Name) -> list[Entry]:

@@ -37,12 +37,21 @@ def typed_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
-    """A file descriptor, closed on the way out."""
+    """A file descriptor, closed on the way out. What must be durable was synced before, so closing may fail."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield fd
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def inode_of(fd: int) -> int:
+    """Which file is open; -1, which is none, where the system does not say."""
+    try:
+        return os.fstat(fd).st_ino
+    except OSError:
+        return -1
 
 
 @contextlib.contextmanager
@@ -56,7 +65,8 @@ def unnoticed(path: str) -> Iterator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
@@ -113,6 +123,41 @@ def make_directories(root: str, relative: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         sync_directory(parent)
+
+
+def make_root(path: str) -> None:
+    """Makes a directory with those above it, and the names of the new ones durable."""
+    new = []
+    while path != os.path.dirname(path) and not os.path.isdir(path):
+        new.append(path)
+        path = os.path.dirname(path)
+    for each in reversed(new):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(each, 0o700)
+        sync_directory(os.path.dirname(each))
+
+
+def publish_once(path: str, text: bytes, temporary: str) -> None:
+    """A small file, whole and durable, unless there is one of that name already; of several who make it one wins.
+
+    Args:
+      temporary: where it is written first: locked meanwhile, so that a sweep takes it only from the dead.
+    """
+    while True:
+        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                write_all(fd, [text], 0)
+                os.fsync(fd)
+                with contextlib.suppress(FileExistsError):
+                    os.link(temporary, path)
+                sync_directory(os.path.dirname(path))
+                return
+            except FileNotFoundError:  # a sweep came before the lock
+                continue
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
 
 
 @functools.cache

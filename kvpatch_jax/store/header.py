@@ -25,6 +25,9 @@ ALIGNMENT = 64
 LARGEST_HEADER = 1 << 22
 """Bytes. A longer header is refused unread."""
 
+LARGEST_ARRAY = 1 << 56
+"""Elements. More are refused, whatever the file's size."""
+
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -268,10 +271,13 @@ def _checked(name: str, entry: Any, offset: int) -> tuple[np.dtype, tuple[int, .
             f"object: leaf {name}: shape {str(shape)[:60]}, offsets {str(offsets)[:60]}; expected sizes"
         )
     nbytes = math.prod(shape) * DTYPES[word].itemsize
+    if math.prod(size or 1 for size in shape) > LARGEST_ARRAY:  # NumPy counts so where one of the sizes is zero
+        raise StoreCorruptError(f"object: leaf {name}: shape {shape}; expected sizes that an array can have")
     if offsets != [offset, offset + nbytes]:
         raise StoreCorruptError(f"object: leaf {name}: offsets {offsets}; expected {[offset, offset + nbytes]}")
     return DTYPES[word], tuple(shape), nbytes
 
 
 def _naturals(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
+    plain = isinstance(values, list) and set(map(type, values)) <= {int}
+    return plain and (not values or (min(values) >= 0 and max(values) < 1 << 48))

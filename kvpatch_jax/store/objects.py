@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,9 @@ from .header import ALIGNMENT, PAGE, Header, Leaf, header_length, make_header, p
 Kind = Literal["kv", "patch", "encoder", "entry"]
 Arrays = Mapping[str, np.ndarray]
 _OVERLAP = 4 << 20
+_SPLIT = 2 << 20
+_RUN = 1 << 20
+_MOST_HELPERS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,8 +52,11 @@ def file_size(blob: Blob, name: str) -> int:
 
 
 @functools.cache
-def _helper() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvpatch-crc")
+def _helpers() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(min(_MOST_HELPERS, os.cpu_count() or 1), "kvpatch-crc")
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not follow into a forked process
 
 
 def _crcs(arrays: Arrays) -> dict[str, int]:
@@ -81,7 +87,7 @@ def write_blob(fd: int, blob: Blob, name: str) -> Header:
         raw, header = describe(_crcs(blob.arrays))
         write_all(fd, [raw, *_parts(blob.arrays)], 0)
         return header
-    sums = _helper().submit(_crcs, blob.arrays)
+    sums = _helpers().submit(_crcs, blob.arrays)
     write_all(fd, _parts(blob.arrays), planned.start)
     raw, header = describe(sums.result())
     write_all(fd, [raw], 0)
@@ -105,7 +111,9 @@ def read_header(fd: int) -> Header:
 
 
 def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers) -> dict[str, np.ndarray]:
-    """Some leaves that lie one behind the other, in one read, verified; read-only views of one buffer.
+    """Some leaves that lie one behind the other, verified; read-only views of one buffer.
+
+    Many bytes are read and summed in runs by several threads, each run summed while the cache still holds it.
 
     Raises:
       StoreCorruptError: a checksum that does not agree, or a file that ends early. OSError: the read failed.
@@ -115,8 +123,33 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
         return {}
     first, last = leaves[0].offset, _padded(leaves[-1])
     data = buffers.lease(last - first)
-    read_into(fd, data, first)
-    return take_leaves(data, first, leaves)
+    if last - first < _SPLIT:
+        read_into(fd, data, first)
+        return take_leaves(data, first, leaves)
+    reads = [_helpers().submit(_read_run, fd, data, first, run) for run in _runs(leaves)]
+    concurrent.futures.wait(reads)  # all of them: nobody may read from a descriptor that the caller has closed
+    arrays = {name: array for read in reads for name, array in read.result().items()}
+    data.flags.writeable = False
+    return arrays
+
+
+def _runs(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
+    """Neighbouring leaves, of `_RUN` bytes or more together."""
+    run: list[Leaf] = []
+    for leaf in leaves:
+        run.append(leaf)
+        if _padded(leaf) - run[0].offset >= _RUN:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _read_run(fd: int, data: np.ndarray, first: int, run: Sequence[Leaf]) -> dict[str, np.ndarray]:
+    start = run[0].offset
+    part = data[start - first : _padded(run[-1]) - first]
+    read_into(fd, part, start)
+    return take_leaves(part, start, run)
 
 
 def _padded(leaf: Leaf) -> int:

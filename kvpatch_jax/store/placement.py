@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Num
 
 from ..chunk import AnyArray, Chunk
-from ..errors import InputError
+from ..errors import InputError, StoreCorruptError
 from ..layout import KVLayout
 from .codec import layer_names, layer_of, layout_of, unchecked_chunk
 from .header import Header
@@ -51,7 +51,8 @@ def place_chunk(chunk: Chunk, placement: Placement) -> Chunk:
 class LayerStream:
     """A canonical that arrives layer by layer; the next ones are read while one is used.
 
-    Iterating gives (layer, {channel: [T, K, H]}), in order, verified, once. Leave it by `close` or `with`.
+    Iterating gives (layer, {channel: [T, K, H]}), in order, verified, once; `layer` gives any one of them. Leave it by
+    `close` or `with`.
 
     Attributes:
       layout, local, span, length: of the chunk, there from the beginning.
@@ -76,10 +77,14 @@ class LayerStream:
         self.span: int = header.body["span"]
         self.length: int = header.body["length"]
 
-    def _layer(self, layer: int) -> dict[str, Num[AnyArray, "..."]]:
-        values: dict[str, Any] = layer_of(
-            self._header.body, layer, self._read(layer_names(self.layout, layer, self._names))
-        )
+    def layer(self, layer: int) -> dict[str, Num[AnyArray, "..."]]:
+        """{channel: [T, K, H]} of one layer, verified, whatever was read before. Raises as iterating; InputError."""
+        if not 0 <= layer < self.layout.layers:
+            raise InputError(f"stream: layer {layer}; expected 0 to {self.layout.layers - 1}")
+        names = layer_names(self.layout, layer, self._names)
+        if not names:
+            raise StoreCorruptError(f"object: nothing of layer {layer}; expected its channels")
+        values: dict[str, Any] = layer_of(self._header.body, layer, self._read(names))
         if self._placement is None:
             return values
         return {name: jax.device_put(value, target_of(self._placement, name)) for name, value in values.items()}
@@ -90,12 +95,12 @@ class LayerStream:
 
     def _layers(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvpatch-stream") as reader:
-            coming = [reader.submit(self._layer, layer) for layer in range(min(self._ahead, self.layout.layers))]
+            coming = [reader.submit(self.layer, layer) for layer in range(min(self._ahead, self.layout.layers))]
             try:
                 for layer in range(self.layout.layers):
                     values = coming.pop(0).result()
                     if layer + self._ahead < self.layout.layers:
-                        coming.append(reader.submit(self._layer, layer + self._ahead))
+                        coming.append(reader.submit(self.layer, layer + self._ahead))
                     yield layer, values
             finally:
                 reader.shutdown(cancel_futures=True)

@@ -6,7 +6,7 @@ import os
 import secrets
 
 from ..errors import StoreCorruptError, StoreKeyError
-from .files import make_directories, opened, sync_directory, typed_errors, write_all
+from .files import make_directories, publish_once, typed_errors
 
 
 def secret_of(root: str) -> bytes:
@@ -60,14 +60,7 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
 def _publish_once(root: str, relative: str, text: bytes) -> None:
     """A small file, whole and durable, unless there is one of that name already."""
     folder, _, _ = f"{root}/{relative}".rpartition("/")
-    temporary = f"{root}/.store-{secrets.token_hex(8)}"
     with typed_errors(f"store {root}: open"):
         if folder != root:
             make_directories(root, relative.rpartition("/")[0])
-        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-            write_all(fd, [text], 0)
-            os.fsync(fd)
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, f"{root}/{relative}")
-        sync_directory(folder)
-        os.unlink(temporary)
+        publish_once(f"{root}/{relative}", text, f"{root}/tmp/settings-{secrets.token_hex(8)}")

@@ -181,7 +181,7 @@ class ChunkStore:
             return None
         try:
             stream = LayerStream(*opening, placement, stack)
-        except (StoreError, KeyError, TypeError, ValueError):
+        except (StoreError, KeyError, IndexError, TypeError, ValueError, AttributeError):  # as the codec's
             stack.close()
             self.counters.add("misses")
             return None
@@ -246,8 +246,12 @@ class ChunkStore:
         return sorted((patch_of(held.value) for held in found if held is not None), key=lambda patch: -patch.nbytes)
 
     def _beginning(self, prefix: Name) -> list[Name]:
-        """The objects on the disk or beyond it whose files begin as `prefix.file` does."""
-        paths = {entry.path for entry in self.disk.of_chunk(prefix)}
+        """The objects on the disk or beyond it whose files begin as `prefix.file` does; a failing listing is a miss."""
+        try:
+            paths = {entry.path for entry in self.disk.of_chunk(prefix)}
+        except StoreError:
+            self.counters.add("read_errors")
+            paths = set()
         if self._remote is not None:
             paths |= set(self._remote.paths(prefix.path))
         return [

@@ -34,9 +34,9 @@ def chunk_of(
     return make(**(given | {"backbone": BACKBONE} | more))
 
 
-def host_chunk(id: str, seed: int) -> kvp.Chunk:
+def host_chunk(id: str, seed: int, **more: Any) -> kvp.Chunk:
     """The same chunk, made without jax, so that a child process needs no backend."""
-    return chunk_of(id, seed, make=functools.partial(unchecked_chunk, encoder=None, hidden=None))
+    return chunk_of(id, seed, make=functools.partial(unchecked_chunk, encoder=None, hidden=None), **more)
 
 
 def patch_of(

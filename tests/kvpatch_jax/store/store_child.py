@@ -1,78 +1,254 @@
 """What processes of the tests do to a store. One program imports everything and forks them, so that they start fast."""
 
+import functools
+import itertools
 import json
 import os
 import random
 import signal
 import sys
+import threading
 import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from store_cases import BACKBONE, host_chunk, patch_of, same_chunk
+from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store.evict import make_room
+
+ANTECEDENTS = (("A",), ("other",))
+KEPT = 3 << 20
+"""Bytes that the evictor leaves."""
+LEAST_ROUNDS = 20
+"""Of every thread under stress, five actions each, on however busy a machine."""
 
 
-def number_of(worker: int, count: int) -> str:
-    return f"w{worker}.{count}"
+def made(id: str) -> kvp.Chunk:
+    """The chunk of this id: its content is a function of it, so that whoever reads it can tell whether it is right."""
+    return host_chunk(id, zlib.crc32(id.encode()))
 
 
-def write(root: str, worker: int) -> None:
+def patches_made(id: str, array: Any = np.asarray) -> list[kvp.Patch]:
+    """The patches of this id, likewise; on the host, so that a process needs no backend."""
+    return [patch_of(made(id), antecedent, array=array) for antecedent in ANTECEDENTS]
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------- until it is killed
+
+
+def write(root: str, worker: int, **_: object) -> None:
     """Puts chunks and patches for ever; says which once they are acknowledged."""
     store = ChunkStore(root, budget=Budget(host=0))
-    count = int(time.time_ns())
-    while True:
-        count += 1
-        chunk = host_chunk(number_of(worker, count), count % 1000)
-        if count % 3 == 0:
-            store.put(chunk)
-            print("kv", chunk.id, count % 1000, flush=True)
-        elif count % 3 == 1:
-            store.put_async(chunk).result()
-            print("kv", chunk.id, count % 1000, flush=True)
+    born, rng = time.time_ns(), random.Random(time.time_ns())
+    for count in itertools.count():
+        id = f"w{worker}.{born}.{count}"
+        what = rng.choice(["put", "async", "again", "patches"])
+        if what == "patches":
+            store.put_patches(patches_made(id))
+            say("patch", id)
+            continue
+        if what == "async":
+            store.put_async(made(id)).result()
         else:
-            store.put_patches([patch_of(chunk, antecedent, array=np.asarray) for antecedent in (("A",), ("other",))])
-            print("patch", chunk.id, count % 1000, flush=True)
+            store.put(made(id))
+        say("kv", id)
+        if what == "again":  # an equal one in its place
+            store.put(made(id))
 
 
-def operate(root: str, worker: int, steps: int) -> None:
-    """Random puts, gets and deletes of a few names; the history of calls, with times on one clock, on the way out."""
+def read(root: str, worker: int, output: str, **_: object) -> None:
+    """Reads for ever what was acknowledged, and what may be next; says "bad" for what is not what its id says."""
+    store = ChunkStore(root, budget=Budget(host=0))
+    rng = random.Random(time.time_ns())
+    while True:
+        known = [line.split()[1] for line in lines_of(Path(output).parent, "write") if line.startswith("kv")]
+        hits = 0
+        for id in rng.sample(known, min(len(known), 20)):
+            begin, _, count = id.rpartition(".")
+            for each in (id, f"{begin}.{int(count) + 1}"):
+                found = rng.choice((whole, layers))(store, each)
+                hits += found is True
+                if found is False:
+                    say("bad", each)
+        say("read", hits)
+
+
+def lines_of(folder: Path, what: str) -> list[str]:
+    """What all processes of one kind said; whole lines only, since one may be killed while it speaks."""
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob(f"{what}.*")]
+    return [line for text in texts for line in text.split("\n")[:-1]]
+
+
+def whole(store: ChunkStore, id: str) -> bool | None:
+    """Whether the chunk is right; None where there is none."""
+    found = store.get(id, BACKBONE)
+    return None if found is None else same_chunk(found, made(id))
+
+
+def layers(store: ChunkStore, id: str) -> bool | None:
+    """As `whole`, layer by layer."""
+    stream, chunk = store.stream(id, BACKBONE), made(id)
+    if stream is None:
+        return None
+    return all(same(values[name], chunk.kv[name][layer]) for layer, values in stream for name in values)
+
+
+def evict(root: str, **_: object) -> None:
+    """Keeps the disk within KEPT for ever; says what goes before it goes."""
+    disk = ChunkStore(root, budget=Budget(host=0)).disk
+    delete = disk.delete
+
+    def recorded(path: str, inode: int | None = None) -> bool:
+        say("evicted", path)
+        return delete(path, inode)
+
+    disk.delete = recorded
+    while True:
+        make_room(disk, KEPT, 0, lambda _: False)
+        disk.sweep()
+        say("kept")
+        time.sleep(0.005)
+
+
+# ------------------------------------------------------------------------------------------------- until it is done
+
+
+def operate(root: str, worker: int, steps: int, versions: int, **_: object) -> None:
+    """Random puts, gets and deletes of a few names; says every call, with its times on one clock.
+
+    Several versions of a name, told apart when they are read, show more than the store promises of names that stand for
+    one content each; they need a store without memory, which would not see that another process replaced one.
+    """
     rng = random.Random(worker)
-    store = ChunkStore(root, budget=Budget(host=1 << 20))
-    chunks = [host_chunk(f"K{number}", number) for number in range(4)]
-    history = []
+    store = ChunkStore(root, budget=Budget(host=1 << 20 if versions == 1 else 0))
+    chunks = [[host_chunk(f"K{key}", 100 * key + version) for version in range(versions)] for key in range(4)]
     for _ in range(steps):
-        key = rng.randrange(len(chunks))
+        key, version = rng.randrange(len(chunks)), rng.randrange(versions)
         what = rng.choices(["get", "put", "delete"], [5, 2, 2])[0]
+        value: int | None = version
+        found = None
         begin = time.monotonic_ns()
         if what == "put":
-            store.put(chunks[key])
-            answer = True
+            store.put(chunks[key][version])
         elif what == "delete":
-            answer = store.delete(f"K{key}", BACKBONE)
+            value = int(store.delete(f"K{key}", BACKBONE))
         else:
             found = store.get(f"K{key}", BACKBONE)
-            answer = found is not None
-            assert found is None or same_chunk(found, chunks[key]), "a bad read"
-        history.append((what, key, answer, begin, time.monotonic_ns()))
+        end = time.monotonic_ns()
+        if what == "get":
+            right = [number for number, chunk in enumerate(chunks[key]) if same_chunk(found, chunk)]
+            value = None if found is None else right[0]  # none of them: a bad read
+        print(json.dumps([what, key, value, begin, end]))
     assert store.counters["quarantined"] == 0
-    print(json.dumps(history))
+
+
+def stress(root: str, worker: int, steps: int, output: str, **_: object) -> None:
+    """Everything at once, on three threads, for `steps` seconds; each thread shows in a file that it goes on."""
+    store = ChunkStore(root, budget=Budget(host=40_000, disk=200_000), policy="slru", queue=50_000)
+    deadline, failed = time.monotonic() + steps, []
+
+    def go(thread: int) -> None:
+        actions, rng = actions_of(store), random.Random(100 * worker + thread)
+        beat = Path(f"{output}.{thread}")
+        try:
+            for count in itertools.count():
+                beat.write_text(str(count))
+                if time.monotonic() > deadline and count >= LEAST_ROUNDS:
+                    beat.write_text("end")
+                    return
+                for _ in range(5):
+                    try:
+                        rng.choice(actions)(f"S{rng.randrange(40)}")
+                    except StoreFullError:  # of a budget this small, pins and others' writes may leave nothing
+                        say("full")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=go, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    store.close()
+    assert store.counters["quarantined"] == 0
+    say("done", store.counters["disk_hits"], store.counters["host_hits"], store.counters["disk_evicted_budget"])
+
+
+def actions_of(store: ChunkStore) -> list[Callable[[str], object]]:
+    """What a process under stress does to one id; each checks what it is given."""
+
+    def right(answer: bool | None) -> None:
+        assert answer is not False, "a bad read"
+
+    def pinned(id: str) -> None:
+        with store.pin(id, BACKBONE):
+            right(whole(store, id))
+
+    def patches(id: str) -> None:
+        first = patches_made(id)[0]
+        found = store.get_patches(first.stamp)
+        assert all(same(each.factors["k"][0], first.factors["k"][0]) for each in found)  # pyright: ignore
+
+    return [
+        lambda id: store.put(made(id)),
+        lambda id: store.put(made(id), encoding="bfloat16", ttl=0.05),
+        lambda id: store.put_async(made(id)).result(),
+        lambda id: store.put_async(made(id)).exception(),
+        lambda id: store.put_patches(patches_made(id)),
+        lambda id: right(whole(store, id)),
+        lambda id: right(whole(store, id)),
+        lambda id: right(layers(store, id)),
+        pinned,
+        patches,
+        lambda id: store.delete(id, BACKBONE),
+        lambda id: store.contains(id, BACKBONE),
+        lambda id: store.collect(),
+        lambda id: store.flush(),
+    ]
+
+
+def fork(root: str, **_: object) -> None:
+    """Puts a large chunk, which starts threads, and forks: the new process, which has none of them, does the same."""
+    large = host_chunk("large", 1, tokens=16_384)
+    ChunkStore(root, budget=Budget(host=0)).put(large)
+    if os.fork():
+        return
+    store = ChunkStore(root, budget=Budget(host=0))
+    store.put(large)
+    say("forked", same_chunk(store.get("large", BACKBONE), large))
+
+
+WORK = {work.__name__: work for work in (write, read, evict, operate, stress, fork)}
 
 
 def serve() -> None:
-    """Forks a process per line `what root worker steps output`, and says its number."""
+    """Forks a process per line of JSON, whose output goes to a file, and says its number."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in sys.stdin:
-        what, root, worker, steps, output = line.split()
+        order = json.loads(line)
         if process := os.fork():
             print(process, flush=True)
             continue
-        sys.stdout = os.fdopen(os.open(output, os.O_WRONLY | os.O_CREAT), "w")
         status = 1
         try:
-            write(root, int(worker)) if what == "write" else operate(root, int(worker), int(steps))
+            sys.stdout = os.fdopen(os.open(order["output"], os.O_WRONLY | os.O_CREAT), "w")
+            functools.partial(WORK[order.pop("what")], **order)()
             sys.stdout.close()
             status = 0
+        except BaseException as error:
+            Path(order["output"] + ".error").write_text(repr(error))
         finally:
             os._exit(status)
 

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import (
@@ -73,54 +71,6 @@ def test_another_store_object_and_other_tenants(store: ChunkStore):
         assert not other.delete("B", BACKBONE)
         assert not other.contains("B", BACKBONE)
     assert os.stat(f"{store.disk.root}/STORE.json").st_mode & 0o077 == 0
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory):
-    with ChunkStore(tmp_path_factory.mktemp("shelf"), budget=NO_MEMORY) as store:
-        yield store
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_every_flip_and_every_cut_is_found(shelf: ChunkStore, data: st.DataObject):
-    damage(shelf, data)
-
-
-@pytest.mark.slow
-@settings(max_examples=600, deadline=None)
-@given(st.data())
-def test_a_thousand_flips_and_cuts_are_found(shelf: ChunkStore, data: st.DataObject):
-    damage(shelf, data)
-
-
-def damage(shelf: ChunkStore, data: st.DataObject) -> None:
-    """Flips a bit, cuts or lengthens an object somewhere: found, quarantined as it was, a miss."""
-    chunk = chunk_of(tokens=5)
-    shelf.put(chunk)
-    path = file_of(shelf, chunk)
-    raw = bytearray(path.read_bytes())
-    region = data.draw(st.sampled_from([(0, 8), (8, 60), (60, 4096), (4096, len(raw))]))
-    at = data.draw(st.integers(region[0], region[1] - 1))
-    if data.draw(st.booleans()):
-        raw[at] ^= 1 << data.draw(st.integers(0, 7))
-    elif data.draw(st.booleans()):
-        raw = raw[:at]
-    else:
-        raw += b"\0" * (1 + at)
-    path.write_bytes(raw)
-    before = shelf.counters["quarantined"]
-    stream = shelf.stream("B", BACKBONE) if data.draw(st.booleans()) else None
-    if stream is not None:
-        with pytest.raises(StoreCorruptError, match="expected"):
-            list(stream)
-    assert shelf.get("B", BACKBONE) is None
-    assert not path.exists()
-    assert shelf.counters["quarantined"] == before + 1
-    kept = [file for file in Path(shelf.disk.root, "quarantine").iterdir() if file.read_bytes() == bytes(raw)]
-    assert kept
-    for file in Path(shelf.disk.root, "quarantine").iterdir():
-        file.unlink()
 
 
 def test_padding_is_verified_too(store: ChunkStore):

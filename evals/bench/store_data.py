@@ -1,0 +1,56 @@
+"""What the store's benchmark keeps: a canonical of 28 layers, patches of about a megabyte, small objects."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+import kvpatch_jax as kvp
+
+BACKBONE = "benchmark"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of all that is timed. `WHOLE`: 58.7 MB of bf16 in 56 leaves, patches of 1.03 MB, 10 000 small objects."""
+
+    layers: int = 28
+    tokens: int = 1024
+    heads: int = 8
+    width: int = 64
+    rank: int = 6
+    group: int = 64
+    objects: int = 10_000
+
+
+WHOLE = Sizes()
+QUICK = Sizes(layers=4, tokens=64, heads=8, width=16, rank=2, group=4, objects=40)
+
+
+def chunk_of(sizes: Sizes, seed: int, id: str = "large") -> kvp.Chunk:
+    """A canonical of bf16 host arrays."""
+    layout = kvp.KVLayout.gqa(sizes.layers, sizes.heads, sizes.width, kvp.Rope(1e4, sizes.width))
+    rng = np.random.default_rng(seed)
+    shape = (sizes.layers, sizes.tokens, sizes.heads, sizes.width)
+    kv = {name: rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for name in layout.names}
+    return kvp.Chunk(kv, np.arange(sizes.tokens, dtype=np.float32), sizes.tokens, sizes.tokens, id, layout, BACKBONE)
+
+
+def leaves_of(chunk: kvp.Chunk) -> dict[str, np.ndarray]:
+    """Every layer's channels as arrays of their own, as the store keeps them."""
+    layers = range(chunk.layout.layers)
+    return {f"layer.{layer}.{name}": np.asarray(chunk.kv[name][layer]) for layer in layers for name in chunk.kv}
+
+
+def patches_of(chunk: kvp.Chunk, sizes: Sizes, seed: int) -> list[kvp.Patch]:
+    """As many patches as one commit takes, each behind another antecedent."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+    factors = {
+        name: (draw(sizes.layers, sizes.tokens, sizes.rank), draw(sizes.layers, sizes.rank, sizes.heads * sizes.width))
+        for name in chunk.layout.names
+    }
+    layers = tuple(range(sizes.layers))
+    stamp = kvp.Stamp(chunk.id, "canonical", ("0",), chunk.backbone, chunk.layout, layers)
+    each = [dataclasses.replace(stamp, antecedent=(str(number),)) for number in range(sizes.group)]
+    return [kvp.Patch(factors, one) for one in each]

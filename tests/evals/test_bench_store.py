@@ -1,0 +1,74 @@
+"""The store's benchmark runs from end to end and judges rightly. How fast anything is, is never tested."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evals.bench import store
+from kvpatch_jax.errors import InputError
+
+METRICS = {
+    ("durable put", "raw write and sync"): ("at least", 0.6),
+    ("durable put", "safetensors save and sync"): ("at least", 1.5),
+    ("asynchronous put returns", "durable put"): ("at most", 0.5),
+    ("verified get", "raw read, pooled"): ("at least", 0.4),
+    ("verified get on a device", "Orbax, leaf by leaf"): ("at least", 4),
+    ("one layer, verified", "verified get"): ("at most", 0.1),
+    ("patch put", "raw write and sync of one"): ("at most", 2.5),
+    ("patch put, grouped", "raw write and sync of one"): ("at most", 0.6),
+    ("opening 40 objects", ""): ("at most", 0.25),
+    ("get over heads on 8 devices", "Orbax, layers stacked"): ("at least", 3),
+    ("fetch of both halves, disk", "the longer half alone"): ("at most", 1.5),
+    ("fetch of both halves, latency", "the longer half alone"): ("at most", 1.15),
+}
+
+
+def test_the_suite_runs_from_end_to_end(tmp_path: Path):
+    program = [sys.executable, "-m", "evals.bench", "--suite=store", "--quick", f"--out={tmp_path}"]
+    done = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "bench_store.json").read_text())
+    barred = {(row["metric"], row["against"]): row for row in result["rows"] if "bar" in row}
+    assert {key: (row["sense"], row["bar"]) for key, row in barred.items()} == METRICS
+    for row in result["rows"]:
+        assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in row["all"].values())
+        assert row["low"] <= row["value"] <= row["high"]
+        assert math.isfinite(row["value"])
+    assert result["config"]["quick"]
+    assert result["config"]["file_system"]
+    text = (tmp_path / "bench_store.md").read_text()
+    assert text.count("\n| ") == len(result["rows"]) + 1
+    assert "no measurements" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench_store.json", "bench_store.md"]
+
+
+def test_ratios_are_of_neighbours_and_judged_by_their_sense():
+    turns = {"ours": [1.0, 2.0, 4.0], "theirs": [2.0, 1.0, 4.0]}
+    faster = store.row_of("a", "b", turns, "at least", 1.0)
+    assert (faster["value"], faster["low"], faster["high"], faster["passed"]) == (1.0, 0.5, 2.0, True)
+    assert not store.row_of("a", "b", turns, "at least", 1.01)["passed"]
+    shorter = store.row_of("a", "b", {"ours": [1.0], "theirs": [4.0]}, "at most", 0.25)
+    assert (shorter["value"], shorter["passed"]) == (0.25, True)
+    assert not store.row_of("a", "b", {"ours": [1.0], "theirs": [3.9]}, "at most", 0.25)["passed"]
+    assert "passed" not in store.row_of("a", "b", turns)
+
+
+@pytest.mark.parametrize(("count", "skipped"), [(2, 0), (5, 0), (7, 0), (8, 0), (9, 1), (12, 2), (20, 5)])
+def test_intervals_are_those_of_the_binomial(count: int, skipped: int):
+    """Of 9 values, the second smallest and second largest hold the median with 1 - 2 (1 + 9) / 2^9 = 96 %."""
+    assert store.interval([float(value) for value in range(count)]) == (skipped, count - 1 - skipped)
+
+
+def test_memory_is_no_disk(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(store, "file_system", lambda folder: "tmpfs")
+    with pytest.raises(InputError, match="tmpfs; expected a directory on a disk"):
+        store.run(out=str(tmp_path))
+
+
+def test_a_miss_is_not_timed_as_a_hit():
+    with pytest.raises(InputError, match="expected a hit"):
+        store.found(None)
