@@ -296,11 +296,11 @@ class Disk:
         """Removes what dead writers left in tmp/ (a live one holds a lock on its file). How many.
 
         Args:
-          tenant: only of the tenant with this keyed name.
+          tenant: only of the tenant with this keyed name, and settings, which are nobody's.
         """
-        swept = 0
+        swept, mine = 0, (tenant, "settings-")
         with typed_errors("store: sweep"):
-            for path in [entry.path for entry in os.scandir(f"{self.root}/tmp") if entry.name.startswith(tenant)]:
+            for path in [entry.path for entry in os.scandir(f"{self.root}/tmp") if entry.name.startswith(mine)]:
                 with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDWR) as fd:
                     if try_lock(fd) and os.stat(path).st_ino == os.fstat(fd).st_ino:
                         os.unlink(path)
