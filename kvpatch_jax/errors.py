@@ -94,6 +94,17 @@ class StoreKeyError(StoreError):
     """Encrypted objects without their key, or with another. They are left as they are."""
 
 
+class StoreSnapshotError(StoreError):
+    """A snapshot or export of the store that cannot be taken over: unfinished, damaged, or of another secret.
+
+    `bad` holds a line for each object that did not verify.
+    """
+
+    def __init__(self, message: str, bad: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.bad = bad
+
+
 class StoreClosedError(StoreError):
     """A store used after `close`."""
 

@@ -20,6 +20,8 @@ from .references import escape as escape
 from .references import parse_prompt as parse_prompt
 from .remote import KeyValueStore as KeyValueStore
 from .remote import Remote as Remote
+from .restore import load_snapshot as load_snapshot
+from .restore import save_snapshot as save_snapshot
 from .retriever import ApproximateRetriever as ApproximateRetriever
 from .retriever import ExactRetriever as ExactRetriever
 from .retriever import Retriever as Retriever
@@ -27,6 +29,7 @@ from .retriever import pooled as pooled
 from .retriever import recall as recall
 from .shelf import Listed as Listed
 from .shelf import Resource as Resource
+from .snapshot import Summary as Summary
 from .statistics import Statistics as Statistics
 from .statistics import prometheus_text as prometheus_text
 from .store import Budget as Budget

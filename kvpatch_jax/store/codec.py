@@ -67,8 +67,8 @@ def encode(value: np.ndarray, encoding: Encoding | None) -> tuple[np.ndarray, np
     return (np.rint(scaled) if encoding == "int8" else scaled).astype(dtype), scale
 
 
-def decode(value: np.ndarray, scale: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
-    """The numbers that `encode` stands for, in the dtype they had.
+def decode(value: Any, scale: Any, dtype: np.dtype) -> Any:
+    """The numbers that `encode` stands for, in the dtype they had: NumPy or jax arrays, one layer or all.
 
     Raises:
       DtypeError: a dtype that objects do not hold. ShapeError: scales that are not one per feature.
@@ -76,8 +76,9 @@ def decode(value: np.ndarray, scale: np.ndarray | None, dtype: np.dtype) -> np.n
     dtype_word(dtype)
     if scale is None:
         return value if value.dtype == dtype else value.astype(dtype)
-    if scale.shape != (1, *value.shape[1:]):  # other shapes could broadcast to an array far larger than the file
-        raise ShapeError(f"scales {scale.shape} of values {value.shape}; expected {(1, *value.shape[1:])}")
+    expected = (*value.shape[:-3], 1, *value.shape[-2:])
+    if scale.shape != expected:  # other shapes could broadcast to an array far larger than the file
+        raise ShapeError(f"scales {scale.shape} of values {value.shape}; expected {expected}")
     return (value.astype(np.float32) * scale).astype(dtype)
 
 
@@ -100,16 +101,20 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
                 arrays[f"layer.{layer}.{name}.scale"] = scale
     hidden = {} if chunk.hidden is None else chunk.hidden
     arrays |= {f"hidden.{layer}": np.asarray(hidden[layer]) for layer in sorted(hidden)}
-    body = {
+    return _checked(Blob("kv", chunk_body(chunk), arrays, expires))
+
+
+def chunk_body(chunk: Chunk) -> dict[str, Any]:
+    """What a canonical's header says of it, as JSON."""
+    return {
         "id": chunk.id,
         "backbone": chunk.backbone,
         "span": int(chunk.span),
         "length": int(chunk.length),
         "layout": layout_body(chunk.layout),
-        "dtypes": {name: str(value.dtype) for name, value in kv.items()},
-        "hidden": None if chunk.hidden is None else sorted(int(layer) for layer in hidden),
+        "dtypes": {name: str(chunk.kv[name].dtype) for name in chunk.layout.names},
+        "hidden": None if chunk.hidden is None else sorted(int(layer) for layer in chunk.hidden),
     }
-    return _checked(Blob("kv", body, arrays, expires))
 
 
 def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]:
@@ -184,6 +189,15 @@ def unchecked_chunk(**fields: Any) -> Chunk:
     return chunk
 
 
+def with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:
+    """The same chunk with a tower's output."""
+    copy = object.__new__(Chunk)
+    for field in dataclasses.fields(chunk):
+        object.__setattr__(copy, field.name, getattr(chunk, field.name))
+    object.__setattr__(copy, "encoder", output)
+    return copy
+
+
 def stack_views(parts: list[np.ndarray]) -> np.ndarray:
     """[L, ...] of L arrays alike: without copying where they lie at even steps in one buffer."""
     first = parts[0]
@@ -201,9 +215,9 @@ def stack_views(parts: list[np.ndarray]) -> np.ndarray:
 # -------------------------------------------------------------------------------------- encoder outputs, patches
 
 
-def encoder_blob(output: np.ndarray | jax.Array, expires: float | None = None) -> Blob:
+def encoder_blob(id: str, backbone: str, output: np.ndarray | jax.Array, expires: float | None = None) -> Blob:
     """A tower's output, [T, D] or any other shape, as an object."""
-    return _checked(Blob("encoder", {}, {"encoder": np.asarray(output)}, expires))
+    return _checked(Blob("encoder", {"id": id, "backbone": backbone}, {"encoder": np.asarray(output)}, expires))
 
 
 def patch_blob(patch: Patch, expires: float | None = None) -> Blob:

@@ -15,19 +15,22 @@ the truth; there is no index. Of two writers of one name the later wins, and bot
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from ..errors import StoreCorruptError
+from ..errors import StoreCorruptError, StoreError
 from .buffers import Buffers
 from .counters import Counters
 from .files import (
+    copy_into,
     inode_of,
+    link,
     locked,
     make_directories,
     make_root,
@@ -121,11 +124,17 @@ class Disk:
           StoreFullError, StoreReadOnlyError, StoreIOError: none of them is acknowledged; none is there in part.
         """
         with typed_errors(f"store: put {len(items)} objects"), contextlib.ExitStack() as stack:
-            written = [(name, *stack.enter_context(self._written(name, blob))) for name, blob in items]
+            written = [
+                (
+                    name,
+                    *stack.enter_context(self._written(name, functools.partial(write_blob, blob=blob, name=name.file))),
+                )
+                for name, blob in items
+            ]
             sync_files([fd for _, _, fd, _ in written])
             with locked(f"{self.root}/names.lock", shared=True):
                 for name, temporary, _, _ in written:
-                    self._publish(name, temporary)
+                    self._publish(name, temporary, os.rename)
             # Without the lock: it is not fair, so that syncs under it could keep whoever deletes waiting for long.
             for folder in sorted({name.folder for name, _ in items}):
                 sync_directory(f"{self.root}/{folder}")
@@ -134,9 +143,63 @@ class Disk:
         self.counters.add("put_bytes", total)
         return total
 
+    def add(self, items: Sequence[tuple[Name, Blob | str]], added: dict[str, int], *, copy: bool = False) -> None:
+        """Puts objects in one commit under names that nothing has yet; what is there stays.
+
+        Args:
+          items: blobs, or paths of files that are objects of that name already, which get a second name here.
+          added: filled with path and inode of every object that was added, so that a caller can take it away again.
+          copy: copies files instead. So does a file system that refuses to link.
+
+        Raises:
+          StoreFullError, StoreReadOnlyError, StoreIOError: nothing is acknowledged; `added` says what is there.
+        """
+        refused: list[tuple[Name, Blob | str]] = []
+        with typed_errors(f"store: add {len(items)} objects"), contextlib.ExitStack() as stack:
+            sources = [stack.enter_context(self._source(name, item, copy)) for name, item in items]
+            sync_files([fd for _, fd in sources])
+            with locked(f"{self.root}/names.lock", shared=True):
+                for (name, item), (source, fd) in zip(items, sources, strict=True):
+                    with contextlib.suppress(FileExistsError):
+                        if self._publish(name, source, link):
+                            added[name.path] = os.fstat(fd).st_ino
+                        else:
+                            refused.append((name, item))
+            for folder in sorted({name.folder for name, _ in items}):
+                sync_directory(f"{self.root}/{folder}")
+        if refused:
+            self.add(refused, added, copy=True)
+
+    def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | str]]], copy: bool) -> int:
+        """`add` of every group; what was added is taken away again if anything is raised. How many were added."""
+        added: dict[str, int] = {}
+        try:
+            for group in groups:
+                self.add(group, added, copy=copy)
+        except BaseException:
+            for path, inode in added.items():
+                with contextlib.suppress(StoreError):
+                    self.delete(path, inode)
+            raise
+        return len(added)
+
     @contextlib.contextmanager
-    def _written(self, name: Name, blob: Blob) -> Iterator[tuple[str, int, Header]]:
-        """A temporary file that holds the object, gone on the way out unless it was given its name."""
+    def _source(self, name: Name, item: Blob | str, copy: bool) -> Iterator[tuple[str, int]]:
+        """A file to link from: the caller's, or a temporary one."""
+        if not isinstance(item, str):
+            write = functools.partial(write_blob, blob=item, name=name.file)
+        elif copy:
+            write = functools.partial(copy_into, source=item)
+        else:
+            with opened(item, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+                yield item, fd
+            return
+        with self._written(name, write) as (temporary, fd, _):
+            yield temporary, fd
+
+    @contextlib.contextmanager
+    def _written[T](self, name: Name, write: Callable[[int], T]) -> Iterator[tuple[str, int, T]]:
+        """A temporary file that holds an object, gone on the way out unless it was given its name."""
         while True:
             unique = f"{name.tenant}.{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
             temporary = f"{self.root}/tmp/{unique}"
@@ -145,22 +208,22 @@ class Disk:
                 if os.fstat(fd).st_nlink == 0:
                     continue  # a sweep came between the two calls
                 try:
-                    yield temporary, fd, write_blob(fd, blob, name.file)
+                    yield temporary, fd, write(fd)
                 finally:
                     with contextlib.suppress(OSError):
                         os.unlink(temporary)
                 return
 
-    def _publish(self, name: Name, temporary: str) -> None:
+    def _publish[T](self, name: Name, temporary: str, place: Callable[[str, str], T]) -> T:
         if name.folder not in self._durable:
             make_directories(self.root, name.folder)
             self._durable.add(name.folder)
         target = f"{self.root}/{name.path}"
         try:
-            os.rename(temporary, target)
+            return place(temporary, target)
         except FileNotFoundError:  # the folder was removed meanwhile
             make_directories(self.root, name.folder)
-            os.rename(temporary, target)
+            return place(temporary, target)
 
     # ----------------------------------------------------------------------------------------------- reading
 

@@ -166,6 +166,45 @@ def _syncfs() -> "ctypes._NamedFuncPointer | None":
     return getattr(library, "syncfs", None)
 
 
+def sync_file_system(path: str) -> None:
+    """Makes everything durable that was written to the file system of a directory, names included."""
+    whole = _syncfs()
+    if whole is None:
+        os.sync()
+        return
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        if whole(fd) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+
+def link(source: str, target: str) -> bool:
+    """Gives a file a second name. False where the file system does not do it: another one, or no more links.
+
+    Raises:
+      FileNotFoundError: no source. FileExistsError: the target is there. OSError: anything else.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
+    return True
+
+
+def copy_into(fd: int, source: str) -> None:
+    """Copies a file into an empty one, with its times. Links are not followed."""
+    with unnoticed(source) as whole:
+        stat = os.fstat(whole)
+        reserve(fd, stat.st_size) if stat.st_size else None
+        offset = 0
+        while part := os.pread(whole, 4 << 20, offset):
+            write_all(fd, [part], offset)
+            offset += len(part)
+        os.utime(fd, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
 def sync_files(fds: Sequence[int]) -> None:
     """Makes the contents of several files of one file system durable: in one call where the system has `syncfs`."""
     whole = _syncfs() if len(fds) > 1 else None

@@ -1,14 +1,13 @@
 """The chunk store: one tenant's canonicals, patches and encoder outputs, over device, host, disk and remote tiers."""
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from ..chunk import AnyArray, Chunk
 from ..errors import InputError, StoreClosedError, StoreCorruptError, StoreError
 from ..stamp import Patch, Stamp
 from .buffers import Buffers
-from .codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_of, patch_parts
+from .codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_of, patch_parts, with_encoder
 from .counters import Counters
 from .disk import Disk, Found
 from .evict import collect, make_room
@@ -30,9 +29,8 @@ from .seal import AesGcm, Plain
 from .settings import check_key, secret_of
 from .statistics import Statistics
 from .tenants import Deleted, delete_tenant
-from .writer import Writer
+from .writer import Ack, Writer, joined
 
-Ack = concurrent.futures.Future[None]
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
 
 
@@ -132,7 +130,7 @@ class ChunkStore:
         self._open()
         began = time.perf_counter()
         acks = [self._writer.add(*job) for job in self._jobs_of(chunk, encoding, ttl)]
-        return self._timed(acks[-1] if len(acks) == 1 else _both(acks), began)
+        return self._timed(acks[-1] if len(acks) == 1 else joined(acks), began)
 
     def get(
         self,
@@ -159,7 +157,7 @@ class ChunkStore:
         held = self._load(name, chunk_of, CANONICAL) if placement is None else self._from_device(name, placement)
         if held is None or not encoder:
             return None if held is None else held.value
-        return _with_encoder(held.value, self.get_encoder(id, backbone))
+        return with_encoder(held.value, self.get_encoder(id, backbone))
 
     def stream(
         self, id: str, backbone: str, *, encoding: Encoding | None = None, placement: Placement | None = None
@@ -215,7 +213,7 @@ class ChunkStore:
         """Stores a tower's output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
         self._open()
         with self.counters.timed("put", "disk"):
-            self._commit([(self._names.encoder(backbone, id), encoder_blob(output, self._expiry(ttl)))])
+            self._commit([(self._names.encoder(backbone, id), encoder_blob(id, backbone, output, self._expiry(ttl)))])
 
     def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
         """A tower's output, a read-only host array; None where there is none."""
@@ -259,6 +257,43 @@ class ChunkStore:
             for path in sorted(paths)
             if path.startswith(prefix.path)
         ]
+
+    # ------------------------------------------------------------------------------- snapshots, checkpoints
+
+    def add(self, groups: Iterable[Sequence[tuple[Name, Blob | str]]], need: int, *, copy: bool = False) -> int:
+        """Puts objects that come from elsewhere on the disk alone, where there is none of that name: all or none.
+
+        Args:
+          groups: each one commit; blobs (encrypted where there is a key), or paths of files that are objects already.
+          need: bytes in all, for which room is made first.
+          copy: files are copied; else linked where that can be.
+
+        Returns:
+          How many were added.
+
+        Raises:
+          As `put`; nothing was added then.
+        """
+        self._open()
+        self._note_key()
+        self._make_room(lambda: need)
+        sealed = lambda name, item: self._seal.sealed(item, name.file) if isinstance(item, Blob) else item
+        added = self.disk.add_all(([(name, sealed(name, item)) for name, item in group] for group in groups), copy)
+        with self._room:
+            self._fresh.update(dict.fromkeys(("obj", self._names.space), need))
+        return added
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Orbax's way to save this tenant's objects beside model parameters; see `checkpoint.StoreItem`."""
+        from .checkpoint import StoreItem
+
+        return await StoreItem(self).save(directory)
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """Orbax's way to put the objects of a checkpoint into this store; see `checkpoint.StoreItem`."""
+        from .checkpoint import StoreItem
+
+        return await StoreItem(self).load(directory)
 
     # ----------------------------------------------------------------------------------------------- keeping
 
@@ -350,7 +385,7 @@ class ChunkStore:
         name = self._names.canonical(chunk.backbone, chunk.id, encoding)
         jobs = [(name, functools.partial(chunk_blob, chunk, encoding, expires), chunk.nbytes)]
         if chunk.encoder is not None:
-            make = functools.partial(encoder_blob, chunk.encoder, expires)
+            make = functools.partial(encoder_blob, chunk.id, chunk.backbone, chunk.encoder, expires)
             jobs.insert(0, (self._names.encoder(chunk.backbone, chunk.id), make, chunk.encoder.nbytes))
         return jobs
 
@@ -472,31 +507,3 @@ class ChunkStore:
 
 def _chunk_key(name: Name) -> str:
     return f"{name.folder}/{name.chunk}"
-
-
-def _with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:
-    copy = object.__new__(Chunk)
-    for field in dataclasses.fields(chunk):
-        object.__setattr__(copy, field.name, getattr(chunk, field.name))
-    object.__setattr__(copy, "encoder", output)
-    return copy
-
-
-def _both(acks: Sequence[Ack]) -> Ack:
-    """One future for several: done when all are, with the first error."""
-    joined: Ack = concurrent.futures.Future()
-    joined.set_running_or_notify_cancel()
-    left = [len(acks)]
-    lock = threading.Lock()
-
-    def done(_: Ack) -> None:
-        with lock:
-            left[0] -= 1
-            if left[0]:
-                return
-        error = next((ack.exception() for ack in acks if ack.exception() is not None), None)
-        joined.set_exception(error) if error is not None else joined.set_result(None)
-
-    for ack in acks:
-        ack.add_done_callback(done)
-    return joined

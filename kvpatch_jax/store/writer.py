@@ -13,6 +13,7 @@ from .ids import Name
 from .objects import Blob
 
 Put = Callable[[Sequence[tuple[Name, Blob]]], object]
+Ack = concurrent.futures.Future[None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,3 +139,23 @@ class Writer:
         else:
             for job in batch:
                 job.future.set_result(None)
+
+
+def joined(acks: Sequence[Ack]) -> Ack:
+    """One future for several: done when all are, with the first error."""
+    both: Ack = concurrent.futures.Future()
+    both.set_running_or_notify_cancel()
+    left = [len(acks)]
+    lock = threading.Lock()
+
+    def done(_: Ack) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        error = next((ack.exception() for ack in acks if ack.exception() is not None), None)
+        both.set_exception(error) if error is not None else both.set_result(None)
+
+    for ack in acks:
+        ack.add_done_callback(done)
+    return both

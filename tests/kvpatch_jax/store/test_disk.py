@@ -1,6 +1,7 @@
 """The disk tier: verified reads, quarantine, typed errors of a failing file system, sweeping, streams."""
 
 import errno
+import functools
 import json
 import os
 import threading
@@ -354,8 +355,10 @@ def test_sweep_takes_what_the_dead_left_and_spares_the_living(store: ChunkStore)
     dead.write_bytes(b"half an object")
     name = name_of(store, chunk_of())
     from kvpatch_jax.store.codec import chunk_blob
+    from kvpatch_jax.store.objects import write_blob
 
-    with store.disk._written(name, chunk_blob(chunk_of())) as (living, _, _):
+    write = functools.partial(write_blob, blob=chunk_blob(chunk_of()), name=name.file)
+    with store.disk._written(name, write) as (living, _, _):
         assert store.disk.sweep() == 1
         assert os.path.exists(living)
         assert not dead.exists()

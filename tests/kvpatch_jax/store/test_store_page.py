@@ -15,6 +15,7 @@ def test_the_page_runs():
     assert space["found"].id == space["chunk"].id
     assert space["texts"] == ["How far is ", " from ", "? TEXT#1 is text here."]
     assert space["sources"] == ["computed", "store"]
+    assert [chunk.id for chunk in space["loaded"].chunks] == [space["found"].id]
 
 
 def test_every_threat_has_a_test_that_exists():

@@ -1,0 +1,178 @@
+"""Objects as a few arrays each, layers stacked, with what is needed to make the same objects again.
+
+This is the form in which they leave for other machines and meshes. Arrays may be sharded; their sums do not depend on
+how, so that each is verified where it lies.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped, UInt32
+
+from ..chunk import AnyArray, Chunk
+from ..errors import StoreCorruptError
+from .codec import chunk_body, decode, layout_of, unchecked_chunk
+from .header import DTYPES, dtype_word
+from .ids import Encoding
+from .objects import Blob
+
+_BLOCK = 1 << 14
+_FIRST, _SECOND, _THIRD, _FOURTH = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
+
+
+# ----------------------------------------------------------------------------------------------------------- sums
+
+
+def _mixed(bits: Any, place: Any) -> Any:
+    """A word per element, of its bits and its place; for a given place different bits give different words."""
+    number = lambda value: np.uint32(value)
+    word = bits * number(_FIRST) + place
+    word = (word ^ (word >> number(16))) * number(_THIRD)
+    word = (word ^ (word >> number(13))) * number(_FOURTH)
+    return word ^ (word >> number(16))
+
+
+@jax.jit
+def _device_sum(value: Array) -> UInt32[Array, ""]:
+    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}")).astype(jnp.uint32)
+    index = jnp.zeros(value.shape, jnp.uint32)
+    for axis, size in enumerate(value.shape):
+        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, value.shape, axis)
+    return jnp.sum(_mixed(bits, index * np.uint32(_SECOND)), dtype=jnp.uint32)
+
+
+def _host_sum(value: np.ndarray) -> int:
+    flat = np.ascontiguousarray(value).reshape(-1)
+    flat = flat.view(np.uint32 if flat.dtype.itemsize == 8 else f"u{flat.dtype.itemsize}")
+    places = np.arange(min(_BLOCK, flat.size), dtype=np.uint32) * np.uint32(_SECOND)
+    total = 0
+    for start in range(0, flat.size, _BLOCK):
+        bits = flat[start : start + _BLOCK].astype(np.uint32)
+        place = places[: len(bits)] + np.uint32(start * _SECOND & 0xFFFFFFFF)
+        total += int(_mixed(bits, place).sum(dtype=np.uint32))
+    return total & 0xFFFFFFFF
+
+
+def array_sum(value: Shaped[AnyArray, "..."]) -> int:
+    """32 bits over an array's bits and their places: the same for any sharding, and on the host.
+
+    A change of one element always changes it, any other with probability 1 − 2⁻³². On a mesh each device sums what it
+    has, so that no host needs the whole array.
+    """
+    return int(_device_sum(value)) if isinstance(value, jax.Array) else _host_sum(value)
+
+
+# -------------------------------------------------------------------------------------------------------- entries
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """An object on its way.
+
+    Attributes:
+      about: JSON: kind, part ("kv.int8" and the like), body, expires, leaves (their order in the file), arrays
+        (dtype, shape and sum of each).
+      arrays: by name; "layers.k" [L, T, K, H] instead of "layer.0.k" and so on.
+    """
+
+    about: Mapping[str, Any]
+    arrays: Mapping[str, AnyArray]
+
+
+def _described(kind: str, part: str, body: Any, expires: float | None, leaves: list[str], arrays: Any) -> Entry:
+    specs = {name: [dtype_word(v.dtype), list(v.shape), array_sum(v)] for name, v in arrays.items()}
+    about = {"kind": kind, "part": part, "body": body, "expires": expires, "leaves": leaves, "arrays": specs}
+    return Entry(about, arrays)
+
+
+def _stacked_name(leaf: str) -> tuple[str, int | None]:
+    """Where a leaf is: an array's name and, if it is stacked, which layer."""
+    word, _, rest = leaf.partition(".")
+    layer, _, name = rest.partition(".")
+    return (f"layers.{name}", int(layer)) if word == "layer" else (leaf, None)
+
+
+def entry_of(blob: Blob, part: str) -> Entry:
+    """An object as an entry, its arrays on the host. `part`: what its file is called besides its chunk's name."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for leaf, value in blob.arrays.items():
+        stacks.setdefault(_stacked_name(leaf)[0], []).append(value)
+    arrays = {name: np.stack(values) if name.startswith("layers.") else values[0] for name, values in stacks.items()}
+    return _described(blob.kind, part, blob.body, blob.expires, list(blob.arrays), arrays)
+
+
+def entry_of_chunk(chunk: Chunk) -> Entry:
+    """A canonical as an entry. kv and residuals stay where they are, sharded or not."""
+    names, hidden = chunk.layout.names, {} if chunk.hidden is None else chunk.hidden
+    arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local)}
+    arrays |= {f"layers.{name}": chunk.kv[name] for name in names}
+    arrays |= {f"hidden.{layer}": hidden[layer] for layer in sorted(hidden)}
+    leaves = ["local", *(f"layer.{layer}.{name}" for layer in range(chunk.layout.layers) for name in names)]
+    return _described(
+        "kv", "kv", chunk_body(chunk), None, leaves + [name for name in arrays if "hidden" in name], arrays
+    )
+
+
+def specs_of(about: Mapping[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Dtype and shape of an entry's arrays."""
+    return {name: (DTYPES[word], tuple(shape)) for name, (word, shape, _) in about["arrays"].items()}
+
+
+def empty_array(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of that dtype and shape that takes no memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def outline(about: Mapping[str, Any]) -> Entry:
+    """The entry with arrays that take no memory: enough for its name and size."""
+    return Entry(about, {name: empty_array(*spec) for name, spec in specs_of(about).items()})
+
+
+def check_entry(entry: Entry) -> None:
+    """Verifies every array, where it lies.
+
+    Raises:
+      StoreCorruptError: an array that is not what was exported.
+    """
+    for name, (dtype, shape) in specs_of(entry.about).items():
+        value = entry.arrays[name]
+        if (value.dtype, value.shape) != (dtype, shape) or array_sum(value) != entry.about["arrays"][name][2]:
+            raise StoreCorruptError(
+                f"export: {name} {value.dtype}{value.shape} has other bits; expected those exported"
+            )
+
+
+def blob_of_entry(entry: Entry) -> Blob:
+    """The object again, its arrays on the host: the same bytes that it was."""
+    host = {name: np.asarray(value) for name, value in entry.arrays.items()}
+    arrays: dict[str, np.ndarray] = {}
+    for leaf in entry.about["leaves"]:
+        name, layer = _stacked_name(leaf)
+        arrays[leaf] = host[name] if layer is None else host[name][layer]
+    return Blob(entry.about["kind"], entry.about["body"], arrays, entry.about["expires"])
+
+
+def chunk_of_entry(entry: Entry) -> tuple[Encoding | None, Chunk]:
+    """A canonical, kv and residuals where they are, and the encoding that it was kept in.
+
+    Raises:
+      StoreCorruptError: a body that does not fit its arrays.
+    """
+    body, arrays = entry.about["body"], entry.arrays
+    try:
+        layout = layout_of(body["layout"])
+        kv = {
+            name: decode(arrays[f"layers.{name}"], arrays.get(f"layers.{name}.scale"), np.dtype(jnp.dtype(dtype)))
+            for name, dtype in body["dtypes"].items()
+        }
+        hidden = None if body["hidden"] is None else {layer: arrays[f"hidden.{layer}"] for layer in body["hidden"]}
+        fields = {word: body[word] for word in ("span", "length", "id", "backbone")}
+        local = np.asarray(arrays["local"])
+        chunk = unchecked_chunk(kv=kv, local=local, layout=layout, encoder=None, hidden=hidden, **fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreCorruptError(f"export: the body does not make a chunk ({type(error).__name__})") from None
+    return entry.about["part"].partition(".")[2] or None, chunk

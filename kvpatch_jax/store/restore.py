@@ -1,0 +1,368 @@
+"""Snapshots of stores by their roots: saving one, and taking one over, verified, all of it or nothing.
+
+Names depend on the secret of a root. A tenant's snapshot goes into any root: where the secret is another, its objects
+get new names (they say what they are) and are written again. A whole store goes into a root of the same secret, or into
+a new one, which then has that secret.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError, StoreCorruptError, StoreIOError, StoreSnapshotError
+from .buffers import Buffers
+from .codec import patch_of, patch_parts
+from .disk import Disk
+from .files import publish_once, typed_errors, unnoticed
+from .header import Header
+from .ids import Name, Names
+from .objects import Blob
+from .seal import Plain, Seal, is_sealed
+from .settings import check_key, read_secret
+from .snapshot import (
+    KEY,
+    MANIFEST,
+    SECRET,
+    Kept,
+    Manifest,
+    Progress,
+    Summary,
+    header_crc,
+    name_at,
+    new_directory,
+    read_manifest,
+    read_whole,
+    reading,
+    write_snapshot,
+)
+from .store import Budget, ChunkStore
+
+_GROUP, _GROUP_BYTES = 64, 64 << 20
+
+
+def save_snapshot(
+    root: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    tenant: str | None = None,
+    secret: bytes | None = None,
+    copy: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Makes a snapshot of a store, which may be in use, as a new directory that is there whole or not at all.
+
+    Args:
+      tenant: whose objects; None takes the whole store, its secret too: that is for its operator.
+      secret: of the names, where the root does not keep it.
+      copy: copies the bytes, verified. By default files are linked: at once and without room, but store and snapshot
+        then share what a failing disk does to them. Another file system gets copies either way, by their header.
+
+    Raises:
+      StoreIOError: no store there. InputError: `directory` exists. StoreFullError, StoreReadOnlyError.
+    """
+    root, directory = os.fspath(root), os.fspath(directory)
+    _expect_store(root)
+    with new_directory(directory) as unfinished:
+        if tenant is None:
+            return write_snapshot(Disk(root), "obj", unfinished, "store", copy=copy, progress=progress)
+        below = Names(tenant, read_secret(root) if secret is None else secret).space
+        return write_snapshot(Disk(root), below, unfinished, "tenant", copy=copy, progress=progress)
+
+
+def save_objects(store: ChunkStore, directory: str, *, copy: bool = False, progress: Progress | None = None) -> Summary:
+    """Fills an empty directory with a snapshot of an open store's tenant; asynchronous puts are waited for.
+
+    Raises:
+      StoreError: as `flush`, or the directory cannot be written.
+    """
+    store.flush()
+    return write_snapshot(store.disk, store.names.space, directory, "tenant", copy=copy, progress=progress)
+
+
+def load_snapshot(
+    directory: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    tenant: str | None = None,
+    secret: bytes | None = None,
+    key: bytes | None = None,
+    budget: Budget | None = None,
+    copy: bool = False,
+    skip_damaged: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Puts a snapshot into a store, new or not. Every byte is verified first; what is there already stays.
+
+    Args:
+      tenant: whose; needed for a tenant's snapshot, and takes only that one out of a snapshot of the whole store.
+      secret: of the root's names, where it does not keep it.
+      key: of the tenant's encryption. Encrypted objects that keep their names need none.
+      budget: of the disk. Room is made as for a put.
+      copy: copies the files; else they are linked where that can be.
+      skip_damaged: leaves out what does not verify, instead of refusing all of it.
+
+    Raises:
+      StoreSnapshotError: not a snapshot, of another secret, or damaged (`bad` lists what). InputError: no `tenant`.
+      StoreFullError, StoreReadOnlyError, StoreIOError. Nothing was added then.
+    """
+    directory, root = os.fspath(directory), os.fspath(root)
+    manifest = read_manifest(directory)
+    verify = functools.partial(_verify, directory, skip_damaged=skip_damaged, progress=progress)
+    if tenant is not None:
+        manifest = _of_tenant(directory, manifest, tenant)
+        with ChunkStore(root, tenant=tenant, secret=secret, key=key, budget=budget) as store:
+            return _add(store, directory, verify(manifest, _Into(store.names, store.disk.seal)), copy)
+    if manifest.scope != "store":
+        raise InputError(f"snapshot {directory}: tenant None; expected the tenant whose snapshot it is")
+    _check_secret(directory, root)
+    verified = verify(manifest, _Into(None, Plain()))
+    _adopt_secret(directory, root)
+    with ChunkStore(root, secret=secret, budget=budget) as store:
+        return _add(store, directory, verified, copy)
+
+
+def load_objects(
+    store: ChunkStore,
+    directory: str,
+    *,
+    copy: bool = False,
+    skip_damaged: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Puts a tenant's snapshot into an open store, under its names. As `load_snapshot`."""
+    manifest = read_manifest(directory)
+    if manifest.scope != "tenant":
+        raise StoreSnapshotError(
+            f"snapshot {directory}: of a whole store; expected a tenant's (load_snapshot takes both)"
+        )
+    into = _Into(store.names, store.disk.seal, store.clock)
+    verified = _verify(directory, manifest, into, skip_damaged, progress)
+    return _add(store, directory, verified, copy)
+
+
+# --------------------------------------------------------------------------------------------------- the objects
+
+
+@dataclasses.dataclass(frozen=True)
+class _Incoming:
+    """One object on its way in: where it is in the snapshot, its name in the store, whether the file stays as it is."""
+
+    kept: Kept
+    name: Name
+    as_it_is: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Into:
+    """What a snapshot goes into. `names`: of the tenant; None keeps all names, and opens nothing."""
+
+    names: Names | None
+    seal: Seal
+    clock: Callable[[], float] = time.time
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verified:
+    """What of a snapshot may be added; how many are expired, how many did not verify."""
+
+    coming: tuple[_Incoming, ...]
+    expired: int
+    damaged: int
+
+
+def _verify(
+    directory: str, manifest: Manifest, into: _Into, skip_damaged: bool, progress: Progress | None
+) -> _Verified:
+    """Looks at every byte."""
+    buffers = Buffers()
+    coming: list[_Incoming] = []
+    bad: list[str] = []
+    total, done = sum(kept.size for kept in manifest.objects), 0
+    for kept in manifest.objects:
+        try:
+            found = _incoming(directory, kept, into, buffers)
+            coming += [] if found is None else [found]
+        except (StoreCorruptError, OSError) as error:
+            bad.append(f"{kept.path}: {error}")
+        done += kept.size
+        if progress is not None:
+            progress(done, total)
+    if bad and not skip_damaged:
+        raise StoreSnapshotError(
+            f"snapshot {directory}: {len(bad)} of {len(manifest.objects)} objects do not verify, the first is "
+            f"{bad[0][:300]}; expected all to (skip_damaged takes the others)",
+            tuple(bad),
+        )
+    return _Verified(tuple(coming), len(manifest.objects) - len(coming) - len(bad), len(bad))
+
+
+def _incoming(directory: str, kept: Kept, into: _Into, buffers: Buffers) -> _Incoming | None:
+    """An object with its name in the store, after every byte of it was verified. None: it is expired."""
+    with reading(f"{directory}/{kept.path}") as (fd, header):
+        if header.size != kept.size or header_crc(fd, header) != kept.crc:
+            raise StoreCorruptError(f"object: header of other bytes than {MANIFEST} says; expected {kept.crc:08x}")
+        arrays = read_whole(fd, header, buffers)
+    name, keyed = name_at(kept.path), into.seal.check is not None
+    if header.expires is not None and into.clock() >= header.expires:
+        return None
+    own = into.names is None or kept.path.startswith(f"{into.names.space}/")
+    if into.names is None or (own and is_sealed(header) and not keyed):
+        return _Incoming(kept, name, True)
+    plain, arrays = _unsealed(header, arrays, into.seal)
+    name = name_of(into.names, plain.kind, part_of(plain.name), plain.body, arrays)
+    return _Incoming(kept, name, name.path == kept.path and is_sealed(header) == keyed)
+
+
+def _unsealed(header: Header, arrays: Mapping[str, np.ndarray], seal: Seal) -> tuple[Header, Mapping[str, np.ndarray]]:
+    """What is inside. Raises StoreKeyError, StoreCorruptError as `Seal.opened`."""
+    if not is_sealed(header):
+        return header, arrays
+    found = seal.opened(header, lambda leaves: {leaf: arrays[leaf] for leaf in leaves})
+    assert found is not None
+    plain, read = found
+    return plain, read(list(plain.leaves))
+
+
+def _add(store: ChunkStore, directory: str, verified: _Verified, copy: bool) -> Summary:
+    """Adds what the store does not have."""
+    coming = [each for each in verified.coming if not is_there(store.disk, each.name, f"{directory}/{each.kept.path}")]
+    need = sum(each.kept.size for each in coming)
+    for space in sorted({each.name.folder.rpartition("/")[0].rpartition("/")[0] for each in coming if each.as_it_is}):
+        _note_key_check(directory, store.disk.root, space)
+    added = store.add(_groups(store, directory, coming), need, copy=copy)
+    there = len(verified.coming) - added
+    return Summary(added, need, verified.expired + there, verified.damaged)
+
+
+def part_of(file: str) -> str:
+    """What of a chunk a file is: "kv", "kv.int8", "enc", "p.…"."""
+    return file.removesuffix(".safetensors").partition(".")[2]
+
+
+def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Name:
+    """The name that a tenant's object has by what it says about itself.
+
+    Args:
+      part: as `part_of`.
+      arrays: of a patch only the dtypes and shapes count.
+
+    Raises:
+      StoreCorruptError: it does not say enough.
+    """
+    try:
+        if kind == "kv":
+            return names.canonical(body["backbone"], body["id"], part.partition(".")[2] or None)
+        if kind == "encoder":
+            return names.encoder(body["backbone"], body["id"])
+        return names.patch(patch_of(patch_parts(body, arrays)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreCorruptError(
+            f"object: {kind} without a name of its own ({type(error).__name__}); expected one"
+        ) from None
+
+
+def is_there(disk: Disk, name: Name, source: str | None = None) -> bool:
+    """Whether the store has a whole object of that name, or `source` under it. A damaged one goes to quarantine."""
+    path = f"{disk.root}/{name.path}"
+    try:
+        with reading(path) as (fd, header):
+            if source is None or not os.path.samefile(path, source):
+                read_whole(fd, header, disk.buffers)
+            return header.expires is None or disk.clock() < header.expires
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except StoreCorruptError as error:
+        with contextlib.suppress(FileNotFoundError):
+            disk.quarantine(name, os.stat(path).st_ino, str(error))
+        return False
+
+
+def _groups(store: ChunkStore, directory: str, coming: Sequence[_Incoming]) -> Iterator[list[tuple[Name, Blob | str]]]:
+    """What goes in together: linked or copied where the name stays, else read and written again."""
+    group: list[tuple[Name, Blob | str]] = []
+    nbytes = 0
+    for each in coming:
+        path = f"{directory}/{each.kept.path}"
+        group.append((each.name, path if each.as_it_is else _blob(store.disk, path)))
+        nbytes += each.kept.size
+        if len(group) == _GROUP or nbytes >= _GROUP_BYTES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def blob_of(header: Header, arrays: Mapping[str, np.ndarray]) -> Blob:
+    """An object that was read, ready to be written."""
+    return Blob(header.kind, header.body, arrays, header.expires)  # pyright: ignore[reportArgumentType]
+
+
+def _blob(disk: Disk, path: str) -> Blob:
+    try:
+        with typed_errors("snapshot: read"), reading(path) as (fd, header):
+            return blob_of(*_unsealed(header, read_whole(fd, header, disk.buffers), disk.seal))
+    except StoreCorruptError as error:
+        raise StoreSnapshotError(f"snapshot: {path} changed while it was read ({error}); expected it not to") from error
+
+
+# -------------------------------------------------------------------------------------------------- the secret
+
+
+def _expect_store(root: str) -> None:
+    if not os.path.isdir(f"{root}/obj"):
+        raise StoreIOError(f"store {root}: no objects there; expected a store")
+
+
+def _note_key_check(directory: str, root: str, space: str) -> None:
+    """Takes over what tells the key of encrypted objects. Raises StoreKeyError where the root has another."""
+    with contextlib.suppress(FileNotFoundError), unnoticed(f"{directory}/{space}/{KEY}") as fd:
+        check = os.pread(fd, 1 << 10, 0).decode(errors="replace")
+        if re.fullmatch("[0-9a-f]{1,64}", check):
+            check_key(root, space, check, note=True)
+
+
+def _secret_in(folder: str) -> bytes | None:
+    """The secret that a root or snapshot keeps. Raises StoreCorruptError where it cannot be read."""
+    return read_secret(folder) if os.path.exists(f"{folder}/{SECRET}") else None
+
+
+def _of_tenant(directory: str, manifest: Manifest, tenant: str) -> Manifest:
+    """What of a snapshot is this tenant's."""
+    if manifest.scope == "tenant":
+        return manifest
+    secret = _secret_in(directory)
+    if secret is None:
+        raise StoreSnapshotError(f"snapshot {directory}: no {SECRET}; expected it, to tell tenants apart")
+    space = Names(tenant, secret).space
+    return Manifest("tenant", tuple(kept for kept in manifest.objects if kept.path.startswith(f"{space}/")))
+
+
+def _check_secret(directory: str, root: str) -> None:
+    """Raises StoreSnapshotError where a whole store's names would not be found in the root."""
+    empty = not os.path.isdir(f"{root}/obj") or not os.listdir(f"{root}/obj")
+    if not (empty and _secret_in(root) is None) and _secret_in(directory) != _secret_in(root):
+        raise StoreSnapshotError(
+            f"snapshot {directory}: of another secret than {root}; expected the same, or a new root, or one tenant "
+            "after the other"
+        )
+
+
+def _adopt_secret(directory: str, root: str) -> None:
+    """Gives a new root the secret of a snapshot, if it has one."""
+    secret = _secret_in(directory)
+    if secret is None or _secret_in(root) is not None:
+        return
+    Disk(root)  # makes its folders
+    text = json.dumps({"version": 1, "secret": secret.hex()}).encode()
+    with typed_errors(f"store {root}: open"):
+        publish_once(f"{root}/{SECRET}", text, f"{root}/tmp/settings-{secrets.token_hex(8)}")
+    _check_secret(directory, root)

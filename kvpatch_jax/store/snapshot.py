@@ -1,0 +1,271 @@
+"""Snapshots: a directory that holds objects of a store as they are, under the same paths, with a list of them.
+
+    directory/obj/…        objects, hard links to the store's files, or copies
+    directory/STORE.json   the secret of the names; only in a snapshot of the whole store
+    directory/obj/…/KEY    tells the key of a tenant's encrypted objects from another
+    directory/MANIFEST     path, bytes and header checksum of every object, and a digest of this list; written last
+
+A header holds the checksums of its leaves, so that the list vouches for every byte. A tenant's snapshot holds that
+tenant's objects and nothing from which another's names, or the store's secret, could be told.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import InputError, StoreCorruptError, StoreSnapshotError
+from .buffers import Buffers
+from .disk import Disk, Entry
+from .files import (
+    copy_into,
+    link,
+    opened,
+    read_into,
+    sync_directory,
+    typed_errors,
+    unnoticed,
+    write_all,
+)
+from .header import Header
+from .ids import Name
+from .objects import check_name, read_header, read_leaves
+
+Progress = Callable[[int, int], object]
+"""Called with bytes done and bytes in all."""
+
+Scope = Literal["tenant", "store"]
+MANIFEST, SECRET, KEY = "MANIFEST", "STORE.json", "KEY"
+_LARGEST_LIST, _DIGEST_BYTES = 1 << 30, 66
+_PATH = re.compile(r"obj/[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.[a-z0-9_.]{2,120}\.safetensors")
+_KINDS: dict[str, Literal["kv", "patch", "encoder"]] = {"kv": "kv", "p": "patch", "enc": "encoder"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a snapshot, restore, export or import did.
+
+    Attributes:
+      objects, nbytes: taken over.
+      skipped: left out because they are expired, went meanwhile, or (on the way in) are there already.
+      damaged: left out because they did not verify.
+    """
+
+    objects: int
+    nbytes: int
+    skipped: int = 0
+    damaged: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """One object of a snapshot. `crc`: of its header."""
+
+    path: str
+    size: int
+    crc: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a snapshot holds."""
+
+    scope: Scope
+    objects: tuple[Kept, ...]
+
+
+def name_at(path: str) -> Name:
+    """The name of an object by its path below the root. Raises StoreCorruptError where no object has such a path."""
+    folder, _, file = path.rpartition("/")
+    kind = _KINDS.get(file.split(".")[1]) if _PATH.fullmatch(path) else None
+    if kind is None:
+        raise StoreCorruptError(f"object: path {path[:200]!r}; expected obj/tenant/backbone/xx/name.kind.safetensors")
+    return Name(folder, file.partition(".")[0], file, kind)
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[tuple[int, Header]]:
+    """An open object by its file, with its header, checked against the file's name.
+
+    Raises:
+      StoreCorruptError: no object of that name. OSError: it cannot be read.
+    """
+    with unnoticed(path) as fd:
+        header = read_header(fd)
+        check_name(header, os.path.basename(path))
+        yield fd, header
+
+
+def read_whole(fd: int, header: Header, buffers: Buffers) -> dict[str, np.ndarray]:
+    """Every leaf, verified; read-only. Raises as `read_leaves`."""
+    return read_leaves(fd, header, list(header.leaves), buffers)
+
+
+def header_crc(fd: int, header: Header) -> int:
+    """The checksum that a manifest keeps: crc32 of all bytes before the leaves."""
+    raw = np.empty(header.start, np.uint8)
+    read_into(fd, raw, 0)
+    return zlib.crc32(raw)
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+def write_snapshot(
+    disk: Disk, below: str, directory: str, scope: Scope, *, copy: bool = False, progress: Progress | None = None
+) -> Summary:
+    """Fills an empty directory with the objects below a folder of the store; durable when this returns.
+
+    Objects that are evicted or replaced meanwhile are left out or in, whole. Headers are verified, and with `copy`
+    every byte; what does not verify goes to quarantine and is left out.
+
+    Raises:
+      StoreFullError, StoreReadOnlyError, StoreIOError: the directory is then no snapshot, for it has no manifest.
+    """
+    with typed_errors(f"snapshot {directory}: write"):
+        entries = sorted(disk.scan(below), key=lambda entry: entry.path)
+        total, done = sum(entry.size for entry in entries), 0
+        kept: list[Kept] = []
+        damaged = 0
+        for entry in entries:
+            try:
+                found = _keep(disk, entry, directory, copy)
+                kept += [] if found is None else [found]
+            except StoreCorruptError as error:
+                disk.quarantine(name_at(entry.path), entry.inode, str(error))
+                damaged += 1
+            done += entry.size
+            if progress is not None:
+                progress(done, total)
+        if scope == "store" and os.path.exists(f"{disk.root}/{SECRET}"):
+            with opened(f"{directory}/{SECRET}", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+                copy_into(fd, f"{disk.root}/{SECRET}")
+                os.fsync(fd)
+        _keep_key_checks(disk.root, directory, {name_at(each.path).tenant for each in kept})
+        objects = [[each.path, each.size, f"{each.crc:08x}"] for each in kept]
+        write_list(f"{directory}/{MANIFEST}", {"version": 1, "scope": scope, "objects": objects})
+        for folder, _, _ in os.walk(directory):
+            sync_directory(folder)
+    skipped = len(entries) - len(kept) - damaged
+    return Summary(len(kept), sum(each.size for each in kept), skipped, damaged)
+
+
+def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
+    """The files that tell under which key tenants' objects are encrypted, and nothing about it."""
+    for tenant in tenants:
+        with contextlib.suppress(FileNotFoundError), unnoticed(f"{root}/obj/{tenant}/{KEY}") as fd:
+            check = os.pread(fd, 1 << 10, 0)
+            with opened(f"{directory}/obj/{tenant}/{KEY}", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as target:
+                write_all(target, [check], 0)
+                os.fsync(target)
+
+
+def _keep(disk: Disk, entry: Entry, directory: str, copy: bool) -> Kept | None:
+    """Links or copies one object, and looks at what arrived. None where it went meanwhile, or is expired."""
+    source, target = f"{disk.root}/{entry.path}", f"{directory}/{entry.path}"
+    os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
+    keep = False
+    try:
+        if copy or not link(source, target):
+            with opened(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+                copy_into(fd, source)
+                os.fsync(fd)
+        with reading(target) as (fd, header):
+            if header.expires is not None and disk.clock() >= header.expires:
+                return None
+            if copy:
+                read_whole(fd, header, disk.buffers)
+            keep = True
+            return Kept(entry.path, header.size, header_crc(fd, header))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a symbolic link is no object of ours
+            raise
+        return None
+    finally:
+        if not keep:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(target)
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=32).hexdigest()
+
+
+def write_list(path: str, tree: Any) -> None:
+    """Writes JSON with its digest into a new file, durably but for its name."""
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+        write_all(fd, [text, f"\n{_digest(text)}\n".encode()], 0)
+        os.fsync(fd)
+
+
+def read_list(path: str) -> Any:
+    """What `write_list` wrote.
+
+    Raises:
+      StoreSnapshotError: none there, or other bytes than were written. StoreIOError.
+    """
+    if not os.path.exists(path):
+        raise StoreSnapshotError(f"{path}: not there; expected a finished snapshot or export")
+    with typed_errors(f"{path}: read"), open(path, "rb") as file:
+        raw = file.read(_LARGEST_LIST)
+    text, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
+    if digest != f"\n{_digest(text)}\n".encode():
+        raise StoreSnapshotError(f"{path}: does not agree with its digest; expected it to")
+    return json.loads(text)
+
+
+def read_manifest(directory: str) -> Manifest:
+    """The list of a snapshot, verified.
+
+    Raises:
+      StoreSnapshotError: none there, or not as it was written.
+    """
+    return _parsed(directory, read_list(f"{directory}/{MANIFEST}"))
+
+
+def _parsed(directory: str, tree: Any) -> Manifest:
+    try:
+        if tree["version"] != 1 or tree["scope"] not in ("tenant", "store"):
+            raise ValueError(f"version {tree['version']}, scope {tree['scope']}")
+        objects = tuple(Kept(path, int(size), int(crc, 16)) for path, size, crc in tree["objects"])
+        for each in objects:
+            name_at(each.path)
+        return Manifest(tree["scope"], objects)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreSnapshotError(f"snapshot {directory}: {MANIFEST}: {str(error)[:200]}; expected version 1") from error
+
+
+@contextlib.contextmanager
+def new_directory(directory: str) -> Iterator[str]:
+    """A directory beside `directory` to fill, durably; it gets that name if nothing is raised, else it is removed.
+
+    Raises:
+      InputError: `directory` is there already. StoreReadOnlyError, StoreIOError, StoreFullError.
+    """
+    import shutil
+
+    directory = os.path.abspath(directory)
+    if os.path.lexists(directory):
+        raise InputError(f"snapshot {directory}: it is there; expected a name that is free")
+    temporary = f"{directory}.unfinished-{secrets.token_hex(8)}"
+    try:
+        with typed_errors(f"snapshot {directory}: write"):
+            os.makedirs(os.path.dirname(directory), exist_ok=True)
+            os.mkdir(temporary, 0o700)
+            yield temporary
+            os.rename(temporary, directory)
+            sync_directory(os.path.dirname(directory))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
