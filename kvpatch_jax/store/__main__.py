@@ -22,8 +22,11 @@ def _flags():
     text("tenant", "Only this tenant's objects. Without it, the whole root.")
     text("secret-file", "File with the secret of the names, where the store was not opened with its own.")
     text("key-file", "File with the master key, so that verify can open what --tenant has encrypted.")
+    text("directory", "export, import: where the snapshot is to be, or is.")
     text("remote", "rm-tenant: a TensorStore key-value spec (JSON or URL) to delete from too.")
-    flags.DEFINE_integer("budget", None, "gc: bytes to evict down to.", lower_bound=0, flag_values=values)
+    flags.DEFINE_integer("budget", None, "gc, import: bytes to evict down to.", lower_bound=0, flag_values=values)
+    truth("copy", "export, import: copy files in place of linking them.")
+    truth("arrays", "export, import: Orbax arrays, without secret or encryption, in place of a snapshot.")
     truth("yes", "rm-tenant: do not ask.")
     truth("json", "Print one JSON object.")
     truth("help", "Print this.")
@@ -40,6 +43,25 @@ def _progress(entries: list[Entry]) -> Any:  # whoever checks that it is an Iter
     from tqdm import tqdm
 
     return tqdm(entries, unit=" objects", file=sys.stderr, disable=None)
+
+
+class _ByteProgress:
+    """The bar of a pass over bytes, drawn at its first step."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None or self._bar.total != total:  # an import verifies first, then adds
+            from tqdm import tqdm
+
+            self.close()
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _ask(question: str) -> str:
@@ -68,13 +90,17 @@ def main(arguments: Sequence[str]) -> int:
     if values.help or len(names) != 1 or names[0] not in COMMANDS or values.root is None:
         print(_usage(values), file=sys.stdout if values.help else sys.stderr)
         return 0 if values.help else 2
+    bar = _ByteProgress()
     try:
-        options = Options(values.root, _progress, _ask, values.tenant, _file(values["secret-file"].value),
-                          _file(values["key-file"].value), values.remote, values.budget, values.yes)  # fmt: skip
+        options = Options(values.root, _progress, bar, _ask, values.tenant, _file(values["secret-file"].value),
+                          _file(values["key-file"].value), values.remote, values.budget, values.yes,
+                          values.directory, values.copy, values.arrays)  # fmt: skip
         outcome = COMMANDS[names[0]].run(options)
     except KVPatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    finally:
+        bar.close()
     print(json.dumps(outcome.result) if values.json else "\n".join(outcome.lines))
     return 0 if outcome.good else 1
 

@@ -14,17 +14,25 @@ from .evict import collect, make_room
 from .ids import Names
 from .operate import Progress, listing, totals, verify
 from .remote import KeyValueStore
+from .restore import load_snapshot, save_snapshot
 from .seal import AesGcm
 from .settings import check_key, read_secret
+from .snapshot import Progress as ByteProgress
+from .snapshot import Summary
+from .store import Budget, ChunkStore
 from .tenants import delete_tenant, finish
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line said. `progress` shows how far a pass over objects is; `ask` puts a question."""
+    """What the command line said.
+
+    `progress` shows how far a pass over objects is, and `byte_progress` one over bytes; `ask` puts a question.
+    """
 
     root: str
     progress: Progress
+    byte_progress: ByteProgress
     ask: Callable[[str], str]
     tenant: str | None = None
     secret: bytes | None = dataclasses.field(default=None, repr=False)
@@ -32,6 +40,9 @@ class Options:
     remote: str | None = None
     budget: int | None = None
     yes: bool = False
+    directory: str | None = None
+    copy: bool = False
+    arrays: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +165,57 @@ def _spec(text: str) -> Any:
     return json.loads(text) if text.lstrip().startswith("{") else text
 
 
+def _export(options: Options) -> Outcome:
+    directory = _directory(options)
+    _disk(options)
+    if options.arrays:
+        from .checkpoint import export_arrays
+
+        with _store(options) as store:
+            return _done(export_arrays(store, directory, progress=options.byte_progress))
+    more = {"tenant": options.tenant, "secret": options.secret, "copy": options.copy}
+    return _done(save_snapshot(options.root, directory, **more, progress=options.byte_progress))
+
+
+def _import(options: Options) -> Outcome:
+    directory = _directory(options)
+    if options.arrays:
+        from .checkpoint import import_arrays
+
+        with _store(options) as store:
+            return _done(import_arrays(directory, store, progress=options.byte_progress))
+    more = {"tenant": options.tenant, "secret": options.secret, "key": options.key, "copy": options.copy}
+    budget = Budget(disk=options.budget)
+    return _done(load_snapshot(directory, options.root, **more, budget=budget, progress=options.byte_progress))
+
+
+def _directory(options: Options) -> str:
+    if not options.directory:
+        raise InputError("no directory; expected --directory")
+    return options.directory
+
+
+def _store(options: Options) -> ChunkStore:
+    if not options.tenant:
+        raise InputError("--arrays without a tenant; expected --tenant")
+    budget = Budget(disk=options.budget)
+    return ChunkStore(options.root, tenant=options.tenant, secret=options.secret, key=options.key, budget=budget)
+
+
+def _done(summary: Summary) -> Outcome:
+    result = dataclasses.asdict(summary)
+    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()], not summary.damaged)
+
+
 COMMANDS: dict[str, Command] = {
     "ls": Command("Lists objects: bytes, kind, last use, expiry, keyed name.", _ls),
     "stat": Command("Sums: objects and bytes by kind and tenant, quarantine, what is left over.", _stat),
     "verify": Command("Reads every object; damaged ones go to quarantine, and the exit status is 1.", _verify),
     "gc": Command("Deletes what expired and what dead writers left; with --budget, evicts down to it.", _gc),
+    "export": Command(
+        "Makes a snapshot of the objects as --directory; with --arrays, Orbax arrays of --tenant.", _export
+    ),
+    "import": Command("Takes over a snapshot, or with --arrays an export, from --directory, verified.", _import),
     "rm-tenant": Command("Deletes all that --tenant has; with --remote, there too.", _rm_tenant),
 }
 """The subcommands, by name."""

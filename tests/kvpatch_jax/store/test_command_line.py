@@ -213,3 +213,40 @@ def test_a_store_opened_afterwards_reads_on(root: Path, call):
     call("gc", f"--budget={1 << 30}")
     with ChunkStore(root, tenant="two", key=KEY, budget=Budget(host=0)) as store:
         assert store.get("B", BACKBONE) is not None
+
+
+@pytest.mark.parametrize("flags", [[], ["--tenant=one"], ["--tenant=one", "--copy"]], ids=["all", "tenant", "copy"])
+def test_export_and_import_move_objects_to_another_root(root: Path, call, tmp_path: Path, flags: list[str], capsys):
+    directory, other = tmp_path / "snapshot", tmp_path / "other"
+    status, exported = call("export", f"--directory={directory}", *flags)
+    assert (status, exported["objects"]) == (0, 3 if flags else 6)  # the seventh is expired
+    status = main(["import", f"--root={other}", f"--directory={directory}", "--json", *flags])
+    assert (status, json.loads(capsys.readouterr().out)["objects"]) == (0, exported["objects"])
+    with ChunkStore(other, tenant="one") as store:
+        found = store.get(chunk_of().id, BACKBONE)
+    assert found is not None
+    assert np.array_equal(found.kv["k"], chunk_of().kv["k"])
+    assert call("export", f"--directory={directory}", *flags)[0] == 2  # it is there
+
+
+def test_export_and_import_of_arrays(root: Path, call, tmp_path: Path, capsys):
+    key = f"--key-file={tmp_path / 'key'}"
+    status, exported = call("export", f"--directory={tmp_path / 'arrays'}", "--arrays", "--tenant=two", key)
+    assert (status, exported["objects"]) == (0, 3)
+    flags = [f"--root={tmp_path / 'other'}", f"--directory={tmp_path / 'arrays'}", "--arrays", "--tenant=three"]
+    assert main(["import", "--json", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["objects"] == 3
+    with ChunkStore(tmp_path / "other", tenant="three") as store:
+        assert store.get(chunk_of().id, BACKBONE) is not None
+
+
+def test_a_damaged_snapshot_is_refused(root: Path, call, tmp_path: Path, capsys):
+    directory = tmp_path / "snapshot"
+    assert call("export", f"--directory={directory}", "--tenant=one", "--copy")[0] == 0
+    path = next(directory.rglob("*.kv.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    flags = [f"--root={tmp_path / 'other'}", f"--directory={directory}", "--tenant=one"]
+    assert main(["import", *flags]) == 2
+    assert "snapshot" in capsys.readouterr().err
+    assert call("export", "--arrays", f"--directory={tmp_path / 'new'}")[0] == 2  # no tenant
+    assert call("import")[0] == 2  # no directory
