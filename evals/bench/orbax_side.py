@@ -14,7 +14,7 @@ def save(path: Path, arrays: dict[str, Any]) -> None:
     context = ocp.Context()
     context.array_options.saving.use_compression = False
     with context:
-        ocp.save(path, {name: jnp.asarray(value) for name, value in arrays.items()})
+        ocp.save(str(path), {name: jnp.asarray(value) for name, value in arrays.items()})
 
 
 def restore(path: Path, arrays: dict[str, Any], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
@@ -22,4 +22,4 @@ def restore(path: Path, arrays: dict[str, Any], sharding: jax.sharding.Sharding)
     wanted = {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding) for name, value in arrays.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Orbax's own
-        return jax.block_until_ready(ocp.load(path, wanted))
+        return jax.block_until_ready(ocp.load(str(path), wanted))

@@ -46,7 +46,7 @@ def say(*words: object) -> None:
 # ---------------------------------------------------------------------------------------------- until it is killed
 
 
-def write(root: str, worker: int, **_: object) -> None:
+def write(root: str, worker: int, **more: object) -> None:
     """Puts chunks and patches for ever; says which once they are acknowledged."""
     store = ChunkStore(root, budget=Budget(host=0))
     born, rng = time.time_ns(), random.Random(time.time_ns())
@@ -66,7 +66,7 @@ def write(root: str, worker: int, **_: object) -> None:
             store.put(made(id))
 
 
-def read(root: str, worker: int, output: str, **_: object) -> None:
+def read(root: str, worker: int, output: str, **more: object) -> None:
     """Reads for ever what was acknowledged, and what may be next; says "bad" for what is not what its id says."""
     store = ChunkStore(root, budget=Budget(host=0))
     rng = random.Random(time.time_ns())
@@ -103,7 +103,7 @@ def layers(store: ChunkStore, id: str) -> bool | None:
     return all(same(values[name], chunk.kv[name][layer]) for layer, values in stream for name in values)
 
 
-def evict(root: str, **_: object) -> None:
+def evict(root: str, **more: object) -> None:
     """Keeps the disk within KEPT for ever; says what goes before it goes."""
     disk = ChunkStore(root, budget=Budget(host=0)).disk
     delete = disk.delete
@@ -123,7 +123,7 @@ def evict(root: str, **_: object) -> None:
 # ------------------------------------------------------------------------------------------------- until it is done
 
 
-def operate(root: str, worker: int, steps: int, versions: int, **_: object) -> None:
+def operate(root: str, worker: int, steps: int, versions: int, **more: object) -> None:
     """Random puts, gets and deletes of a few names; says every call, with its times on one clock.
 
     Several versions of a name, told apart when they are read, show more than the store promises of names that stand for
@@ -152,7 +152,7 @@ def operate(root: str, worker: int, steps: int, versions: int, **_: object) -> N
     assert store.counters["quarantined"] == 0
 
 
-def stress(root: str, worker: int, steps: int, output: str, **_: object) -> None:
+def stress(root: str, worker: int, steps: int, output: str, **more: object) -> None:
     """Everything at once, on three threads, for `steps` seconds; each thread shows in a file that it goes on."""
     store = ChunkStore(root, budget=Budget(host=40_000, disk=200_000), policy="slru", queue=50_000)
     deadline, failed = time.monotonic() + steps, []
@@ -219,7 +219,7 @@ def actions_of(store: ChunkStore) -> list[Callable[[str], object]]:
     ]
 
 
-def fork(root: str, **_: object) -> None:
+def fork(root: str, **more: object) -> None:
     """Puts a large chunk, which starts threads, and forks: the new process, which has none of them, does the same."""
     large = host_chunk("large", 1, tokens=16_384)
     ChunkStore(root, budget=Budget(host=0)).put(large)
