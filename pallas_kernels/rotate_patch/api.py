@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from .._dispatch import choose, interpretation
 from ..errors import KernelDtypeError, KernelShapeError
-from . import reference, tpu
+from . import gpu, reference, tpu
 
 LAYOUTS = ("half", "pairs")
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -52,8 +52,8 @@ def rotate_patch(
       scale: multiplies the rotated channels of the result; 1 multiplies nothing.
       length: tokens that count, traced; later ones come back as zeros. None for all.
       out_dtype: of the result; None is x's, and must not be None where x is int8 or has a scale.
-      implementation: None (the platform's kernel if it takes these arguments, else "xla"), "xla", "tpu", or several in
-        order of preference.
+      implementation: None (the platform's kernel if it takes these arguments, else "xla"), "xla", "gpu", "tpu", or
+        several in order of preference.
 
     Raises:
       KernelShapeError: unknown layout word, or arrays that do not fit.
@@ -63,11 +63,16 @@ def rotate_patch(
     check("rotate_patch", x, cos, sin, u, v, dense, per_head, layout)
     check_scales("rotate_patch", x, u, v, x_scale, u_scale, v_scale)
     out = _out_dtype(x, x_scale, out_dtype)
-    reasons = {"tpu": tpu.unsupported(x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale, out)}
+    reasons = {
+        "gpu": gpu.unsupported(x, cos, u, v, dense, per_head, layout, out),
+        "tpu": tpu.unsupported(x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale, out),
+    }
     chosen = choose("rotate_patch", implementation, reasons)
     cos, sin = scaled(cos, sin, scale)
     length = None if length is None else jnp.asarray(length, jnp.int32)
     arrays = (x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
+    if chosen == "gpu":
+        return gpu.rotate_patch(layout, interpretation(), x, cos, sin, u, v, dense, length)
     if chosen == "tpu":
         return tpu.rotate_patch(layout, out, interpretation(), *arrays)
     return reference.rotate_patch(*arrays, per_head=per_head, layout=layout, out_dtype=out)

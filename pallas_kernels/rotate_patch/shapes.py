@@ -26,6 +26,20 @@ SMALL = (
     Shape("bare", (2,), 8, 1, 16, 16, 0, "pairs"),
 )
 
+ALIGNED = (
+    Shape("gqa", (2,), 13, 2, 32, 32, 5, "half"),
+    Shape("wide", (1,), 9, 1, 128, 128, 0, "half"),
+    Shape("partial", (1,), 67, 1, 96, 64, 7, "half"),
+    Shape("latent", (2,), 10, 1, 64, 0, 17, "half"),
+)
+"""Shapes whose runs are 16 columns or more, as the Hopper kernels need them."""
+
+ALIGNED_PAIRS = (
+    Shape("pairs", (2,), 11, 1, 64, 64, 3, "pairs"),
+    Shape("partial_pairs", (1,), 9, 2, 64, 32, 0, "pairs"),
+)
+"""The same in pairs, which those kernels take in bfloat16 only."""
+
 PRODUCTION = (
     Shape("qwen2_5_vl_7b", (28,), 1024, 4, 128, 128, 32, "half"),
     Shape("qwen3_vl_8b", (36,), 1024, 8, 128, 128, 32, "half"),

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Num
 from .._dispatch import choose, interpretation
 from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
 from ..rotate_patch.api import check, check_scales, scaled
-from . import reference, tpu
+from . import gpu, reference, tpu
 
 Slots = Int[Array | np.ndarray, " T"]
 Length = Int[Array, ""] | int | np.integer | None
@@ -48,8 +48,8 @@ def splice(
       x, cos, sin, u, v, x_scale, u_scale, v_scale, dense, per_head, layout, scale: as in `rotate_patch`. An x without a
         scale has the pool's dtype.
       length: tokens that count, traced; later ones are written nowhere, and their slots are not looked at.
-      implementation: None (the platform's kernel if it takes these arguments, else "xla"), "xla", "tpu", or several in
-        order of preference.
+      implementation: None (the platform's kernel if it takes these arguments, else "xla"), "xla", "gpu", "tpu", or
+        several in order of preference.
 
     Returns:
       The pool. Arithmetic is float32, rounded once to its dtype.
@@ -63,19 +63,25 @@ def splice(
     check("splice", x, cos, sin, u, v, dense, per_head, layout)
     check_scales("splice", x, u, v, x_scale, u_scale, v_scale)
     _check_pool(pool, slots, x, v, x_scale)
-    reasons = {"tpu": tpu.unsupported(pool, x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale)}
+    reasons = {
+        "gpu": gpu.unsupported(pool, x, cos, u, v, dense, per_head, layout),
+        "tpu": tpu.unsupported(pool, x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale),
+    }
     chosen = choose("splice", implementation, reasons)
     check_slots(slots, pool.shape[-4] * pool.shape[-3], length)
     cos, sin = scaled(cos, sin, scale)
     length = None if length is None else jnp.asarray(length, jnp.int32)
     slots = jnp.asarray(slots, jnp.int32)
     arrays = (jnp.asarray(pool), slots, x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
+    if chosen == "gpu":
+        return _jitted_gpu(*arrays[:-3], layout=layout, interpret=interpretation())
     if chosen == "tpu":
         return _jitted_tpu(*arrays, layout=layout, interpret=interpretation())
     return _jitted(*arrays, per_head=per_head, layout=layout)
 
 
 _jitted = jax.jit(reference.splice, static_argnames=("per_head", "layout"), donate_argnums=0)
+_jitted_gpu = jax.jit(gpu.splice, static_argnames=("layout", "plan", "interpret"), donate_argnums=0)
 _jitted_tpu = jax.jit(tpu.kernel, static_argnames=("layout", "tile", "interpret"), donate_argnums=0)
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.rotate_patch.shapes import Shape
@@ -10,6 +11,8 @@ from pallas_kernels.rotate_patch.shapes import Shape
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 """How TPU kernels are interpreted: races and uninitialised memory are errors."""
+INTERPRETED = {"gpu": plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan"), "tpu": INTERPRET}
+"""The same by platform."""
 
 
 def arrays(shape: Shape, per_head: bool = False, dtype=jnp.float32, seed: int = 0) -> dict:
@@ -45,6 +48,12 @@ def expected(shape: Shape, given: dict, per_head: bool = False) -> np.ndarray:
         result[..., a] = x[..., a] * c - x[..., b] * s
         result[..., b] = x[..., b] * c + x[..., a] * s
     return result
+
+
+def assert_rounded_once(found, exact: np.ndarray) -> None:
+    """bfloat16 results lie within one unit in the last place of their row's largest value."""
+    largest = np.maximum(np.abs(exact).max(-1, keepdims=True), 1e-30)
+    assert (np.abs(np.asarray(found, np.float64) - exact) <= 2.0 ** (np.floor(np.log2(largest)) - 7)).all()
 
 
 def narrowed(value, dtype: str, axis: int) -> tuple[jax.Array, jax.Array]:

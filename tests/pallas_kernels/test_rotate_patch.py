@@ -1,29 +1,31 @@
-"""rotate_patch: every implementation against float64, and what it refuses. The TPU kernel is interpreted on a CPU."""
+"""rotate_patch: every implementation against float64, and what it refuses. Kernels are interpreted on a CPU."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import INTERPRET, arrays, expected, narrow_arrays, narrowed
+from kernel_cases import INTERPRET, INTERPRETED, arrays, assert_rounded_once, expected, narrow_arrays, narrowed
 
 from pallas_kernels import KernelDtypeError, KernelShapeError, KernelUnavailableError, rotate_patch, targeting
 from pallas_kernels.rotate_patch import tpu
-from pallas_kernels.rotate_patch.shapes import SMALL, Shape
+from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, SMALL, Shape
 
 
 def run(implementation: str, **arguments) -> jax.Array:
-    """rotate_patch by one implementation; the TPU kernel interpreted, races and uninitialised memory being errors."""
+    """rotate_patch by one implementation; kernels interpreted, races and uninitialised memory being errors."""
     if implementation == "xla":
         return rotate_patch(**arguments, implementation="xla")
-    with targeting("tpu", INTERPRET):
-        return rotate_patch(**arguments, implementation="tpu")
+    with targeting(implementation, INTERPRETED[implementation]):
+        return rotate_patch(**arguments, implementation=implementation)
 
 
 EITHER = pytest.mark.parametrize("implementation", ["xla", "tpu"])
+CASES = [(name, shape) for name, shapes in (("xla", SMALL), ("tpu", SMALL), ("gpu", ALIGNED)) for shape in shapes]
+CASES_BFLOAT16 = [("xla", SMALL[0]), ("tpu", SMALL[0]), *(("gpu", shape) for shape in (ALIGNED[0], *ALIGNED_PAIRS))]
+NAMES = lambda value: value if isinstance(value, str) else value.name
 
 
-@EITHER
-@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(("implementation", "shape"), CASES, ids=NAMES)
 def test_agrees_with_float64(shape: Shape, implementation: str):
     given = arrays(shape)
     found = run(implementation, **given, layout=shape.layout)
@@ -39,13 +41,10 @@ def test_factors_per_head_agree_with_float64(shape: Shape):
         rotate_patch(**given, layout=shape.layout, per_head=True, implementation="tpu")
 
 
-@EITHER
-def test_bfloat16_within_one_unit_of_the_rows_largest_value(implementation: str):
-    given = arrays(SMALL[0], dtype=jnp.bfloat16)
-    exact = expected(SMALL[0], given)
-    found = np.asarray(run(implementation, **given), np.float64)
-    largest = np.abs(exact).max(-1, keepdims=True)
-    assert (np.abs(found - exact) <= 2.0 ** (np.floor(np.log2(largest)) - 7)).all()
+@pytest.mark.parametrize(("implementation", "shape"), CASES_BFLOAT16, ids=NAMES)
+def test_bfloat16_within_one_unit_of_the_rows_largest_value(shape: Shape, implementation: str):
+    given = arrays(shape, dtype=jnp.bfloat16)
+    assert_rounded_once(run(implementation, **given, layout=shape.layout), expected(shape, given))
 
 
 @pytest.mark.parametrize("tile", [8, 16])

@@ -1,0 +1,191 @@
+"""Kernels compiled ahead of time for an H200, at production shapes. Needs the extra `kernels`, not a GPU."""
+# pyright: reportOptionalMemberAccess=false
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+from pallas_kernels import factorise, rotate_patch, splice, targeting
+from pallas_kernels.rotate_patch.shapes import PRODUCTION, Shape
+from pallas_kernels.splice import shapes as splice_shapes
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax's CUDA plugin is not installed"
+    ),
+]
+
+SHARED_MEMORY = 232_448
+H200 = f"""gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  shared_memory_per_block_optin: {SHARED_MEMORY}
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 name: "NVIDIA H200"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "NVIDIA H200"
+"""
+SPEC = jax.ShapeDtypeStruct
+
+
+@pytest.fixture(autouse=True)
+def without_the_compilation_cache():
+    """The cache cannot load what was compiled for a device that is not there, and a hit would dump nothing."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+@pytest.fixture
+def dump(tmp_path: Path, monkeypatch) -> Path:
+    """Where the compiler leaves what it made of a kernel."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    return tmp_path
+
+
+def compiled(function, *arguments, donate: tuple[int, ...] = ()):
+    """`function`, compiled for one H200 that is not there."""
+    device = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices[0]
+    kind = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    place = lambda leaf: SPEC(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=kind)), targeting("gpu"):
+        return jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(place, arguments)).compile()
+
+
+def operands(shape: Shape, tokens: int, rank: int) -> dict:
+    """What rotate_patch takes at this shape, but for length and words."""
+    given = {"x": SPEC((*shape.leading, tokens, shape.heads, shape.width), jnp.bfloat16)}
+    if shape.rotary:
+        given |= dict.fromkeys(("cos", "sin"), SPEC((tokens, shape.rotary // 2), jnp.float32))
+    if rank:
+        given["u"] = SPEC((*shape.leading, tokens, rank), jnp.bfloat16)
+        given["v"] = SPEC((*shape.leading, rank, shape.heads * shape.width), jnp.bfloat16)
+    return given
+
+
+def text_of(made) -> str:
+    """The compiled program as text."""
+    text = made.as_text()
+    assert text is not None
+    return text
+
+
+def check_kernel(dump: Path, text: str, rank: int) -> None:
+    """One kernel; within shared memory; nothing spilled; tensor cores where there are factors."""
+    assert text.count('custom_call_target="mosaic_gpu') == 1
+    (report,) = dump.glob("*.ptxas")
+    (ptx,) = dump.glob("*.ptx")
+    (resources,) = dump.glob("*.resources.txt")
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report.read_text()
+    registers = re.search(r"Used (\d+) registers", report.read_text())
+    shared = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text())
+    assert registers is not None
+    assert shared is not None
+    assert int(shared[1]) + 1024 <= SHARED_MEMORY
+    assert ("wgmma.mma_async" in ptx.read_text()) == (rank > 0)
+    if os.environ.get("KERNEL_RESOURCES"):
+        print(f"\n{registers[1]} registers, {shared[1]} bytes of shared memory")
+    for file in (report, ptx, resources):
+        file.unlink()
+
+
+def copied(text: str, sizes: tuple[int, ...]) -> list[str]:
+    """Copies and transposes of arrays with that many elements."""
+    found = []
+    for line in text.splitlines():
+        match = re.search(
+            r"= \(?(?:bf16|u32|u16)\[([\d,]+)\]\S* (?:copy|copy-start|transpose|fusion|fusion-start)\(", line
+        )
+        if match:
+            elements = 1
+            for size in match[1].split(","):
+                elements *= int(size)
+            found += [line.strip()[:120]] if elements in sizes else []
+    return found
+
+
+CASES = pytest.mark.parametrize(
+    ("shape", "rank"),
+    [
+        pytest.param(shape, rank, id=f"{shape.name}-{rank}")
+        for shape in PRODUCTION
+        for rank in (0, 16, 64)
+        if shape.rotary or rank
+    ],
+)
+
+
+@CASES
+def test_rotate_patch_is_one_kernel_without_copies(shape: Shape, rank: int, dump: Path):
+    for tokens in (shape.tokens, 4 * shape.tokens + 1):
+        given = operands(shape, tokens, rank)
+        run = lambda given, length: rotate_patch(**given, layout=shape.layout, length=length, implementation="gpu")
+        text = text_of(compiled(run, given, SPEC((), jnp.int32)))
+        check_kernel(dump, text, rank)
+        assert copied(text, (given["x"].size, given["x"].size // 2)) == []
+
+
+@CASES
+def test_splice_is_one_kernel_in_place(shape: Shape, rank: int, dump: Path):
+    if shape.name == "kimi_vl_rope":
+        shape = shape._replace(layout="pairs")  # Halves of 32 are too narrow for single tokens: XLA writes those.
+    (paged,) = (case for case in splice_shapes.PRODUCTION if case.name == shape.name)
+    pool = SPEC(paged.pool, jnp.bfloat16)
+    for tokens in (shape.tokens, 4 * shape.tokens + 1):
+        given = operands(shape, tokens, rank)
+        run = lambda pool, slots, given, length: splice(
+            pool, slots, **given, layout=shape.layout, length=length, implementation="gpu"
+        )
+        made = compiled(run, pool, SPEC((tokens,), jnp.int32), given, SPEC((), jnp.int32), donate=(0,))
+        assert made.memory_analysis().alias_size_in_bytes == 2 * pool.size
+        # Tables, and u where tokens are odd, are padded; nothing else is made on the way.
+        small = sum(given[name].size * given[name].dtype.itemsize for name in ("cos", "sin", "u") if name in given)
+        assert made.memory_analysis().temp_size_in_bytes < 2**20 + 1.1 * small
+        check_kernel(dump, text_of(made), rank)
+        assert copied(text_of(made), (pool.size, pool.size // 2, given["x"].size, given["x"].size // 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "rotary", "layout", "dtype", "factors"),
+    [
+        (1, 64, 64, "pairs", jnp.bfloat16, jnp.bfloat16),
+        (4, 128, 128, "pairs", jnp.bfloat16, jnp.float32),
+        (2, 256, 128, "half", jnp.bfloat16, jnp.bfloat16),
+        (4, 128, 128, "half", jnp.float32, jnp.float32),
+    ],
+)
+def test_other_layouts_and_dtypes_compile(heads, width, rotary, layout, dtype, factors, dump: Path):
+    shape = Shape("other", (3,), 200, heads, width, rotary, 32, layout)
+    given = operands(shape, 200, 32)
+    given |= {"x": SPEC(given["x"].shape, dtype), "dense": SPEC(given["x"].shape, dtype)}
+    given |= {name: SPEC(given[name].shape, factors) for name in ("u", "v")}
+    run = lambda given: rotate_patch(**given, layout=layout, implementation="gpu")
+    check_kernel(dump, text_of(compiled(run, given)), 32)
+    pool = SPEC((3, 8, 64, heads, width), dtype)
+    write = lambda pool, slots, given: splice(pool, slots, **given, layout=layout, implementation="gpu")
+    made = compiled(write, pool, SPEC((200,), jnp.int32), given, donate=(0,))
+    assert made.memory_analysis().alias_size_in_bytes == pool.size * pool.dtype.itemsize
+    check_kernel(dump, text_of(made), 32)
+
+
+@pytest.mark.parametrize("method", ["randomised", "exact"])
+def test_factorise_compiles(method: str):
+    run = lambda matrix: factorise(matrix, 32, method=method)
+    made = compiled(run, SPEC((28, 1024, 512), jnp.float32))
+    u, v = jax.tree.leaves(made.out_info)
+    assert (u.shape, v.shape) == ((28, 1024, 32), (28, 32, 512))

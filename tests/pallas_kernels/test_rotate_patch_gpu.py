@@ -1,0 +1,134 @@
+"""The Hopper kernel of rotate_patch beyond the shared suite: cuts, lengths, dense, float32 factors, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import INTERPRETED, arrays, assert_rounded_once, expected
+
+from pallas_kernels import KernelUnavailableError, _hopper, rotate_patch, targeting
+from pallas_kernels.rotate_patch import gpu
+from pallas_kernels.rotate_patch.shapes import ALIGNED, PRODUCTION, Shape
+
+
+def run(**arguments) -> jax.Array:
+    with targeting("gpu", INTERPRETED["gpu"]):
+        return rotate_patch(**arguments, implementation="gpu")
+
+
+@pytest.mark.parametrize("plan", [_hopper.Plan(2, 2, 1), _hopper.Plan(1, 3, 3)])
+def test_blocks_stages_and_lengths(plan: _hopper.Plan):
+    shape = Shape("lengths", (3,), 131, 2, 32, 32, 16, "half")
+    given = arrays(shape, dtype=jnp.bfloat16)
+    call = jax.jit(functools.partial(gpu.kernel, layout="half", plan=plan, interpret=INTERPRETED["gpu"]))
+    operands = [given[name] for name in ("x", "cos", "sin", "u", "v")]
+    for length in (0, 65, 131):
+        exact = expected(shape, given)
+        exact[:, length:] = 0.0
+        found = call(*operands, None, jnp.int32(length))
+        assert (np.asarray(found[:, length:], np.float32) == 0).all()
+        assert_rounded_once(found, exact)
+
+
+def test_padding_that_is_not_finite_comes_back_as_zeros():
+    shape = ALIGNED[0]
+    given = arrays(shape)
+    given["x"] = given["x"].at[:, 6:].set(jnp.nan)
+    found = run(**given, length=jnp.int32(6))
+    assert (found[:, 6:] == 0).all()
+    assert jnp.isfinite(found).all()
+
+
+def test_shared_factors_and_a_dense_correction():
+    shape = Shape("batch", (2, 2), 7, 1, 32, 32, 4, "half")
+    given = arrays(shape)
+    given |= {
+        "u": given["u"][:1, :1],
+        "v": given["v"][0],
+        "dense": jnp.ones((2, 7, 1, 32)) * jnp.arange(7.0)[:, None, None],
+    }
+    np.testing.assert_allclose(run(**given), rotate_patch(**given), atol=2e-5)
+
+
+def test_rank_zero_is_bit_equal_to_one_rotation():
+    shape = ALIGNED[1]
+    given = arrays(shape, dtype=jnp.bfloat16)
+    assert (run(**given) == rotate_patch(**given, implementation="xla")).all()
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_pieces_multiply_out(pieces: int):
+    u, v = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(9, 5), (5, 32)]))
+    for left, right in ((u, v), (u.astype(jnp.bfloat16), v), (u, v.astype(jnp.bfloat16))):
+        thin, wide = jax.jit(functools.partial(_hopper.bfloat16_factors, pieces=pieces))(left, right)
+        assert thin.dtype == wide.dtype == jnp.bfloat16
+        assert thin.shape[-1] == _hopper.padded_rank(5, left.dtype, right.dtype, pieces)
+        exact = np.asarray(left, np.float64) @ np.asarray(right, np.float64)
+        assert thin.shape[-2] == 16
+        assert (thin[9:] == 0).all()
+        error = np.abs(np.asarray(thin[:9], np.float64) @ np.asarray(wide, np.float64) - exact).max()
+        assert error < (1e-4 if pieces == 2 else 2e-6)
+
+
+def test_has_the_references_derivatives():
+    given = arrays(ALIGNED[3])
+    loss = lambda call, x, u, v: jnp.sum(jnp.sin(call(**(given | {"x": x, "u": u, "v": v}))))
+    calls = (run, functools.partial(rotate_patch, implementation="xla"))
+    found, wanted = (jax.grad(loss, (1, 2, 3))(call, given["x"], given["u"], given["v"]) for call in calls)
+    for left, right in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": jnp.zeros((2, 13, 2, 32), jnp.float8_e4m3fn)}, "dtypes"),
+        ({"out_dtype": "bfloat16"}, "a result of bfloat16"),
+        ({"u": jnp.zeros((2, 13, 257)), "v": jnp.zeros((2, 257, 64))}, "rank 257"),
+        ({"u": jnp.zeros((2, 13, 256)), "v": jnp.zeros((2, 256, 64))}, "more shared memory"),
+        ({"u": jnp.zeros((3, 13, 4)), "v": jnp.zeros((4, 64))}, "u with leading dimensions"),
+        ({"cos": jnp.ones((1, 16)), "sin": jnp.ones((1, 16))}, "cosines of 1 tokens"),
+        ({"cos": jnp.ones((2, 13, 16)), "sin": jnp.ones((2, 13, 16))}, "one table for all layers"),
+        ({"cos": jnp.ones((13, 8)), "sin": jnp.ones((13, 8))}, "2 heads of 32 channels, 16 rotary"),
+        ({"layout": "pairs"}, "rotary pairs of float32"),
+        ({"dense": jnp.zeros((13, 2, 32), jnp.bfloat16)}, "a dense correction of bfloat16"),
+        ({"per_head": True, "u": jnp.zeros((2, 13, 4)), "v": jnp.zeros((2, 4, 32))}, "factors per head"),
+    ],
+)
+def test_says_what_it_cannot_take(unchecked, change, words):
+    with targeting("gpu"), pytest.raises(KernelUnavailableError, match=words):
+        rotate_patch(**(arrays(ALIGNED[0]) | change), implementation="gpu")
+
+
+def test_other_gpus_are_told(monkeypatch):
+    class Device:
+        compute_capability = "8.0"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    with pytest.raises(KernelUnavailableError, match=r"a GPU of compute capability 8\.0; expected 9\.0"):
+        rotate_patch(**arrays(ALIGNED[0]), implementation="gpu")
+
+
+@pytest.mark.parametrize("rank", [0, 16, 64, 256])
+@pytest.mark.parametrize("shape", PRODUCTION, ids=lambda shape: shape.name)
+def test_production_shapes_fit_and_every_item_is_in_one_block(shape: Shape, rank: int):
+    for layout in ("half", "pairs"):
+        ways = _hopper.ways_of(shape.heads, shape.width, shape.rotary, layout, 2)
+        launch = _hopper.launch_of(ways, shape.tokens, shape.leading[0], rank, 2, False)
+        assert launch is not None
+        items = launch.items
+        assert launch.shared_memory <= _hopper.SHARED_MEMORY
+        tiles, kinds, blocks = launch.grid
+        assert tiles * launch.rows >= shape.tokens
+        assert blocks * launch.share >= launch.total
+        assert (blocks - 1) * launch.share < launch.total
+        width = shape.heads * shape.width
+        seen = np.zeros(width, int)
+        for kind in range(kinds):
+            for head in range(items.heads):
+                for start in items.columns(kind, head):
+                    seen[int(start) : int(start) + items.width] += 1
+        assert (seen == 1).all()

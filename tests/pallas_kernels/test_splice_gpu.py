@@ -1,0 +1,118 @@
+"""The Hopper kernel of splice, interpreted: equal to the XLA path where slots say, bit-equal elsewhere, in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import INTERPRETED, arrays
+
+from pallas_kernels import KernelUnavailableError, _hopper, splice, targeting
+from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, PRODUCTION
+from pallas_kernels.rotate_patch.shapes import Shape as ChunkShape
+from pallas_kernels.splice import gpu
+from pallas_kernels.splice.shapes import Shape
+
+GQA = ChunkShape("gqa", (2,), 13, 1, 64, 64, 5, "half")
+WIDE = ChunkShape("wide", (1,), 13, 1, 128, 128, 3, "half")
+
+
+def pool_of(shape: Shape, dtype) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(7).standard_normal(shape.pool), dtype)
+
+
+def flat(pool) -> np.ndarray:
+    """[..., P, O, K, H] → [..., P·O, K, H], float32."""
+    return np.asarray(pool, np.float32).reshape(*pool.shape[:-4], -1, *pool.shape[-2:])
+
+
+def run(pool, slots, implementation: str, **arguments) -> jax.Array:
+    with targeting("gpu", INTERPRETED["gpu"]):
+        return splice(pool, slots, **arguments, implementation=implementation)
+
+
+def slots_of(kind: str, tokens: int, total: int) -> np.ndarray:
+    """In one piece from the middle of a page; in two pieces; or in no order."""
+    if kind == "piece":
+        return np.arange(3, 3 + tokens, dtype=np.int32)
+    if kind == "pieces":
+        return np.concatenate([np.arange(total - 11, total), np.arange(1, tokens - 10)]).astype(np.int32)
+    return np.random.default_rng(3).permutation(total)[:tokens].astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "kind", "dtype"),
+    [
+        (GQA, "scattered", jnp.float32),
+        (WIDE, "piece", jnp.bfloat16),
+        (ALIGNED[3], "piece", jnp.float32),
+        (ALIGNED_PAIRS[0], "pieces", jnp.bfloat16),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_equals_the_reference_everywhere(chunk: ChunkShape, kind: str, dtype):
+    shape = Shape(chunk, 5, 8)
+    slots = slots_of(kind, chunk.tokens, 40)
+    given = arrays(chunk, dtype=dtype)
+    found, wanted = (
+        flat(run(pool_of(shape, dtype), slots, name, **given, layout=chunk.layout)) for name in ("gpu", "xla")
+    )
+    others = np.setdiff1d(np.arange(40), slots)
+    before = flat(pool_of(shape, dtype))
+    assert (found[..., others, :, :] == before[..., others, :, :]).all()
+    relative, absolute = (0.0, 2e-5) if dtype == jnp.float32 else (2.0**-7, 1e-6)
+    np.testing.assert_allclose(found, wanted, rtol=relative, atol=absolute)
+
+
+def test_lengths_bad_slots_and_several_blocks():
+    """Tokens past the length and slots out of range are written nowhere; eights and single tokens in one warpgroup."""
+    chunk = ChunkShape("blocks", (2,), 133, 1, 64, 64, 0, "half")
+    shape = Shape(chunk, 10, 16)
+    slots = np.arange(5, 138, dtype=np.int32)
+    slots[[20, 90]] = slots[[90, 20]]
+    slots[[40, 128]] = -1, 160
+    given = arrays(chunk)
+    x, cos, sin = (given[name] for name in ("x", "cos", "sin"))
+    plan = _hopper.Plan(2, 2, 1)
+    interpret = INTERPRETED["gpu"]
+    call = jax.jit(functools.partial(gpu.splice, layout="half", plan=plan, interpret=interpret))
+    before = pool_of(shape, jnp.float32)
+    for length in (0, 70, 133):
+        found = call(before, jnp.asarray(slots), x, cos, sin, None, None, None, jnp.int32(length))
+        wanted = jax.jit(functools.partial(splice, implementation="xla"))(before, slots, x, cos, sin, length=length)
+        np.testing.assert_allclose(flat(found), flat(wanted), atol=2e-6)
+        kept = np.setdiff1d(np.arange(160), slots[:length])
+        assert (flat(found)[:, kept] == flat(before)[:, kept]).all()
+
+
+def test_eights_are_found_where_slots_follow_each_other():
+    slots = np.arange(100, 132, dtype=np.int32)
+    slots[9] = 7
+    places, eights = gpu.places(jnp.asarray(slots), jnp.int32(27), 130, 64)
+    assert places.shape == (64,)
+    assert (places[27:] == -1).all()
+    assert (places[:27] == slots[:27]).all()
+    assert eights.tolist() == [100, -1, 116, -1, -1, -1, -1, -1]
+    assert gpu.places(jnp.asarray(slots), None, 130, 64)[0][30] == -1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"layout": "pairs"}, "rotary pairs of float32"), ({}, "halves in multiples of 32")],
+)
+def test_says_what_it_cannot_take(unchecked, change, words):
+    chunk = ALIGNED[0]
+    pool = pool_of(Shape(chunk, 5, 8), jnp.float32)
+    with targeting("gpu"), pytest.raises(KernelUnavailableError, match=words):
+        splice(pool, np.arange(13), **arrays(chunk), **change, implementation="gpu")
+    assert not pool.is_deleted()
+
+
+def test_takes_the_production_shapes_but_narrow_halves():
+    for chunk in PRODUCTION:
+        x = jax.ShapeDtypeStruct((*chunk.leading, chunk.tokens, chunk.heads, chunk.width), jnp.bfloat16)
+        cos = jax.ShapeDtypeStruct((chunk.tokens, chunk.rotary // 2), jnp.float32) if chunk.rotary else None
+        for layout in ("half", "pairs"):
+            reason = gpu.unsupported(x, x, cos, None, None, None, False, layout)
+            assert (reason is None) == (chunk.name != "kimi_vl_rope" or layout == "pairs")
