@@ -8,7 +8,6 @@ An item is two runs of columns of equal width, `first` and `second`, which rotat
 halves of a head, the even and the odd channels of a piece of pairs, or, where nothing rotates, two neighbours.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
+
+from ._pieces import TILE_ROWS
 
 ROWS = 64
 """Tokens of one warpgroup: what one tensor core instruction takes."""
@@ -31,8 +32,6 @@ SHARED_MEMORY = 232_448 - 2048
 PROCESSORS = 132
 STARTING = 1.5
 """What starting a block costs, in items; chooses how many blocks share the items of a tile of tokens."""
-RANK_STEP, TILE_ROWS = 16, 8
-"""What the rank of factors, and the tokens of u, are padded to a multiple of."""
 REGISTERS_FETCHING, REGISTERS_COMPUTING = 40, 232
 
 
@@ -480,37 +479,3 @@ def roles(here: Here, fetching: Callable[[], None], computing: Callable[[], None
         if groups > 1:
             plgpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
         computing()
-
-
-@functools.partial(jax.named_call, name="split_factors")
-def bfloat16_factors(u: Array, v: Array, pieces: int) -> tuple[Array, Array]:
-    """Factors whose product in bfloat16 is that of u and v; the rank padded to a multiple of 16, u's tokens of 8.
-
-    A float32 factor becomes the sum of `pieces` of bfloat16, 8 bits of significand each; products of pieces that reach
-    below the last one are left out. They lie one behind the other along the rank.
-    """
-    us, vs = _pieces(u, pieces), _pieces(v, pieces)
-    pairs = [(a, b) for i, a in enumerate(us) for j, b in enumerate(vs) if i + j < pieces]
-    u, v = (jnp.concatenate(side, axis) for side, axis in zip(zip(*pairs, strict=True), (-1, -2), strict=True))
-    ranks, tokens = -u.shape[-1] % RANK_STEP, -u.shape[-2] % TILE_ROWS
-    pad = lambda side, *ends: jnp.pad(side, [(0, 0)] * (side.ndim - 2) + [(0, end) for end in ends])
-    return pad(u, tokens, ranks), pad(v, ranks, 0)
-
-
-def _pieces(value: Array, count: int) -> list[Array]:
-    if value.dtype == jnp.bfloat16:
-        return [value]
-    pieces = []
-    for _ in range(count):
-        # Not a conversion there and back: XLA may leave that out.
-        piece = jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
-        pieces.append(piece.astype(jnp.bfloat16))
-        value = value - piece
-    return pieces
-
-
-def padded_rank(rank: int, u_dtype, v_dtype, pieces: int) -> int:
-    """The rank that `bfloat16_factors` returns."""
-    counts = [1 if dtype == jnp.bfloat16 else pieces for dtype in (u_dtype, v_dtype)]
-    products = sum(i + j < pieces for i in range(counts[0]) for j in range(counts[1]))
-    return -(-rank * products // RANK_STEP) * RANK_STEP

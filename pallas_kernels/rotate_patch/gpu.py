@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from .. import _hopper as hopper
+from .._pieces import bfloat16_factors, padded_rank
 from . import reference
 
 RANK_LIMIT = 256
@@ -74,7 +75,7 @@ def launch_of(x, cos, u, v, dense, layout: str, whole_lines: bool = False) -> ho
     tokens, heads, width = x.shape[-3:]
     rotary = 0 if cos is None else 2 * cos.shape[-1]
     ways = hopper.ways_of(heads, width, rotary, layout, x.dtype.itemsize, whole_lines)
-    rank = 0 if u is None else hopper.padded_rank(u.shape[-1], u.dtype, v.dtype, pieces_of(x))
+    rank = 0 if u is None else padded_rank(u.shape[-1], u.dtype, v.dtype, pieces_of(x))
     layers = x.size // (tokens * heads * width)
     return hopper.launch_of(ways, tokens, layers, rank, x.dtype.itemsize, dense is not None)
 
@@ -104,7 +105,7 @@ def operands(launch: hopper.Launch, x, cos, sin, u, v, dense) -> dict[str, Array
     if dense is not None:
         given["dense"] = rows_of(flat(dense, 3), items)
     if u is not None:
-        u, v = hopper.bfloat16_factors(flat(u, 2), flat(v, 2), pieces_of(x))
+        u, v = bfloat16_factors(flat(u, 2), flat(v, 2), pieces_of(x))
         if items.words:
             apart = v.reshape(*v.shape[:-1], items.heads, items.head // 2, 2)
             v = jnp.swapaxes(apart, -1, -2).reshape(v.shape)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernel_cases import INTERPRETED, arrays, assert_rounded_once, expected
 
-from pallas_kernels import KernelUnavailableError, _hopper, rotate_patch, targeting
+from pallas_kernels import KernelUnavailableError, _hopper, _pieces, rotate_patch, targeting
 from pallas_kernels.rotate_patch import gpu
 from pallas_kernels.rotate_patch.shapes import ALIGNED, PRODUCTION, Shape
 
@@ -62,9 +62,9 @@ def test_rank_zero_is_bit_equal_to_one_rotation():
 def test_pieces_multiply_out(pieces: int):
     u, v = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(9, 5), (5, 32)]))
     for left, right in ((u, v), (u.astype(jnp.bfloat16), v), (u, v.astype(jnp.bfloat16))):
-        thin, wide = jax.jit(functools.partial(_hopper.bfloat16_factors, pieces=pieces))(left, right)
+        thin, wide = jax.jit(functools.partial(_pieces.bfloat16_factors, pieces=pieces))(left, right)
         assert thin.dtype == wide.dtype == jnp.bfloat16
-        assert thin.shape[-1] == _hopper.padded_rank(5, left.dtype, right.dtype, pieces)
+        assert thin.shape[-1] == _pieces.padded_rank(5, left.dtype, right.dtype, pieces)
         exact = np.asarray(left, np.float64) @ np.asarray(right, np.float64)
         assert thin.shape[-2] == 16
         assert (thin[9:] == 0).all()
