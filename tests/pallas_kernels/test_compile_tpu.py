@@ -106,8 +106,8 @@ def check_splice(shape: PoolShape, topology: str, tokens: int, rank: int, dtype:
     assert text.count('custom_call_target="tpu_custom_call"') == whole_lanes
     # XLA lays an array of half-filled lanes out with pages innermost, and copies it there and back to scatter into it.
     assert (elements in copied(text)) != whole_lanes
-    if whole_lanes:
-        assert memory.temp_size_in_bytes < elements // 4
+    if whole_lanes:  # the chunk may be laid out anew (a padded `kpe` on v5p is); a pool takes 2 · elements bytes
+        assert memory.temp_size_in_bytes < elements
 
 
 @pytest.mark.parametrize("rank", [0, 16, 64])
