@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from ahead_of_time import SPEC, chunk_of, compile_on, without_the_compilation_cache  # noqa: F401
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice
 
-from pallas_kernels import factorise, rotate_patch, splice, targeting
+from pallas_kernels import factorise, rotate_patch, splice
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, Shape
 from pallas_kernels.splice import shapes as splice_shapes
 
@@ -37,16 +38,6 @@ H200 = f"""gpu_device_info {{
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "NVIDIA H200"
 """
-SPEC = jax.ShapeDtypeStruct
-
-
-@pytest.fixture(autouse=True)
-def without_the_compilation_cache():
-    """The cache cannot load what was compiled for a device that is not there, and a hit would dump nothing."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
 
 
 @pytest.fixture
@@ -62,20 +53,7 @@ def compiled(function, *arguments, donate: tuple[int, ...] = ()):
     """`function`, compiled for one H200 that is not there."""
     device = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices[0]
     kind = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    place = lambda leaf: SPEC(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=kind)), targeting("gpu"):
-        return jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(place, arguments)).compile()
-
-
-def operands(shape: Shape, tokens: int, rank: int) -> dict:
-    """What rotate_patch takes at this shape, but for length and words."""
-    given = {"x": SPEC((*shape.leading, tokens, shape.heads, shape.width), jnp.bfloat16)}
-    if shape.rotary:
-        given |= dict.fromkeys(("cos", "sin"), SPEC((tokens, shape.rotary // 2), jnp.float32))
-    if rank:
-        given["u"] = SPEC((*shape.leading, tokens, rank), jnp.bfloat16)
-        given["v"] = SPEC((*shape.leading, rank, shape.heads * shape.width), jnp.bfloat16)
-    return given
+    return compile_on(device, kind, "gpu", function, arguments, donate)
 
 
 def text_of(made) -> str:
@@ -133,7 +111,7 @@ CASES = pytest.mark.parametrize(
 @CASES
 def test_rotate_patch_is_one_kernel_without_copies(shape: Shape, rank: int, dump: Path):
     for tokens in (shape.tokens, 4 * shape.tokens + 1):
-        given = operands(shape, tokens, rank)
+        given = chunk_of(shape, tokens, rank)
         run = lambda given, length: rotate_patch(**given, layout=shape.layout, length=length, implementation="gpu")
         text = text_of(compiled(run, given, SPEC((), jnp.int32)))
         check_kernel(dump, text, rank)
@@ -147,7 +125,7 @@ def test_splice_is_one_kernel_in_place(shape: Shape, rank: int, dump: Path):
     (paged,) = (case for case in splice_shapes.PRODUCTION if case.name == shape.name)
     pool = SPEC(paged.pool, jnp.bfloat16)
     for tokens in (shape.tokens, 4 * shape.tokens + 1):
-        given = operands(shape, tokens, rank)
+        given = chunk_of(shape, tokens, rank)
         run = lambda pool, slots, given, length: splice(
             pool, slots, **given, layout=shape.layout, length=length, implementation="gpu"
         )
@@ -171,7 +149,7 @@ def test_splice_is_one_kernel_in_place(shape: Shape, rank: int, dump: Path):
 )
 def test_other_layouts_and_dtypes_compile(heads, width, rotary, layout, dtype, factors, dump: Path):
     shape = Shape("other", (3,), 200, heads, width, rotary, 32, layout)
-    given = operands(shape, 200, 32)
+    given = chunk_of(shape, 200, 32)
     given |= {"x": SPEC(given["x"].shape, dtype), "dense": SPEC(given["x"].shape, dtype)}
     given |= {name: SPEC(given[name].shape, factors) for name in ("u", "v")}
     run = lambda given: rotate_patch(**given, layout=layout, implementation="gpu")

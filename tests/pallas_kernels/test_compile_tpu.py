@@ -5,13 +5,13 @@ import math
 import os
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
+from ahead_of_time import SPEC, chunk_of, compile_on, without_the_compilation_cache  # noqa: F401
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice
 
-from pallas_kernels import rotate_patch, splice, targeting
+from pallas_kernels import rotate_patch, splice
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, Shape
 from pallas_kernels.splice.shapes import PRODUCTION as POOLS
 from pallas_kernels.splice.shapes import Shape as PoolShape
@@ -29,17 +29,7 @@ ENVIRONMENT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def without_the_compilation_cache():
-    """The cache cannot load what was compiled for a device that is not there."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-
-
 TOPOLOGIES = pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-SPEC = jax.ShapeDtypeStruct
 
 
 def compiled_for(topology: str, function, *arguments, donate: tuple[int, ...] = ()):
@@ -47,24 +37,7 @@ def compiled_for(topology: str, function, *arguments, donate: tuple[int, ...] = 
     os.environ.update(ENVIRONMENT)
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     kind = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
-    place = lambda leaf: SPEC(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device))
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=kind)), targeting("tpu"):
-        return jax.jit(function, donate_argnums=donate).lower(*jax.tree.map(place, arguments)).compile()
-
-
-def chunk_of(shape: Shape, tokens: int, rank: int, dtype: str = "bfloat16") -> dict:
-    """A chunk of this shape as rotate_patch takes it, with scales where the dtype has eight bits."""
-    given = {"x": SPEC((*shape.leading, tokens, shape.heads, shape.width), dtype)}
-    if shape.rotary:
-        given |= dict.fromkeys(("cos", "sin"), SPEC((tokens, shape.rotary // 2), jnp.float32))
-    if rank:
-        given["u"] = SPEC((*shape.leading, tokens, rank), dtype)
-        given["v"] = SPEC((*shape.leading, rank, shape.heads * shape.width), dtype)
-    if dtype != "bfloat16":
-        given["x_scale"] = SPEC((*shape.leading, 1, shape.heads, shape.width), jnp.float32)
-        given["u_scale"] = SPEC((*shape.leading, 1, rank), jnp.float32)
-        given["v_scale"] = SPEC((*shape.leading, rank, 1), jnp.float32)
-    return given
+    return compile_on(device, kind, "tpu", function, arguments, donate)
 
 
 def copied(text: str) -> list[int]:
