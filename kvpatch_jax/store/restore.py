@@ -8,10 +8,8 @@ a new one, which then has that secret.
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,12 +20,12 @@ from ..errors import InputError, StoreCorruptError, StoreIOError, StoreSnapshotE
 from .buffers import Buffers
 from .codec import patch_of, patch_parts
 from .disk import Disk
-from .files import publish_once, typed_errors, unnoticed
+from .files import typed_errors, unnoticed
 from .header import Header
 from .ids import Name, Names
 from .objects import Blob
 from .seal import Plain, Seal, is_sealed
-from .settings import check_key, read_secret
+from .settings import check_key, note_secret, read_secret
 from .snapshot import (
     KEY,
     MANIFEST,
@@ -362,7 +360,5 @@ def _adopt_secret(directory: str, root: str) -> None:
     if secret is None or _secret_in(root) is not None:
         return
     Disk(root)  # makes its folders
-    text = json.dumps({"version": 1, "secret": secret.hex()}).encode()
-    with typed_errors(f"store {root}: open"):
-        publish_once(f"{root}/{SECRET}", text, f"{root}/tmp/settings-{secrets.token_hex(8)}")
+    note_secret(root, secret)
     _check_secret(directory, root)

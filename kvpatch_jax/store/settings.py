@@ -16,9 +16,13 @@ def secret_of(root: str) -> bytes:
       StoreError: it cannot be made. StoreCorruptError: STORE.json is not ours.
     """
     if not os.path.exists(f"{root}/STORE.json"):
-        text = json.dumps({"version": 1, "secret": secrets.token_hex(32)}).encode()
-        _publish_once(root, "STORE.json", text)
+        note_secret(root, secrets.token_bytes(32))
     return read_secret(root)
+
+
+def note_secret(root: str, secret: bytes) -> None:
+    """Gives a root the secret of its names, unless it has one. Raises StoreError."""
+    _publish_once(root, "STORE.json", json.dumps({"version": 1, "secret": secret.hex()}).encode())
 
 
 def read_secret(root: str) -> bytes:

@@ -80,11 +80,6 @@ def launch_of(x, cos, u, v, dense, layout: str, whole_lines: bool = False) -> ho
     return hopper.launch_of(ways, tokens, layers, rank, x.dtype.itemsize, dense is not None)
 
 
-def flat(leaf: Array, inner: int) -> Array:
-    """A leaf with its leading dimensions merged into one."""
-    return leaf.reshape(-1, *leaf.shape[leaf.ndim - inner :])
-
-
 def rows_of(x: Array, items: hopper.Items) -> Array:
     """[..., K, H] as rows [groups, ..., K·H], or of 32-bit words where items are words. Costs nothing on a GPU."""
     rows = x.reshape(*x.shape[:-2], -1)
@@ -101,18 +96,18 @@ def from_rows(rows: Array, shape: tuple[int, ...], dtype) -> Array:
 def operands(launch: hopper.Launch, x, cos, sin, u, v, dense) -> dict[str, Array]:
     """The kernel's operands by name."""
     items = launch.items
-    given = {"x": rows_of(flat(x, 3), items)}
+    given = {"x": rows_of(reference.flat(x, 3), items)}
     if dense is not None:
-        given["dense"] = rows_of(flat(dense, 3), items)
+        given["dense"] = rows_of(reference.flat(dense, 3), items)
     if u is not None:
-        u, v = bfloat16_factors(flat(u, 2), flat(v, 2), pieces_of(x))
+        u, v = bfloat16_factors(reference.flat(u, 2), reference.flat(v, 2), pieces_of(x))
         if items.words:
             apart = v.reshape(*v.shape[:-1], items.heads, items.head // 2, 2)
             v = jnp.swapaxes(apart, -1, -2).reshape(v.shape)
         given |= {"u": u, "v": v}
     if cos is not None:
         short = -launch.tokens % launch.rows
-        tables = (flat(leaf, 2)[0].astype(jnp.float32) for leaf in (cos, sin))
+        tables = (reference.flat(leaf, 2)[0].astype(jnp.float32) for leaf in (cos, sin))
         given |= {name: jnp.pad(leaf, ((0, short), (0, 0))) for name, leaf in zip(("cos", "sin"), tables, strict=True)}
     return given
 

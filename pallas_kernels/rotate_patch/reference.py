@@ -11,6 +11,11 @@ def widened(value: Num[Array, "..."], scale: Float[Array, "..."] | None) -> Floa
     return value if scale is None else value * scale
 
 
+def flat(leaf: Array, inner: int) -> Array:
+    """A leaf with its leading dimensions merged into one."""
+    return leaf.reshape(-1, *leaf.shape[leaf.ndim - inner :])
+
+
 def product(u: Float[Array, "..."], v: Float[Array, "..."], heads: int) -> Float[Array, "..."]:
     """u v in float32, as [..., T, K, H], from joint factors ([..., T, M], [..., M, K·H])."""
     delta = jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

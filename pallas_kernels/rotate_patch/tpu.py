@@ -73,11 +73,6 @@ def configured(operation: str, tokens: int, heads: int, width: int, rank: int, i
     return tile_of(tokens, heads, width, rank, itemsize) if block is None else Tile(block["tokens"])
 
 
-def _flat(leaf: Array, inner: int) -> Array:
-    """A leaf with its leading dimensions merged into one."""
-    return leaf.reshape(-1, *leaf.shape[leaf.ndim - inner :])
-
-
 def _tables(cos: Array, sin: Array, width: int, layout: str) -> tuple[Array, Array]:
     """Cosine and signed sine of every channel, [..., T, H]: 1 and 0 where nothing rotates."""
     join = lambda first, second: (
@@ -135,19 +130,19 @@ def operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale, layout: str) -
     """What `value_of_block` reads, by name, leading dimensions merged; a channel of one head as [layers, T, H]."""
     heads, width = x.shape[-2:]
     rows = (lambda leaf: leaf[:, :, 0]) if heads == 1 else (lambda leaf: leaf)
-    given = {"x": rows(_flat(x, 3))}
+    given = {"x": rows(reference.flat(x, 3))}
     if x_scale is not None:
-        given["x_scale"] = rows(_flat(x_scale, 3))
+        given["x_scale"] = rows(reference.flat(x_scale, 3))
     if u is not None and v is not None:
-        given |= {"u": _flat(u, 2), "v": _flat(v, 2)}
+        given |= {"u": reference.flat(u, 2), "v": reference.flat(v, 2)}
         scales = [] if u_scale is None else [jnp.swapaxes(u_scale, -1, -2)]
         scales += [] if v_scale is None else [v_scale]
         if scales:
-            given["scale"] = _flat(functools.reduce(jnp.multiply, scales), 2)
+            given["scale"] = reference.flat(functools.reduce(jnp.multiply, scales), 2)
     if dense is not None:
-        given["dense"] = rows(_flat(dense, 3))
+        given["dense"] = rows(reference.flat(dense, 3))
     if cos is not None and sin is not None:
-        given["cos"], given["sin"] = (_flat(leaf, 2) for leaf in _tables(cos, sin, width, layout))
+        given["cos"], given["sin"] = (reference.flat(leaf, 2) for leaf in _tables(cos, sin, width, layout))
     return given
 
 
