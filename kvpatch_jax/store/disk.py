@@ -35,6 +35,7 @@ from .files import (
     make_directories,
     make_root,
     opened,
+    start_writing,
     sync_directory,
     sync_files,
     try_lock,
@@ -42,11 +43,13 @@ from .files import (
     typed_errors,
     unnoticed,
 )
-from .header import Header
+from .header import Header, parse_header
 from .ids import Name
 from .objects import Blob, check_name, read_header, read_leaves, write_blob
 from .seal import Plain, Read, Seal
 
+_KNOWN = 256
+_LARGEST_KNOWN = 64 << 10
 _numbers = itertools.count()
 
 
@@ -104,6 +107,8 @@ class Disk:
         self.counters = Counters() if counters is None else counters
         self.buffers = Buffers() if buffers is None else buffers
         self._durable: set[str] = set()
+        # Of headers read before: the bytes are read and compared each time, so that nothing stale is believed.
+        self._known = functools.lru_cache(_KNOWN)(parse_header)
         self._lock = threading.Lock()
         with typed_errors(f"store {self.root}: open"):
             make_root(self.root)
@@ -208,7 +213,9 @@ class Disk:
                 if os.fstat(fd).st_nlink == 0:
                     continue  # a sweep came between the two calls
                 try:
-                    yield temporary, fd, write(fd)
+                    told = write(fd)
+                    start_writing(fd)
+                    yield temporary, fd, told
                 finally:
                     with contextlib.suppress(OSError):
                         os.unlink(temporary)
@@ -261,7 +268,7 @@ class Disk:
     def _opened(self, name: Name, stack: contextlib.ExitStack) -> tuple[int | None, Header | None]:
         try:
             fd = stack.enter_context(opened(f"{self.root}/{name.path}", os.O_RDONLY | os.O_NOFOLLOW))
-            header = read_header(fd)
+            header = read_header(fd, self._parse)
             check_name(header, name.file)
         except (FileNotFoundError, NotADirectoryError):
             return None, None
@@ -296,6 +303,13 @@ class Disk:
 
             self._touch(fd)
             yield plain, read
+
+    def _parse(self, raw: bytes, size: int) -> Header:
+        return (self._known if len(raw) <= _LARGEST_KNOWN else parse_header)(raw, size)
+
+    def forget(self) -> None:
+        """Lets go of what is remembered of headers."""
+        self._known.cache_clear()
 
     def _unsealed(self, name: Name, fd: int, header: Header) -> tuple[Header, Read] | None:
         try:

@@ -12,9 +12,18 @@ import numpy as np
 
 from ..errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError, StoreReadOnlyError
 
+try:
+    from zlib_ng import zlib_ng as _zlib  # the same sums, several times as fast
+except ImportError:
+    import zlib as _zlib
+
+crc32 = _zlib.crc32
+"""zlib's checksum of any bytes."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MOST_BUFFERS = 512
+_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def typed(error: OSError, what: str) -> StoreError:
@@ -80,24 +89,31 @@ def write_all(fd: int, parts: Sequence[bytes | np.ndarray], offset: int) -> None
     while waiting:
         written = os.pwritev(fd, waiting[:_MOST_BUFFERS], offset)
         offset += written
-        while waiting and written >= len(waiting[0]):
-            written -= len(waiting.pop(0))
-        if written:
-            waiting[0] = waiting[0][written:]
+        waiting = _behind(waiting, written)
 
 
-def read_into(fd: int, target: np.ndarray, offset: int) -> None:
-    """Fills uint8 `target` from `offset`.
+def read_into(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
+    """Fills arrays of uint8 one after the other from `offset`, however little a call may give.
 
     Raises:
       StoreCorruptError: the file ends before.
     """
-    view = memoryview(target)
-    while view:
-        count = os.preadv(fd, [view], offset)
+    waiting = [memoryview(target) for target in targets if len(target)]
+    while waiting:
+        count = os.preadv(fd, waiting[:_MOST_BUFFERS], offset)
         if count == 0:
-            raise StoreCorruptError(f"object: ends at byte {offset}; expected {len(view)} more")
-        view, offset = view[count:], offset + count
+            raise StoreCorruptError(f"object: ends at byte {offset}; expected {sum(map(len, waiting))} more")
+        offset += count
+        waiting = _behind(waiting, count)
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of parts whose first `count` bytes are done."""
+    done = 0
+    while done < len(parts) and count >= len(parts[done]):
+        count -= len(parts[done])
+        done += 1
+    return [parts[done][count:], *parts[done + 1 :]] if done < len(parts) else []
 
 
 def reserve(fd: int, size: int) -> None:
@@ -161,14 +177,21 @@ def publish_once(path: str, text: bytes, temporary: str) -> None:
 
 
 @functools.cache
-def _syncfs() -> "ctypes._NamedFuncPointer | None":
-    library = ctypes.CDLL(None, use_errno=True)
-    return getattr(library, "syncfs", None)
+def _call(name: str) -> "ctypes._NamedFuncPointer | None":
+    """A function of the C library; None where it has none of that name."""
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
+
+
+def start_writing(fd: int) -> None:
+    """Has the disk begin with what was written to a file, while the caller goes on. A hint: nothing is durable yet."""
+    begin = _call("sync_file_range")
+    if begin is not None:
+        begin(fd, ctypes.c_int64(0), ctypes.c_int64(0), _RANGE_WRITE)
 
 
 def sync_file_system(path: str) -> None:
     """Makes everything durable that was written to the file system of a directory, names included."""
-    whole = _syncfs()
+    whole = _call("syncfs")
     if whole is None:
         os.sync()
         return
@@ -207,7 +230,7 @@ def copy_into(fd: int, source: str) -> None:
 
 def sync_files(fds: Sequence[int]) -> None:
     """Makes the contents of several files of one file system durable: in one call where the system has `syncfs`."""
-    whole = _syncfs() if len(fds) > 1 else None
+    whole = _call("syncfs") if len(fds) > 1 else None
     if whole is None:
         for fd in fds:
             os.fsync(fd)

@@ -10,14 +10,14 @@ import dataclasses
 import json
 import math
 import re
-import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..errors import DtypeError, InputError, StoreCorruptError
+from .files import crc32
 
 VERSION = "1"
 PAGE = 4096
@@ -43,12 +43,12 @@ DTYPES: dict[str, np.dtype] = {
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _OPENING = b'{"__metadata__":{"header_crc":"'
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+){0,4}")
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_CRC = re.compile("[0-9a-f]{8}")
+_ENTRY = ("dtype", "shape", "data_offsets")
 _DEPTH = 12
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One array in a file. `offset` is in bytes from the file's start; `crc` is zlib's crc32 of its bytes."""
 
     name: str
@@ -149,7 +149,7 @@ def _entry(dtype: np.dtype, shape: tuple[int, ...], offset: int, nbytes: int) ->
 
 def _stamped(raw: bytes) -> bytes:
     at = 8 + len(_OPENING)
-    return b"".join((raw[:at], b"%08x" % zlib.crc32(raw), raw[at + 8 :]))
+    return b"".join((raw[:at], b"%08x" % crc32(raw), raw[at + 8 :]))
 
 
 def header_length(opening: bytes, size: int) -> int:
@@ -176,7 +176,7 @@ def parse_header(raw: bytes, size: int) -> Header:
     if header_length(raw[:8], size) != len(raw):
         raise StoreCorruptError(f"object: {len(raw)} bytes of header; expected what its length says")
     _check_crc(raw)
-    tree = _json(raw[8:], "header", 3)
+    tree = _json(raw[8:], "header")
     metadata = tree.pop("__metadata__")
     wanted = ("header_crc", "version", "name", "kind", "expires", "crc", "body")
     if tuple(metadata) != wanted or not all(isinstance(value, str) for value in metadata.values()):
@@ -184,7 +184,8 @@ def parse_header(raw: bytes, size: int) -> Header:
     if metadata["version"] != VERSION:
         raise StoreCorruptError(f"object: version {metadata['version'][:20]!r}; expected {VERSION!r}")
     leaves = _leaves(tree, _crcs(metadata["crc"]), len(raw), size)
-    body = _json(metadata["body"].encode(), "body", _DEPTH)
+    body = _json(metadata["body"], "body")
+    _check_depth(body, _DEPTH)
     return Header(metadata["name"], metadata["kind"], _time(metadata["expires"]), body, leaves, len(raw), size)
 
 
@@ -193,16 +194,12 @@ def _check_crc(raw: bytes) -> None:
     if raw[8:at] != _OPENING:
         raise StoreCorruptError(f"object: opens with other bytes; expected {_OPENING!r}")
     found, blank = raw[at : at + 8], b"".join((raw[:at], b"0" * 8, raw[at + 8 :]))
-    if found != b"%08x" % zlib.crc32(blank):
+    if found != b"%08x" % crc32(blank):
         raise StoreCorruptError(f"object: header checksum {found!r}; expected that of the bytes")
 
 
-def _json(text: bytes, what: str, deepest: int) -> dict[str, Any]:
-    """A JSON object, refused where it is nested deeper than ours or names a key twice."""
-    plain = np.frombuffer(_STRING.sub(b"", text), np.uint8)
-    steps = np.isin(plain, (0x5B, 0x7B)).astype(np.int64) - np.isin(plain, (0x5D, 0x7D))
-    if plain.size and int(np.cumsum(steps).max()) > deepest:
-        raise StoreCorruptError(f"object: {what} nested {int(np.cumsum(steps).max())} deep; expected at most {deepest}")
+def _json(text: bytes | str, what: str) -> dict[str, Any]:
+    """A JSON object, refused where it names a key twice. The decoder itself refuses what would exhaust its stack."""
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -210,6 +207,15 @@ def _json(text: bytes, what: str, deepest: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StoreCorruptError(f"object: {what} is {type(value).__name__}; expected an object")
     return value
+
+
+def _check_depth(value: Any, left: int) -> None:
+    """Refuses what is nested deeper than ours, before anything walks through it."""
+    if not left:
+        raise StoreCorruptError(f"object: body nested deeper than {_DEPTH}; expected at most that")
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, dict | list):
+            _check_depth(inner, left - 1)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -235,16 +241,17 @@ def _time(text: str) -> float | None:
 
 def _crcs(text: str) -> dict[str, int]:
     pairs = [part.partition("=") for part in text.split(" ")] if text else []
-    if not all(re.fullmatch("[0-9a-f]{8}", crc) for _, _, crc in pairs):
+    if not all(_CRC.fullmatch(crc) for _, _, crc in pairs):
         raise StoreCorruptError(f"object: checksums {text[:60]!r}; expected name=8 hexadecimal digits")
     return {name: int(crc, 16) for name, _, crc in pairs}
 
 
 def _leaves(tree: dict[str, Any], crcs: dict[str, int], start: int, size: int) -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
+    forms: dict[Any, _Form] = {}  # layers are alike: each form is worked out once
     offset = start
     for name, entry in tree.items():
-        dtype, shape, nbytes = _checked(name, entry, offset - start)
+        dtype, shape, nbytes = _checked(name, entry, offset - start, forms)
         if not name.startswith("pad."):
             leaves[name] = Leaf(name, dtype, shape, offset, nbytes, crcs.get(name, -1))
         elif dtype != np.uint8 or nbytes >= ALIGNMENT:
@@ -257,25 +264,44 @@ def _leaves(tree: dict[str, Any], crcs: dict[str, int], start: int, size: int) -
     return leaves
 
 
-def _checked(name: str, entry: Any, offset: int) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Dtype, shape and bytes of a leaf that begins at `offset` of the data."""
+type _Form = tuple[np.dtype, tuple[int, ...], int]
+"""Dtype, shape, bytes."""
+
+
+def _checked(name: str, entry: Any, offset: int, forms: dict[Any, _Form]) -> _Form:
+    """What a leaf is that begins at `offset` of the data. Nothing unknown is printed whole: it may be nested deeply."""
     if len(name) > 80 or not _NAME.fullmatch(name):
         raise StoreCorruptError(f"object: leaf {name[:80]!r}; expected words with dots between")
-    if not isinstance(entry, dict) or tuple(entry) != ("dtype", "shape", "data_offsets"):
-        raise StoreCorruptError(f"object: leaf {name}: {str(entry)[:80]}; expected dtype, shape, data_offsets")
+    if not isinstance(entry, dict) or tuple(entry) != _ENTRY:
+        raise StoreCorruptError(f"object: leaf {name}: {type(entry).__name__}; expected dtype, shape, data_offsets")
     word, shape, offsets = entry.values()
+    try:
+        key = (word, tuple(shape), tuple(map(type, shape)))  # the types too: 1, 1.0 and true are equal
+        form = forms.get(key)
+    except TypeError:
+        form = key = None
+    if form is None:
+        form = forms[key] = _form(name, word, shape)
+    if offsets != [offset, offset + form[2]] or set(map(type, offsets)) != {int}:
+        raise StoreCorruptError(f"object: leaf {name}: other offsets; expected {[offset, offset + form[2]]}")
+    return form
+
+
+def _form(name: str, word: Any, shape: Any) -> _Form:
     if not isinstance(word, str) or word not in DTYPES:
-        raise StoreCorruptError(f"object: leaf {name}: dtype {str(word)[:20]!r}; expected one of {tuple(DTYPES)}")
-    if not _naturals(shape) or len(shape) > 8 or not _naturals(offsets):
-        raise StoreCorruptError(
-            f"object: leaf {name}: shape {str(shape)[:60]}, offsets {str(offsets)[:60]}; expected sizes"
-        )
-    nbytes = math.prod(shape) * DTYPES[word].itemsize
+        raise StoreCorruptError(f"object: leaf {name}: dtype {_short(word)}; expected one of {tuple(DTYPES)}")
+    if not _naturals(shape) or len(shape) > 8:
+        raise StoreCorruptError(f"object: leaf {name}: shape {_short(shape)}; expected at most 8 sizes")
     if math.prod(size or 1 for size in shape) > LARGEST_ARRAY:  # NumPy counts so where one of the sizes is zero
         raise StoreCorruptError(f"object: leaf {name}: shape {shape}; expected sizes that an array can have")
-    if offsets != [offset, offset + nbytes]:
-        raise StoreCorruptError(f"object: leaf {name}: offsets {offsets}; expected {[offset, offset + nbytes]}")
-    return DTYPES[word], tuple(shape), nbytes
+    return DTYPES[word], tuple(shape), math.prod(shape) * DTYPES[word].itemsize
+
+
+def _short(value: Any) -> str:
+    """A value for an error text; of what may be nested deeply, only the type."""
+    plain = (str, int, float)
+    flat = isinstance(value, plain) or (isinstance(value, list) and all(isinstance(item, plain) for item in value))
+    return repr(value)[:60] if flat else type(value).__name__
 
 
 def _naturals(values: Any) -> bool:

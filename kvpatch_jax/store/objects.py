@@ -3,24 +3,26 @@
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import StoreCorruptError
 from .buffers import Buffers
-from .files import as_bytes, read_into, reserve, write_all
+from .files import as_bytes, crc32, read_into, reserve, write_all
 from .header import ALIGNMENT, PAGE, Header, Leaf, header_length, make_header, parse_header
 
 Kind = Literal["kv", "patch", "encoder", "entry"]
 Arrays = Mapping[str, np.ndarray]
 _OVERLAP = 4 << 20
-_SPLIT = 2 << 20
+_SPLIT = 4 << 20
 _RUN = 1 << 20
 _MOST_HELPERS = 4
+_NO_DIGITS = str.maketrans("", "", string.digits)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not follo
 
 
 def _crcs(arrays: Arrays) -> dict[str, int]:
-    return {name: zlib.crc32(as_bytes(array)) for name, array in arrays.items()}
+    return {name: crc32(as_bytes(array)) for name, array in arrays.items()}
 
 
 def _parts(arrays: Arrays) -> list[np.ndarray]:
@@ -81,12 +83,13 @@ def blob_bytes(blob: Blob, name: str) -> bytes:
 def write_blob(fd: int, blob: Blob, name: str) -> Header:
     """Writes an object into an empty file; durable only after a sync. Large ones are written while summed."""
     describe = functools.partial(make_header, name, blob.kind, blob.expires, blob.body, blob.specs)
-    _, planned = describe()
-    reserve(fd, planned.size)
     if blob.nbytes < _OVERLAP:
         raw, header = describe(_crcs(blob.arrays))
+        reserve(fd, header.size)
         write_all(fd, [raw, *_parts(blob.arrays)], 0)
         return header
+    _, planned = describe()
+    reserve(fd, planned.size)
     sums = _helpers().submit(_crcs, blob.arrays)
     write_all(fd, _parts(blob.arrays), planned.start)
     raw, header = describe(sums.result())
@@ -94,8 +97,11 @@ def write_blob(fd: int, blob: Blob, name: str) -> Header:
     return header
 
 
-def read_header(fd: int) -> Header:
+def read_header(fd: int, parse: Callable[[bytes, int], Header] = parse_header) -> Header:
     """The header of an open file.
+
+    Args:
+      parse: `parse_header`, or one that remembers what it said of the same bytes.
 
     Raises:
       StoreCorruptError: not an object of ours. OSError: the read failed.
@@ -105,13 +111,13 @@ def read_header(fd: int) -> Header:
     length = header_length(opening, size)
     if length > len(opening):
         raw = np.empty(length, np.uint8)
-        read_into(fd, raw, 0)
+        read_into(fd, [raw], 0)
         opening = raw.tobytes()
-    return parse_header(opening[:length], size)
+    return parse(opening[:length], size)
 
 
 def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers) -> dict[str, np.ndarray]:
-    """Some leaves that lie one behind the other, verified; read-only views of one buffer.
+    """Some leaves that lie one behind the other, verified; read-only views of one buffer, in it as `arranged` says.
 
     Many bytes are read and summed in runs by several threads, each run summed while the cache still holds it.
 
@@ -121,40 +127,67 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
     leaves = [header.leaves[name] for name in names]
     if not leaves:
         return {}
-    first, last = leaves[0].offset, _padded(leaves[-1])
-    data = buffers.lease(last - first)
-    if last - first < _SPLIT:
-        read_into(fd, data, first)
-        return take_leaves(data, first, leaves)
-    reads = [_helpers().submit(_read_run, fd, data, first, run) for run in _runs(leaves)]
-    concurrent.futures.wait(reads)  # all of them: nobody may read from a descriptor that the caller has closed
-    arrays = {name: array for read in reads for name, array in read.result().items()}
+    places, room = arranged({leaf.name: leaf.nbytes for leaf in leaves})
+    data = buffers.lease(room)
+    rooms = [(leaf, data[places[leaf.name] : places[leaf.name] + _padded(leaf.nbytes)]) for leaf in leaves]
     data.flags.writeable = False
-    return arrays
+    if room < _SPLIT:
+        return _read_run(fd, rooms)
+    reads = [_helpers().submit(_read_run, fd, run) for run in _runs(rooms)]
+    concurrent.futures.wait(reads)  # all of them: nobody may read from a descriptor that the caller has closed
+    return {name: array for read in reads for name, array in read.result().items()}
 
 
-def _runs(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
+def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where leaves go in memory, at multiples of 64 bytes, and the bytes of all: those whose names differ in numbers
+    alone lie together, so that the layers of a channel are one array without another copy."""
+    families: dict[str, list[str]] = {}
+    for name in sizes:
+        families.setdefault(name.translate(_NO_DIGITS), []).append(name)
+    places: dict[str, int] = {}
+    at = 0
+    for name in itertools.chain.from_iterable(families.values()):
+        places[name] = at
+        at += _padded(sizes[name])
+    return places, at
+
+
+type _Room = tuple[Leaf, np.ndarray]
+"""A leaf and the memory for it, with its padding."""
+
+
+def _runs(rooms: Sequence[_Room]) -> Iterator[list[_Room]]:
     """Neighbouring leaves, of `_RUN` bytes or more together."""
-    run: list[Leaf] = []
-    for leaf in leaves:
-        run.append(leaf)
-        if _padded(leaf) - run[0].offset >= _RUN:
+    run: list[_Room] = []
+    size = 0
+    for each in rooms:
+        run.append(each)
+        size += len(each[1])
+        if size >= _RUN:
             yield run
-            run = []
+            run, size = [], 0
     if run:
         yield run
 
 
-def _read_run(fd: int, data: np.ndarray, first: int, run: Sequence[Leaf]) -> dict[str, np.ndarray]:
-    start = run[0].offset
-    part = data[start - first : _padded(run[-1]) - first]
-    read_into(fd, part, start)
-    return take_leaves(part, start, run)
+def _read_run(fd: int, rooms: Sequence[_Room]) -> dict[str, np.ndarray]:
+    read_into(fd, [room for _, room in rooms], rooms[0][0].offset)
+    return {leaf.name: _verified(leaf, room) for leaf, room in rooms}
 
 
-def _padded(leaf: Leaf) -> int:
-    """Where the padding behind a leaf ends, in bytes from the file's start."""
-    return -(-(leaf.offset + leaf.nbytes) // ALIGNMENT) * ALIGNMENT
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _verified(leaf: Leaf, room: np.ndarray) -> np.ndarray:
+    """A leaf out of its bytes and the padding behind them, as a read-only view."""
+    room.flags.writeable = False
+    own, rest = room[: leaf.nbytes], room[leaf.nbytes :]
+    if (found := crc32(own)) != leaf.crc:
+        raise StoreCorruptError(f"object: leaf {leaf.name} has checksum {found:08x}; expected {leaf.crc:08x}")
+    if len(rest) and rest.any():
+        raise StoreCorruptError(f"object: bytes behind leaf {leaf.name}; expected {len(rest)} zeros")
+    return own.view(leaf.dtype).reshape(leaf.shape)
 
 
 def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[str, np.ndarray]:
@@ -163,16 +196,8 @@ def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[st
     Raises:
       StoreCorruptError: a checksum that does not agree, or padding that is not zero.
     """
-    data.flags.writeable = False
-    arrays: dict[str, np.ndarray] = {}
-    for leaf in leaves:
-        own = data[leaf.offset - first : leaf.offset - first + leaf.nbytes]
-        if (found := zlib.crc32(own)) != leaf.crc:
-            raise StoreCorruptError(f"object: leaf {leaf.name} has checksum {found:08x}; expected {leaf.crc:08x}")
-        if data[leaf.offset - first + leaf.nbytes : _padded(leaf) - first].any():
-            raise StoreCorruptError(f"object: bytes behind leaf {leaf.name}; expected zeros up to {_padded(leaf)}")
-        arrays[leaf.name] = own.view(leaf.dtype).reshape(leaf.shape)
-    return arrays
+    starts = ((leaf, leaf.offset - first) for leaf in leaves)
+    return {leaf.name: _verified(leaf, data[at : at + _padded(leaf.nbytes)]) for leaf, at in starts}
 
 
 def check_name(header: Header, name: str) -> None:

@@ -22,8 +22,8 @@ import numpy as np
 from ..errors import InputError, StoreCorruptError, StoreKeyError
 from .buffers import Buffers
 from .files import as_bytes
-from .header import ALIGNMENT, DTYPES, Header, Leaf, dtype_word
-from .objects import Blob
+from .header import DTYPES, Header, Leaf, dtype_word
+from .objects import Blob, arranged
 
 Read = Callable[[Sequence[str]], dict[str, np.ndarray]]
 """Reads neighbouring leaves, their checksums verified."""
@@ -137,16 +137,14 @@ class AesGcm:
     def _decrypted(
         self, cipher: "_Cipher", wanted: Mapping[str, tuple[int, np.ndarray]], leaves: Mapping[str, Leaf]
     ) -> dict[str, np.ndarray]:
-        """Read-only views of one buffer, in which every leaf begins at a multiple of 64 bytes, as in a plain file."""
-        rooms = [-(-leaves[name].nbytes // ALIGNMENT) * ALIGNMENT for name in wanted]
-        data, at = self._buffers.lease(sum(rooms)), 0
-        spans: dict[str, tuple[int, int]] = {}
-        for (name, (number, value)), room in zip(wanted.items(), rooms, strict=True):
-            spans[name] = (at, at + leaves[name].nbytes)
-            cipher.decrypt(number, name, value, data[slice(*spans[name])])
-            at += room
+        """Read-only views of one buffer, in it as `arranged` says, as those of a plain file are."""
+        places, room = arranged({name: leaves[name].nbytes for name in wanted})
+        data = self._buffers.lease(room)
+        spans = {name: slice(at, at + leaves[name].nbytes) for name, at in places.items()}
+        for name, (number, value) in wanted.items():
+            cipher.decrypt(number, name, value, data[spans[name]])
         data.flags.writeable = False
-        return {n: data[slice(*span)].view(leaves[n].dtype).reshape(leaves[n].shape) for n, span in spans.items()}
+        return {n: data[spans[n]].view(leaves[n].dtype).reshape(leaves[n].shape) for n in wanted}
 
 
 class _Cipher:

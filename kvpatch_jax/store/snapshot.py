@@ -17,7 +17,6 @@ import json
 import os
 import re
 import secrets
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from .buffers import Buffers
 from .disk import Disk, Entry
 from .files import (
     copy_into,
+    crc32,
     link,
     opened,
     read_into,
@@ -113,8 +113,8 @@ def read_whole(fd: int, header: Header, buffers: Buffers) -> dict[str, np.ndarra
 def header_crc(fd: int, header: Header) -> int:
     """The checksum that a manifest keeps: crc32 of all bytes before the leaves."""
     raw = np.empty(header.start, np.uint8)
-    read_into(fd, raw, 0)
-    return zlib.crc32(raw)
+    read_into(fd, [raw], 0)
+    return crc32(raw)
 
 
 # ------------------------------------------------------------------------------------------------------- writing

@@ -328,8 +328,7 @@ class ChunkStore:
         try:
             self._writer.flush()
         finally:
-            self._host.clear()
-            self._device.clear()
+            self._let_go()
             self._used.clear()
             self._noted = False
             deleted = delete_tenant(self.disk, self._names, self._remote)
@@ -348,8 +347,7 @@ class ChunkStore:
     def close(self) -> None:
         """Finishes asynchronous puts and lets memory go. Raises as `flush`. Closing twice is allowed."""
         self._closed = True
-        for tier in (self._host, self._device):
-            tier.clear()
+        self._let_go()
         self._writer.close()
 
     @property
@@ -368,6 +366,11 @@ class ChunkStore:
     def _open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"store {self.disk.root}: used after close; expected an open store")
+
+    def _let_go(self) -> None:
+        for tier in (self._host, self._device):
+            tier.clear()
+        self.disk.forget()
 
     def _pinned(self, chunk: str) -> bool:
         return chunk in self._pins

@@ -331,6 +331,19 @@ def test_layer_zero_is_there_before_the_last_is_read(store: ChunkStore):
     assert not path.exists()
 
 
+def test_donating_what_was_placed_leaves_the_store_its_copy(tmp_path: Path):
+    device, aligned = jax.devices()[0], chunk_of(tokens=16)
+    with ChunkStore(tmp_path, budget=Budget(host=1 << 20, device=1 << 20)) as store:
+        store.put(aligned)
+        placed = store.get("B", BACKBONE, placement=device)
+        assert placed is not None
+        for name, value in placed.kv.items():
+            assert isinstance(value, jax.Array)
+            jax.block_until_ready(jax.jit(lambda x: -x, donate_argnums=0)(value))
+            assert value.is_deleted(), name
+        assert same_chunk(store.get("B", BACKBONE), aligned)
+
+
 def test_placement_puts_channels_where_they_are_asked(store: ChunkStore):
     store.put(chunk_of())
     device = jax.devices()[0]

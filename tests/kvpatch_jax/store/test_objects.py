@@ -1,7 +1,9 @@
 """The file format: round trips bit for bit, plain safetensors reads it, hostile headers are refused."""
 
 import dataclasses
+import itertools
 import json
+import os
 import resource
 import tracemalloc
 import zlib
@@ -19,12 +21,14 @@ from store_cases import AXES, LAYOUT, MLA, chunk_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import DtypeError, InputError, StoreCorruptError
 from kvpatch_jax.ops import Quantised, quantise_int8
+from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.buffers import Buffers
 from kvpatch_jax.store.codec import chunk_blob, decode, encode, patch_blob, patch_parts
 from kvpatch_jax.store.codec import chunk_of as decoded
 from kvpatch_jax.store.codec import patch_of as patch_back
+from kvpatch_jax.store.files import crc32
 from kvpatch_jax.store.header import PAGE, header_length, make_header, parse_header
-from kvpatch_jax.store.objects import Blob, blob_bytes, file_size, take_leaves
+from kvpatch_jax.store.objects import Blob, arranged, blob_bytes, file_size, take_leaves
 
 NAME = "a.kv.safetensors"
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
@@ -244,3 +248,53 @@ def _refused(raw: bytes, size: int) -> bool:
     except StoreCorruptError:
         return True
     return False
+
+
+@given(st.binary(max_size=4096))
+def test_the_checksum_is_zlibs_whoever_computes_it(data: bytes):
+    assert crc32(data) == zlib.crc32(data)
+    assert crc32(np.frombuffer(data, np.uint8)) == zlib.crc32(data)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 200)), min_size=1, max_size=12))
+def test_leaves_of_one_family_lie_together_without_overlap(kinds: list[tuple[int, int]]):
+    sizes = {f"layer.{number}.{'abcd'[kind]}": size for number, (kind, size) in enumerate(kinds)}
+    places, room = arranged(sizes)
+    order = sorted(sizes, key=lambda name: (places[name], places[name] + sizes[name]))
+    ends = [places[name] + sizes[name] for name in order]
+    assert all(end <= places[after] for end, after in zip(ends, order[1:], strict=False))
+    assert ends[-1] <= room
+    assert all(place % 64 == 0 for place in places.values())
+    runs = [family for family, _ in itertools.groupby(name[-1] for name in order if sizes[name])]
+    assert len(runs) == len(set(runs))
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32], ids=["plain", "sealed"])
+def test_a_channel_that_was_read_is_one_array(tmp_path, key):
+    chunk = chunk_of(hidden={1: np.ones((9, 5), np.float32)})
+    with ChunkStore(tmp_path, key=key, budget=Budget(host=0)) as store:
+        store.put(chunk)
+        found = store.get(chunk.id, chunk.backbone)
+    assert found is not None
+    assert same_chunk(found, chunk)
+    spaced = all(chunk.kv[name][0].nbytes % 64 == 0 for name in chunk.kv)
+    for name, value in found.kv.items():
+        value = np.asarray(value)
+        assert value.ctypes.data % 64 == 0, name
+        assert value.base is not None
+        assert value.flags.c_contiguous or not spaced
+
+
+def test_a_header_read_before_is_not_believed_when_its_bytes_changed(tmp_path):
+    chunk = chunk_of()
+    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
+        store.put(chunk)
+        assert store.get(chunk.id, chunk.backbone) is not None
+        path = tmp_path / store.names.canonical(chunk.backbone, chunk.id).path
+        status, raw = path.stat(), bytearray(path.read_bytes())
+        raw[100] ^= 1
+        with path.open("r+b") as file:
+            file.write(raw)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert store.get(chunk.id, chunk.backbone) is None
+        assert store.statistics().counts["quarantined"] == 1
