@@ -14,10 +14,12 @@ from typing import Any
 
 import jax
 
-from ._dispatch import targeted_kind
+from ._target import target
 from .errors import KernelShapeError
 
 _CHOSEN: list[Mapping[str, Any]] = []
+TIMED = "timed"
+"""The `source` of a configuration that a whole run of `tune` on the device made."""
 RANKS = (0, 16, 32, 64, 128, 256)
 
 
@@ -60,9 +62,20 @@ def configured_by(path: str | Path) -> Iterator[None]:
 
 def block_of(operation: str, heads: int, width: int, rank: int, itemsize: int) -> Mapping[str, int] | None:
     """The block for this shape on the device that is traced for; None where no configuration has it."""
-    kind = targeted_kind()
-    kind = jax.devices()[0].device_kind if kind is None else kind
-    chosen = _CHOSEN[-1] if _CHOSEN else None
-    body = chosen if chosen is not None and chosen.get("device") == kind else shipped(kind)
+    aimed = target()
+    body = _configuration(jax.devices()[0].device_kind if aimed is None else aimed.kind)
     word = shape_word(heads, width, rank, itemsize)
     return None if body is None else body["operations"].get(operation, {}).get(word)
+
+
+def timed(kind: str) -> bool:
+    """Whether the configuration for this kind of device came from a run there, in which the kernels' results were held
+    against the XLA path's. Without such a run nothing is known of a kernel but that it compiles."""
+    body = _configuration(kind)
+    return body is not None and body.get("source") == TIMED
+
+
+def _configuration(kind: str) -> Mapping[str, Any] | None:
+    """The one that `configured_by` chose, if it is for this kind, else the shipped one."""
+    chosen = _CHOSEN[-1] if _CHOSEN else None
+    return chosen if chosen is not None and chosen.get("device") == kind else shipped(kind)

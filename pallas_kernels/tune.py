@@ -1,8 +1,9 @@
 """Times block sizes on the present device and writes them as a configuration: `python -m pallas_kernels.tune --help`.
 
 `pallas_kernels.configured_by(FILE)` uses what was written; a file in `pallas_kernels/configurations/` is used wherever
-its kind of device is. Where the platform runs the XLA path there is nothing to choose: its seconds are written, and
-that nothing was tuned.
+its kind of device is. Every candidate's result is held against the XLA path's. A whole run says "timed", and only then
+are the kernels taken unasked on that kind of device. On a GPU there are no blocks to choose: it says how the kernel
+compares. On a CPU there is no kernel: the XLA path's seconds are written, and that nothing was tuned.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from . import rotate_patch, splice
-from ._configurations import shape_word
+from ._configurations import TIMED, shape_word
+from .errors import KernelError, KernelUnavailableError
 from .rotate_patch import shapes
 from .rotate_patch import tpu as rotate_patch_tpu
 from .splice import tpu as splice_tpu
@@ -49,13 +51,10 @@ def tune(operations: Sequence[str], quick: bool, say: Callable[[str], None] = pr
     platform, kind = jax.default_backend(), jax.devices()[0].device_kind
     cases = _cases(shapes.SMALL[:2] if quick else shapes.PRODUCTION, TUNED_RANKS[:2] if quick else TUNED_RANKS)
     body: dict[str, Any] = {"device": kind, "jax": jax.__version__, "operations": {}, "seconds": {}}
-    if platform != "tpu":
-        body["source"] = (
-            f"nothing tuned: the platform {platform!r} has no kernel whose blocks can be chosen here; seconds are of "
-            "the xla path"
-        )
+    if platform == "cpu":
+        body["source"] = "nothing tuned: the platform 'cpu' has no kernel of ours; seconds are of the xla path"
     else:
-        body["source"] = "timed, quick" if quick else "timed"
+        body["source"] = f"{TIMED}, quick" if quick or tuple(operations) != OPERATIONS else TIMED
     for operation in operations:
         best, seconds = body["operations"].setdefault(operation, {}), body["seconds"].setdefault(operation, {})
         for shape, rank in cases:
@@ -63,8 +62,9 @@ def tune(operations: Sequence[str], quick: bool, say: Callable[[str], None] = pr
             timed = _candidates(operation, shape, rank, platform, 3 if quick else 20)
             say(f"{operation} {word}: " + ", ".join(f"{name} {value * 1e6:.0f} µs" for name, value in timed.items()))
             seconds[word] = timed
-            if platform == "tpu" and timed:
-                best[word] = {"tokens": int(min(timed, key=lambda name: timed[name]))}
+            tokens = {name: value for name, value in timed.items() if name.isdecimal()}
+            if tokens:
+                best[word] = {"tokens": int(min(tokens, key=lambda name: tokens[name]))}
     return body
 
 
@@ -77,44 +77,68 @@ def _word(shape: shapes.Shape, rank: int) -> str:
 
 
 def _candidates(operation: str, shape: shapes.Shape, rank: int, platform: str, repeats: int) -> dict[str, float]:
-    """Median seconds by candidate: a number of tokens, or "xla" where the platform has no kernel to choose for."""
+    """Median seconds by candidate: a number of tokens on a TPU, "gpu" on a GPU, and "xla" everywhere."""
     given = _draw(shape, rank)
-    slots = jnp.arange(shape.tokens, dtype=jnp.int32)
     pages = 2 * (-(-shape.tokens // PAGE_SIZE))
     pool = jnp.ones((*shape.leading, pages, PAGE_SIZE, shape.heads, shape.width), jnp.bfloat16)
+    expected, result = None, {}
+    for name, call in _calls(operation, shape, rank, platform, given, pool).items():
+        what = f"{operation} {shape.name} rank {rank} {name}"
+        try:
+            found = call()
+        except (KernelUnavailableError, jax.errors.JaxRuntimeError) as error:  # or a block beyond the fast memory
+            print(f"{what}: {str(error).splitlines()[0][:120]}")
+            continue
+        if expected is None:  # the XLA path comes first
+            expected = jnp.copy(found)
+        _check(found, expected, what)
+        result[name] = _seconds(call, repeats)
+    return result
+
+
+def _calls(
+    operation: str, shape: shapes.Shape, rank: int, platform: str, given: dict[str, Any], pool: jax.Array
+) -> dict[str, Callable[[], jax.Array]]:
+    """What is timed, by name, each giving the same numbers."""
+    slots = jnp.arange(shape.tokens, dtype=jnp.int32)
     x = given["x"]
     cos, sin, u, v = (given.get(name) for name in ("cos", "sin", "u", "v"))
-    plan: dict[str, Any]
-    if platform != "tpu":
-        plan = {"layout": shape.layout, "implementation": "xla"}
+
+    def public(name: str) -> Callable[[], jax.Array]:
+        plan: dict[str, Any] = {"layout": shape.layout, "implementation": name}
         if operation == "rotate_patch":
-            call = jax.jit(lambda: rotate_patch(**given, **plan))
-            return {"xla": _seconds(call, repeats)}
-        return {"xla": _seconds(_Donating(lambda own: splice(own, slots, **given, **plan), pool), repeats)}
-    result: dict[str, float] = {}
+            return jax.jit(lambda: rotate_patch(**given, **plan))
+        return _Donating(lambda own: splice(own, slots, **given, **plan), pool)
+
+    def blocked(tokens: int) -> Callable[[], jax.Array]:
+        plan: dict[str, Any] = {"layout": shape.layout, "tile": rotate_patch_tpu.Tile(tokens)}
+        if operation == "rotate_patch":
+            return jax.jit(lambda: rotate_patch_tpu.kernel(x, cos, sin, u, v, None, None, **plan))
+        write = lambda own: splice_tpu.kernel(own, slots, x, cos, sin, u, v, None, None, **plan)
+        return _Donating(jax.jit(write, donate_argnums=0), pool)
+
+    calls = {"xla": public("xla")}
+    if platform == "gpu":
+        calls["gpu"] = public("gpu")
     reason = splice_tpu.unsupported(pool, x, cos, u, v, None, False) if operation == "splice" else None
-    for tokens in () if reason else CANDIDATES:
-        plan = {"layout": shape.layout, "tile": rotate_patch_tpu.Tile(tokens)}
-        if operation == "rotate_patch":
-            call = jax.jit(lambda plan=plan: rotate_patch_tpu.kernel(x, cos, sin, u, v, None, None, **plan))
-        else:
-            jitted = jax.jit(
-                lambda own, plan=plan: splice_tpu.kernel(own, slots, x, cos, sin, u, v, None, None, **plan),
-                donate_argnums=0,
-            )
-            call = _Donating(jitted, jnp.copy(pool))
-        try:
-            result[str(tokens)] = _seconds(call, repeats)
-        except jax.errors.JaxRuntimeError as error:  # a block that does not fit the fast memory
-            print(f"{operation} {shape.name} rank {rank} tokens {tokens}: {str(error).splitlines()[0][:120]}")
-    return result
+    if platform == "tpu" and reason is None:
+        calls |= {str(tokens): blocked(tokens) for tokens in CANDIDATES}
+    return calls
+
+
+def _check(found: jax.Array, expected: jax.Array, what: str) -> None:
+    """Raises KernelError where a result is not the XLA path's, up to the last place of the largest bfloat16."""
+    wide = [value.astype(jnp.float32) for value in (found, expected)]
+    error = float(jnp.abs(wide[0] - wide[1]).max() / jnp.abs(wide[1]).max())
+    if not error <= 2**-7:
+        raise KernelError(f"{what}: off by {error:.3g} of the largest value; expected the XLA path's result")
 
 
 class _Donating:
     """A call that gives its pool away and keeps what comes back."""
 
     def __init__(self, function: Callable[[jax.Array], jax.Array], pool: jax.Array):
-        self.function, self.pool = function, pool
+        self.function, self.pool = function, jnp.copy(pool)
 
     def __call__(self) -> jax.Array:
         self.pool = self.function(self.pool)

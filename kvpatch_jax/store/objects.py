@@ -21,6 +21,7 @@ Arrays = Mapping[str, np.ndarray]
 _OVERLAP = 4 << 20
 _SPLIT = 4 << 20
 _RUN = 1 << 20
+_OPENING = 4 * PAGE  # as much as most headers have
 _MOST_HELPERS = 4
 _NO_DIGITS = str.maketrans("", "", string.digits)
 
@@ -107,7 +108,7 @@ def read_header(fd: int, parse: Callable[[bytes, int], Header] = parse_header) -
       StoreCorruptError: not an object of ours. OSError: the read failed.
     """
     size = os.fstat(fd).st_size
-    opening = os.pread(fd, PAGE, 0)
+    opening = os.pread(fd, _OPENING, 0)
     length = header_length(opening, size)
     if length > len(opening):
         raw = np.empty(length, np.uint8)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from .._dispatch import choose, interpretation
+from .._dispatch import choose
+from .._target import interpretation
 from ..errors import KernelDtypeError, KernelShapeError
 from . import gpu, reference, tpu
 
@@ -52,8 +53,8 @@ def rotate_patch(
       scale: multiplies the rotated channels of the result; 1 multiplies nothing.
       length: tokens that count, traced; later ones come back as zeros. None for all.
       out_dtype: of the result; None is x's, and must not be None where x is int8 or has a scale.
-      implementation: None (the platform's kernel if it takes these arguments, else "xla"), "xla", "gpu", "tpu", or
-        several in order of preference.
+      implementation: "xla", "gpu", "tpu", or several in order of preference. None: the platform's kernel if it takes
+        these arguments and was timed on this kind of device, else "xla".
 
     Raises:
       KernelShapeError: unknown layout word, or arrays that do not fit.

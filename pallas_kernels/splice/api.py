@@ -8,7 +8,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
-from .._dispatch import choose, interpretation
+from .._dispatch import choose
+from .._target import interpretation
 from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
 from ..rotate_patch.api import check, check_scales, scaled
 from . import gpu, reference, tpu
@@ -48,8 +49,8 @@ def splice(
       x, cos, sin, u, v, x_scale, u_scale, v_scale, dense, per_head, layout, scale: as in `rotate_patch`. An x without a
         scale has the pool's dtype.
       length: tokens that count, traced; later ones are written nowhere, and their slots are not looked at.
-      implementation: None (the platform's kernel if it takes these arguments, else "xla"), "xla", "gpu", "tpu", or
-        several in order of preference.
+      implementation: "xla", "gpu", "tpu", or several in order of preference. None: the platform's kernel if it takes
+        these arguments and was timed on this kind of device, else "xla".
 
     Returns:
       The pool. Arithmetic is float32, rounded once to its dtype.

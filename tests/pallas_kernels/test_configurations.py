@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels import KernelShapeError, configured_by, targeting, tune
+from pallas_kernels import KernelError, KernelShapeError, configured_by, targeting, tune
 from pallas_kernels._configurations import block_of, file_name, shape_word
 from pallas_kernels.rotate_patch import tpu
 
@@ -55,6 +55,21 @@ def test_tuning_on_a_cpu_says_that_nothing_was_tuned(tmp_path: Path, capsys):
     assert body["source"].startswith("nothing tuned: the platform 'cpu'")
     assert all(set(timed) == {"xla"} and timed["xla"] > 0 for timed in body["seconds"]["splice"].values())
     assert "nothing tuned" in capsys.readouterr().out
+
+
+def test_tuning_checks_each_candidate_against_the_xla_path(monkeypatch):
+    shape, rank = tune.shapes.SMALL[0], 4
+    for operation in tune.OPERATIONS:
+        calls = tune._calls
+        both = lambda *given, calls=calls: (found := calls(*given)) | {"gpu": found["xla"]}
+        monkeypatch.setattr(tune, "_calls", both)
+        assert set(tune._candidates(operation, shape, rank, "gpu", 1)) == {"xla", "gpu"}
+        wrong = lambda *given, calls=calls: calls(*given) | {"gpu": lambda: calls(*given)["xla"]() * 1.02}
+        monkeypatch.setattr(tune, "_calls", wrong)
+        with pytest.raises(KernelError, match=f"{operation} .* gpu: off by 0.0"):
+            tune._candidates(operation, shape, rank, "gpu", 1)
+        monkeypatch.setattr(tune, "_calls", calls)
+        assert set(tune._candidates(operation, shape, rank, "gpu", 1)) == {"xla"}  # no GPU here
 
 
 def test_the_heuristic_fits_its_budget_and_takes_short_chunks_whole():

@@ -1,9 +1,12 @@
 """Dispatch: which implementation runs, and what is said of those that cannot."""
 
+import json
+import types
+
 import jax
 import pytest
 
-from pallas_kernels import KernelUnavailableError, targeting
+from pallas_kernels import KernelUnavailableError, configured_by, targeting
 from pallas_kernels._dispatch import choose
 
 
@@ -17,12 +20,33 @@ def test_the_platform_decides_where_nothing_is_asked_for():
         assert choose("op", None, {"tpu": None}) == "xla"
 
 
-def test_a_process_of_several_devices_gets_no_kernel_unasked(monkeypatch):
+@pytest.fixture
+def tpu(monkeypatch):
+    """As on a TPU of a kind that no configuration ships for."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="TPU test")])
+
+
+@pytest.mark.usefixtures("tpu")
+def test_a_process_of_several_devices_gets_no_kernel_unasked(monkeypatch, tmp_path):
+    (tmp_path / "own.json").write_text(json.dumps({"device": "TPU test", "source": "timed", "operations": {}}))
     for count, expected in ((1, "tpu"), (4, "xla")):
         monkeypatch.setattr(jax, "device_count", lambda count=count: count)
-        assert choose("op", None, {"tpu": None}) == expected
-        assert choose("op", "tpu", {"tpu": None}) == "tpu"
+        with configured_by(tmp_path / "own.json"):
+            assert choose("op", None, {"tpu": None}) == expected
+            assert choose("op", "tpu", {"tpu": None}) == "tpu"
+
+
+@pytest.mark.usefixtures("tpu")
+@pytest.mark.parametrize(
+    ("device", "source"), [("TPU test", "heuristic, not timed"), ("TPU test", "timed, quick"), ("TPU other", "timed")]
+)
+def test_a_kernel_that_was_not_timed_on_this_kind_of_device_is_not_taken_unasked(device, source, tmp_path):
+    assert choose("op", None, {"tpu": None}) == "xla"
+    (tmp_path / "own.json").write_text(json.dumps({"device": device, "source": source, "operations": {}}))
+    with configured_by(tmp_path / "own.json"):
+        assert choose("op", None, {"tpu": None}) == "xla"
+        assert choose("op", ("tpu", "xla"), {"tpu": None}) == "tpu"
 
 
 def test_a_sequence_falls_to_the_next():

@@ -1,0 +1,47 @@
+"""What calls are traced for: the platform that the process has, or what `targeting` says."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Target(NamedTuple):
+    """A platform ("tpu", "gpu", "cpu") that calls are traced for, how kernels are interpreted there, kind of device."""
+
+    platform: str
+    interpret: Any = False
+    kind: str = ""
+
+
+_TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def targeting(platform: str, interpret: Any = False, kind: str = "") -> Iterator[None]:
+    """Inside, kernels are chosen as on one device of `platform`, whatever this process has.
+
+    For compiling ahead of time, and for interpreting on a CPU. It acts while a function is traced: functions that are
+    already compiled stay as they are.
+
+    Args:
+      platform: "tpu", "gpu" or "cpu".
+      interpret: what the kernels pass on, such as `pltpu.InterpretParams()`; False compiles them.
+      kind: of the device, such as "TPU v5e", whose configuration gives block sizes; "" for heuristics alone.
+    """
+    token = _TARGET.set(Target(platform, interpret, kind))
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def target() -> Target | None:
+    """What `targeting` says; None outside."""
+    return _TARGET.get()
+
+
+def interpretation() -> Any:
+    """How kernels are to be interpreted: False where they are compiled."""
+    aimed = _TARGET.get()
+    return False if aimed is None else aimed.interpret
