@@ -22,6 +22,7 @@ PARTS = {
     "torch": ("accelerator_torch", "compiled"),
     "factorise": ("accelerator_timings", "factorisation"),
     "prefill": ("accelerator_prefill", "prefill"),
+    "configuration": ("accelerator_timings", "configuration"),
 }
 """Which module's function makes a part's result, given whether shapes are to be tiny."""
 LIMIT = 520.0

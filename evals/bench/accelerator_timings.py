@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels import KernelUnavailableError, factorise, rotate_patch, splice
+from pallas_kernels import KernelUnavailableError, factorise, rotate_patch, splice, tune
 from pallas_kernels.rotate_patch import reference
 
 from .accelerator_cases import PAGE_SIZE, Case, cases, draw, environment, implementations
@@ -195,3 +195,16 @@ def factorisation(tiny: bool) -> dict[str, Any]:
     ratio = {"svd over it": full["microseconds"] / ours["microseconds"]}
     rows = [{"case": "randomised", "matrices": name} | ours | ratio, {"case": "full SVD", "matrices": name} | full]
     return {"environment": environment(), "rows": rows}
+
+
+def configuration(tiny: bool) -> dict[str, Any]:
+    """What `python -m pallas_kernels.tune` would write here: with it, kernels are taken unasked on this device."""
+    body = tune.tune(tune.OPERATIONS, tiny)
+    rows = [
+        {"operation": operation, "shape": word, "candidate": name, "microseconds": 1e6 * seconds}
+        for operation, shapes in body["seconds"].items()
+        for word, candidates in shapes.items()
+        for name, seconds in candidates.items()
+    ]
+    note = f"source: {body['source']}; `configuration` in the JSON is the file for pallas_kernels/configurations/"
+    return {"environment": environment(), "rows": rows, "configuration": body, "notes": [note]}
