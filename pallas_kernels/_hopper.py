@@ -1,16 +1,13 @@
-"""What rotate_patch and splice share on Hopper GPUs: items, shared memory, fetching, and R · (x + u v) of one item.
+"""What rotate_patch and splice share on Hopper GPUs: shared memory, fetching, and R · (x + u v) of one item.
 
 A block owns 64 or 128 tokens and keeps their cosines and sines in registers while it goes through layers and heads. One
-warpgroup only asks the copy engine for the next items (x, v, and u once per layer), several in flight; the others
-multiply on the tensor cores, add, rotate, round, and leave the item in the shared memory it came in.
-
-An item is two runs of columns of equal width, `first` and `second`, which rotate against each other: pieces of the
-halves of a head, the even and the odd channels of a piece of pairs, or, where nothing rotates, two neighbours.
+warpgroup only asks the copy engine for the next items (x, its scales, v, and u once per layer), several in flight; the
+others widen, multiply on the tensor cores, add, rotate, round, and leave the item in the shared memory it came in, or,
+where the result has another dtype than x, in one of two buffers of its own. How rows and launches are cut: `_cuts.py`.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,134 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from ._cuts import ROWS, Items, Launch
 from ._pieces import TILE_ROWS
 
-ROWS = 64
-"""Tokens of one warpgroup: what one tensor core instruction takes."""
-SWIZZLE = 128
-"""Bytes of a row of a run at most: one row of a swizzled tile, so that rows lie one behind the other."""
-NARROWEST = 16
-"""Columns of a run at least: a row of v is then 32 bytes."""
-SHARED_MEMORY = 232_448 - 2048
-"""Bytes of shared memory that the buffers of a block may take; the rest is for barriers."""
-PROCESSORS = 132
-STARTING = 1.5
-"""What starting a block costs, in items; chooses how many blocks share the items of a tile of tokens."""
 REGISTERS_FETCHING, REGISTERS_COMPUTING = 40, 232
-
-
-class Items(NamedTuple):
-    """How a row of F channels is cut into items.
-
-    Attributes:
-      heads: heads in a row. Where nothing rotates, a head is any block of columns.
-      head: columns of a head.
-      width: columns of a run.
-      turning: kinds of item in a head that rotate; they come first.
-      kinds: kinds of item in a head.
-      apart: columns from `first` to `second` of an item that rotates.
-      words: x is seen as 32-bit words, each a pair of bfloat16; v has a head's even columns before its odd ones.
-    """
-
-    heads: int
-    head: int
-    width: int
-    turning: int
-    kinds: int
-    apart: int
-    words: bool
-
-    @property
-    def runs(self) -> int:
-        """Runs of x in an item: one where a word holds both channels of a pair."""
-        return 1 if self.words else 2
-
-    def columns(self, kind, head) -> tuple[Any, Any]:
-        """Where `first` and `second` start in v; and, unless they are words, in x."""
-        turned = head * self.head + kind * self.width
-        plain = head * self.head + kind * 2 * self.width
-        if self.turning == self.kinds or self.words:
-            return turned, turned + self.apart
-        if not self.turning:
-            return plain, plain + self.width
-        turns = kind < self.turning
-        first = jnp.where(turns, turned, plain)
-        return first, first + jnp.where(turns, self.apart, self.width)
-
-    def sources(self, kind, head) -> tuple[Any, ...]:
-        """Where the runs of x start."""
-        return (head * (self.head // 2) + kind * self.width,) if self.words else self.columns(kind, head)
-
-
-def items_of(heads: int, width: int, rotary: int, layout: str, itemsize: int, widest: int = SWIZZLE) -> Items | None:
-    """How a row of `heads` · `width` channels is cut; None where no run of 16 columns or more fits.
-
-    Args:
-      widest: bytes of a run of x at most, a power of two.
-    """
-    words = bool(rotary) and layout == "pairs"
-    widest //= 2 * itemsize if words else itemsize
-    half, rest = rotary // 2, width - rotary
-    run = math.gcd(half, width // 2 if words else rest // 2, widest) if rotary else math.gcd(heads * width // 2, widest)
-    if run < NARROWEST or rotary % 2 or width % 2:
-        return None
-    if not rotary:
-        return Items(heads * width // (2 * run), 2 * run, run, 0, 1, run, False)
-    return Items(heads, width, run, half // run, width // (2 * run), width // 2 if words else half, words)
-
-
-class Plan(NamedTuple):
-    """How a launch is cut up.
-
-    Attributes:
-      groups: warpgroups that compute, 1 or 2; a block has 64 tokens for each.
-      stages: items in flight.
-      blocks: blocks that share the items of one tile of tokens.
-    """
-
-    groups: int
-    stages: int
-    blocks: int
-
-
-class Launch(NamedTuple):
-    """Everything static about a launch. `rank` is padded; `itemsize` is that of x as it was given."""
-
-    items: Items
-    plan: Plan
-    tokens: int
-    layers: int
-    rank: int
-    itemsize: int
-    dense: bool
-
-    @property
-    def rows(self) -> int:
-        """Tokens of a block."""
-        return ROWS * self.plan.groups
-
-    @property
-    def total(self) -> int:
-        """Items of one kind of one tile of tokens."""
-        return self.layers * self.items.heads
-
-    @property
-    def share(self) -> int:
-        """Items of a block."""
-        return -(-self.total // self.plan.blocks)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Tiles of tokens, kinds of item, blocks."""
-        return -(-self.tokens // self.rows), self.items.kinds, self.plan.blocks
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes of shared memory that the buffers take."""
-        item = self.rows * 2 * self.items.width * self.itemsize
-        v = 2 * self.rank * self.items.width * 2
-        u = 2 * self.rows * self.rank * 2
-        return self.plan.stages * (item * (1 + self.dense) + v) + u
 
 
 def unsuitable_device() -> str | None:
@@ -155,45 +28,6 @@ def unsuitable_device() -> str | None:
         return None
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
     return None if capability == "9.0" else f"a GPU of compute capability {capability}; expected 9.0"
-
-
-CUTS = (((2, 6), (2, 5), (2, 4), (2, 3), (1, 6), (1, 5), (1, 4), (1, 3)), ((2, 2), (1, 2)))
-"""Warpgroups and stages, best first: many tokens share v; two stages only where no width leaves room for more."""
-
-
-def launch_of(ways: Sequence[Items], tokens: int, layers: int, rank: int, itemsize: int, dense: bool) -> Launch | None:
-    """The first of `CUTS` that fits shared memory by any of the ways to cut rows; None if none does."""
-    for cuts, items in itertools.product(CUTS, ways):
-        for groups, stages in cuts:
-            if groups > 1 and tokens <= ROWS:
-                continue
-            launch = Launch(items, Plan(groups, stages, 1), tokens, layers, rank, itemsize, dense)
-            if launch.shared_memory <= SHARED_MEMORY:
-                return launch._replace(plan=Plan(groups, stages, blocks_of(launch)))
-    return None
-
-
-def ways_of(heads: int, width: int, rotary: int, layout: str, itemsize: int, whole_lines: bool = False) -> list[Items]:
-    """Ways to cut rows into items, widest runs first; none where `items_of` finds none.
-
-    Args:
-      whole_lines: only runs of exactly 128 bytes of x.
-    """
-    sizes = (SWIZZLE,) if whole_lines else (SWIZZLE, 64, 32)
-    ways = [items_of(heads, width, rotary, layout, itemsize, widest) for widest in sizes]
-    fits = lambda way: not whole_lines or way.width * itemsize * (1 + way.words) == SWIZZLE
-    return list(dict.fromkeys(way for way in ways if way is not None and fits(way)))
-
-
-def blocks_of(launch: Launch) -> int:
-    """How many blocks share a tile's items so that the last processor ends earliest, by count of items."""
-    tiles, kinds, _ = launch.grid
-
-    def end(blocks: int) -> float:
-        waves = -(-tiles * kinds * blocks // PROCESSORS)
-        return waves * (-(-launch.total // blocks) + STARTING)
-
-    return min(range(1, launch.total + 1), key=end)
 
 
 class Here(NamedTuple):
@@ -249,19 +83,31 @@ def _buffer(shape: tuple[int, ...], dtype, rows: int, columns: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=tiles)
 
 
-def scratch_of(launch: Launch, dtype) -> dict[str, Any]:
-    """Shared memory of a block. `dtype` is that of x as the kernel sees it."""
-    items, (groups, stages, _), rank = launch.items, launch.plan, launch.rank
+def stored(items: Items, dtype) -> Any:
+    """The dtype that channels of `dtype` are seen in: of words where items are words."""
+    dtype = jnp.dtype(dtype)
+    return {1: jnp.uint16, 2: jnp.uint32}[dtype.itemsize] if items.words else dtype
+
+
+def scratch_of(launch: Launch) -> dict[str, Any]:
+    """Shared memory of a block."""
+    items, numbers, (groups, stages, _), rank = launch.items, launch.numbers, launch.plan, launch.rank
     # Tiles of one row let copies start at any token or slot, and end anywhere; in memory they lie as those of eight do.
-    runs = _buffer((stages, items.runs, launch.rows, items.width), dtype, 1, items.width)
-    copies = items.runs * (1 + launch.dense) + (2 if rank else 0)
+    runs = lambda count, dtype: _buffer(
+        (count, items.runs, launch.rows, items.span), stored(items, dtype), 1, items.width
+    )
+    copies = items.runs * (1 + bool(numbers.dense)) + (2 if rank else 0) + (2 if numbers.scaled else 0)
     scratch = {
-        "x": runs,
+        "x": runs(stages, numbers.source),
         "ready": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         "taken": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
     }
-    if launch.dense:
-        scratch["dense"] = runs
+    if numbers.dense:
+        scratch["dense"] = runs(stages, numbers.dense)
+    if numbers.separate:
+        scratch["out"] = runs(2, numbers.result)
+    if numbers.scaled:
+        scratch["x_scale"] = plgpu.SMEM((stages, 2, launch.scales), jnp.float32)
     if rank:
         # The tensor cores want one tiling of both, of eight rows.
         shared = math.gcd(rank, items.width)
@@ -286,14 +132,20 @@ def fetch(here: Here, given: Mapping[str, Any], shared: Mapping[str, Any]) -> No
         def _():
             plgpu.barrier_wait(shared["taken"].at[stage])
 
-        for name in ("x", "dense") if launch.dense else ("x",):
+        for name in ("x", "dense") if launch.numbers.dense else ("x",):
             source = given[name]
             for run, column in enumerate(items.sources(here.kind, head)):
-                block = source.at[layer % source.shape[0], rows, pl.ds(column, items.width)]
+                block = source.at[layer % source.shape[0], rows, pl.ds(column, items.span)]
                 plgpu.copy_gmem_to_smem(block, shared[name].at[stage, run], ready)
+        columns = items.columns(here.kind, head)
+        if launch.numbers.scaled:
+            scale = given["x_scale"]
+            for run, column in enumerate(columns):
+                block = scale.at[layer % scale.shape[0], pl.ds(column, launch.scales)]
+                plgpu.copy_gmem_to_smem(block, shared["x_scale"].at[stage, run], ready)
         if launch.rank:
             v = given["v"]
-            for run, column in enumerate(items.columns(here.kind, head)):
+            for run, column in enumerate(columns):
                 block = v.at[layer % v.shape[0], :, pl.ds(column, items.width)]
                 plgpu.copy_gmem_to_smem(block, shared["v"].at[stage, run], ready)
 
@@ -333,10 +185,30 @@ def _fetch_u(here: Here, u, shared: Mapping[str, Any], layer, turn) -> None:
     plgpu.copy_gmem_to_smem(block, shared["u"].at[turn % 2], shared["u_ready"].at[turn % 2])
 
 
-def _split(word: Array) -> tuple[Array, Array]:
-    """The two bfloat16 of a word, as float32."""
-    widen = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return widen(word << 16), widen(word & jnp.uint32(0xFFFF0000))
+def _split(word: Array, dtype) -> tuple[Array, Array]:
+    """The two channels of a word, as float32."""
+    if dtype == jnp.bfloat16:
+        widen = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return widen(word << 16), widen(word & jnp.uint32(0xFFFF0000))
+    word = word.astype(jnp.uint32)
+    return _eight_bits(word & jnp.uint32(0xFF), dtype), _eight_bits(word >> 8, dtype)
+
+
+def _eight_bits(bits: Array, dtype) -> Array:
+    """What the low eight bits of a uint32 stand for, as float32; by way of float16, which both float8 are parts of."""
+    if dtype == jnp.int8:
+        return (bits ^ jnp.uint32(0x80)).astype(jnp.int32).astype(jnp.float32) - 128.0
+    half = lambda bits: jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+    if dtype == jnp.float8_e5m2:
+        return half(bits << 8)
+    magnitude = bits & jnp.uint32(0x7F)
+    value = half(((bits & jnp.uint32(0x80)) << 8) | (magnitude << 7)) * 256.0
+    return jnp.where(magnitude == jnp.uint32(0x7F), jnp.float32(jnp.nan), value)
+
+
+def _widened(value: Array) -> Array:
+    """Channels as float32. bfloat16 holds every int8, and tensor core layouts have a short way there."""
+    return (value.astype(jnp.bfloat16) if value.dtype == jnp.int8 else value).astype(jnp.float32)
 
 
 def _join(first: Array, second: Array) -> Array:
@@ -345,17 +217,49 @@ def _join(first: Array, second: Array) -> Array:
     return narrow(first) | (narrow(second) << 16)
 
 
-def read(items: Items, buffer, stage, rows) -> tuple[Array, Array]:
-    """`first` and `second` of an item in shared memory, float32."""
-    load = lambda run: plgpu.layout_cast(buffer[stage, run, rows], plgpu.Layout.WGMMA)
+def _places(items: Items, rows) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Where `first` and `second` lie in a buffer's stage, if they are not words."""
+    if items.joined:
+        return (0, rows, pl.ds(0, items.width)), (0, rows, pl.ds(items.width, items.width))
+    return (0, rows), (1, rows)
+
+
+def read(items: Items, buffer, stage, rows, dtype) -> tuple[Array, Array]:
+    """`first` and `second` of an item in shared memory, float32. `dtype` is that of a channel."""
+    load = lambda place: plgpu.layout_cast(buffer[(stage, *place)], plgpu.Layout.WGMMA)
     if items.words:
-        return _split(load(0))
-    return load(0).astype(jnp.float32), load(1).astype(jnp.float32)
+        return _split(load((0, rows)), dtype)
+    first, second = (_widened(load(place)) for place in _places(items, rows))
+    return first, second
 
 
-def rounded(items: Items, values: tuple[Array, Array], dtype) -> tuple[Array, ...]:
-    """The runs of an item as x has them."""
-    return (_join(*values),) if items.words else tuple(value.astype(dtype) for value in values)
+def put(here: Here, shared: Mapping[str, Any], number, values: tuple[Array, Array]) -> None:
+    """Rounds an item and leaves it in shared memory, ready to be sent."""
+    items, (buffer, stage) = here.launch.items, outlet(here, shared, number)
+    rows = pl.ds(here.group * ROWS, ROWS)
+    if items.words:
+        buffer[stage, 0, rows] = _join(*values)
+    else:
+        for place, value in zip(_places(items, rows), values, strict=True):
+            buffer[(stage, *place)] = value.astype(here.launch.numbers.result)
+    plgpu.commit_smem()
+
+
+def outlet(here: Here, shared: Mapping[str, Any], number) -> tuple[Any, Any]:
+    """The buffer that an item leaves from, and its place there."""
+    if here.launch.numbers.separate:
+        return shared["out"], number % 2
+    return shared["x"], number % here.launch.plan.stages
+
+
+def _scales(here: Here, shared: Mapping[str, Any], stage) -> tuple[Array, Array]:
+    """The scales of both runs of an item, over all of its tokens."""
+    shape = ROWS, here.launch.items.width
+    load = lambda run: plgpu.layout_cast(
+        shared["x_scale"][stage, run, pl.ds(0, shape[1])], plgpu.Layout.WGMMA.reduce(0)
+    )
+    spread = lambda run: jax.lax.broadcast_in_dim(load(run), shape, (1,))
+    return spread(0), spread(1)
 
 
 def _product(launch: Launch, u, v) -> tuple[Array, Array]:
@@ -398,7 +302,7 @@ class Angles(NamedTuple):
 
 def compute(here: Here, shared: Mapping[str, Any], angles: Angles | None, number) -> tuple[Array, Array]:
     """R · (x + u v + dense) of one item, float32, once it has arrived."""
-    launch, stage = here.launch, number % here.launch.plan.stages
+    launch, stage, numbers = here.launch, number % here.launch.plan.stages, here.launch.numbers
     rows = pl.ds(here.group * ROWS, ROWS)
     turn = here.turn(number) % 2
     if launch.rank:
@@ -408,7 +312,10 @@ def compute(here: Here, shared: Mapping[str, Any], angles: Angles | None, number
             plgpu.barrier_wait(shared["u_ready"].at[turn])
 
     plgpu.barrier_wait(shared["ready"].at[stage])
-    values = read(launch.items, shared["x"], stage, rows)
+    values = read(launch.items, shared["x"], stage, rows, jnp.dtype(numbers.source))
+    if numbers.scaled:
+        scales = _scales(here, shared, stage)
+        values = values[0] * scales[0], values[1] * scales[1]
     add = lambda others: tuple(value + other for value, other in zip(values, others, strict=True))
     if launch.rank:
         values = add(_product(launch, shared["u"].at[turn, rows], shared["v"].at[stage]))
@@ -417,8 +324,8 @@ def compute(here: Here, shared: Mapping[str, Any], angles: Angles | None, number
         def _():
             plgpu.barrier_arrive(shared["u_taken"].at[turn])
 
-    if launch.dense:
-        values = add(read(launch.items, shared["dense"], stage, rows))
+    if numbers.dense:
+        values = add(read(launch.items, shared["dense"], stage, rows, jnp.dtype(numbers.dense)))
     return values if angles is None else angles.rotate(*values)
 
 
@@ -442,7 +349,7 @@ def consume(here: Here, shared: Mapping[str, Any], deliver: Callable[[Any], None
 
 
 def kernel_of(
-    name: str, launch: Launch, names: tuple[str, ...], work: Callable, dtype, interpret, out_type: Any = ()
+    name: str, launch: Launch, names: tuple[str, ...], work: Callable, interpret, out_type: Any = ()
 ) -> Callable:
     """A launch of `work(here, given, shared)`; `given` maps `names` to the operands and what is of `out_type`."""
 
@@ -454,7 +361,7 @@ def kernel_of(
     return plgpu.kernel(
         body,
         out_type=out_type,
-        scratch_types=scratch_of(launch, dtype),
+        scratch_types=scratch_of(launch),
         grid=launch.grid,
         grid_names=("tile", "kind", "block"),
         num_threads=launch.plan.groups + 1,

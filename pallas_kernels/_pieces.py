@@ -1,4 +1,4 @@
-"""Float32 factors as sums of bfloat16 pieces, so that tensor cores multiply them to nearly float32."""
+"""Factors as bfloat16, for tensor cores: float32 ones as sums of pieces, eight-bit ones widened."""
 
 import functools
 
@@ -8,6 +8,27 @@ from jaxtyping import Array
 
 RANK_STEP, TILE_ROWS = 16, 8
 """What the rank of factors, and the tokens of u, are padded to a multiple of."""
+
+
+def widened_factors(u: Array, v: Array, u_scale: Array | None, v_scale: Array | None) -> tuple[Array, Array]:
+    """Eight-bit factors as bfloat16, which holds them exactly; with their scales on one side, which is float32 then.
+
+    The scales [..., 1, M] and [..., M, 1] are one number per direction, so that either side may take both: v does,
+    but where u alone is float32 already.
+    """
+    u, v = (side.astype(jnp.bfloat16) if side.dtype.itemsize == 1 else side for side in (u, v))
+    scales = [] if u_scale is None else [jnp.swapaxes(u_scale, -1, -2)]
+    scales += [] if v_scale is None else [v_scale]
+    if not scales:
+        return u, v
+    scale = functools.reduce(jnp.multiply, scales)
+    if _scaled_side(u.dtype, v.dtype) == "u":
+        return u * jnp.swapaxes(scale, -1, -2), v
+    return u, v.astype(jnp.float32) * scale
+
+
+def _scaled_side(u_dtype, v_dtype) -> str:
+    return "u" if u_dtype == jnp.float32 and v_dtype != jnp.float32 else "v"
 
 
 @functools.partial(jax.named_call, name="split_factors")
@@ -37,8 +58,11 @@ def _pieces(value: Array, count: int) -> list[Array]:
     return pieces
 
 
-def padded_rank(rank: int, u_dtype, v_dtype, pieces: int) -> int:
-    """The rank that `bfloat16_factors` returns."""
-    counts = [1 if dtype == jnp.bfloat16 else pieces for dtype in (u_dtype, v_dtype)]
+def padded_rank(rank: int, u_dtype, v_dtype, pieces: int, scaled: bool = False) -> int:
+    """The rank that `bfloat16_factors` returns for factors of such dtypes, `scaled` where they have scales."""
+    wide = [dtype == jnp.float32 for dtype in (u_dtype, v_dtype)]
+    if scaled:
+        wide["uv".index(_scaled_side(u_dtype, v_dtype))] = True
+    counts = [pieces if each else 1 for each in wide]
     products = sum(i + j < pieces for i in range(counts[0]) for j in range(counts[1]))
     return -(-rank * products // RANK_STEP) * RANK_STEP

@@ -65,7 +65,7 @@ def rotate_patch(
     check_scales("rotate_patch", x, u, v, x_scale, u_scale, v_scale)
     out = _out_dtype(x, x_scale, out_dtype)
     reasons = {
-        "gpu": gpu.unsupported(x, cos, u, v, dense, per_head, layout, out),
+        "gpu": gpu.unsupported(gpu.Given(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale), per_head, layout, out),
         "tpu": tpu.unsupported(x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale, out),
     }
     chosen = choose("rotate_patch", implementation, reasons)
@@ -73,7 +73,7 @@ def rotate_patch(
     length = None if length is None else jnp.asarray(length, jnp.int32)
     arrays = (x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
     if chosen == "gpu":
-        return gpu.rotate_patch(layout, interpretation(), x, cos, sin, u, v, dense, length)
+        return gpu.rotate_patch(layout, out, interpretation(), *arrays)
     if chosen == "tpu":
         return tpu.rotate_patch(layout, out, interpretation(), *arrays)
     return reference.rotate_patch(*arrays, per_head=per_head, layout=layout, out_dtype=out)

@@ -5,33 +5,58 @@ are zero.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
+from .. import _cuts as cuts
 from .. import _hopper as hopper
-from .._pieces import bfloat16_factors, padded_rank
+from .._pieces import bfloat16_factors, padded_rank, widened_factors
 from . import reference
 
 RANK_LIMIT = 256
 DTYPES = ("bfloat16", "float32")
+NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
-def unsupported(
-    x, cos, u, v, dense, per_head: bool, layout: str, out_dtype: str | None = None, whole_lines: bool = False
-) -> str | None:
-    """Why this kernel cannot take such arguments; None if it can. `whole_lines`: as `splice.gpu` needs it."""
+class Given(NamedTuple):
+    """The arrays of a call, or their shapes; what is not given is None. Checks do not look at `sin`."""
+
+    x: Any
+    cos: Any = None
+    sin: Any = None
+    u: Any = None
+    v: Any = None
+    dense: Any = None
+    x_scale: Any = None
+    u_scale: Any = None
+    v_scale: Any = None
+
+    @property
+    def rotary(self) -> int:
+        """Channels that rotate."""
+        return 0 if self.cos is None else 2 * self.cos.shape[-1]
+
+
+def unsupported(given: Given, per_head: bool, layout: str, result: str, whole_lines: bool = False) -> str | None:
+    """Why this kernel cannot take such arguments; None if it can.
+
+    Args:
+      result: dtype of what comes out.
+      whole_lines: as `splice.gpu` needs it.
+    """
     device = hopper.unsuitable_device()
     if device is not None:
         return device
-    given = [leaf for leaf in (x, u, v, dense) if leaf is not None]
-    if any(leaf.dtype.name not in DTYPES for leaf in given):
-        return f"dtypes {[leaf.dtype.name for leaf in given]}; expected {DTYPES}"
-    if out_dtype not in (None, x.dtype.name):
-        return f"a result of {out_dtype}; expected x's {x.dtype}"
+    x, cos, u, v, dense = given.x, given.cos, given.u, given.v, given.dense
+    narrow = [leaf.dtype.name for leaf in (x, u, v) if leaf is not None]
+    wide = [leaf.dtype.name for leaf in (dense,) if leaf is not None] + [result]
+    if any(name not in DTYPES + NARROW for name in narrow) or any(name not in DTYPES for name in wide):
+        return f"dtypes {narrow + wide}; expected {DTYPES}, or before the arithmetic {NARROW}"
     if per_head and u is not None:
         return "factors per head"
     if u is not None and not 0 < u.shape[-1] <= RANK_LIMIT:
@@ -39,53 +64,68 @@ def unsupported(
     if 0 in x.shape:
         return f"an empty array {x.shape}"
     leading = x.shape[:-3]
-    for name, leaf, inner in (("u", u, 2), ("v", v, 2), ("dense", dense, 3)):
+    for name, inner in (("u", 2), ("v", 2), ("dense", 3), ("x_scale", 3), ("u_scale", 2), ("v_scale", 2)):
+        leaf = getattr(given, name)
         outer = () if leaf is None else leaf.shape[: leaf.ndim - inner]
         if any(size != 1 for size in outer) and outer != leading[len(leading) - len(outer) :]:
             return f"{name} with leading dimensions {outer}; expected 1, or the last of {leading}"
-    if dense is not None and dense.dtype != x.dtype:
-        return f"a dense correction of {dense.dtype}; expected x's {x.dtype}"
     if cos is not None and any(size != 1 for size in cos.shape[:-2]):
         return f"cosines with leading dimensions {cos.shape[:-2]}; expected one table for all layers"
     if cos is not None and cos.shape[-2] != x.shape[-3]:
         return f"cosines of {cos.shape[-2]} tokens; expected {x.shape[-3]}"
-    return _unsupported_cut(x, cos, u, v, dense, layout, whole_lines)
+    return _unsupported_cut(given, layout, result, whole_lines)
 
 
-def _unsupported_cut(x, cos, u, v, dense, layout: str, whole_lines: bool) -> str | None:
-    heads, width = x.shape[-2:]
-    rotary = 0 if cos is None else 2 * cos.shape[-1]
-    if rotary and layout == "pairs" and x.dtype != jnp.bfloat16:
-        return f"rotary pairs of {x.dtype}; expected bfloat16"
-    if not hopper.ways_of(heads, width, rotary, layout, x.dtype.itemsize, whole_lines):
-        least = hopper.SWIZZLE // x.dtype.itemsize if whole_lines else hopper.NARROWEST
-        return f"{heads} heads of {width} channels, {rotary} rotary; expected halves in multiples of {least}"
-    if launch_of(x, cos, u, v, dense, layout, whole_lines) is None:
-        return f"rank {u.shape[-1]} of {u.dtype} factors on {x.dtype} needs more shared memory than a block has"
+def _unsupported_cut(given: Given, layout: str, result: str, whole_lines: bool) -> str | None:
+    heads, width = given.x.shape[-2:]
+    wide = [name for name in numbers_of(given, result)[:3] if name == "float32"]
+    if given.rotary and layout == "pairs" and wide:
+        return "rotary pairs of float32; expected bfloat16, or eight bits into bfloat16"
+    row = _row(given, layout, result, whole_lines)
+    if not cuts.ways_of(row, whole_lines):
+        least = cuts.SWIZZLE // 2 // row.itemsize if whole_lines else row.least
+        return f"{heads} heads of {width} channels, {given.rotary} rotary; expected halves in multiples of {least}"
+    if launch_of(given, layout, result, whole_lines) is None:
+        factors = f"rank {given.u.shape[-1]} of {given.u.dtype} factors"
+        return f"{factors} for {result} needs more shared memory than a block has"
     return None
 
 
-def pieces_of(x) -> int:
+def numbers_of(given: Given, result: str) -> cuts.Numbers:
+    """What numbers the launch reads and writes."""
+    dense = "" if given.dense is None else given.dense.dtype.name
+    return cuts.Numbers(given.x.dtype.name, result, dense, given.x_scale is not None)
+
+
+def _row(given: Given, layout: str, result: str, whole_lines: bool) -> cuts.Row:
+    sizes = numbers_of(given, result).itemsizes
+    # Whole lines are those of the result.
+    return cuts.Row(*given.x.shape[-2:], given.rotary, layout, sizes[1] if whole_lines else max(sizes), sizes[0])
+
+
+def pieces_of(result: str) -> int:
     """How many bfloat16 a float32 factor is split into: 24 bits for a float32 result, 16 for a bfloat16 one."""
-    return 3 if x.dtype == jnp.float32 else 2
+    return 3 if result == "float32" else 2
 
 
-def launch_of(x, cos, u, v, dense, layout: str, whole_lines: bool = False) -> hopper.Launch | None:
+def launch_of(given: Given, layout: str, result: str, whole_lines: bool = False) -> cuts.Launch | None:
     """The launch for such arguments; None if no cut fits shared memory."""
-    tokens, heads, width = x.shape[-3:]
-    rotary = 0 if cos is None else 2 * cos.shape[-1]
-    ways = hopper.ways_of(heads, width, rotary, layout, x.dtype.itemsize, whole_lines)
-    rank = 0 if u is None else padded_rank(u.shape[-1], u.dtype, v.dtype, pieces_of(x))
-    layers = x.size // (tokens * heads * width)
-    return hopper.launch_of(ways, tokens, layers, rank, x.dtype.itemsize, dense is not None)
+    tokens, heads, width = given.x.shape[-3:]
+    rank = 0
+    if given.u is not None:
+        scaled = given.u_scale is not None or given.v_scale is not None
+        rank = padded_rank(given.u.shape[-1], given.u.dtype, given.v.dtype, pieces_of(result), scaled)
+    layers = given.x.size // (tokens * heads * width)
+    ways = cuts.ways_of(_row(given, layout, result, whole_lines), whole_lines)
+    return cuts.launch_of(ways, tokens, layers, rank, numbers_of(given, result))
 
 
-def rows_of(x: Array, items: hopper.Items) -> Array:
-    """[..., K, H] as rows [groups, ..., K·H], or of 32-bit words where items are words. Costs nothing on a GPU."""
+def rows_of(x: Array, items: cuts.Items) -> Array:
+    """[..., K, H] as rows [groups, ..., K·H], or of words where items are words. Costs nothing on a GPU."""
     rows = x.reshape(*x.shape[:-2], -1)
     if not items.words:
         return rows
-    return jax.lax.bitcast_convert_type(rows.reshape(*rows.shape[:-1], -1, 2), jnp.uint32)
+    return jax.lax.bitcast_convert_type(rows.reshape(*rows.shape[:-1], -1, 2), hopper.stored(items, x.dtype))
 
 
 def from_rows(rows: Array, shape: tuple[int, ...], dtype) -> Array:
@@ -93,23 +133,32 @@ def from_rows(rows: Array, shape: tuple[int, ...], dtype) -> Array:
     return jax.lax.bitcast_convert_type(rows, dtype).reshape(shape)
 
 
-def operands(launch: hopper.Launch, x, cos, sin, u, v, dense) -> dict[str, Array]:
+def operands(launch: cuts.Launch, call: Given) -> dict[str, Array]:
     """The kernel's operands by name."""
     items = launch.items
-    given = {"x": rows_of(reference.flat(x, 3), items)}
-    if dense is not None:
-        given["dense"] = rows_of(reference.flat(dense, 3), items)
-    if u is not None:
-        u, v = bfloat16_factors(reference.flat(u, 2), reference.flat(v, 2), pieces_of(x))
-        if items.words:
-            apart = v.reshape(*v.shape[:-1], items.heads, items.head // 2, 2)
-            v = jnp.swapaxes(apart, -1, -2).reshape(v.shape)
-        given |= {"u": u, "v": v}
-    if cos is not None:
+    given = {"x": rows_of(reference.flat(call.x, 3), items)}
+    if call.dense is not None:
+        given["dense"] = rows_of(reference.flat(call.dense, 3), items)
+    if call.x_scale is not None:
+        scale = reference.flat(call.x_scale, 3)
+        given["x_scale"] = _evens_first(scale.reshape(scale.shape[0], -1), items)
+    if call.u is not None:
+        u, v = widened_factors(call.u, call.v, call.u_scale, call.v_scale)
+        u, v = bfloat16_factors(reference.flat(u, 2), reference.flat(v, 2), pieces_of(launch.numbers.result))
+        given |= {"u": u, "v": _evens_first(v, items)}
+    if call.cos is not None:
         short = -launch.tokens % launch.rows
-        tables = (reference.flat(leaf, 2)[0].astype(jnp.float32) for leaf in (cos, sin))
+        tables = (reference.flat(leaf, 2)[0].astype(jnp.float32) for leaf in (call.cos, call.sin))
         given |= {name: jnp.pad(leaf, ((0, short), (0, 0))) for name, leaf in zip(("cos", "sin"), tables, strict=True)}
     return given
+
+
+def _evens_first(columns: Array, items: cuts.Items) -> Array:
+    """[..., K·H] with each head's even columns before its odd ones where items are words."""
+    if not items.words:
+        return columns
+    apart = columns.reshape(*columns.shape[:-1], items.heads, items.head // 2, 2)
+    return jnp.swapaxes(apart, -1, -2).reshape(columns.shape)
 
 
 def _work(here: hopper.Here, given, shared) -> None:
@@ -123,15 +172,14 @@ def _work(here: hopper.Here, given, shared) -> None:
 
 def _compute(here: hopper.Here, given, shared, length) -> None:
     items = here.launch.items
-    out, buffer = given["out"], shared["x"]
+    out = given["out"]
     rows = pl.ds(here.group * hopper.ROWS, hopper.ROWS)
     tokens = pl.ds(here.start + here.group * hopper.ROWS, hopper.ROWS)
 
-    def send(number, stage):
+    def send(number, buffer, stage):
         layer, head = here.item(number)
-        plgpu.commit_smem()
         for run, column in enumerate(items.sources(here.kind, head)):
-            place = out.at[layer, tokens, pl.ds(column, items.width)]
+            place = out.at[layer, tokens, pl.ds(column, items.span)]
             plgpu.copy_smem_to_gmem(buffer.at[stage, run, rows], place, commit_group=False)
 
     @pl.when(here.start < length)
@@ -144,21 +192,18 @@ def _compute(here: hopper.Here, given, shared, length) -> None:
         def deliver(number):
             values = hopper.compute(here, shared, angles, number)
             values = jnp.where(keep, values[0], 0.0), jnp.where(keep, values[1], 0.0)
-            stage = number % here.launch.plan.stages
-            for run, value in enumerate(hopper.rounded(items, values, buffer.dtype)):
-                buffer[stage, run, rows] = value
-            send(number, stage)
+            hopper.put(here, shared, number, values)
+            send(number, *hopper.outlet(here, shared, number))
 
         hopper.consume(here, shared, deliver)
 
     @pl.when(here.start >= length)
     def _():
-        zeros = jnp.zeros((hopper.ROWS, items.width), buffer.dtype)
-        for run in range(items.runs):
-            buffer[0, run, rows] = zeros
+        zeros = jnp.zeros((hopper.ROWS, items.width), jnp.float32)
+        hopper.put(here, shared, 0, (zeros, zeros))
 
         def step(number, carry):
-            send(number, 0)
+            send(number, hopper.outlet(here, shared, 0)[0], 0)
             plgpu.commit_smem_to_gmem_group()
             return carry
 
@@ -167,53 +212,34 @@ def _compute(here: hopper.Here, given, shared, length) -> None:
 
 
 def kernel(
-    x: Float[Array, "*leading T K H"],
-    cos: Float[Array, "..."] | None,
-    sin: Float[Array, "..."] | None,
-    u: Float[Array, "..."] | None,
-    v: Float[Array, "..."] | None,
-    dense: Float[Array, "..."] | None,
-    length: Int[Array, ""] | None,
-    *,
-    layout: str,
-    plan: hopper.Plan | None = None,
-    interpret=False,
-) -> Float[Array, "*leading T K H"]:
+    given: Given, length: Int[Array, ""] | None, *, layout: str, result: str, plan=None, interpret=False
+) -> Array:
     """R · (x + u v + dense) as `reference.rotate_patch` has it, for arguments that `unsupported` has nothing against.
 
     Args:
+      result: dtype of what comes out.
       plan: how the launch is cut up; None chooses.
       interpret: how to interpret the kernel where there is no GPU.
     """
-    launch = launch_of(x, cos, u, v, dense, layout)
+    launch = launch_of(given, layout, result)
     assert launch is not None
     launch = launch if plan is None else launch._replace(plan=plan)
-    given = operands(launch, x, cos, sin, u, v, dense)
-    given["length"] = jnp.full((1,), launch.tokens, jnp.int32) if length is None else length.reshape(1)
-    rows = given["x"]
-    run = hopper.kernel_of(
-        "rotate_patch",
-        launch,
-        (*given, "out"),
-        _work,
-        rows.dtype,
-        interpret,
-        jax.ShapeDtypeStruct(rows.shape, rows.dtype),
-    )
-    return from_rows(run(*given.values()), x.shape, x.dtype)
+    arrays = operands(launch, given)
+    arrays["length"] = jnp.full((1,), launch.tokens, jnp.int32) if length is None else length.reshape(1)
+    out = jax.ShapeDtypeStruct(arrays["x"].shape, hopper.stored(launch.items, result))
+    run = hopper.kernel_of("rotate_patch", launch, (*arrays, "out"), _work, interpret, out)
+    return from_rows(run(*arrays.values()), given.x.shape, jnp.dtype(result))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def rotate_patch(layout, interpret, x, cos, sin, u, v, dense, length):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def rotate_patch(layout, result, interpret, x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale):
     """`kernel`, with the reference's derivatives."""
-    return kernel(x, cos, sin, u, v, dense, length, layout=layout, interpret=interpret)
+    given = Given(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
+    return kernel(given, length, layout=layout, result=result, interpret=interpret)
 
 
 @rotate_patch.defjvp
-def _rotate_patch_jvp(layout, interpret, primals, tangents):
-    *values, length = primals
-    plain = lambda x, cos, sin, u, v, dense: reference.rotate_patch(
-        x, cos, sin, u, v, dense, length, per_head=False, layout=layout
-    )
-    out = rotate_patch(layout, interpret, *primals)
-    return out, jax.jvp(plain, tuple(values), tuple(tangents[:-1]))[1]
+def _rotate_patch_jvp(layout, result, interpret, primals, tangents):
+    plain = functools.partial(reference.rotate_patch, per_head=False, layout=layout, out_dtype=result)
+    out = rotate_patch(layout, result, interpret, *primals)
+    return out, jax.jvp(plain, tuple(primals), tuple(tangents))[1]

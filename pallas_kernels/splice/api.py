@@ -12,6 +12,7 @@ from .._dispatch import choose
 from .._target import interpretation
 from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
 from ..rotate_patch.api import check, check_scales, scaled
+from ..rotate_patch.gpu import Given
 from . import gpu, reference, tpu
 
 Slots = Int[Array | np.ndarray, " T"]
@@ -65,7 +66,7 @@ def splice(
     check_scales("splice", x, u, v, x_scale, u_scale, v_scale)
     _check_pool(pool, slots, x, v, x_scale)
     reasons = {
-        "gpu": gpu.unsupported(pool, x, cos, u, v, dense, per_head, layout),
+        "gpu": gpu.unsupported(pool, Given(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale), per_head, layout),
         "tpu": tpu.unsupported(pool, x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale),
     }
     chosen = choose("splice", implementation, reasons)
@@ -75,7 +76,9 @@ def splice(
     slots = jnp.asarray(slots, jnp.int32)
     arrays = (jnp.asarray(pool), slots, x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
     if chosen == "gpu":
-        return _jitted_gpu(*arrays[:-3], layout=layout, interpret=interpretation())
+        pool, slots, *values = arrays
+        del values[6]
+        return _jitted_gpu(pool, slots, Given(*values), length, layout=layout, interpret=interpretation())
     if chosen == "tpu":
         return _jitted_tpu(*arrays, layout=layout, interpret=interpretation())
     return _jitted(*arrays, per_head=per_head, layout=layout)

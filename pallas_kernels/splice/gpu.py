@@ -14,15 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from .. import _hopper as hopper
+from .._cuts import Plan
 from ..rotate_patch import gpu as rotate_patch
 
 EIGHT = 8
 """Tokens that leave together: rows of one swizzled tile."""
 
 
-def unsupported(pool, x, cos, u, v, dense, per_head: bool, layout: str) -> str | None:
+def unsupported(pool, given: rotate_patch.Given, per_head: bool, layout: str) -> str | None:
     """Why this kernel cannot take such arguments; None if it can."""
-    return rotate_patch.unsupported(x, cos, u, v, dense, per_head, layout, pool.dtype.name, whole_lines=True)
+    return rotate_patch.unsupported(given, per_head, layout, pool.dtype.name, whole_lines=True)
 
 
 def places(
@@ -49,21 +50,17 @@ def _work(here: hopper.Here, given, shared) -> None:
 
 
 def _compute(here: hopper.Here, given, shared) -> None:
-    items, buffer = here.launch.items, shared["x"]
+    items = here.launch.items
     angles = hopper.Angles.of(here, given)
     first_token = here.start + here.group * hopper.ROWS
-    rows = pl.ds(here.group * hopper.ROWS, hopper.ROWS)
     eights = [given["eights"][first_token // EIGHT + number] for number in range(hopper.ROWS // EIGHT)]
     scattered = functools.reduce(jnp.minimum, eights) < 0
 
     def deliver(number):
-        stage = number % here.launch.plan.stages
         layer, head = here.item(number)
-        columns = [pl.ds(column, items.width) for column in items.sources(here.kind, head)]
-        runs = hopper.rounded(items, hopper.compute(here, shared, angles, number), buffer.dtype)
-        for run, value in enumerate(runs):
-            buffer[stage, run, rows] = value
-        plgpu.commit_smem()
+        columns = [pl.ds(column, items.span) for column in items.sources(here.kind, head)]
+        hopper.put(here, shared, number, hopper.compute(here, shared, angles, number))
+        buffer, stage = hopper.outlet(here, shared, number)
         for number_of_eight, slot in enumerate(eights):
 
             @pl.when(slot >= 0)
@@ -103,16 +100,11 @@ def _scatter(here: hopper.Here, given, buffer, stage, layer, columns) -> None:
 def splice(
     pool: Float[Array, "*leading P O K H"],
     slots: Int[Array, " T"],
-    x: Float[Array, "*leading T K H"],
-    cos: Float[Array, "..."] | None,
-    sin: Float[Array, "..."] | None,
-    u: Float[Array, "..."] | None,
-    v: Float[Array, "..."] | None,
-    dense: Float[Array, "..."] | None,
+    given: rotate_patch.Given,
     length: Int[Array, ""] | None,
     *,
     layout: str,
-    plan: hopper.Plan | None = None,
+    plan: Plan | None = None,
     interpret=False,
 ) -> Float[Array, "*leading P O K H"]:
     """The pool with R · (x + u v + dense) at `slots`, for arguments that `unsupported` has nothing against.
@@ -123,15 +115,15 @@ def splice(
       plan: how the launch is cut up; None chooses.
       interpret: how to interpret the kernel where there is no GPU.
     """
-    launch = rotate_patch.launch_of(x, cos, u, v, dense, layout, whole_lines=True)
+    launch = rotate_patch.launch_of(given, layout, pool.dtype.name, whole_lines=True)
     assert launch is not None
     launch = launch if plan is None else launch._replace(plan=plan)
-    given = rotate_patch.operands(launch, x, cos, sin, u, v, dense)
+    arrays = rotate_patch.operands(launch, given)
     pages, offsets, heads, width = pool.shape[-4:]
-    given["slots"], given["eights"] = places(slots, length, pages * offsets, launch.rows)
-    given["length"] = jnp.full((1,), launch.tokens, jnp.int32) if length is None else length.reshape(1)
+    arrays["slots"], arrays["eights"] = places(slots, length, pages * offsets, launch.rows)
+    arrays["length"] = jnp.full((1,), launch.tokens, jnp.int32) if length is None else length.reshape(1)
     rows = rotate_patch.rows_of(pool.reshape(-1, pages * offsets, heads, width), launch.items)
     reference = jax.new_ref(rows)
-    run = hopper.kernel_of("splice", launch, (*given, "pool"), _work, rows.dtype, interpret)
-    run(*given.values(), reference)
+    run = hopper.kernel_of("splice", launch, (*arrays, "pool"), _work, interpret)
+    run(*arrays.values(), reference)
     return rotate_patch.from_rows(jax.freeze(reference), pool.shape, pool.dtype)
