@@ -80,7 +80,8 @@ class Items(NamedTuple):
         """Where the runs of x start."""
         if self.words:
             return (head * (self.head // 2) + kind * self.width,)
-        return self.columns(kind, head)[: self.runs]
+        # A multiple of the span that the compiler can see.
+        return (head * self.head + kind * self.span,) if self.joined else self.columns(kind, head)
 
 
 class Row(NamedTuple):

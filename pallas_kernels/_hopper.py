@@ -94,7 +94,7 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
     items, numbers, (groups, stages, _), rank = launch.items, launch.numbers, launch.plan, launch.rank
     # Tiles of one row let copies start at any token or slot, and end anywhere; in memory they lie as those of eight do.
     runs = lambda count, dtype: _buffer(
-        (count, items.runs, launch.rows, items.span), stored(items, dtype), 1, items.width
+        (count, items.runs, launch.rows, items.span), stored(items, dtype), 1, items.span
     )
     copies = items.runs * (1 + bool(numbers.dense)) + (2 if rank else 0) + (2 if numbers.scaled else 0)
     scratch = {
@@ -217,31 +217,31 @@ def _join(first: Array, second: Array) -> Array:
     return narrow(first) | (narrow(second) << 16)
 
 
-def _places(items: Items, rows) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Where `first` and `second` lie in a buffer's stage, if they are not words."""
-    if items.joined:
-        return (0, rows, pl.ds(0, items.width)), (0, rows, pl.ds(items.width, items.width))
-    return (0, rows), (1, rows)
-
-
 def read(items: Items, buffer, stage, rows, dtype) -> tuple[Array, Array]:
     """`first` and `second` of an item in shared memory, float32. `dtype` is that of a channel."""
-    load = lambda place: plgpu.layout_cast(buffer[(stage, *place)], plgpu.Layout.WGMMA)
+    load = lambda run: plgpu.layout_cast(buffer[stage, run, rows], plgpu.Layout.WGMMA)
     if items.words:
-        return _split(load((0, rows)), dtype)
-    first, second = (_widened(load(place)) for place in _places(items, rows))
-    return first, second
+        return _split(load(0), dtype)
+    if items.joined:
+        both = _widened(load(0))
+        return both[:, : items.width], both[:, items.width :]
+    return _widened(load(0)), _widened(load(1))
+
+
+def rounded(items: Items, values: tuple[Array, Array], dtype) -> tuple[Array, ...]:
+    """The runs of an item as they travel."""
+    if items.words:
+        return (_join(*values),)
+    first, second = (value.astype(dtype) for value in values)
+    return (jnp.concatenate([first, second], 1),) if items.joined else (first, second)
 
 
 def put(here: Here, shared: Mapping[str, Any], number, values: tuple[Array, Array]) -> None:
     """Rounds an item and leaves it in shared memory, ready to be sent."""
     items, (buffer, stage) = here.launch.items, outlet(here, shared, number)
     rows = pl.ds(here.group * ROWS, ROWS)
-    if items.words:
-        buffer[stage, 0, rows] = _join(*values)
-    else:
-        for place, value in zip(_places(items, rows), values, strict=True):
-            buffer[(stage, *place)] = value.astype(here.launch.numbers.result)
+    for run, value in enumerate(rounded(items, values, here.launch.numbers.result)):
+        buffer[stage, run, rows] = value
     plgpu.commit_smem()
 
 

@@ -79,6 +79,8 @@ def unsupported(given: Given, per_head: bool, layout: str, result: str, whole_li
 def _unsupported_cut(given: Given, layout: str, result: str, whole_lines: bool) -> str | None:
     heads, width = given.x.shape[-2:]
     wide = [name for name in numbers_of(given, result)[:3] if name == "float32"]
+    if whole_lines and given.dense is not None and given.dense.dtype.itemsize > jnp.dtype(result).itemsize:
+        return f"a dense correction of {given.dense.dtype}; expected the pool's {result}"
     if given.rotary and layout == "pairs" and wide:
         return "rotary pairs of float32; expected bfloat16, or eight bits into bfloat16"
     row = _row(given, layout, result, whole_lines)
