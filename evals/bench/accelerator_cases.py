@@ -44,6 +44,13 @@ def cases(tiny: bool, least_tokens: int = 0) -> list[Case]:
     return result
 
 
+def cases_of_numbers(tiny: bool) -> list[Case]:
+    """`cases`, and the rope key of latent attention in pairs, for numerics alone."""
+    pairs = [shape._replace(name=f"{shape.name}_pairs", layout="pairs") for shape in PRODUCTION if shape.width == 64]
+    shapes = SMALL[2:3] if tiny else pairs
+    return cases(tiny) + [Case(shape, shape.tokens, 4 if tiny else 16) for shape in shapes]
+
+
 def draw(case: Case, key: Array, dtype: str = "bfloat16") -> dict[str, Any]:
     """A chunk as `rotate_patch` takes it, from the device's own generator."""
     keys = jax.random.split(key, 4)

@@ -38,7 +38,10 @@ ALIGNED_PAIRS = (
     Shape("pairs", (2,), 11, 1, 64, 64, 3, "pairs"),
     Shape("partial_pairs", (1,), 9, 2, 64, 32, 0, "pairs"),
 )
-"""The same in pairs, which those kernels take in bfloat16 only."""
+"""The same in pairs, which those kernels take in bfloat16 and in eight bits."""
+
+NARROW = Shape("narrow", (2,), 13, 1, 128, 64, 5, "half")
+"""The same with runs of 32 columns, as those kernels need them for eight bits."""
 
 PRODUCTION = (
     Shape("qwen2_5_vl_7b", (28,), 1024, 4, 128, 128, 32, "half"),

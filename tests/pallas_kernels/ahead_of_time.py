@@ -37,6 +37,7 @@ def chunk_of(shape: Shape, tokens: int, rank: int, dtype: str = "bfloat16") -> d
         given["v"] = SPEC((*shape.leading, rank, shape.heads * shape.width), dtype)
     if dtype != "bfloat16":
         given["x_scale"] = SPEC((*shape.leading, 1, shape.heads, shape.width), jnp.float32)
+    if dtype != "bfloat16" and rank:
         given["u_scale"] = SPEC((*shape.leading, 1, rank), jnp.float32)
         given["v_scale"] = SPEC((*shape.leading, rank, 1), jnp.float32)
     return given

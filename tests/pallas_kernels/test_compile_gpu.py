@@ -87,7 +87,7 @@ def copied(text: str, sizes: tuple[int, ...]) -> list[str]:
     found = []
     for line in text.splitlines():
         match = re.search(
-            r"= \(?(?:bf16|u32|u16)\[([\d,]+)\]\S* (?:copy|copy-start|transpose|fusion|fusion-start)\(", line
+            r"= \(?(?:bf16|u32|u16|s8|f8\w+)\[([\d,]+)\]\S* (?:copy|copy-start|transpose|fusion|fusion-start)\(", line
         )
         if match:
             elements = 1
@@ -120,8 +120,6 @@ def test_rotate_patch_is_one_kernel_without_copies(shape: Shape, rank: int, dump
 
 @CASES
 def test_splice_is_one_kernel_in_place(shape: Shape, rank: int, dump: Path):
-    if shape.name == "kimi_vl_rope":
-        shape = shape._replace(layout="pairs")  # Halves of 32 are too narrow for single tokens: XLA writes those.
     (paged,) = (case for case in splice_shapes.PRODUCTION if case.name == shape.name)
     pool = SPEC(paged.pool, jnp.bfloat16)
     for tokens in (shape.tokens, 4 * shape.tokens + 1):
@@ -159,6 +157,37 @@ def test_other_layouts_and_dtypes_compile(heads, width, rotary, layout, dtype, f
     made = compiled(write, pool, SPEC((200,), jnp.int32), given, donate=(0,))
     assert made.memory_analysis().alias_size_in_bytes == pool.size * pool.dtype.itemsize
     check_kernel(dump, text_of(made), 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "layout", "dtype"),
+    [
+        ("qwen2_5_vl_7b", 16, "half", "int8"),
+        ("llava_1_5_7b", 0, "half", "float8_e5m2"),
+        ("kimi_vl_rope", 8, "half", "int8"),
+        ("kimi_vl_rope", 8, "pairs", "float8_e4m3fn"),
+        ("kimi_vl_latent", 64, "half", "float8_e4m3fn"),
+    ],
+)
+def test_eight_bits_with_scales_are_one_kernel(name: str, rank: int, layout: str, dtype: str, dump: Path):
+    (paged,) = (case for case in splice_shapes.PRODUCTION if case.name == name)
+    given = chunk_of(paged.chunk, paged.chunk.tokens, rank, dtype)
+    sizes = given["x"].size, given["x"].size // 2
+    plan = {"layout": layout, "implementation": "gpu"}
+    run = lambda given, length: rotate_patch(**given, length=length, out_dtype=jnp.bfloat16, **plan)
+    text = text_of(compiled(run, given, SPEC((), jnp.int32)))
+    check_kernel(dump, text, rank)
+    assert copied(text, sizes) == []
+    pool = SPEC(paged.pool, jnp.bfloat16)
+    write = lambda pool, slots, given: splice(pool, slots, **given, **plan)
+    made = compiled(write, pool, SPEC((paged.chunk.tokens,), jnp.int32), given, donate=(0,))
+    memory, text = made.memory_analysis(), text_of(made)
+    assert memory.alias_size_in_bytes == 2 * pool.size
+    # Factors are widened, to two pieces of bfloat16; x never is.
+    factors = sum(4 * given[name].size for name in ("u", "v") if name in given)
+    assert memory.temp_size_in_bytes < 2**20 + 1.1 * factors
+    check_kernel(dump, text, rank)
+    assert copied(text, (pool.size, pool.size // 2, *sizes)) == []
 
 
 @pytest.mark.parametrize("method", ["randomised", "exact"])

@@ -4,11 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import INTERPRET, INTERPRETED, arrays, assert_rounded_once, expected, narrow_arrays, narrowed
+from kernel_cases import (
+    INTERPRET,
+    INTERPRETED,
+    LARGEST,
+    arrays,
+    assert_rounded_once,
+    expected,
+    narrow_arrays,
+    narrowed,
+)
 
 from pallas_kernels import KernelDtypeError, KernelShapeError, KernelUnavailableError, rotate_patch, targeting
 from pallas_kernels.rotate_patch import tpu
-from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, SMALL, Shape
+from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, NARROW, SMALL, Shape
 
 
 def run(implementation: str, **arguments) -> jax.Array:
@@ -19,9 +28,9 @@ def run(implementation: str, **arguments) -> jax.Array:
         return rotate_patch(**arguments, implementation=implementation)
 
 
-EITHER = pytest.mark.parametrize("implementation", ["xla", "tpu"])
 CASES = [(name, shape) for name, shapes in (("xla", SMALL), ("tpu", SMALL), ("gpu", ALIGNED)) for shape in shapes]
 CASES_BFLOAT16 = [("xla", SMALL[0]), ("tpu", SMALL[0]), *(("gpu", shape) for shape in (ALIGNED[0], *ALIGNED_PAIRS))]
+CASES_NARROW = [("xla", SMALL[2]), ("tpu", SMALL[2]), ("gpu", NARROW)]
 NAMES = lambda value: value if isinstance(value, str) else value.name
 
 
@@ -91,13 +100,23 @@ def test_tpu_kernel_says_what_it_cannot_take(unchecked, change, words):
         rotate_patch(**(arrays(SMALL[0]) | change), implementation="tpu")
 
 
-@EITHER
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_eight_bits_and_scales_agree_with_float64(dtype: str, implementation: str):
-    given, wide = narrow_arrays(SMALL[2], dtype)
-    found = run(implementation, **given, layout=SMALL[2].layout, out_dtype=jnp.float32)
+@pytest.mark.parametrize(("implementation", "shape"), CASES_NARROW, ids=NAMES)
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_eight_bits_and_scales_agree_with_float64(dtype: str, shape: Shape, implementation: str):
+    given, wide = narrow_arrays(shape, dtype)
+    found = run(implementation, **given, layout=shape.layout, out_dtype=jnp.float32)
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected(SMALL[2], wide), atol=5e-5)
+    np.testing.assert_allclose(found, expected(shape, wide), atol=5e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_eight_bits_in_pairs_are_rounded_once_to_bfloat16(dtype: str, implementation: str):
+    shape = ALIGNED_PAIRS[0]
+    given, wide = narrow_arrays(shape, dtype)
+    found = run(implementation, **given, layout=shape.layout, out_dtype=jnp.bfloat16)
+    assert found.dtype == jnp.bfloat16
+    assert_rounded_once(found, expected(shape, wide))
 
 
 def test_eight_bit_factors_per_head_and_of_a_wide_canonical():
@@ -110,12 +129,12 @@ def test_eight_bit_factors_per_head_and_of_a_wide_canonical():
     np.testing.assert_allclose(found, expected(SMALL[0], wide, per_head=True), atol=5e-5)
 
 
-@EITHER
-def test_float8_factors_without_scales_are_taken_as_they_are(implementation: str):
-    given = arrays(SMALL[1])
+@pytest.mark.parametrize(("implementation", "shape"), [("xla", SMALL[1]), ("tpu", SMALL[1]), ("gpu", ALIGNED[0])])
+def test_float8_factors_without_scales_are_taken_as_they_are(shape: Shape, implementation: str):
+    given = arrays(shape)
     given |= {name: given[name].astype(jnp.float8_e4m3fn) for name in ("u", "v")}
-    found = run(implementation, **given, layout=SMALL[1].layout)
-    np.testing.assert_allclose(found, expected(SMALL[1], given), atol=5e-5)
+    found = run(implementation, **given, layout=shape.layout)
+    np.testing.assert_allclose(found, expected(shape, given), atol=5e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
 """The Hopper kernel of rotate_patch beyond the shared suite: cuts, lengths, dense, float32 factors, refusals."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import INTERPRETED, arrays, assert_rounded_once, expected
+from kernel_cases import INTERPRETED, LARGEST, arrays, assert_rounded_once, expected, narrow_arrays
 
-from pallas_kernels import KernelUnavailableError, _hopper, _pieces, rotate_patch, targeting
+from pallas_kernels import KernelUnavailableError, _cuts, _pieces, rotate_patch, targeting
 from pallas_kernels.rotate_patch import gpu
-from pallas_kernels.rotate_patch.shapes import ALIGNED, PRODUCTION, Shape
+from pallas_kernels.rotate_patch.shapes import ALIGNED, NARROW, PRODUCTION, Shape
 
 
 def run(**arguments) -> jax.Array:
@@ -18,16 +19,16 @@ def run(**arguments) -> jax.Array:
         return rotate_patch(**arguments, implementation="gpu")
 
 
-@pytest.mark.parametrize("plan", [_hopper.Plan(2, 2, 1), _hopper.Plan(1, 3, 3)])
-def test_blocks_stages_and_lengths(plan: _hopper.Plan):
+@pytest.mark.parametrize("plan", [_cuts.Plan(2, 2, 1), _cuts.Plan(1, 3, 3)])
+def test_blocks_stages_and_lengths(plan: _cuts.Plan):
     shape = Shape("lengths", (3,), 131, 2, 32, 32, 16, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
-    call = jax.jit(functools.partial(gpu.kernel, layout="half", plan=plan, interpret=INTERPRETED["gpu"]))
-    operands = [given[name] for name in ("x", "cos", "sin", "u", "v")]
+    plans = {"layout": "half", "result": "bfloat16", "plan": plan, "interpret": INTERPRETED["gpu"]}
+    call = jax.jit(functools.partial(gpu.kernel, **plans))
     for length in (0, 65, 131):
         exact = expected(shape, given)
         exact[:, length:] = 0.0
-        found = call(*operands, None, jnp.int32(length))
+        found = call(gpu.Given(**given), jnp.int32(length))
         assert (np.asarray(found[:, length:], np.float32) == 0).all()
         assert_rounded_once(found, exact)
 
@@ -50,6 +51,54 @@ def test_shared_factors_and_a_dense_correction():
         "dense": jnp.ones((2, 7, 1, 32)) * jnp.arange(7.0)[:, None, None],
     }
     np.testing.assert_allclose(run(**given), rotate_patch(**given), atol=2e-5)
+
+
+def test_the_result_has_the_dtype_that_is_asked_for():
+    shape = ALIGNED[3]
+    given = arrays(shape)
+    given |= {"x": given["x"].astype(jnp.bfloat16), "dense": jnp.ones(given["x"].shape)}
+    found = run(**given, out_dtype=jnp.float32)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected(shape, {n: given[n] for n in ("x", "u", "v")}) + 1, atol=2e-5)
+    narrow = run(**(given | {"x": given["x"].astype(jnp.float32)}), out_dtype=jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(narrow.astype(jnp.float32), found, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_every_number_of_eight_bits_is_widened_exactly(dtype: str):
+    """Subnormal numbers too; as one channel and as half a word. What is not a number stays none."""
+    x = jnp.asarray(np.arange(256, dtype=np.uint8).reshape(2, 2, 64).view(jnp.dtype(dtype)))
+    given = {"x": x, "cos": jnp.ones((2, 32)), "sin": jnp.zeros((2, 32)), "out_dtype": jnp.bfloat16}
+    given |= {"x_scale": jnp.full((1, 2, 64), 2.0)} if dtype == "int8" else {}
+    for layout in ("half", "pairs"):
+        found, wanted = run(**given, layout=layout), rotate_patch(**given, layout=layout, implementation="xla")
+        np.testing.assert_array_equal(found.astype(jnp.float32), wanted.astype(jnp.float32))
+
+
+def test_lengths_and_several_layers_of_eight_bits_with_buffers_of_their_own():
+    shape = NARROW._replace(leading=(3,), tokens=70)
+    given, wide = narrow_arrays(shape, "int8")
+    plans = {"layout": "half", "result": "bfloat16", "plan": _cuts.Plan(2, 2, 1), "interpret": INTERPRETED["gpu"]}
+    call = jax.jit(functools.partial(gpu.kernel, **plans))
+    for length in (0, 66):
+        exact = expected(shape, wide)
+        exact[:, length:] = 0.0
+        assert_rounded_once(call(gpu.Given(**given), jnp.int32(length)), exact)
+
+
+def test_scales_of_factors_lie_on_the_side_that_is_float32():
+    shape = ALIGNED[3]
+    given, wide = narrow_arrays(shape, "int8")
+    plain = arrays(shape)
+    for side in ("u", "v"):
+        mixed = plain | {side: given[side], f"{side}_scale": given[f"{side}_scale"]}
+        rank = _pieces.padded_rank(17, mixed["u"].dtype, mixed["v"].dtype, 3, True)
+        assert rank == 64
+        exact = expected(shape, plain | {side: wide[side]})
+        np.testing.assert_allclose(run(**mixed), exact, atol=5e-5)
+    assert _pieces.padded_rank(17, jnp.int8, jnp.int8, 3, True) == 64
+    assert _pieces.padded_rank(17, jnp.float8_e5m2, jnp.float8_e5m2, 3) == 32
 
 
 def test_rank_zero_is_bit_equal_to_one_rotation():
@@ -85,7 +134,8 @@ def test_has_the_references_derivatives():
     ("change", "words"),
     [
         ({"x": jnp.zeros((2, 13, 2, 32), jnp.float8_e4m3fn)}, "dtypes"),
-        ({"out_dtype": "bfloat16"}, "a result of bfloat16"),
+        ({"out_dtype": "float16"}, "dtypes"),
+        ({"x": jnp.zeros((2, 13, 2, 32), jnp.float8_e5m2), "out_dtype": "float32"}, "halves in multiples of 32"),
         ({"u": jnp.zeros((2, 13, 257)), "v": jnp.zeros((2, 257, 64))}, "rank 257"),
         ({"u": jnp.zeros((2, 13, 256)), "v": jnp.zeros((2, 256, 64))}, "more shared memory"),
         ({"u": jnp.zeros((3, 13, 4)), "v": jnp.zeros((4, 64))}, "u with leading dimensions"),
@@ -93,7 +143,7 @@ def test_has_the_references_derivatives():
         ({"cos": jnp.ones((2, 13, 16)), "sin": jnp.ones((2, 13, 16))}, "one table for all layers"),
         ({"cos": jnp.ones((13, 8)), "sin": jnp.ones((13, 8))}, "2 heads of 32 channels, 16 rotary"),
         ({"layout": "pairs"}, "rotary pairs of float32"),
-        ({"dense": jnp.zeros((13, 2, 32), jnp.bfloat16)}, "a dense correction of bfloat16"),
+        ({"dense": jnp.zeros((13, 2, 32), jnp.float16)}, "dtypes"),
         ({"per_head": True, "u": jnp.zeros((2, 13, 4)), "v": jnp.zeros((2, 4, 32))}, "factors per head"),
     ],
 )
@@ -115,12 +165,13 @@ def test_other_gpus_are_told(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 16, 64, 256])
 @pytest.mark.parametrize("shape", PRODUCTION, ids=lambda shape: shape.name)
 def test_production_shapes_fit_and_every_item_is_in_one_block(shape: Shape, rank: int):
-    for layout in ("half", "pairs"):
-        ways = _hopper.ways_of(shape.heads, shape.width, shape.rotary, layout, 2)
-        launch = _hopper.launch_of(ways, shape.tokens, shape.leading[0], rank, 2, False)
+    for layout, source in itertools.product(("half", "pairs"), ("bfloat16", "int8")):
+        numbers = _cuts.Numbers(source, "bfloat16", scaled=source == "int8")
+        ways = _cuts.ways_of(_cuts.Row(shape.heads, shape.width, shape.rotary, layout, *numbers.itemsizes[1::-1]))
+        launch = _cuts.launch_of(ways, shape.tokens, shape.leading[0], rank, numbers)
         assert launch is not None
         items = launch.items
-        assert launch.shared_memory <= _hopper.SHARED_MEMORY
+        assert launch.shared_memory <= _cuts.SHARED_MEMORY
         tiles, kinds, blocks = launch.grid
         assert tiles * launch.rows >= shape.tokens
         assert blocks * launch.share >= launch.total

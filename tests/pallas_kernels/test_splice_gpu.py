@@ -6,15 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import INTERPRETED, arrays
+from kernel_cases import INTERPRETED, arrays, narrow_arrays
 
-from pallas_kernels import KernelUnavailableError, _hopper, splice, targeting
-from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, PRODUCTION
+from pallas_kernels import KernelUnavailableError, _cuts, splice, targeting
+from pallas_kernels.rotate_patch.gpu import Given
+from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, NARROW, PRODUCTION
 from pallas_kernels.rotate_patch.shapes import Shape as ChunkShape
 from pallas_kernels.splice import gpu
 from pallas_kernels.splice.shapes import Shape
 
 GQA = ChunkShape("gqa", (2,), 13, 1, 64, 64, 5, "half")
+KPE = ChunkShape("kpe", (2,), 13, 1, 64, 64, 3, "half")
 WIDE = ChunkShape("wide", (1,), 13, 1, 128, 128, 3, "half")
 
 
@@ -48,13 +50,20 @@ def slots_of(kind: str, tokens: int, total: int) -> np.ndarray:
         (WIDE, "piece", jnp.bfloat16),
         (ALIGNED[3], "piece", jnp.float32),
         (ALIGNED_PAIRS[0], "pieces", jnp.bfloat16),
+        (KPE, "pieces", jnp.bfloat16),
+        (KPE, "scattered", "int8"),
+        (NARROW, "pieces", "float8_e4m3fn"),
+        (ALIGNED_PAIRS[0], "scattered", "float8_e5m2"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_equals_the_reference_everywhere(chunk: ChunkShape, kind: str, dtype):
+    """Of the chunk's dtype; a pool for a chunk of eight bits is in bfloat16."""
     shape = Shape(chunk, 5, 8)
     slots = slots_of(kind, chunk.tokens, 40)
-    given = arrays(chunk, dtype=dtype)
+    narrow = isinstance(dtype, str)
+    given = narrow_arrays(chunk, dtype)[0] if narrow else arrays(chunk, dtype=dtype)
+    dtype = jnp.bfloat16 if narrow else dtype
     found, wanted = (
         flat(run(pool_of(shape, dtype), slots, name, **given, layout=chunk.layout)) for name in ("gpu", "xla")
     )
@@ -73,14 +82,14 @@ def test_lengths_bad_slots_and_several_blocks():
     slots[[20, 90]] = slots[[90, 20]]
     slots[[40, 128]] = -1, 160
     given = arrays(chunk)
-    x, cos, sin = (given[name] for name in ("x", "cos", "sin"))
-    plan = _hopper.Plan(2, 2, 1)
+    chunk_of = {name: given[name] for name in ("x", "cos", "sin")}
+    plan = _cuts.Plan(2, 2, 1)
     interpret = INTERPRETED["gpu"]
     call = jax.jit(functools.partial(gpu.splice, layout="half", plan=plan, interpret=interpret))
     before = pool_of(shape, jnp.float32)
     for length in (0, 70, 133):
-        found = call(before, jnp.asarray(slots), x, cos, sin, None, None, None, jnp.int32(length))
-        wanted = jax.jit(functools.partial(splice, implementation="xla"))(before, slots, x, cos, sin, length=length)
+        found = call(before, jnp.asarray(slots), Given(**chunk_of), jnp.int32(length))
+        wanted = jax.jit(functools.partial(splice, implementation="xla"))(before, slots, **chunk_of, length=length)
         np.testing.assert_allclose(flat(found), flat(wanted), atol=2e-6)
         kept = np.setdiff1d(np.arange(160), slots[:length])
         assert (flat(found)[:, kept] == flat(before)[:, kept]).all()
@@ -99,20 +108,31 @@ def test_eights_are_found_where_slots_follow_each_other():
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"layout": "pairs"}, "rotary pairs of float32"), ({}, "halves in multiples of 32")],
+    [
+        ({"layout": "pairs"}, "rotary pairs of float32"),
+        ({"cos": jnp.ones((13, 8)), "sin": jnp.ones((13, 8))}, "halves in multiples of 16"),
+    ],
 )
 def test_says_what_it_cannot_take(unchecked, change, words):
     chunk = ALIGNED[0]
     pool = pool_of(Shape(chunk, 5, 8), jnp.float32)
     with targeting("gpu"), pytest.raises(KernelUnavailableError, match=words):
-        splice(pool, np.arange(13), **arrays(chunk), **change, implementation="gpu")
+        splice(pool, np.arange(13), **(arrays(chunk) | change), implementation="gpu")
     assert not pool.is_deleted()
 
 
-def test_takes_the_production_shapes_but_narrow_halves():
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_takes_the_production_shapes(dtype: str):
     for chunk in PRODUCTION:
-        x = jax.ShapeDtypeStruct((*chunk.leading, chunk.tokens, chunk.heads, chunk.width), jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((*chunk.leading, chunk.tokens, chunk.heads, chunk.width), dtype)
+        pool = jax.ShapeDtypeStruct((*chunk.leading, 4, 64, chunk.heads, chunk.width), jnp.bfloat16)
         cos = jax.ShapeDtypeStruct((chunk.tokens, chunk.rotary // 2), jnp.float32) if chunk.rotary else None
         for layout in ("half", "pairs"):
-            reason = gpu.unsupported(x, x, cos, None, None, None, False, layout)
-            assert (reason is None) == (chunk.name != "kimi_vl_rope" or layout == "pairs")
+            assert gpu.unsupported(pool, Given(x, cos), False, layout) is None
+
+
+def test_a_dense_correction_wider_than_the_pool_is_refused():
+    x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
+    given = Given(x, dense=jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    reason = gpu.unsupported(x, given, False, "half")
+    assert reason == "a dense correction of float32; expected the pool's bfloat16"
