@@ -38,6 +38,7 @@ class Items(NamedTuple):
       apart: columns from `first` to `second` of an item that rotates.
       words: x is seen as words, each a pair of channels; v has a head's even columns before its odd ones.
       joined: `second` follows `first` in x, and both travel as one run.
+      swaps: runs are neighbours, and each holds whole rotary pairs, which rotate inside it.
     """
 
     heads: int
@@ -48,6 +49,7 @@ class Items(NamedTuple):
     apart: int
     words: bool
     joined: bool = False
+    swaps: bool = False
 
     @property
     def runs(self) -> int:
@@ -100,8 +102,13 @@ class Row(NamedTuple):
 
     @property
     def words(self) -> bool:
-        """Whether a rotary pair is one word."""
-        return bool(self.rotary) and self.layout == "pairs"
+        """Whether a rotary pair is one word, of 32 bits at most."""
+        return bool(self.rotary) and self.layout == "pairs" and self.itemsize <= 2
+
+    @property
+    def swaps(self) -> bool:
+        """Whether rotary pairs are no words."""
+        return bool(self.rotary) and self.layout == "pairs" and self.itemsize > 2
 
     @property
     def least(self) -> int:
@@ -118,6 +125,10 @@ def items_of(row: Row, widest: int = SWIZZLE) -> Items | None:
     heads, width, rotary, _, itemsize, _ = row
     words = row.words
     widest //= 2 * itemsize if words else itemsize
+    if row.swaps:
+        run = math.gcd(width // 2, widest)
+        fits = run >= row.least and width % 2 == 0
+        return Items(heads, width, run, 0, width // (2 * run), run, False, swaps=True) if fits else None
     half, rest = rotary // 2, width - rotary
     run = math.gcd(half, width // 2 if words else rest // 2, widest) if rotary else math.gcd(heads * width // 2, widest)
     if run < row.least or rotary % 2 or width % 2:
@@ -225,7 +236,8 @@ class Launch(NamedTuple):
         u = 2 * self.rows * self.rank * 2
         scales = -(-self.plan.stages * 2 * self.scales * 4 // 1024) * 1024 * self.numbers.scaled
         out = 2 * channels * result * self.numbers.separate
-        return self.plan.stages * (channels * (source + dense) + v) + u + scales + out
+        swap = 2 * self.items.width * (self.items.width + self.rows) * self.items.swaps
+        return self.plan.stages * (channels * (source + dense) + v) + u + scales + out + swap
 
 
 CUTS = (((2, 6), (2, 5), (2, 4), (2, 3), (1, 6), (1, 5), (1, 4), (1, 3)), ((2, 2), (1, 2)))

@@ -7,7 +7,7 @@ where the result has another dtype than x, in one of two buffers of its own. How
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -72,6 +72,11 @@ class Here(NamedTuple):
         return (step == self.count - 1) | (self.item(step)[1] == self.launch.items.heads - 1)
 
 
+def rows_of_group(here: Here) -> Any:
+    """The rows of a buffer that are this warpgroup's."""
+    return pl.ds(here.group * ROWS, ROWS)
+
+
 def _buffer(shape: tuple[int, ...], dtype, rows: int, columns: int) -> Any:
     """Shared memory in swizzled tiles of `rows` and of as many columns as divide `columns`."""
     itemsize = jnp.dtype(dtype).itemsize
@@ -108,6 +113,10 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
         scratch["out"] = runs(2, numbers.result)
     if numbers.scaled:
         scratch["x_scale"] = plgpu.SMEM((stages, 2, launch.scales), jnp.float32)
+    if items.swaps:
+        scratch["swap"] = _buffer((items.width, items.width), jnp.bfloat16, TILE_ROWS, items.width)
+        scratch["piece"] = _buffer((launch.rows, items.width), jnp.bfloat16, TILE_ROWS, items.width)
+        scratch["swap_ready"] = plgpu.Barrier()
     if rank:
         # The tensor cores want one tiling of both, of eight rows.
         shared = math.gcd(rank, items.width)
@@ -122,6 +131,8 @@ def fetch(here: Here, given: Mapping[str, Any], shared: Mapping[str, Any]) -> No
     """What the fetching warpgroup does: asks for every item as soon as its stage is free."""
     launch, items = here.launch, here.launch.items
     stages, rows = launch.plan.stages, pl.ds(here.start, launch.rows)
+    if items.swaps:
+        plgpu.copy_gmem_to_smem(given["swap"], shared["swap"], shared["swap_ready"])
 
     def step(number, carry):
         stage = number % stages
@@ -239,7 +250,7 @@ def rounded(items: Items, values: tuple[Array, Array], dtype) -> tuple[Array, ..
 def put(here: Here, shared: Mapping[str, Any], number, values: tuple[Array, Array]) -> None:
     """Rounds an item and leaves it in shared memory, ready to be sent."""
     items, (buffer, stage) = here.launch.items, outlet(here, shared, number)
-    rows = pl.ds(here.group * ROWS, ROWS)
+    rows = rows_of_group(here)
     for run, value in enumerate(rounded(items, values, here.launch.numbers.result)):
         buffer[stage, run, rows] = value
     plgpu.commit_smem()
@@ -274,36 +285,88 @@ def _product(launch: Launch, u, v) -> tuple[Array, Array]:
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of a warpgroup's tokens, in registers; `turns`: whether this kind of item rotates."""
+    """Cosines and sines of a warpgroup's tokens, in registers.
 
-    cos: Array
-    sin: Array
-    turns: Any
+    Attributes:
+      cos, sin: of both runs, or one for both.
+      turns: whether this kind of item rotates; None where all do.
+      swap: where items swap, what `_swapped` needs.
+    """
+
+    cos: tuple[Array, ...]
+    sin: tuple[Array, ...]
+    turns: Any = None
+    swap: Any = None
 
     @classmethod
-    def of(cls, here: Here, given: Mapping[str, Any]) -> "Angles | None":
+    def of(cls, here: Here, given: Mapping[str, Any], shared: Mapping[str, Any]) -> "Angles | None":
         """Loads them once, for all items; None where nothing rotates."""
         items = here.launch.items
+        rows = pl.ds(here.start + here.group * ROWS, ROWS)
+
+        def load(name: str, columns: Sequence[Any]) -> tuple[Array, ...]:
+            places = [given[name].at[rows, pl.ds(column, items.width)] for column in columns]
+            return tuple(plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False) for place in places)
+
+        if items.swaps:
+            plgpu.barrier_wait(shared["swap_ready"])
+            columns = items.columns(here.kind, 0)
+            swap = shared["swap"], shared["piece"].at[rows_of_group(here)]
+            return cls(load("cos", columns), load("sin", columns), None, swap)
         if not items.turning:
             return None
-        kind = jnp.minimum(here.kind, items.turning - 1)
-        place = pl.ds(here.start + here.group * ROWS, ROWS), pl.ds(kind * items.width, items.width)
-        load = lambda name: plgpu.load(given[name].at[place], layout=plgpu.Layout.WGMMA, optimized=False)
-        return cls(load("cos"), load("sin"), None if items.turning == items.kinds else here.kind < items.turning)
+        columns = [jnp.minimum(here.kind, items.turning - 1) * items.width]
+        turns = None if items.turning == items.kinds else here.kind < items.turning
+        return cls(load("cos", columns), load("sin", columns), turns)
 
     def rotate(self, first: Array, second: Array) -> tuple[Array, Array]:
         """Both runs of an item, rotated."""
-        turned = first * self.cos - second * self.sin, second * self.cos + first * self.sin
+        if self.swap is not None:
+            # One after the other: registers are few.
+            first = first * self.cos[0] + _swapped(first, self.swap) * self.sin[0]
+            return first, second * self.cos[1] + _swapped(second, self.swap) * self.sin[1]
+        (cos,), (sin,) = self.cos, self.sin
+        turned = first * cos - second * sin, second * cos + first * sin
         if self.turns is None:
             return turned
         turns = jnp.broadcast_to(self.turns, first.shape)
         return jnp.where(turns, turned[0], first), jnp.where(turns, turned[1], second)
 
 
+def _swapped(value: Array, swap: tuple[Any, Any]) -> Array:
+    """A run with the channels of every pair swapped, exactly: three pieces of bfloat16 times a permutation.
+
+    Registers cannot be moved within a thread, but the tensor cores can do it.
+
+    Args:
+      swap: in shared memory, the permutation, and a place for a piece.
+    """
+    permutation, place = swap
+
+    def run(total):
+        rest = value
+        for _ in range(3):
+            piece = _truncated(rest)
+            rest = rest - piece
+            place[...] = piece.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.wgmma(total, place, permutation)
+            plgpu.wgmma_wait(0)
+        return total[...]
+
+    return pl.run_scoped(run, plgpu.ACC(value.shape, jnp.float32))
+
+
+def _truncated(value: Array) -> Array:
+    """A float32's first eight bits of significand. Not a conversion there and back: a compiler may leave that out."""
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def compute(here: Here, shared: Mapping[str, Any], angles: Angles | None, number) -> tuple[Array, Array]:
     """R · (x + u v + dense) of one item, float32, once it has arrived."""
     launch, stage, numbers = here.launch, number % here.launch.plan.stages, here.launch.numbers
-    rows = pl.ds(here.group * ROWS, ROWS)
+    rows = rows_of_group(here)
     turn = here.turn(number) % 2
     if launch.rank:
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
@@ -78,11 +79,8 @@ def unsupported(given: Given, per_head: bool, layout: str, result: str, whole_li
 
 def _unsupported_cut(given: Given, layout: str, result: str, whole_lines: bool) -> str | None:
     heads, width = given.x.shape[-2:]
-    wide = [name for name in numbers_of(given, result)[:3] if name == "float32"]
     if whole_lines and given.dense is not None and given.dense.dtype.itemsize > jnp.dtype(result).itemsize:
         return f"a dense correction of {given.dense.dtype}; expected the pool's {result}"
-    if given.rotary and layout == "pairs" and wide:
-        return "rotary pairs of float32; expected bfloat16, or eight bits into bfloat16"
     row = _row(given, layout, result, whole_lines)
     if not cuts.ways_of(row, whole_lines):
         least = cuts.SWIZZLE // 2 // row.itemsize if whole_lines else row.least
@@ -150,9 +148,19 @@ def operands(launch: cuts.Launch, call: Given) -> dict[str, Array]:
         given |= {"u": u, "v": _evens_first(v, items)}
     if call.cos is not None:
         short = -launch.tokens % launch.rows
-        tables = (reference.flat(leaf, 2)[0].astype(jnp.float32) for leaf in (call.cos, call.sin))
-        given |= {name: jnp.pad(leaf, ((0, short), (0, 0))) for name, leaf in zip(("cos", "sin"), tables, strict=True)}
+        cos, sin = (reference.flat(leaf, 2)[0].astype(jnp.float32) for leaf in (call.cos, call.sin))
+        if items.swaps:
+            cos, sin = _tables(cos, sin, items.head)
+            given["swap"] = jnp.asarray(np.eye(items.width)[np.arange(items.width) ^ 1], jnp.bfloat16)
+        given |= {name: jnp.pad(leaf, ((0, short), (0, 0))) for name, leaf in (("cos", cos), ("sin", sin))}
     return given
+
+
+def _tables(cos: Array, sin: Array, width: int) -> tuple[Array, Array]:
+    """Cosine and signed sine of every channel of a head in pairs, [T, H]: 1 and 0 where nothing rotates."""
+    join = lambda first, second: jnp.stack([first, second], -1).reshape(first.shape[0], -1)
+    rest = ((0, 0), (0, width - 2 * cos.shape[-1]))
+    return jnp.pad(join(cos, cos), rest, constant_values=1.0), jnp.pad(join(-sin, sin), rest)
 
 
 def _evens_first(columns: Array, items: cuts.Items) -> Array:
@@ -186,7 +194,7 @@ def _compute(here: hopper.Here, given, shared, length) -> None:
 
     @pl.when(here.start < length)
     def _():
-        angles = hopper.Angles.of(here, given)
+        angles = hopper.Angles.of(here, given, shared)
         shape = (hopper.ROWS, items.width)
         token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         keep = token < length - (here.start + here.group * hopper.ROWS)

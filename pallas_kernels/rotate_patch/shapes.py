@@ -38,7 +38,7 @@ ALIGNED_PAIRS = (
     Shape("pairs", (2,), 11, 1, 64, 64, 3, "pairs"),
     Shape("partial_pairs", (1,), 9, 2, 64, 32, 0, "pairs"),
 )
-"""The same in pairs, which those kernels take in bfloat16 and in eight bits."""
+"""The same in pairs: words of two channels where the result is bfloat16, swapped by a product where it is float32."""
 
 NARROW = Shape("narrow", (2,), 13, 1, 128, 64, 5, "half")
 """The same with runs of 32 columns, as those kernels need them for eight bits."""

@@ -51,7 +51,7 @@ def _work(here: hopper.Here, given, shared) -> None:
 
 def _compute(here: hopper.Here, given, shared) -> None:
     items = here.launch.items
-    angles = hopper.Angles.of(here, given)
+    angles = hopper.Angles.of(here, given, shared)
     first_token = here.start + here.group * hopper.ROWS
     eights = [given["eights"][first_token // EIGHT + number] for number in range(hopper.ROWS // EIGHT)]
     scattered = functools.reduce(jnp.minimum, eights) < 0

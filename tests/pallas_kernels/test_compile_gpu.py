@@ -143,6 +143,7 @@ def test_splice_is_one_kernel_in_place(shape: Shape, rank: int, dump: Path):
         (4, 128, 128, "pairs", jnp.bfloat16, jnp.float32),
         (2, 256, 128, "half", jnp.bfloat16, jnp.bfloat16),
         (4, 128, 128, "half", jnp.float32, jnp.float32),
+        (1, 64, 64, "pairs", jnp.float32, jnp.bfloat16),
     ],
 )
 def test_other_layouts_and_dtypes_compile(heads, width, rotary, layout, dtype, factors, dump: Path):

@@ -28,7 +28,8 @@ def run(implementation: str, **arguments) -> jax.Array:
         return rotate_patch(**arguments, implementation=implementation)
 
 
-CASES = [(name, shape) for name, shapes in (("xla", SMALL), ("tpu", SMALL), ("gpu", ALIGNED)) for shape in shapes]
+SHAPES = {"xla": SMALL, "tpu": SMALL, "gpu": ALIGNED + ALIGNED_PAIRS}
+CASES = [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
 CASES_BFLOAT16 = [("xla", SMALL[0]), ("tpu", SMALL[0]), *(("gpu", shape) for shape in (ALIGNED[0], *ALIGNED_PAIRS))]
 CASES_NARROW = [("xla", SMALL[2]), ("tpu", SMALL[2]), ("gpu", NARROW)]
 NAMES = lambda value: value if isinstance(value, str) else value.name

@@ -142,7 +142,6 @@ def test_has_the_references_derivatives():
         ({"cos": jnp.ones((1, 16)), "sin": jnp.ones((1, 16))}, "cosines of 1 tokens"),
         ({"cos": jnp.ones((2, 13, 16)), "sin": jnp.ones((2, 13, 16))}, "one table for all layers"),
         ({"cos": jnp.ones((13, 8)), "sin": jnp.ones((13, 8))}, "2 heads of 32 channels, 16 rotary"),
-        ({"layout": "pairs"}, "rotary pairs of float32"),
         ({"dense": jnp.zeros((13, 2, 32), jnp.float16)}, "dtypes"),
         ({"per_head": True, "u": jnp.zeros((2, 13, 4)), "v": jnp.zeros((2, 4, 32))}, "factors per head"),
     ],

@@ -50,6 +50,7 @@ def slots_of(kind: str, tokens: int, total: int) -> np.ndarray:
         (WIDE, "piece", jnp.bfloat16),
         (ALIGNED[3], "piece", jnp.float32),
         (ALIGNED_PAIRS[0], "pieces", jnp.bfloat16),
+        (ALIGNED_PAIRS[1], "scattered", jnp.float32),
         (KPE, "pieces", jnp.bfloat16),
         (KPE, "scattered", "int8"),
         (NARROW, "pieces", "float8_e4m3fn"),
@@ -109,23 +110,27 @@ def test_eights_are_found_where_slots_follow_each_other():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"layout": "pairs"}, "rotary pairs of float32"),
+        (
+            {"x": jnp.zeros((2, 13, 2, 32), jnp.bfloat16), "pool": jnp.zeros((2, 5, 8, 2, 32), jnp.bfloat16)},
+            "32 channels",
+        ),
         ({"cos": jnp.ones((13, 8)), "sin": jnp.ones((13, 8))}, "halves in multiples of 16"),
     ],
 )
 def test_says_what_it_cannot_take(unchecked, change, words):
     chunk = ALIGNED[0]
-    pool = pool_of(Shape(chunk, 5, 8), jnp.float32)
+    given = {"pool": pool_of(Shape(chunk, 5, 8), jnp.float32)} | arrays(chunk) | change
     with targeting("gpu"), pytest.raises(KernelUnavailableError, match=words):
-        splice(pool, np.arange(13), **(arrays(chunk) | change), implementation="gpu")
-    assert not pool.is_deleted()
+        splice(slots=np.arange(13), **given, implementation="gpu")
+    assert not given["pool"].is_deleted()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32"])
 def test_takes_the_production_shapes(dtype: str):
+    pool_dtype = "float32" if dtype == "float32" else "bfloat16"
     for chunk in PRODUCTION:
         x = jax.ShapeDtypeStruct((*chunk.leading, chunk.tokens, chunk.heads, chunk.width), dtype)
-        pool = jax.ShapeDtypeStruct((*chunk.leading, 4, 64, chunk.heads, chunk.width), jnp.bfloat16)
+        pool = jax.ShapeDtypeStruct((*chunk.leading, 4, 64, chunk.heads, chunk.width), pool_dtype)
         cos = jax.ShapeDtypeStruct((chunk.tokens, chunk.rotary // 2), jnp.float32) if chunk.rotary else None
         for layout in ("half", "pairs"):
             assert gpu.unsupported(pool, Given(x, cos), False, layout) is None
