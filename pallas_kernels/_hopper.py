@@ -354,7 +354,7 @@ def _swapped(value: Array, swap: tuple[Any, Any]) -> Array:
             plgpu.wgmma_wait(0)
         return total[...]
 
-    return pl.run_scoped(run, plgpu.ACC(value.shape, jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC((ROWS, value.shape[1]), jnp.float32))
 
 
 def _truncated(value: Array) -> Array:

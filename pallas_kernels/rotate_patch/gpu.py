@@ -98,9 +98,11 @@ def numbers_of(given: Given, result: str) -> cuts.Numbers:
 
 
 def _row(given: Given, layout: str, result: str, whole_lines: bool) -> cuts.Row:
+    heads, width = given.x.shape[-2:]
     sizes = numbers_of(given, result).itemsizes
     # Whole lines are those of the result.
-    return cuts.Row(*given.x.shape[-2:], given.rotary, layout, sizes[1] if whole_lines else max(sizes), sizes[0])
+    itemsize = sizes[1] if whole_lines else max(sizes)
+    return cuts.Row(heads, width, given.rotary, layout, itemsize, sizes[0])
 
 
 def pieces_of(result: str) -> int:

@@ -76,9 +76,8 @@ def splice(
     slots = jnp.asarray(slots, jnp.int32)
     arrays = (jnp.asarray(pool), slots, x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
     if chosen == "gpu":
-        pool, slots, *values = arrays
-        del values[6]
-        return _jitted_gpu(pool, slots, Given(*values), length, layout=layout, interpret=interpretation())
+        given = Given(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
+        return _jitted_gpu(jnp.asarray(pool), slots, given, length, layout=layout, interpret=interpretation())
     if chosen == "tpu":
         return _jitted_tpu(*arrays, layout=layout, interpret=interpretation())
     return _jitted(*arrays, per_head=per_head, layout=layout)

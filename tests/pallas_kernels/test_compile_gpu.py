@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -174,7 +175,7 @@ def test_eight_bits_with_scales_are_one_kernel(name: str, rank: int, layout: str
     (paged,) = (case for case in splice_shapes.PRODUCTION if case.name == name)
     given = chunk_of(paged.chunk, paged.chunk.tokens, rank, dtype)
     sizes = given["x"].size, given["x"].size // 2
-    plan = {"layout": layout, "implementation": "gpu"}
+    plan: dict[str, Any] = {"layout": layout, "implementation": "gpu"}
     run = lambda given, length: rotate_patch(**given, length=length, out_dtype=jnp.bfloat16, **plan)
     text = text_of(compiled(run, given, SPEC((), jnp.int32)))
     check_kernel(dump, text, rank)

@@ -31,7 +31,18 @@ def run(implementation: str, **arguments) -> jax.Array:
 SHAPES = {"xla": SMALL, "tpu": SMALL, "gpu": ALIGNED + ALIGNED_PAIRS}
 CASES = [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
 CASES_BFLOAT16 = [("xla", SMALL[0]), ("tpu", SMALL[0]), *(("gpu", shape) for shape in (ALIGNED[0], *ALIGNED_PAIRS))]
-CASES_NARROW = [("xla", SMALL[2]), ("tpu", SMALL[2]), ("gpu", NARROW)]
+SLOW = pytest.mark.slow
+"""For cases of the Hopper kernel that others stand in for by default: interpreting one takes seconds."""
+CASES_NARROW = [
+    *((name, SMALL[2], dtype) for dtype in LARGEST for name in ("xla", "tpu")),
+    ("gpu", NARROW, "int8"),
+    *(pytest.param("gpu", NARROW, dtype, marks=SLOW) for dtype in ("float8_e4m3fn", "float8_e5m2")),
+]
+CASES_NARROW_PAIRS = [
+    *(("xla", dtype) for dtype in LARGEST),
+    ("gpu", "int8"),
+    *(pytest.param("gpu", dtype, marks=SLOW) for dtype in ("float8_e4m3fn", "float8_e5m2")),
+]
 NAMES = lambda value: value if isinstance(value, str) else value.name
 
 
@@ -101,8 +112,7 @@ def test_tpu_kernel_says_what_it_cannot_take(unchecked, change, words):
         rotate_patch(**(arrays(SMALL[0]) | change), implementation="tpu")
 
 
-@pytest.mark.parametrize(("implementation", "shape"), CASES_NARROW, ids=NAMES)
-@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize(("implementation", "shape", "dtype"), CASES_NARROW, ids=NAMES)
 def test_eight_bits_and_scales_agree_with_float64(dtype: str, shape: Shape, implementation: str):
     given, wide = narrow_arrays(shape, dtype)
     found = run(implementation, **given, layout=shape.layout, out_dtype=jnp.float32)
@@ -110,8 +120,7 @@ def test_eight_bits_and_scales_agree_with_float64(dtype: str, shape: Shape, impl
     np.testing.assert_allclose(found, expected(shape, wide), atol=5e-5)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "gpu"])
-@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize(("implementation", "dtype"), CASES_NARROW_PAIRS)
 def test_eight_bits_in_pairs_are_rounded_once_to_bfloat16(dtype: str, implementation: str):
     shape = ALIGNED_PAIRS[0]
     given, wide = narrow_arrays(shape, dtype)

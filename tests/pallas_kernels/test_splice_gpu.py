@@ -53,8 +53,8 @@ def slots_of(kind: str, tokens: int, total: int) -> np.ndarray:
         (ALIGNED_PAIRS[1], "scattered", jnp.float32),
         (KPE, "pieces", jnp.bfloat16),
         (KPE, "scattered", "int8"),
-        (NARROW, "pieces", "float8_e4m3fn"),
-        (ALIGNED_PAIRS[0], "scattered", "float8_e5m2"),
+        pytest.param(NARROW, "pieces", "float8_e4m3fn", marks=pytest.mark.slow),
+        pytest.param(ALIGNED_PAIRS[0], "scattered", "float8_e5m2", marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
