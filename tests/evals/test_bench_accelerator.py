@@ -21,10 +21,10 @@ def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("accelerator")
     folder = out / "bin"
     folder.mkdir()
-    (folder / "python3").symlink_to(sys.executable)
+    # Not a symbolic link, which would lose the virtual environment's packages.
+    (folder / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder / "python3").chmod(0o700)
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
-    # A symbolic link loses the virtual environment's packages unless told where they are.
-    environment["PYTHONPATH"] = os.pathsep.join(["."] + [path for path in sys.path if path])
     command = [str(ROOT / "evals" / "bench" / "accelerator.sh"), str(out / "found"), "--tiny"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return out / "found", done
