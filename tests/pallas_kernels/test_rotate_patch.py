@@ -68,6 +68,18 @@ def test_bfloat16_within_one_unit_of_the_rows_largest_value(shape: Shape, implem
     assert_rounded_once(run(implementation, **given, layout=shape.layout), expected(shape, given))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about what XLA makes for CPUs")
+@pytest.mark.parametrize("rotary", [128, 64])
+@pytest.mark.parametrize("layout", ["half", "pairs"])
+def test_xla_for_cpus_makes_one_pass_of_a_rotation(layout: str, rotary: int):
+    shape = Shape("one_pass", (2,), 64, 4, 128, rotary, 0, layout)
+    given = arrays(shape, dtype=jnp.bfloat16)
+    compiled = jax.jit(lambda given: rotate_patch(**given, layout=layout, implementation="xla")).lower(given).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < given["x"].nbytes
+
+
 @pytest.mark.parametrize("tile", [8, 16])
 @pytest.mark.parametrize("length", [0, 1, 8, 17, 37])
 def test_tpu_kernel_over_several_blocks_and_lengths(tile: int, length: int):
