@@ -2,25 +2,36 @@
 
 jax's paged attention reads k and v apart, heads outermost. jax's ragged paged attention (TPU) reads them interleaved,
 K0 V0 K1 V1 …, each padded to a multiple of 128 lanes. Engines with latent attention keep one row per token: the latent,
-then the rope key, each padded to 128 lanes. Padding is zero and is dropped on the way back.
+then the rope key, each padded to 128 lanes. Padding is zero and is dropped on the way back. A padded pool
+(`make_pool(padded=True)`) gives the same pages; to get one back, say `padded`.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.splice import LANES, padded_width
+
 from .errors import LayoutError, ShapeError
 from .layout import KVLayout
-from .pool import Pool, check_pool
-
-LANES = 128
-
-
-def _padded(width: int, lanes: int) -> int:
-    return -(-width // lanes) * lanes
+from .pool import Pool, check_pool, trimmed
 
 
 def _pad(value: Array, lanes: int) -> Array:
-    return jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, _padded(value.shape[-1], lanes) - value.shape[-1])])
+    width = value.shape[-1]
+    return jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, padded_width(width, lanes) - width)])
+
+
+def _channels(layout: KVLayout, pool: Pool) -> tuple[Array, Array]:
+    """A pool's two channels, checked, without padding."""
+    check_pool(layout, pool)
+    first, second = trimmed(layout, pool).values()
+    return first, second
+
+
+def _made(layout: KVLayout, pool: Pool, padded: bool) -> dict[str, Array]:
+    """A pool from an engine's pages, checked; `padded` as in `make_pool`."""
+    check_pool(layout, pool, padded=False)
+    return {name: _pad(jnp.asarray(value), LANES) if padded else jnp.asarray(value) for name, value in pool.items()}
 
 
 def _need(layout: KVLayout, names: tuple[str, ...], what: str) -> None:
@@ -35,23 +46,21 @@ def to_paged_attention(layout: KVLayout, pool: Pool) -> tuple[Float[Array, "L K 
       LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool than the layout's.
     """
     _need(layout, ("k", "v"), "to_paged_attention")
-    check_pool(layout, pool)
-    k, v = (jnp.transpose(jnp.asarray(pool[name]), (0, 3, 1, 2, 4)) for name in layout.names)
+    k, v = (jnp.transpose(value, (0, 3, 1, 2, 4)) for value in _channels(layout, pool))
     return k, v
 
 
 def from_paged_attention(
-    layout: KVLayout, k_pages: Float[Array, "L K P O H"], v_pages: Float[Array, "L K P O H"]
-) -> dict[str, Float[Array, "L P O K H"]]:
-    """The inverse of `to_paged_attention`.
+    layout: KVLayout, k_pages: Float[Array, "L K P O H"], v_pages: Float[Array, "L K P O H"], *, padded: bool = False
+) -> dict[str, Float[Array, "L P O K _"]]:
+    """The inverse of `to_paged_attention`; `padded` as in `make_pool`.
 
     Raises:
       As `to_paged_attention`.
     """
     _need(layout, ("k", "v"), "from_paged_attention")
     pool = {"k": jnp.transpose(k_pages, (0, 2, 3, 1, 4)), "v": jnp.transpose(v_pages, (0, 2, 3, 1, 4))}
-    check_pool(layout, pool)
-    return pool
+    return _made(layout, pool, padded)
 
 
 def to_ragged_paged_attention(
@@ -68,8 +77,7 @@ def to_ragged_paged_attention(
       LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool, or heads that do not pack.
     """
     _need(layout, ("k", "v"), "to_ragged_paged_attention")
-    check_pool(layout, pool)
-    k, v = (_pad(jnp.asarray(pool[name]), lanes) for name in layout.names)
+    k, v = (_pad(value, lanes) for value in _channels(layout, pool))
     both = jnp.stack([k, v], axis=-2)
     both = both.reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])
     if packing is None:
@@ -80,9 +88,9 @@ def to_ragged_paged_attention(
 
 
 def from_ragged_paged_attention(
-    layout: KVLayout, pages: Float[Array, "..."], *, packed: bool = False
-) -> dict[str, Float[Array, "L P O K H"]]:
-    """The inverse of `to_ragged_paged_attention`; `packed` where a packing was given.
+    layout: KVLayout, pages: Float[Array, "..."], *, packed: bool = False, padded: bool = False
+) -> dict[str, Float[Array, "L P O K _"]]:
+    """The inverse of `to_ragged_paged_attention`; `packed` where a packing was given, `padded` as in `make_pool`.
 
     Raises:
       As `to_ragged_paged_attention`.
@@ -96,8 +104,7 @@ def from_ragged_paged_attention(
         )
     pairs = whole.reshape(*whole.shape[:-2], heads, 2, whole.shape[-1])
     pool = {"k": pairs[..., 0, :width], "v": pairs[..., 1, :width]}
-    check_pool(layout, pool)
-    return pool
+    return _made(layout, pool, padded)
 
 
 def to_latent_rows(
@@ -112,8 +119,8 @@ def to_latent_rows(
       LayoutError: not a latent layout. ShapeError, DtypeError: another pool, or a page that does not pack.
     """
     _need(layout, ("ckv", "kpe"), "to_latent_rows")
-    _, page_size = check_pool(layout, pool)
-    rows = jnp.concatenate([_pad(jnp.asarray(pool[name])[..., 0, :], lanes) for name in layout.names], axis=-1)
+    rows = jnp.concatenate([_pad(value[..., 0, :], lanes) for value in _channels(layout, pool)], axis=-1)
+    page_size = rows.shape[2]
     packing = 4 // rows.dtype.itemsize if packing is None else packing
     if page_size % packing:
         raise ShapeError(f"to_latent_rows: packing {packing}; expected a divisor of the page size {page_size}")
@@ -121,21 +128,20 @@ def to_latent_rows(
 
 
 def from_latent_rows(
-    layout: KVLayout, rows: Float[Array, "L P N packing F"], *, lanes: int = LANES
+    layout: KVLayout, rows: Float[Array, "L P N packing F"], *, lanes: int = LANES, padded: bool = False
 ) -> dict[str, Float[Array, "L P O 1 _"]]:
-    """The inverse of `to_latent_rows`.
+    """The inverse of `to_latent_rows`; `padded` as in `make_pool`.
 
     Raises:
       As `to_latent_rows`.
     """
     _need(layout, ("ckv", "kpe"), "from_latent_rows")
     latent, rope = (layout.channel(name).width for name in layout.names)
-    offset = _padded(latent, lanes)
-    if rows.shape[-1] != offset + _padded(rope, lanes):
+    offset = padded_width(latent, lanes)
+    if rows.shape[-1] != offset + padded_width(rope, lanes):
         raise ShapeError(
-            f"from_latent_rows: rows of {rows.shape[-1]}; expected {offset} + {_padded(rope, lanes)} numbers"
+            f"from_latent_rows: rows of {rows.shape[-1]}; expected {offset} + {padded_width(rope, lanes)} numbers"
         )
     flat = rows.reshape(*rows.shape[:2], rows.shape[2] * rows.shape[3], 1, rows.shape[-1])
     pool = {"ckv": flat[..., :latent], "kpe": flat[..., offset : offset + rope]}
-    check_pool(layout, pool)
-    return pool
+    return _made(layout, pool, padded)

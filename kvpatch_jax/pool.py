@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import splice as splice_kernel
-from pallas_kernels.splice import check_slots
+from pallas_kernels.splice import check_slots, padded_width
 
 from . import ops
 from .chunk import AnyArray, Chunk
 from .errors import DtypeError, LayoutError, PoolError, PositionError, ShapeError
-from .layout import KVLayout, Start, as_start, check_positions
+from .layout import Channel, KVLayout, Start, as_start, check_positions
 from .patch import check_factor_shapes
 from .rope import rope_tables
 from .stamp import Patch, check_layout, check_stamp
@@ -28,9 +28,14 @@ Pool = Mapping[str, Float[AnyArray, "L P O _ _"]]
 
 
 def make_pool(
-    layout: KVLayout, pages: int, page_size: int, dtype: jax.typing.DTypeLike = jnp.bfloat16
+    layout: KVLayout, pages: int, page_size: int, dtype: jax.typing.DTypeLike = jnp.bfloat16, *, padded: bool = False
 ) -> dict[str, Float[Array, "L P O _ _"]]:
     """A pool of zeros, {channel: [L, P, O, K, H]}.
+
+    Args:
+      padded: H is the channel's width padded to a multiple of 128 lanes, as engines for TPUs store it. There the kernel
+        writes a narrower channel (the 64-wide `kpe` of latent attention) in place only so: XLA lays half-filled lanes
+        out with other axes innermost, and copies the pool for every splice. Padding is zero, and `splice` keeps it so.
 
     Raises:
       PoolError: no pages, or an empty page.
@@ -38,13 +43,26 @@ def make_pool(
     if pages < 1 or page_size < 1:
         raise PoolError(f"pool: pages {pages}, page_size {page_size}; expected at least 1 of each")
     return {
-        channel.name: jnp.zeros((layout.layers, pages, page_size, channel.heads, channel.width), dtype)
+        channel.name: jnp.zeros((layout.layers, pages, page_size, channel.heads, _widths(channel)[padded]), dtype)
         for channel in layout.channels
     }
 
 
-def check_pool(layout: KVLayout, pool: Pool) -> tuple[int, int]:
+def _widths(channel: Channel) -> tuple[int, int]:
+    """Numbers per head in a pool, without padding and with it."""
+    return channel.width, padded_width(channel.width)
+
+
+def trimmed(layout: KVLayout, values: Mapping[str, AnyArray]) -> dict[str, Float[Array, "..."]]:
+    """What a pool holds of each channel, [..., H'], without padding: [..., H]."""
+    return {channel.name: jnp.asarray(values[channel.name])[..., : channel.width] for channel in layout.channels}
+
+
+def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[int, int]:
     """Refuses a pool of another layout; returns its pages and page size.
+
+    Args:
+      padded: whether channels may be padded to whole lanes.
 
     Raises:
       LayoutError: other channels. ShapeError: other shapes, or channels with unequal pages. DtypeError: not floats.
@@ -57,10 +75,11 @@ def check_pool(layout: KVLayout, pool: Pool) -> tuple[int, int]:
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise DtypeError(f"pool[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
         shape = value.shape
-        if len(shape) != 5 or shape[0] != layout.layers or shape[-2:] != (channel.heads, channel.width):
+        widths = _widths(channel)[: 1 + padded]
+        if len(shape) != 5 or shape[0] != layout.layers or shape[3] != channel.heads or shape[4] not in widths:
             raise ShapeError(
                 f"pool[{channel.name!r}]: shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
-                f"{channel.width}]"
+                f"{' or '.join(map(str, dict.fromkeys(widths)))}]"
             )
         if paging is not None and shape[1:3] != paging:
             raise ShapeError(f"pool[{channel.name!r}]: pages {shape[1:3]}; expected {paging}")
@@ -84,7 +103,8 @@ def splice(
     """Writes R(start + local) · (KV + u v) into the pool, in place: `apply_patch`, with pages for a destination.
 
     Args:
-      pool: donated; use what comes back. Slots that are not named keep their bits.
+      pool: donated; use what comes back. Slots that are not named keep their bits. Of a padded pool, the padding of
+        slots that are named becomes zero.
       slots: int32 [T] of the chunk's padded length, in any order; those from the chunk's length on are not looked at
         and their tokens are written nowhere.
       layout, chunk, patch, start, antecedent, base, base_antecedent, allow_stale: as in `apply_patch`.
@@ -159,13 +179,23 @@ jitted_splice = jax.jit(_splice, static_argnames=("layout", "layers", "heads", "
 """`splice` without its checks; compiled once per layout, layer set, padded shape and pool shape. Donates the pool."""
 
 
-def read_slots(pool: Pool, slots: Slots) -> dict[str, Float[Array, "L T _ _"]]:
-    """What lies at `slots` [T] (int32, in range): {channel: [L, T, K, H]}."""
-    return {name: _flat(jnp.asarray(value))[:, jnp.asarray(slots)] for name, value in pool.items()}
+def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:
+    """What lies at `slots` [T] (int32, in range): {channel: [L, T, K, H]}.
+
+    Args:
+      layout: of the pool; cuts off its padding. None reads rows as they lie.
+
+    Raises:
+      LayoutError, ShapeError, DtypeError: another pool than the layout's.
+    """
+    if layout is not None:
+        check_pool(layout, pool)
+    rows = {name: _flat(jnp.asarray(value))[:, jnp.asarray(slots)] for name, value in pool.items()}
+    return rows if layout is None else trimmed(layout, rows)
 
 
 def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L P O _ _"]]:
-    """Copies the vectors at `old` to `new`, reading all before writing any. The pool is donated.
+    """Copies the vectors at `old` to `new`, padding included, reading all before writing any. The pool is donated.
 
     Both are [N] and are padded to a power of two, so that few programs are compiled. No rotation takes place: positions
     do not depend on slots.

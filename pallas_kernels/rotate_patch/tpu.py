@@ -56,11 +56,16 @@ def unsupported(
     return None
 
 
+def padded_width(width: int, lanes: int = LANES) -> int:
+    """The least multiple of `lanes` that is not below `width`."""
+    return -(-width // lanes) * lanes
+
+
 def tile_of(tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Tile:
     """The largest block of tokens that fits the budget: a multiple of 32, or all tokens."""
-    lanes = -(-width // LANES) * LANES
+    lanes = padded_width(width)
     rows = 1 if heads == 1 else -(-heads // 8) * 8
-    ranks = -(-rank // LANES) * LANES
+    ranks = padded_width(rank)
     per_token = rows * lanes * (4 * itemsize + 4 * 4) + 2 * 2 * lanes * 4 + 2 * ranks * 4
     fixed = 2 * rank * heads * lanes * 4
     fit = max((VMEM_BUDGET - fixed) // per_token // 32 * 32, 32)

@@ -1,5 +1,6 @@
 """splice: checks and dispatch."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -13,6 +14,8 @@ from .._target import interpretation
 from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
 from ..rotate_patch.api import check, check_scales, scaled
 from ..rotate_patch.gpu import Given
+from ..rotate_patch.reference import spread
+from ..rotate_patch.tpu import padded_width
 from . import gpu, reference, tpu
 
 Slots = Int[Array | np.ndarray, " T"]
@@ -20,7 +23,7 @@ Length = Int[Array, ""] | int | np.integer | None
 
 
 def splice(
-    pool: Float[Array, "*leading P O K H"],
+    pool: Float[Array, "*leading P O K _"],
     slots: Slots,
     x: Num[Array, "*leading T K H"],
     cos: Float[Array, "..."] | None = None,
@@ -37,14 +40,15 @@ def splice(
     scale: float = 1.0,
     length: Length = None,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "*leading P O K H"]:
+) -> Float[Array, "*leading P O K _"]:
     """Writes R · (x + u v) · scale into a paged pool, in place: token t goes to slot `slots[t]`.
 
     A slot is page · page_size + offset; a chunk may start in the middle of a page and its slots may lie in any order.
     Slots that are not named keep their bits. Everything is checked before anything is written.
 
     Args:
-      pool: pages of vectors, the same leading dimensions as x. Donated: use what comes back.
+      pool: pages of vectors, the same leading dimensions as x, as wide as x or padded to a multiple of 128 lanes. The
+        padding of slots that are named becomes zero. Donated: use what comes back.
       slots: int32, traced or concrete. Concrete slots are checked on the host for range and uniqueness; of traced ones
         those out of range are written nowhere, and a slot named twice holds any of the values.
       x, cos, sin, u, v, x_scale, u_scale, v_scale, dense, per_head, layout, scale: as in `rotate_patch`. An x without a
@@ -65,12 +69,11 @@ def splice(
     check("splice", x, cos, sin, u, v, dense, per_head, layout)
     check_scales("splice", x, u, v, x_scale, u_scale, v_scale)
     _check_pool(pool, slots, x, v, x_scale)
-    reasons = {
-        "gpu": gpu.unsupported(pool, Given(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale), per_head, layout),
-        "tpu": tpu.unsupported(pool, x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale),
-    }
-    chosen = choose("splice", implementation, reasons)
+    scales = (x_scale, u_scale, v_scale)
+    chosen = choose("splice", implementation, _reasons(pool, x, cos, sin, u, v, dense, per_head, layout, *scales))
     check_slots(slots, pool.shape[-4] * pool.shape[-3], length)
+    if chosen != "xla":
+        x, v, dense, x_scale = _in_rows(pool.shape[-1], per_head, x, v, dense, x_scale)
     cos, sin = scaled(cos, sin, scale)
     length = None if length is None else jnp.asarray(length, jnp.int32)
     slots = jnp.asarray(slots, jnp.int32)
@@ -114,11 +117,36 @@ def check_slots(slots: Slots, total: int, length: Length = None) -> None:
 def _check_pool(pool, slots, x, v, x_scale) -> None:
     tokens, heads, width = x.shape[-3:]
     leading = x.shape[:-3]
-    if pool.ndim != x.ndim + 1 or pool.shape[:-4] != leading or pool.shape[-2:] != (heads, width):
-        raise KernelShapeError(f"splice: pool {pool.shape}; expected {[*leading, 'P', 'O', heads, width]}")
+    fits = pool.ndim == x.ndim + 1 and pool.shape[:-4] == leading and pool.shape[-2] == heads
+    if not fits or pool.shape[-1] not in (width, padded_width(width)):
+        wanted = f"{[*leading, 'P', 'O', heads, width]}, or {padded_width(width)} wide with padding"
+        raise KernelShapeError(f"splice: pool {pool.shape}; expected {wanted}")
     if slots.shape != (tokens,):
         raise KernelShapeError(f"splice: slots of shape {slots.shape}; expected [{tokens}]")
     if x_scale is None and x.dtype != pool.dtype:
         raise KernelDtypeError(f"splice: x of dtype {x.dtype}; expected the pool's {pool.dtype}")
     if v is not None and v.shape[-2] > v.shape[-1]:
         raise KernelShapeError(f"splice: rank {v.shape[-2]}; expected at most the width {v.shape[-1]}")
+
+
+def _reasons(pool, x, cos, sin, u, v, dense, per_head: bool, layout: str, x_scale, *scales) -> dict[str, str | None]:
+    """For each kernel, why it cannot take these arguments, as `choose` wants them."""
+    if x.shape[-1] != pool.shape[-1]:
+        as_rows = functools.partial(_in_rows, pool.shape[-1], per_head)
+        x, v, dense, x_scale = jax.eval_shape(as_rows, x, v, dense, x_scale)
+    return {
+        "gpu": gpu.unsupported(pool, Given(x, cos, sin, u, v, dense, x_scale, *scales), per_head, layout),
+        "tpu": tpu.unsupported(pool, x, cos, u, v, dense, per_head, x_scale, *scales),
+    }
+
+
+def _in_rows(width: int, per_head: bool, x, v, dense, x_scale) -> tuple:
+    """The arguments that are as wide as a channel, with zeros behind each head up to `width`: as kernels take them."""
+    if x.shape[-1] == width:
+        return x, v, dense, x_scale
+    if v is not None and not per_head:
+        v = spread(v.reshape(*v.shape[:-1], *x.shape[-2:]), 0, width).reshape(*v.shape[:-1], -1)
+    elif v is not None:
+        v = spread(v, 0, width)
+    x, dense, x_scale = (None if leaf is None else spread(leaf, 0, width) for leaf in (x, dense, x_scale))
+    return x, v, dense, x_scale

@@ -43,7 +43,7 @@ def splice(
     per_head: bool,
     layout: str,
 ) -> Float[Array, "..."]:
-    """The pool with R · (x + u v + dense) at `slots`. Shapes as in `api.splice`."""
+    """The pool with R · (x + u v + dense) at `slots`, zeros where it is padded. Shapes as in `api.splice`."""
     scales, plan = (x_scale, u_scale, v_scale), {"per_head": per_head, "layout": layout, "out_dtype": pool.dtype}
     value = reference.rotate_patch(x, cos, sin, u, v, dense, None, *scales, **plan)
-    return write(pool, slots, value, length)
+    return write(pool, slots, reference.spread(value, 0, pool.shape[-1]), length)

@@ -22,15 +22,16 @@ from kvpatch_jax.errors import (
     ShapeError,
     StalePatchError,
 )
+from pallas_kernels import targeting
 
 PAGES, PAGE_SIZE = 6, 8
 
 
-def pool_of(layout: kvp.KVLayout, dtype=jnp.float32, seed: int = 5) -> dict:
+def pool_of(layout: kvp.KVLayout, dtype=jnp.float32, seed: int = 5, padded: bool = False) -> dict:
     rng = np.random.default_rng(seed)
     return {
         name: jnp.asarray(rng.standard_normal(value.shape), dtype)
-        for name, value in kvp.make_pool(layout, PAGES, PAGE_SIZE).items()
+        for name, value in kvp.make_pool(layout, PAGES, PAGE_SIZE, padded=padded).items()
     }
 
 
@@ -43,26 +44,33 @@ def slots_of(tokens: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).permutation(PAGES * PAGE_SIZE)[:tokens].astype(np.int32)
 
 
-@pytest.mark.parametrize("name", ["gqa", "mha", "mla", "interleaved", "yarn"])
-def test_splice_is_apply_patch_with_pages_for_a_destination(name: str):
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [*((name, False) for name in ("gqa", "mha", "mla", "interleaved", "yarn")), ("mha", True), ("mla", True)],
+)
+def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: bool):
     chunk = chunk_of(name, length=19)
     layout = chunk.layout
     patch = kvp.form_patch(layout, conditioned_of(chunk), chunk, 4, ("A",))
     slots = slots_of(chunk.tokens)
     slots[chunk.length :] = -1
-    pool = pool_of(layout)
+    pool = pool_of(layout, padded=padded)
     before = {channel: bits(value).copy() for channel, value in pool.items()}
     made = kvp.apply_patch(layout, chunk, patch, 11, ("A",))
     pool = kvp.splice(pool, slots, layout, chunk, patch, 11, ("A",))
     kept = slots[: chunk.length]
     others = np.setdiff1d(np.arange(PAGES * PAGE_SIZE), kept)
     for channel, value in kvp.read_slots(pool, kept).items():
-        np.testing.assert_allclose(value, made[channel][:, : chunk.length], rtol=1e-6, atol=1e-6)
+        width = layout.channel(channel).width
+        np.testing.assert_allclose(value[..., :width], made[channel][:, : chunk.length], rtol=1e-6, atol=1e-6)
+        assert value.shape[-1] == (128 if padded else width)
+        assert not bits(value[..., width:]).any()
         flat = bits(pool[channel]).reshape(layout.layers, -1, *value.shape[2:])
         assert (flat[:, others] == before[channel].reshape(flat.shape)[:, others]).all()
 
 
-def test_blind_and_kept_layers_and_engine_frame():
+@pytest.mark.parametrize("padded", [False, True])
+def test_blind_and_kept_layers_and_engine_frame(padded: bool):
     chunk = chunk_of("gqa")
     layout, slots = chunk.layout, slots_of(24)
     conditioned = conditioned_of(chunk)
@@ -72,9 +80,9 @@ def test_blind_and_kept_layers_and_engine_frame():
         kvp.form_patch(layout, conditioned, chunk, 3, ("A",), heads="separate"),
         kvp.form_patch(layout, conditioned, chunk, 3, ("A",), frame="engine", start=4),
     ):
-        pool = kvp.splice(pool_of(layout), slots, layout, chunk, patch, 4, ("A",))
+        pool = kvp.splice(pool_of(layout, padded=padded), slots, layout, chunk, patch, 4, ("A",))
         made = kvp.apply_patch(layout, chunk, patch, 4, ("A",))
-        for channel, value in kvp.read_slots(pool, slots).items():
+        for channel, value in kvp.read_slots(pool, slots, layout).items():
             np.testing.assert_allclose(value, made[channel], rtol=1e-6, atol=1e-6)
 
 
@@ -106,6 +114,7 @@ def test_splicing_compiles_once_and_donates():
         ({"chunk": chunk_of("mha")}, LayoutError, "layout"),
         ({"pool": {"k": jnp.zeros((3, 6, 8, 2, 16))}}, LayoutError, "pool"),
         ({"pool": {name: jnp.zeros((3, 6, 8, 2, 18)) for name in "kv"}}, ShapeError, "pool"),
+        ({"pool": {name: jnp.zeros((3, 6, 8, 2, 127)) for name in "kv"}}, ShapeError, "2, 16 or 128"),
         ({"pool": {name: jnp.zeros((3, 6, 8, 2, 16), jnp.int8) for name in "kv"}}, DtypeError, "int8"),
         ({"pool": {"k": jnp.zeros((3, 6, 8, 2, 16)), "v": jnp.zeros((3, 5, 8, 2, 16))}}, ShapeError, "pages"),
     ],
@@ -204,11 +213,12 @@ def test_a_masked_tail_is_given_back_with_its_page():
     assert books.free == 12
 
 
-def test_compaction_moves_vectors_unchanged(unchecked):
+@pytest.mark.parametrize("padded", [False, True])
+def test_compaction_moves_vectors_unchanged(unchecked, padded: bool):
     layout = LAYOUTS["gqa"]
     books = kvp.SlotAllocator(PAGES, PAGE_SIZE)
     first, second, third = books.allocate(5), books.allocate(9), books.allocate(11, aligned=True)
-    pool = pool_of(layout)
+    pool = pool_of(layout, padded=padded)
     before = [kvp.read_slots(pool, slots) for slots in (second, third)]
     books.release(first)
     mapping = books.compact()
@@ -253,6 +263,65 @@ def test_round_trips_of_keys_and_values_keep_every_bit(heads: int, width: int, w
             assert (bits(back[name]) == bits(pool[name])).all()
 
 
+def widened(pool: dict) -> dict:
+    """The pool with zeros behind every vector, up to 128 or 256 numbers."""
+    pads = {name: [(0, 0)] * 4 + [(0, -value.shape[-1] % 128)] for name, value in pool.items()}
+    return {name: jnp.pad(value, pads[name]) for name, value in pool.items()}
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_a_padded_pool_gives_the_same_pages_and_comes_back(kind: str):
+    layout = {"gqa": LAYOUTS["gqa"], "mla": kvp.KVLayout.mla(2, 130, 64, rope=kvp.Rope(1e4, 64))}[kind]
+    plain = pool_of(layout, jnp.bfloat16)
+    padded = widened(plain)
+    dirty = {name: jnp.where(padded[name] == 0, jnp.nan, padded[name]).astype(jnp.bfloat16) for name in padded}
+    shapes = {name: value.shape for name, value in kvp.make_pool(layout, PAGES, PAGE_SIZE, padded=True).items()}
+    assert {name: value.shape for name, value in padded.items()} == shapes
+    if kind == "gqa":
+        pairs = [(kvp.to_paged_attention, lambda layout, pages, **how: kvp.from_paged_attention(layout, *pages, **how))]
+        pairs += [(kvp.to_ragged_paged_attention, kvp.from_ragged_paged_attention)]
+    else:
+        pairs = [(kvp.to_latent_rows, kvp.from_latent_rows)]
+    for there, back in pairs:
+        pages = there(layout, plain)
+        for pool in (padded, dirty):  # what lies in the padding reaches no engine
+            for left, right in zip(jax.tree.leaves(pages), jax.tree.leaves(there(layout, pool)), strict=True):
+                assert (bits(left) == bits(right)).all()
+        for name, value in back(layout, pages, padded=True).items():
+            assert (bits(value) == bits(padded[name])).all()
+
+
+def latent_pool(layout: kvp.KVLayout) -> dict:
+    """A padded pool of whole tiles, not a number everywhere."""
+    return {name: value * jnp.nan for name, value in kvp.make_pool(layout, 9, 8, jnp.float32, padded=True).items()}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tpu"])
+def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, monkeypatch):
+    from kvpatch_jax.pool import jitted_splice
+    from pallas_kernels.splice import api
+
+    monkeypatch.setattr(api, "_jitted" if implementation == "tpu" else "_jitted_tpu", None)  # no falling back
+    chunk = chunk_of("mla", length=19)
+    layout = chunk.layout
+    patch = kvp.form_patch(layout, conditioned_of(chunk), chunk, 4, ("A",))
+    slots = np.arange(5, 5 + chunk.tokens, dtype=np.int32)
+    made = kvp.apply_patch(layout, chunk, patch, 11, ("A",))
+    interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    jitted_splice.clear_cache()
+    with targeting(implementation.replace("xla", "cpu"), interpret):
+        pool = kvp.splice(latent_pool(layout), slots, layout, chunk, patch, 11, ("A",))
+    jitted_splice.clear_cache()
+    kept = slots[: chunk.length]
+    for name, value in kvp.read_slots(pool, kept, layout).items():
+        np.testing.assert_allclose(value, made[name][:, : chunk.length], atol=2e-5)
+    others = np.setdiff1d(np.arange(9 * 8), kept)
+    for name, value in pool.items():
+        flat = np.asarray(value).reshape(layout.layers, -1, 128)
+        assert not bits(flat[:, kept, layout.channel(name).width :]).any()
+        assert np.isnan(flat[:, others]).all()
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("latent", "rope"), [(512, 64), (32, 16), (130, 128)])
 def test_round_trip_of_latent_rows_keeps_every_bit(latent: int, rope: int, dtype):
@@ -279,6 +348,10 @@ def test_engine_layouts_refuse(unchecked):
         kvp.to_latent_rows(mla, pool_of(mla), packing=3)
     with pytest.raises(ShapeError, match="expected 4 heads"):
         kvp.from_ragged_paged_attention(gqa, jnp.zeros((3, 6, 8, 6, 128)))
+    with pytest.raises(ShapeError, match=r"expected \[3, P, O, 2, 16\]"):
+        kvp.from_paged_attention(gqa, *[jnp.zeros((3, 2, 6, 8, 128))] * 2)
+    with pytest.raises(ShapeError, match="127"):
+        kvp.read_slots({name: jnp.zeros((3, 6, 8, 2, 127)) for name in "kv"}, np.array([1]), gqa)
     with pytest.raises(ShapeError, match="rows of 128"):
         kvp.from_latent_rows(mla, jnp.zeros((2, 6, 8, 1, 128)))
 

@@ -5,12 +5,15 @@ import math
 import os
 import re
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from ahead_of_time import SPEC, chunk_of, compile_on, without_the_compilation_cache  # noqa: F401
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice
 
+import kvpatch_jax as kvp
 from pallas_kernels import rotate_patch, splice
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, Shape
 from pallas_kernels.splice.shapes import PRODUCTION as POOLS
@@ -100,3 +103,40 @@ def test_eight_bit_chunks_compile(topology: str, dtype: str):
     text = compiled_for(topology, run, chunk_of(PRODUCTION[1], 1024, 16, dtype)).as_text()
     assert text is not None
     assert text.count('custom_call_target="tpu_custom_call"') == 1
+
+
+def kimi_vl() -> tuple[kvp.KVLayout, kvp.Chunk]:
+    """Kimi-VL's layout, and a chunk of one image whose numbers do not matter."""
+    layout = kvp.KVLayout.mla(27, 512, 64, rope=kvp.Rope(8e5, 64))
+    kv = {name: jnp.zeros((27, 1088, 1, layout.channel(name).width), jnp.bfloat16) for name in layout.names}
+    local = np.arange(1088, dtype=np.float32)
+    return layout, kvp.Chunk(kv=kv, local=local, span=1088, length=1080, id="B", layout=layout, backbone="kimi-vl")
+
+
+@TOPOLOGIES
+def test_a_padded_pool_is_written_in_place_through_the_public_face(topology: str):
+    layout, chunk = kimi_vl()
+    stamp = kvp.Stamp("B", "conditioned", ("A",), "kimi-vl", layout, tuple(range(27)), base_antecedent=("C", "A"))
+    shapes = lambda make: {channel.name: SPEC(make(channel), jnp.bfloat16) for channel in layout.channels}
+    factors = tuple(
+        shapes(make) for make in (lambda channel: (27, 1088, 32), lambda channel: (27, 32, channel.features))
+    )
+    pool = jax.eval_shape(lambda: kvp.make_pool(layout, 256, 64, padded=True))
+    assert {name: leaf.shape[-1] for name, leaf in pool.items()} == {"ckv": 512, "kpe": 128}
+
+    def run(pool, slots, base, factors, start):
+        patch = kvp.Patch({name: tuple(side[name] for side in factors) for name in layout.names}, stamp)
+        given = {"base": base, "base_antecedent": ("C", "A")}
+        return kvp.splice(pool, slots, layout, chunk, patch, start, ("A",), **given)
+
+    base = shapes(lambda channel: (27, 1088, 1, channel.width))
+    arguments = (pool, SPEC((1088,), jnp.int32), base, factors, SPEC((), jnp.int32))
+    compiled = compiled_for(topology, run, *arguments, donate=(0,))
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    sizes = [math.prod(leaf.shape) for leaf in pool.values()]
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    assert memory.alias_size_in_bytes >= 2 * sum(sizes)
+    assert not set(sizes) & set(copied(text))
+    assert memory.temp_size_in_bytes < 2 * min(sizes)

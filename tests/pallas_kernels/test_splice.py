@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import arrays
+from kernel_cases import INTERPRETED, arrays, narrow_arrays
 
 from pallas_kernels import (
     KernelDtypeError,
@@ -17,7 +17,9 @@ from pallas_kernels import (
     KernelUnavailableError,
     rotate_patch,
     splice,
+    targeting,
 )
+from pallas_kernels.rotate_patch.shapes import Shape as ChunkShape
 from pallas_kernels.splice.shapes import SMALL, Shape
 
 
@@ -53,6 +55,52 @@ def test_writes_what_rotate_patch_makes_and_nothing_else(shape: Shape, per_head:
     wide = lambda bits: bits.view(np.float32) if dtype == jnp.float32 else bits.view(jnp.bfloat16).astype(np.float32)
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == jnp.float32 else {"rtol": 2**-8}
     np.testing.assert_allclose(wide(found[..., slots, :, :]), np.asarray(made, np.float32), **tolerance)
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+def test_rows_padded_to_whole_lanes_get_the_same_bits_then_zeros(shape: Shape):
+    per_head = shape.chunk.heads > 1
+    dtype = jnp.bfloat16 if per_head else jnp.float32
+    chunk, slots = arrays(shape.chunk, per_head, dtype), slots_of(shape)
+    more = {"per_head": per_head, "layout": shape.chunk.layout}
+    pads = [(0, 0)] * (len(shape.pool) - 1) + [(0, -shape.pool[-1] % 128)]
+    padded = jnp.pad(pool_of(shape, dtype), pads, constant_values=jnp.nan)
+    before, narrow = flat(padded), flat(splice(pool_of(shape, dtype), slots, **chunk, **more))
+    found = flat(splice(padded, slots, **chunk, **more))
+    width = shape.pool[-1]
+    others = np.setdiff1d(np.arange(shape.pages * shape.page_size), slots)
+    assert (found[..., others, :, :] == before[..., others, :, :]).all()
+    assert (found[..., slots, :, :width] == narrow[..., slots, :, :]).all()
+    assert (found[..., slots, :, width:] == 0).all()
+
+
+NARROW = [("tpu", "half", 1, None), ("gpu", "pairs", 2, None), ("tpu", "half", 1, "int8")]
+
+
+@pytest.mark.parametrize(("implementation", "layout", "heads", "dtype"), NARROW)
+def test_kernels_write_narrow_channels_into_rows_of_whole_lanes(implementation, layout, heads, dtype):
+    chunk = ChunkShape("narrow", (2,), 20, heads, 64, 64, 3, layout)
+    given = arrays(chunk, dtype=jnp.bfloat16) if dtype is None else narrow_arrays(chunk, dtype)[0]
+    slots = np.arange(7, 27, dtype=np.int32)
+    run = lambda pool, name: splice(pool, slots, **given, layout=layout, length=jnp.int32(18), implementation=name)
+    pool = lambda: jnp.full((2, 4, 16, heads, 128), jnp.nan, jnp.bfloat16)
+    with targeting(implementation, INTERPRETED[implementation]):
+        found = np.asarray(jax.jit(lambda pool: run(pool, implementation))(pool()).astype(jnp.float32))
+    np.testing.assert_allclose(found, run(pool(), "xla").astype(jnp.float32), rtol=2**-7, atol=1e-6)
+    assert not found.reshape(2, 64, heads, 128)[:, 7:25, :, 64:].any()
+
+
+@pytest.mark.parametrize("width", [15, 17, 64, 256])
+def test_refuses_rows_of_any_other_width(unchecked, width: int):
+    shape = SMALL[0]
+    pool = jnp.zeros((*shape.pool[:-1], width))
+    with pytest.raises(KernelShapeError, match=r"expected .* 16\], or 128 wide"):
+        splice(pool, slots_of(shape), **arrays(shape.chunk))
+    padded = jnp.zeros((*shape.pool[:-1], 128))
+    factors = {"u": jnp.zeros((2, 12, 33)), "v": jnp.zeros((2, 33, 32))}
+    with pytest.raises(KernelShapeError, match="rank 33; expected at most the width 32"):
+        splice(padded, slots_of(shape), **(arrays(shape.chunk) | factors))
+    assert not padded.is_deleted()
 
 
 def test_rank_zero_of_a_plain_channel_is_a_copy():
