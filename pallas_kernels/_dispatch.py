@@ -1,6 +1,8 @@
 """Which implementation runs."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
@@ -11,6 +13,30 @@ from .errors import KernelUnavailableError
 IMPLEMENTATIONS = ("xla", "gpu", "tpu")
 
 
+_PREFERRED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("preferred", default=None)
+
+
+@contextlib.contextmanager
+def preferring(*implementations: str) -> Iterator[None]:
+    """Inside, implementation=None means these in order, then "xla": for all operations, whoever calls them.
+
+    So `with preferring("tpu"):` takes the kernels on a TPU that they were not timed on. It acts while a function is
+    traced: functions that are already compiled stay as they are. In a process of several devices, only inside
+    `jax.shard_map`.
+
+    Raises:
+      KernelUnavailableError: an unknown name.
+    """
+    for name in implementations:
+        if name not in IMPLEMENTATIONS:
+            raise KernelUnavailableError(f"preferring {name!r}; expected one of {IMPLEMENTATIONS}")
+    token = _PREFERRED.set((*implementations, "xla"))
+    try:
+        yield
+    finally:
+        _PREFERRED.reset(token)
+
+
 def choose(
     operation: str, implementation: str | Sequence[str] | None, reasons: Mapping[str, str | None] | None = None
 ) -> str:
@@ -18,10 +44,10 @@ def choose(
 
     Args:
       operation: for messages.
-      implementation: one name; several in order of preference; or None: the platform's kernel where it can run and was
-        timed on this kind of device (see `_configurations.timed`) or `targeting` asks for the platform, else "xla". In
-        a process of several devices None is "xla", for XLA cannot partition a kernel: ask by name, inside
-        `jax.shard_map`.
+      implementation: one name; several in order of preference; or None: what `preferring` says, else the platform's
+        kernel where it can run and was timed on this kind of device (see `_configurations.timed`) or `targeting` asks
+        for the platform, else "xla". In a process of several devices None is "xla", for XLA cannot partition a kernel:
+        ask by name, inside `jax.shard_map`.
       reasons: for each kernel that the operation has, why it cannot take these arguments, or None if it can.
 
     Raises:
@@ -29,6 +55,8 @@ def choose(
     """
     aimed = target()
     platform = jax.default_backend() if aimed is None else aimed.platform
+    if implementation is None:
+        implementation = _PREFERRED.get()
     if implementation is None:
         trusted = aimed is not None or (jax.device_count() == 1 and timed(jax.devices()[0].device_kind))
         implementation = (platform, "xla") if trusted and platform in ("gpu", "tpu") else ("xla",)

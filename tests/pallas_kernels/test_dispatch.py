@@ -6,7 +6,7 @@ import types
 import jax
 import pytest
 
-from pallas_kernels import KernelUnavailableError, configured_by, targeting
+from pallas_kernels import KernelUnavailableError, configured_by, preferring, targeting
 from pallas_kernels._dispatch import choose
 
 
@@ -47,6 +47,21 @@ def test_a_kernel_that_was_not_timed_on_this_kind_of_device_is_not_taken_unasked
     with configured_by(tmp_path / "own.json"):
         assert choose("op", None, {"tpu": None}) == "xla"
         assert choose("op", ("tpu", "xla"), {"tpu": None}) == "tpu"
+
+
+@pytest.mark.usefixtures("tpu")
+def test_preferring_says_what_none_means_and_no_more():
+    with preferring("tpu"):
+        assert choose("op", None, {"tpu": None}) == "tpu"
+        assert choose("op", None, {"tpu": "too wide"}) == "xla"
+        assert choose("op", "xla", {"tpu": None}) == "xla"
+        with preferring():
+            assert choose("op", None, {"tpu": None}) == "xla"
+    assert choose("op", None, {"tpu": None}) == "xla"
+    with preferring("gpu"):
+        assert choose("op", None, {"gpu": None, "tpu": None}) == "xla"
+    with pytest.raises(KernelUnavailableError, match="'cuda'; expected one of"), preferring("cuda"):
+        pass
 
 
 def test_a_sequence_falls_to_the_next():
