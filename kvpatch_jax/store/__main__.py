@@ -25,6 +25,8 @@ def _flags():
     text("directory", "export, import: where the snapshot is to be, or is.")
     text("remote", "rm-tenant: a TensorStore key-value spec (JSON or URL) to delete from too.")
     flags.DEFINE_integer("budget", None, "gc, import: bytes to evict down to.", lower_bound=0, flag_values=values)
+    flags.DEFINE_integer("library-quota", None, "import: bytes that --tenant's static library may have then; more is "
+                         "refused.", lower_bound=1, flag_values=values)  # fmt: skip
     truth("copy", "export, import: copy files in place of linking them.")
     truth("arrays", "export, import: Orbax arrays, without secret or encryption, in place of a snapshot.")
     truth("yes", "rm-tenant: do not ask.")
@@ -94,7 +96,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = Options(values.root, _progress, bar, _ask, values.tenant, _file(values["secret-file"].value),
                           _file(values["key-file"].value), values.remote, values.budget, values.yes,
-                          values.directory, values.copy, values.arrays)  # fmt: skip
+                          values.directory, values.copy, values.arrays,
+                          values["library-quota"].value)  # fmt: skip
         outcome = COMMANDS[names[0]].run(options)
     except KVPatchError as error:
         print(f"error: {error}", file=sys.stderr)

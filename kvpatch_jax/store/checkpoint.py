@@ -5,26 +5,28 @@ All of the library's calls of Orbax are here. It is its version 1 interface, whi
 directories; what this module acknowledges was synced afterwards, for which `make_durable` is there too.
 """
 
-import asyncio
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from ..chunk import AnyArray, Chunk
 from ..errors import InputError, StoreCorruptError, StoreFullError, StoreIOError, StoreSnapshotError
 from ..stamp import Patch
+from .arrivals import changing_libraries, check_library, entries_last, is_entry, is_there
 from .codec import encoder_blob, patch_blob, patch_of, patch_parts
 from .files import sync_directory, sync_file_system, typed_errors
 from .ids import Encoding, Name
+from .item import StoreItem as StoreItem
+from .item import local_path
 from .objects import Blob, file_size
 from .placement import Placement, target_of
 from .portable import (
@@ -38,65 +40,19 @@ from .portable import (
     outline,
     specs_of,
 )
-from .restore import blob_of, is_there, load_objects, name_of, part_of, save_objects
-from .snapshot import Progress, Summary, name_at, new_directory, read_list, write_list
+from .processes import Together
+from .restore import blob_of, name_of, part_of
+from .shelf import Resource, check_resource, chunk_bytes, resource_of
+from .snapshot import Progress, Summary, name_at, new_directory, read_list, unchanged_libraries, write_list
 from .store import ChunkStore
 
 LIST = "EXPORT"
 _PART_BYTES, _GROUP = 1 << 30, 64
 
 
-# --------------------------------------------------------------------------------- a store beside model parameters
-
-
-class StoreItem:
-    """A store's tenant as an item of an Orbax checkpoint, for who wants other choices than those of the store itself.
-
-    `ocp.save_checkpointables(path, {"chunk_store": store, "model": parameters})` takes the `ChunkStore` as it is, and
-    so do `ocp.load_checkpointables` and `ocp.training.Checkpointer`. What is saved is a snapshot of the tenant's
-    objects (`snapshot`), made while the caller goes on; loading adds it to the store, verified, all or nothing.
-
-    Checkpoints are on a file system of this machine. Where several processes save together, the first of them saves
-    and loads, for all of them share the root.
-
-    Args:
-      copy, skip_damaged: as of `save_snapshot` and `load_snapshot`.
-    """
-
-    def __init__(self, store: ChunkStore, *, copy: bool = False, skip_damaged: bool = False):
-        self.store, self.copy, self.skip_damaged = store, copy, skip_damaged
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        """Called by Orbax, which awaits the result in the background."""
-
-        async def saved() -> None:
-            path = _local(await directory.await_creation())
-            if jax.process_index() == 0:
-                await asyncio.to_thread(save_objects, self.store, path, copy=self.copy)
-
-        return saved()
-
-    async def load(self, directory: Any) -> Awaitable[None]:
-        """Called by Orbax. All is done before this returns, since Orbax puts an error of its own around later ones.
-
-        Raises:
-          As `load_snapshot`.
-        """
-        if jax.process_index() == 0:
-            load = functools.partial(load_objects, copy=self.copy, skip_damaged=self.skip_damaged)
-            await asyncio.to_thread(load, self.store, _local(directory))
-
-        async def loaded() -> None:
-            pass
-
-        return loaded()
-
-
-def _local(directory: Any) -> str:
-    path = os.fspath(directory)
-    if "://" in path:
-        raise InputError(f"checkpoint {path}: expected a path of this machine's file system (exports may be elsewhere)")
-    return path
+def barrier(key: str, timeout: float | int) -> None:
+    """Waits, in any thread, until all processes of the job have come to `key`. Raises where they do not come."""
+    multihost.get_barrier_sync_fn()(key=key, timeout_ms=int(1000 * timeout))
 
 
 def make_durable(directory: str | os.PathLike[str]) -> None:
@@ -105,7 +61,7 @@ def make_durable(directory: str | os.PathLike[str]) -> None:
     Raises:
       StoreIOError: it cannot be synced, or is not there.
     """
-    path = os.path.abspath(_local(directory))
+    path = os.path.abspath(local_path(directory))
     with typed_errors(f"checkpoint {path}: sync"):
         sync_file_system(path)
         sync_directory(os.path.dirname(path))
@@ -123,12 +79,14 @@ class Loaded:
       reduced: canonicals kept in a smaller encoding, in the dtype they had before, with the encoding.
       patches: with their stamps.
       encoders: towers' outputs, by backbone and id.
+      resources: entries of libraries, the current version and older ones of each.
     """
 
     chunks: tuple[Chunk, ...] = ()
     reduced: tuple[tuple[Encoding, Chunk], ...] = ()
     patches: tuple[Patch, ...] = ()
     encoders: Mapping[tuple[str, str], AnyArray] = dataclasses.field(default_factory=dict)
+    resources: tuple[Resource, ...] = ()
 
 
 def save_arrays(
@@ -140,39 +98,45 @@ def save_arrays(
 ) -> None:
     """Saves chunks and patches as one Orbax checkpoint of arrays (zarr3), a few for each, layers stacked.
 
-    kv [L, T, K, H] and residuals may be sharded over a mesh, of several processes too, which then all call this. The
-    checkpoint is there when it has returned everywhere. It is not encrypted.
+    kv [L, T, K, H] and residuals may be sharded over a mesh, of several processes too. Then all processes call this,
+    with the same chunks and patches in the same order; arrays that are not spread over them are taken from the first.
+    When it has returned, in whichever process, the checkpoint is there, and durable. It is not encrypted.
 
     Raises:
-      InputError: nothing to save. DtypeError: a dtype that objects do not hold. StoreFullError, StoreIOError.
+      InputError: nothing to save. DtypeError: a dtype that objects do not hold. StoreFullError, StoreIOError; with
+        several processes, in all of them.
     """
-    entries = [entry_of_chunk(chunk) for chunk in chunks]
-    encoders = [encoder_blob(c.id, c.backbone, np.asarray(c.encoder)) for c in chunks if c.encoder is not None]
-    entries += [entry_of(blob, "enc") for blob in encoders]
-    entries += [entry_of(patch_blob(patch), "p") for patch in patches]
-    if not entries:
-        raise InputError("save_arrays: 0 chunks and patches; expected some")
     path = os.fspath(directory)
-    _save(path, entries, compress)
-    if "://" not in path:
-        make_durable(path)
+    with Together().agreeing(f"export {path}"):
+        entries = [entry_of_chunk(chunk) for chunk in chunks]
+        encoders = [encoder_blob(c.id, c.backbone, np.asarray(c.encoder)) for c in chunks if c.encoder is not None]
+        entries += [entry_of(blob, "enc") for blob in encoders]
+        entries += [entry_of(patch_blob(patch), "p") for patch in patches]
+        if not entries:
+            raise InputError("save_arrays: 0 chunks and patches; expected some")
+        _save(path, entries, compress)
+        if "://" not in path:
+            make_durable(path)
 
 
 def load_arrays(directory: str | os.PathLike[str], placement: Placement | None = None) -> Loaded:
     """Loads what `save_arrays` or `export_arrays` saved, each array verified where it came to lie.
+
+    In a job of several processes all of them call this; how many saved does not matter.
 
     Args:
       placement: a sharding or device for kv [L, T, K, H], or one per channel: each device reads its own part. By
         default arrays of the host. Patches come on the default device, all else on the host.
 
     Raises:
-      StoreSnapshotError: not an export, or damaged.
+      StoreSnapshotError: not an export, or damaged. StoreIOError: so in another process.
     """
     entries = [entry for part in _parts(os.fspath(directory)) for entry in _load(part, placement)]
     by_kind = lambda kind: [entry for entry in entries if entry.about["kind"] == kind]
     try:
         canonicals = [chunk_of_entry(entry) for entry in by_kind("kv")]
         patches = [patch_of(patch_parts(entry.about["body"], _host(entry))) for entry in by_kind("patch")]
+        resources = [_resource(entry) for entry in by_kind("entry")]
     except StoreCorruptError as error:
         raise StoreSnapshotError(f"export {directory}: {error}") from error
     return Loaded(
@@ -180,6 +144,7 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
         tuple((encoding, chunk) for encoding, chunk in canonicals if encoding is not None),
         tuple(patches),
         {(e.about["body"]["backbone"], e.about["body"]["id"]): e.arrays["encoder"] for e in by_kind("encoder")},
+        tuple(resources),
     )
 
 
@@ -201,27 +166,51 @@ def export_arrays(
     Raises:
       InputError: `directory` is there. StoreFullError, StoreReadOnlyError, StoreIOError; there is no directory then.
     """
+    _expect_one_process("export_arrays")
     store.flush()
-    listed = sorted(store.disk.scan(store.names.space), key=lambda entry: entry.path)
-    total, done, objects, nbytes, parts = sum(each.size for each in listed), 0, 0, 0, 0
-    waiting: list[Entry] = []
     with new_directory(os.fspath(directory)) as unfinished:
+        export = _Export(store, unfinished, compress, part_bytes)
+        with unchanged_libraries(store.disk.root, store.names.libraries):
+            export.take(store.names.libraries, None)
+        export.take(store.names.space, progress)
+        export.save()
+        write_list(f"{unfinished}/{LIST}", {"version": 1, "parts": export.parts, "objects": export.objects})
+        with typed_errors(f"export {unfinished}: sync"):
+            sync_file_system(unfinished)  # what Orbax left unsynced
+    return Summary(export.objects, export.nbytes, export.skipped)
+
+
+class _Export:
+    """An export on its way: what waits for the next checkpoint of it, and what was taken so far."""
+
+    def __init__(self, store: ChunkStore, directory: str, compress: bool, part_bytes: int):
+        self._store, self._directory, self._compress, self._part_bytes = store, directory, compress, part_bytes
+        self._waiting: list[Entry] = []
+        self.objects, self.nbytes, self.skipped, self.parts = 0, 0, 0, 0
+
+    def take(self, below: str, progress: Progress | None) -> None:
+        """Takes every object below a folder of the store."""
+        listed = sorted(self._store.disk.scan(below), key=lambda entry: entry.path)
+        total, done = sum(each.size for each in listed), 0
         for each in listed:
             name = name_at(each.path)
-            found = store.disk.get(name)
-            if found is not None:
-                waiting.append(entry_of(blob_of(found.header, found.arrays), part_of(name.file)))
-                objects, nbytes = objects + 1, nbytes + each.size
-            if waiting and (_nbytes(waiting) >= part_bytes or each is listed[-1]):
-                _save(f"{unfinished}/part-{parts:05d}", waiting, compress)
-                waiting, parts = [], parts + 1
+            found = self._store.disk.get(name)
+            if found is None:
+                self.skipped += 1
+            else:
+                self._waiting.append(entry_of(blob_of(found.header, found.arrays), part_of(name.file)))
+                self.objects, self.nbytes = self.objects + 1, self.nbytes + each.size
+            if _nbytes(self._waiting) >= self._part_bytes:
+                self.save()
             done += each.size
             if progress is not None:
                 progress(done, total)
-        write_list(f"{unfinished}/{LIST}", {"version": 1, "parts": parts, "objects": objects})
-        with typed_errors(f"export {unfinished}: sync"):
-            sync_file_system(unfinished)  # what Orbax left unsynced
-    return Summary(objects, nbytes, len(listed) - objects)
+
+    def save(self) -> None:
+        """Saves what waits, if anything does."""
+        if self._waiting:
+            _save(f"{self._directory}/part-{self.parts:05d}", self._waiting, self._compress)
+            self._waiting, self.parts = [], self.parts + 1
 
 
 def import_arrays(directory: str | os.PathLike[str], store: ChunkStore, *, progress: Progress | None = None) -> Summary:
@@ -232,26 +221,63 @@ def import_arrays(directory: str | os.PathLike[str], store: ChunkStore, *, progr
     Raises:
       StoreSnapshotError: not an export, or damaged. As `ChunkStore.put`. Nothing was added then.
     """
-    parts = _parts(os.fspath(directory))
+    _expect_one_process("import_arrays")
+    parts = list(reversed(_parts(os.fspath(directory))))  # entries were exported first, and come in last
     plans = [_planned(part, store) for part in parts]
-    sizes = [sum(file_size(blob_of_entry(entry), name.file) for entry, name in plan.values()) for plan in plans]
-    count = sum(len(_about(part)) for part in parts)
-
-    def groups() -> Iterator[list[tuple[Name, Blob]]]:
-        done = 0
-        for part, plan, size in zip(parts, plans, sizes, strict=True):
-            entries = _load(part, None) if plan else []
-            for batch in itertools.batched(plan.items(), _GROUP):
-                yield [(name, blob_of_entry(entries[index])) for index, (_, name) in batch]
-            done += size
-            if progress is not None:
-                progress(done, sum(sizes))
-
-    added = store.add(groups(), sum(sizes))
-    return Summary(added, sum(sizes), count - added)
+    every = [name for plan in plans for _, name in plan.values()]
+    with changing_libraries(store.disk, every) as has:
+        lacks = lambda name: not (has(name) if is_entry(name) else is_there(store.disk, name))
+        plans = [{index: each for index, each in plan.items() if lacks(each[1])} for plan in plans]
+        sizes = [sum(file_size(blob_of_entry(entry), name.file) for entry, name in plan.values()) for plan in plans]
+        coming = [each for plan in plans for each in plan.values()]
+        check_library(store, sum(_counted(store, *each) for each in coming))
+        need = sum(file_size(blob_of_entry(entry), name.file) for entry, name in coming if not is_entry(name))
+        added = store.add(_groups(parts, plans, sizes, progress), need)
+    return Summary(added, sum(sizes), sum(len(_about(part)) for part in parts) - added)
 
 
 # ----------------------------------------------------------------------------------------------------- inside
+
+
+def _expect_one_process(what: str) -> None:
+    """These read and write the objects of one root, and Orbax's calls are for all processes or for none."""
+    if jax.process_count() > 1:
+        raise InputError(
+            f"{what}: in a job of {jax.process_count()} processes; expected one (a program of its own will do: "
+            "python -m kvpatch_jax.store), or save_arrays and load_arrays by all"
+        )
+
+
+def _groups(
+    parts: Sequence[str],
+    plans: Sequence[Mapping[int, tuple[Entry, Name]]],
+    sizes: Sequence[int],
+    progress: Progress | None,
+) -> Iterator[list[tuple[Name, Blob]]]:
+    """What goes in together, checkpoint by checkpoint, verified."""
+    done = 0
+    for part, plan, size in zip(parts, plans, sizes, strict=True):
+        entries = _load(part, None) if plan else []
+        order = entries_last([(index, name) for index, (_, name) in plan.items()], lambda each: each[1])
+        for batch in itertools.batched(order, _GROUP):
+            yield [(name, blob_of_entry(entries[index])) for index, name in batch]
+        done += size
+        if progress is not None:
+            progress(done, sum(sizes))
+
+
+def _counted(store: ChunkStore, entry: Entry, name: Name) -> int:
+    """Bytes that an entry will count for in a static library; 0 for all else."""
+    if store.budget.library is None or entry.about["part"] != "entry":
+        return 0
+    sealed = store.disk.seal.sealed(blob_of_entry(entry), name.file)
+    return file_size(sealed, name.file) + chunk_bytes(entry.about["body"])
+
+
+def _resource(entry: Entry) -> Resource:
+    body, arrays, expires = entry.about["body"], _host(entry), entry.about["expires"]
+    check_resource(body, arrays, expires)
+    return resource_of(body, arrays, expires)
 
 
 def _nbytes(entries: Sequence[Entry]) -> int:
@@ -269,7 +295,7 @@ def _key(index: int) -> str:
 def _save(path: str, entries: Sequence[Entry], compress: bool) -> None:
     """One checkpoint. Arrays without elements, which Orbax does not take, are made again from their shapes."""
     tree = {
-        _key(index): {name: value for name, value in entry.arrays.items() if value.size}
+        _key(index): {name: _savable(value) for name, value in entry.arrays.items() if value.size}
         for index, entry in enumerate(entries)
     }
     text = json.dumps({"version": 1, "objects": [entry.about for entry in entries]}, separators=(",", ":")).encode()
@@ -282,6 +308,12 @@ def _save(path: str, entries: Sequence[Entry], compress: bool) -> None:
     except Exception as error:  # Orbax and TensorStore raise errors of many kinds
         kind = StoreFullError if "No space left" in str(error) else StoreIOError
         raise kind(f"export {path}: {str(error)[:300]}; expected Orbax to write it") from error
+
+
+def _savable(value: AnyArray) -> AnyArray:
+    """Of an array that this process alone has, Orbax takes in a job of several processes only what is on the host."""
+    alone = isinstance(value, jax.Array) and value.is_fully_addressable and jax.process_count() > 1
+    return np.asarray(value) if alone else value
 
 
 def _digest(text: bytes) -> bytes:
@@ -321,19 +353,22 @@ def _about(path: str) -> list[dict[str, Any]]:
 
 
 def _load(path: str, placement: Placement | None) -> list[Entry]:
-    """The entries of a checkpoint, verified."""
-    abouts = _about(path)
-    template = {_key(index): _template(about, placement) for index, about in enumerate(abouts)}
-    tree = _read(path, {"arrays": {key: value for key, value in template.items() if value}})["arrays"]
+    """The entries of a checkpoint, verified, in all processes or in none."""
     entries: list[Entry] = []
-    for index, about in enumerate(abouts):
-        missing = {name: empty_array(*spec) for name, spec in specs_of(about).items() if 0 in spec[1]}
-        entry = Entry(about, tree.get(_key(index), {}) | missing)
-        try:
-            check_entry(entry)
-        except StoreCorruptError as error:
-            raise StoreSnapshotError(f"export {path}: object {index}: {error}", (str(error),)) from error
-        entries.append(entry)
+    bad: list[str] = []
+    with Together().agreeing(f"export {path}"):
+        abouts = _about(path)
+        template = {_key(index): _template(about, placement) for index, about in enumerate(abouts)}
+        tree = _read(path, {"arrays": {key: value for key, value in template.items() if value}})["arrays"]
+        for index, about in enumerate(abouts):
+            missing = {name: empty_array(*spec) for name, spec in specs_of(about).items() if 0 in spec[1]}
+            entries.append(Entry(about, tree.get(_key(index), {}) | missing))
+            try:
+                check_entry(entries[-1])
+            except StoreCorruptError as error:
+                bad.append(f"object {index}: {error}")
+        if bad:
+            raise StoreSnapshotError(f"export {path}: {bad[0]}", tuple(bad))
     return entries
 
 
@@ -356,7 +391,7 @@ def _template(about: Mapping[str, Any], placement: Placement | None) -> dict[str
 
 
 def _planned(path: str, store: ChunkStore) -> dict[int, tuple[Entry, Name]]:
-    """What of a checkpoint the store lacks: outline and name, by place in the checkpoint."""
+    """What of a checkpoint has not expired: outline and name, by place in the checkpoint."""
     plan: dict[int, tuple[Entry, Name]] = {}
     for index, about in enumerate(_about(path)):
         if about["expires"] is not None and store.clock() >= about["expires"]:
@@ -366,6 +401,5 @@ def _planned(path: str, store: ChunkStore) -> dict[int, tuple[Entry, Name]]:
             name = name_of(store.names, about["kind"], about["part"], about["body"], _host(entry))
         except StoreCorruptError as error:
             raise StoreSnapshotError(f"export {path}: object {index}: {error}", (str(error),)) from error
-        if not is_there(store.disk, name):
-            plan[index] = (entry, name)
+        plan[index] = (entry, name)
     return plan

@@ -12,7 +12,7 @@ from .buffers import Buffers
 from .disk import Disk
 from .evict import collect, make_room
 from .ids import Names
-from .operate import Progress, listing, totals, verify
+from .operate import ALL, Progress, drop_old_versions, listing, totals, verify
 from .remote import KeyValueStore
 from .restore import load_snapshot, save_snapshot
 from .seal import AesGcm
@@ -43,6 +43,7 @@ class Options:
     directory: str | None = None
     copy: bool = False
     arrays: bool = False
+    library_quota: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +86,12 @@ def _names(options: Options, disk: Disk) -> Names:
     return Names(options.tenant, read_secret(disk.root) if options.secret is None else options.secret)
 
 
-def _below(options: Options, disk: Disk) -> str:
-    """The folder that a command is about: one tenant's, or all of the root."""
-    return "obj" if options.tenant is None else _names(options, disk).space
+def _below(options: Options, disk: Disk) -> tuple[str, str]:
+    """The folders that a command is about, of chunks and of libraries: one tenant's, or all of the root."""
+    if options.tenant is None:
+        return ALL
+    names = _names(options, disk)
+    return names.space, names.libraries
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
@@ -136,16 +140,18 @@ def _verify(options: Options) -> Outcome:
 
 def _gc(options: Options) -> Outcome:
     disk = _disk(options)
-    below = _below(options, disk)
-    before = [entry.size for entry in disk.scan(below)]
+    below, libraries = _below(options, disk)
+    before, entries = [entry.size for entry in disk.scan(below)], len(disk.scan(libraries))
     finish(disk, below.partition("/")[2])
-    collect(disk, below)
+    collect(disk, below, libraries)
+    old_versions = drop_old_versions(disk, libraries)
     if options.budget is not None:
         make_room(disk, options.budget, 0, lambda chunk: False, below)
     after = [entry.size for entry in disk.scan(below)]
     result = {"objects_before": len(before), "bytes_before": sum(before)}
     result |= {"objects": len(after), "bytes": sum(after), "expired": disk.counters["disk_evicted_expired"]}
-    result |= {"evicted": disk.counters["disk_evicted_budget"]}
+    result |= {"evicted": disk.counters["disk_evicted_budget"], "entries_before": entries}
+    result |= {"entries": len(disk.scan(libraries)), "old_versions": old_versions}
     return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()])
 
 
@@ -185,8 +191,13 @@ def _import(options: Options) -> Outcome:
         with _store(options) as store:
             return _done(import_arrays(directory, store, progress=options.byte_progress))
     more = {"tenant": options.tenant, "secret": options.secret, "key": options.key, "copy": options.copy}
-    budget = Budget(disk=options.budget)
-    return _done(load_snapshot(directory, options.root, **more, budget=budget, progress=options.byte_progress))
+    return _done(
+        load_snapshot(directory, options.root, **more, budget=_budget(options), progress=options.byte_progress)
+    )
+
+
+def _budget(options: Options) -> Budget:
+    return Budget(disk=options.budget, library=options.library_quota)
 
 
 def _directory(options: Options) -> str:
@@ -198,8 +209,8 @@ def _directory(options: Options) -> str:
 def _store(options: Options) -> ChunkStore:
     if not options.tenant:
         raise InputError("--arrays without a tenant; expected --tenant")
-    budget = Budget(disk=options.budget)
-    return ChunkStore(options.root, tenant=options.tenant, secret=options.secret, key=options.key, budget=budget)
+    more = {"secret": options.secret, "key": options.key, "budget": _budget(options)}
+    return ChunkStore(options.root, tenant=options.tenant, **more)
 
 
 def _done(summary: Summary) -> Outcome:
@@ -208,10 +219,10 @@ def _done(summary: Summary) -> Outcome:
 
 
 COMMANDS: dict[str, Command] = {
-    "ls": Command("Lists objects: bytes, kind, last use, expiry, keyed name.", _ls),
+    "ls": Command("Lists objects and libraries' entries: bytes, kind, last use, expiry, keyed name.", _ls),
     "stat": Command("Sums: objects and bytes by kind and tenant, quarantine, what is left over.", _stat),
     "verify": Command("Reads every object; damaged ones go to quarantine, and the exit status is 1.", _verify),
-    "gc": Command("Deletes what expired and what dead writers left; with --budget, evicts down to it.", _gc),
+    "gc": Command("Deletes what expired, what dead writers and readers left; with --budget, evicts down to it.", _gc),
     "export": Command(
         "Makes a snapshot of the objects as --directory; with --arrays, Orbax arrays of --tenant.", _export
     ),

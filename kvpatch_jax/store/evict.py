@@ -96,14 +96,16 @@ def _units_of(disk: Disk, parts: dict[str, Entry]) -> list[_Unit]:
     return units
 
 
-def collect(disk: Disk, below: str = "obj") -> int:
+def collect(disk: Disk, below: str = "obj", libraries: str | None = None) -> int:
     """Deletes what expired (a canonical takes its patches along) and what dead writers left. How many objects.
 
     Args:
       below: a tenant's folder, for that tenant's alone.
+      libraries: a folder of libraries whose expired entries go too.
     """
     with typed_errors("store: collect"), locked(f"{disk.root}/evict.lock", shared=False):
-        units = _units(disk, disk.scan(below), lambda _: False)
+        entries = disk.scan(below) + ([] if libraries is None else disk.scan(libraries))
+        units = _units(disk, entries, lambda _: False)
         gone = {entry for unit in units if unit.turn == 0 for entry in unit.entries}
         deleted = sum(disk.delete(entry.path, entry.inode) for entry in gone)
     disk.counters.add("disk_evicted_expired", deleted)

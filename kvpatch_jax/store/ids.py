@@ -172,10 +172,11 @@ class Names:
         """The directory of the tenant's libraries, below the store's root."""
         return f"lib/{self.space.removeprefix('obj/')}"
 
-    def entry(self, library: str, *fields: str) -> Name:
-        """Of a library's entry, over the library's and the entry's names."""
+    def entry(self, library: str, *fields: str, version: int | None = None) -> Name:
+        """Of a library's entry, over the library's and the entry's names; with a version in a dynamic library."""
         key = self._name(_BYTES, "entry", library, *fields)
-        return Name(f"{self.libraries}/{library}/{key[:2]}", key, f"{key}.entry.safetensors", "entry")
+        part = "entry" if version is None else f"v{version:09d}"
+        return Name(f"{self.libraries}/{library}/{key[:2]}", key, f"{key}.{part}.safetensors", "entry")
 
     def patch(self, patch: Patch) -> Name:
         """Of a patch: over chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers."""

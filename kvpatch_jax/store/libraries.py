@@ -35,15 +35,17 @@ class StaticLibrary:
 
     Args:
       store: the tenant's; chunks go into it, and entries beside it, in the same directory.
-      quota: bytes of all entries, the chunks that were put with them included.
+      quota: bytes of all entries, the chunks that were put with them included; by default the store's
+        `Budget.library`, which also bounds what a restore brings.
       ttl: seconds that entries live unless `put` says otherwise; None keeps them.
 
     Raises:
-      StoreError: the directory cannot be made. InputError: a quota below 1, or a ttl that is not above 0.
+      StoreError: the directory cannot be made. InputError: no quota, one below 1, or a ttl that is not above 0.
     """
 
-    def __init__(self, store: ChunkStore, *, quota: int, ttl: float | int | None = None):
-        if quota < 1 or (ttl is not None and not ttl > 0):
+    def __init__(self, store: ChunkStore, *, quota: int | None = None, ttl: float | int | None = None):
+        quota = store.budget.library if quota is None else quota
+        if quota is None or quota < 1 or (ttl is not None and not ttl > 0):
             raise InputError(f"static library: quota {quota}, ttl {ttl}; expected bytes and seconds above 0")
         self.store, self.quota, self._ttl = store, quota, ttl
         self._shelf = Shelf(store, "static")

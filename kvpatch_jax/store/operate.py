@@ -1,9 +1,10 @@
 """Looking at a root from outside: what is there, how much, and whether it is whole. Keyed names only, never ids."""
 
 import collections
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,11 +12,15 @@ import numpy as np
 from ..errors import StoreCorruptError, StoreKeyError
 from .codec import chunk_of, patch_parts
 from .disk import Disk, Entry
-from .files import typed_errors, unnoticed
+from .files import opened, try_lock, typed_errors, unnoticed
 from .header import Header
 from .ids import Name
 from .objects import check_name, read_header, read_leaves
 from .seal import Plain, is_sealed
+from .shelf import changing, check_resource
+
+ALL = ("obj", "lib")
+"""The folders of all tenants: of their chunks, and of their libraries."""
 
 type Progress = Callable[[list[Entry]], Iterable[Entry]]
 Verdict = Literal["good", "bad", "unreadable", "unopened", "gone"]
@@ -31,7 +36,7 @@ class Listed:
 
     Attributes:
       path: from the root. tenant: its keyed name.
-      kind: "kv", "kv.<encoding>", "enc" or "patch".
+      kind: "kv", "kv.<encoding>", "enc" or "patch"; of a library's entry, the library: "static" or "dynamic".
       nbytes: of the file. used, expires: seconds since the epoch, or None.
       encrypted: None where the header cannot be read.
     """
@@ -45,9 +50,13 @@ class Listed:
     encrypted: bool | None
 
 
-def listing(disk: Disk, below: str = "obj", progress: Progress = _quiet) -> list[Listed]:
-    """Every object below a folder (a tenant's, or "obj": all), by path. What vanishes meanwhile may be left out."""
-    return [_listed(disk, entry) for entry in progress(sorted(disk.scan(below), key=lambda entry: entry.path))]
+def listing(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) -> list[Listed]:
+    """Every object and entry below some folders (a tenant's, or all), by path. What vanishes meanwhile may lack."""
+    return [_listed(disk, entry) for entry in progress(sorted(_scan(disk, below), key=lambda entry: entry.path))]
+
+
+def _scan(disk: Disk, below: Sequence[str]) -> list[Entry]:
+    return [entry for folder in below for entry in disk.scan(folder)]
 
 
 def _listed(disk: Disk, entry: Entry) -> Listed:
@@ -61,22 +70,25 @@ def _listed(disk: Disk, entry: Entry) -> Listed:
 
 
 def _kind(entry: Entry) -> str:
+    if entry.path.startswith("lib/"):
+        return entry.path.split("/")[2]
     return "patch" if entry.part.startswith("p.") else entry.part
 
 
 def _name(entry: Entry) -> Name:
     folder, _, file = entry.path.rpartition("/")
     kind = {"p": "patch", "enc": "encoder"}.get(entry.part.partition(".")[0], "kv")
+    kind = "entry" if folder.startswith("lib/") else kind
     return Name(folder, file.partition(".")[0], file, kind)  # pyright: ignore[reportArgumentType]
 
 
-def totals(disk: Disk, below: str = "obj") -> dict[str, Any]:
+def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
     """Objects and bytes, by kind and tenant; what is expired, encrypted, in quarantine, being written or deleted.
 
     Raises:
       StoreIOError: the root cannot be read.
     """
-    tenant, listed, now = below.partition("/")[2], listing(disk, below), disk.clock()
+    tenant, listed, now = below[0].partition("/")[2], listing(disk, below), disk.clock()
     return {
         "objects": len(listed),
         "bytes": sum(one.nbytes for one in listed),
@@ -105,6 +117,33 @@ def _files(disk: Disk, folder: str, tenant: str) -> list[str]:
         return [name for name in os.listdir(path) if name.startswith(tenant)] if os.path.isdir(path) else []
 
 
+def drop_old_versions(disk: Disk, below: str = "lib") -> int:
+    """Deletes versions of dynamic references that are not the newest and that nobody holds. How many.
+
+    Readers that died leave them. The chunks that were published with them stay, and go as any chunk does.
+
+    Raises:
+      StoreReadOnlyError, StoreIOError.
+    """
+    dropped = 0
+    folders = {entry.path.rpartition("/")[0].rpartition("/")[0] for entry in disk.scan(below)}
+    for folder in sorted(folder for folder in folders if folder.endswith("/dynamic")):
+        with changing(disk.root, folder):
+            versions: dict[str, list[str]] = collections.defaultdict(list)
+            for entry in disk.scan(folder):
+                versions[entry.chunk].append(entry.path)
+            old = [path for paths in versions.values() for path in sorted(paths)[:-1]]
+            dropped += sum(_dropped(disk, path) for path in old)
+    return dropped
+
+
+def _dropped(disk: Disk, path: str) -> bool:
+    flags = os.O_RDONLY | os.O_NOFOLLOW
+    with typed_errors("store: gc"), contextlib.suppress(FileNotFoundError), opened(f"{disk.root}/{path}", flags) as fd:
+        return try_lock(fd) and disk.delete(path)
+    return False
+
+
 # ------------------------------------------------------------------------------------------------------ verification
 
 
@@ -125,11 +164,11 @@ class Verified:
     unreadable: list[str]
 
 
-def verify(disk: Disk, below: str = "obj", progress: Progress = _quiet) -> Verified:
-    """Reads every object below a folder, and moves those that are not whole to quarantine."""
+def verify(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) -> Verified:
+    """Reads every object and entry below some folders, and moves those that are not whole to quarantine."""
     paths: dict[str, list[str]] = collections.defaultdict(list)
     nbytes = 0
-    for entry in progress(disk.scan(below)):
+    for entry in progress(_scan(disk, below)):
         verdict = _verdict(disk, entry)
         paths[verdict].append(entry.path)
         nbytes += entry.size if verdict in ("good", "unopened") else 0
@@ -162,7 +201,9 @@ def _rebuild(disk: Disk, name: Name, header: Header, arrays: dict[str, np.ndarra
     assert opening is not None
     header, read = opening
     leaves = read(list(header.leaves))
-    if name.kind == "encoder":
+    if name.kind == "entry":
+        check_resource(header.body, leaves, header.expires)
+    elif name.kind == "encoder":
         if "encoder" not in leaves:
             raise StoreCorruptError("object: no leaf encoder; expected one")
     else:

@@ -17,15 +17,17 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, StoreCorruptError, StoreIOError, StoreSnapshotError
+from .arrivals import changing_libraries, check_library, entries_last, is_entry, is_there
 from .buffers import Buffers
 from .codec import patch_of, patch_parts
 from .disk import Disk
 from .files import typed_errors, unnoticed
 from .header import Header
 from .ids import Name, Names
-from .objects import Blob
+from .objects import Blob, file_size
 from .seal import Plain, Seal, is_sealed
 from .settings import check_key, note_secret, read_secret
+from .shelf import check_resource, chunk_bytes, entry_name
 from .snapshot import (
     KEY,
     MANIFEST,
@@ -59,7 +61,7 @@ def save_snapshot(
     """Makes a snapshot of a store, which may be in use, as a new directory that is there whole or not at all.
 
     Args:
-      tenant: whose objects; None takes the whole store, its secret too: that is for its operator.
+      tenant: whose objects and libraries; None takes the whole store, its secret too: that is for its operator.
       secret: of the names, where the root does not keep it.
       copy: copies the bytes, verified. By default files are linked: at once and without room, but store and snapshot
         then share what a failing disk does to them. Another file system gets copies either way, by their header.
@@ -70,10 +72,8 @@ def save_snapshot(
     root, directory = os.fspath(root), os.fspath(directory)
     _expect_store(root)
     with new_directory(directory) as unfinished:
-        if tenant is None:
-            return write_snapshot(Disk(root), "obj", unfinished, "store", copy=copy, progress=progress)
-        below = Names(tenant, read_secret(root) if secret is None else secret).space
-        return write_snapshot(Disk(root), below, unfinished, "tenant", copy=copy, progress=progress)
+        names = None if tenant is None else Names(tenant, read_secret(root) if secret is None else secret)
+        return write_snapshot(Disk(root), names, unfinished, copy=copy, progress=progress)
 
 
 def save_objects(store: ChunkStore, directory: str, *, copy: bool = False, progress: Progress | None = None) -> Summary:
@@ -83,7 +83,7 @@ def save_objects(store: ChunkStore, directory: str, *, copy: bool = False, progr
       StoreError: as `flush`, or the directory cannot be written.
     """
     store.flush()
-    return write_snapshot(store.disk, store.names.space, directory, "tenant", copy=copy, progress=progress)
+    return write_snapshot(store.disk, store.names, directory, copy=copy, progress=progress)
 
 
 def load_snapshot(
@@ -100,16 +100,19 @@ def load_snapshot(
 ) -> Summary:
     """Puts a snapshot into a store, new or not. Every byte is verified first; what is there already stays.
 
+    Of libraries too: `arrivals` says what that means for versions.
+
     Args:
       tenant: whose; needed for a tenant's snapshot, and takes only that one out of a snapshot of the whole store.
       secret: of the root's names, where it does not keep it.
       key: of the tenant's encryption. Encrypted objects that keep their names need none.
-      budget: of the disk. Room is made as for a put.
+      budget: of the disk, for which room is made as for a put; and of the tenant's static library (`Budget.library`).
       copy: copies the files; else they are linked where that can be.
       skip_damaged: leaves out what does not verify, instead of refusing all of it.
 
     Raises:
       StoreSnapshotError: not a snapshot, of another secret, or damaged (`bad` lists what). InputError: no `tenant`.
+      LibraryFullError: beyond `Budget.library`. StoreKeyError: that would have to be counted, in encrypted entries.
       StoreFullError, StoreReadOnlyError, StoreIOError. Nothing was added then.
     """
     directory, root = os.fspath(directory), os.fspath(root)
@@ -118,9 +121,13 @@ def load_snapshot(
     if tenant is not None:
         manifest = _of_tenant(directory, manifest, tenant)
         with ChunkStore(root, tenant=tenant, secret=secret, key=key, budget=budget) as store:
-            return _add(store, directory, verify(manifest, _Into(store.names, store.disk.seal)), copy)
+            return _add(store, directory, verify(manifest, _into(store)), copy)
     if manifest.scope != "store":
         raise InputError(f"snapshot {directory}: tenant None; expected the tenant whose snapshot it is")
+    if budget is not None and budget.library is not None:
+        raise InputError(
+            "snapshot of a whole store: a budget of a library; expected none, or one tenant after the other"
+        )
     _check_secret(directory, root)
     verified = verify(manifest, _Into(None, Plain()))
     _adopt_secret(directory, root)
@@ -142,8 +149,7 @@ def load_objects(
         raise StoreSnapshotError(
             f"snapshot {directory}: of a whole store; expected a tenant's (load_snapshot takes both)"
         )
-    into = _Into(store.names, store.disk.seal, store.clock)
-    verified = _verify(directory, manifest, into, skip_damaged, progress)
+    verified = _verify(directory, manifest, _into(store), skip_damaged, progress)
     return _add(store, directory, verified, copy)
 
 
@@ -152,20 +158,34 @@ def load_objects(
 
 @dataclasses.dataclass(frozen=True)
 class _Incoming:
-    """One object on its way in: where it is in the snapshot, its name in the store, whether the file stays as it is."""
+    """One object on its way in: where it is in the snapshot, its name in the store, whether the file stays as it is.
+
+    `counts`: bytes that it counts for in a static library, its chunk included; 0 where there is no bound on them.
+    """
 
     kept: Kept
     name: Name
     as_it_is: bool
+    counts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Into:
-    """What a snapshot goes into. `names`: of the tenant; None keeps all names, and opens nothing."""
+    """What a snapshot goes into.
+
+    Attributes:
+      names: of the tenant; None keeps all names, and opens nothing.
+      bounded: whether there is a bound on its static library.
+    """
 
     names: Names | None
     seal: Seal
     clock: Callable[[], float] = time.time
+    bounded: bool = False
+
+
+def _into(store: ChunkStore) -> _Into:
+    return _Into(store.names, store.disk.seal, store.clock, store.budget.library is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,12 +232,19 @@ def _incoming(directory: str, kept: Kept, into: _Into, buffers: Buffers) -> _Inc
     name, keyed = name_at(kept.path), into.seal.check is not None
     if header.expires is not None and into.clock() >= header.expires:
         return None
-    own = into.names is None or kept.path.startswith(f"{into.names.space}/")
-    if into.names is None or (own and is_sealed(header) and not keyed):
+    own = into.names is None or kept.path.startswith((f"{into.names.space}/", f"{into.names.libraries}/"))
+    counted = into.bounded and part_of(name.file) == "entry"
+    if into.names is None or (own and is_sealed(header) and not keyed and not counted):
         return _Incoming(kept, name, True)
     plain, arrays = _unsealed(header, arrays, into.seal)
+    if plain.kind == "entry":
+        check_resource(plain.body, arrays, plain.expires)
     name = name_of(into.names, plain.kind, part_of(plain.name), plain.body, arrays)
-    return _Incoming(kept, name, name.path == kept.path and is_sealed(header) == keyed)
+    as_it_is = name.path == kept.path and is_sealed(header) == keyed
+    if not counted:
+        return _Incoming(kept, name, as_it_is)
+    size = kept.size if as_it_is else file_size(into.seal.sealed(blob_of(plain, arrays), name.file), name.file)
+    return _Incoming(kept, name, as_it_is, size + chunk_bytes(plain.body))
 
 
 def _unsealed(header: Header, arrays: Mapping[str, np.ndarray], seal: Seal) -> tuple[Header, Mapping[str, np.ndarray]]:
@@ -231,14 +258,21 @@ def _unsealed(header: Header, arrays: Mapping[str, np.ndarray], seal: Seal) -> t
 
 
 def _add(store: ChunkStore, directory: str, verified: _Verified, copy: bool) -> Summary:
-    """Adds what the store does not have."""
-    coming = [each for each in verified.coming if not is_there(store.disk, each.name, f"{directory}/{each.kept.path}")]
-    need = sum(each.kept.size for each in coming)
-    for space in sorted({each.name.folder.rpartition("/")[0].rpartition("/")[0] for each in coming if each.as_it_is}):
-        _note_key_check(directory, store.disk.root, space)
-    added = store.add(_groups(store, directory, coming), need, copy=copy)
-    there = len(verified.coming) - added
-    return Summary(added, need, verified.expired + there, verified.damaged)
+    """Adds what the store does not have, its libraries held meanwhile."""
+    with changing_libraries(store.disk, [each.name for each in verified.coming]) as has:
+
+        def lacks(each: _Incoming) -> bool:
+            source = f"{directory}/{each.kept.path}"
+            return not (has(each.name) if is_entry(each.name) else is_there(store.disk, each.name, source))
+
+        coming = entries_last(filter(lacks, verified.coming), lambda each: each.name)
+        check_library(store, sum(each.counts for each in coming))
+        for tenant in sorted({each.name.tenant for each in coming if each.as_it_is}):
+            _note_key_check(directory, store.disk.root, f"obj/{tenant}")
+        need = sum(each.kept.size for each in coming if not is_entry(each.name))
+        added = store.add(_groups(store, directory, coming), need, copy=copy)
+    nbytes = sum(each.kept.size for each in coming)
+    return Summary(added, nbytes, verified.expired + len(verified.coming) - added, verified.damaged)
 
 
 def part_of(file: str) -> str:
@@ -261,27 +295,13 @@ def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays:
             return names.canonical(body["backbone"], body["id"], part.partition(".")[2] or None)
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])
+        if kind == "entry":
+            return entry_name(names, body)
         return names.patch(patch_of(patch_parts(body, arrays)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreCorruptError(
             f"object: {kind} without a name of its own ({type(error).__name__}); expected one"
         ) from None
-
-
-def is_there(disk: Disk, name: Name, source: str | None = None) -> bool:
-    """Whether the store has a whole object of that name, or `source` under it. A damaged one goes to quarantine."""
-    path = f"{disk.root}/{name.path}"
-    try:
-        with reading(path) as (fd, header):
-            if source is None or not os.path.samefile(path, source):
-                read_whole(fd, header, disk.buffers)
-            return header.expires is None or disk.clock() < header.expires
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except StoreCorruptError as error:
-        with contextlib.suppress(FileNotFoundError):
-            disk.quarantine(name, os.stat(path).st_ino, str(error))
-        return False
 
 
 def _groups(store: ChunkStore, directory: str, coming: Sequence[_Incoming]) -> Iterator[list[tuple[Name, Blob | str]]]:
@@ -340,13 +360,14 @@ def _of_tenant(directory: str, manifest: Manifest, tenant: str) -> Manifest:
     secret = _secret_in(directory)
     if secret is None:
         raise StoreSnapshotError(f"snapshot {directory}: no {SECRET}; expected it, to tell tenants apart")
-    space = Names(tenant, secret).space
-    return Manifest("tenant", tuple(kept for kept in manifest.objects if kept.path.startswith(f"{space}/")))
+    names = Names(tenant, secret)
+    own = (f"{names.space}/", f"{names.libraries}/")
+    return Manifest("tenant", tuple(kept for kept in manifest.objects if kept.path.startswith(own)))
 
 
 def _check_secret(directory: str, root: str) -> None:
     """Raises StoreSnapshotError where a whole store's names would not be found in the root."""
-    empty = not os.path.isdir(f"{root}/obj") or not os.listdir(f"{root}/obj")
+    empty = not any(os.path.isdir(folder) and os.listdir(folder) for folder in (f"{root}/obj", f"{root}/lib"))
     if not (empty and _secret_in(root) is None) and _secret_in(directory) != _secret_in(root):
         raise StoreSnapshotError(
             f"snapshot {directory}: of another secret than {root}; expected the same, or a new root, or one tenant "

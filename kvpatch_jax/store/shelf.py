@@ -18,17 +18,18 @@ import numpy as np
 from jaxtyping import Float
 
 from ..chunk import AnyArray, Chunk
-from ..errors import InputError, NotFiniteError, StoreError
+from ..errors import InputError, NotFiniteError, StoreCorruptError, StoreError
 from .files import locked, make_directories, typed_errors
 from .header import Header
-from .ids import Name, chunk_id
+from .ids import Name, Names, chunk_id
 from .objects import Blob
-from .references import Kind, Reference
+from .references import Kind, Reference, check_name
 from .store import ChunkStore
 
 Content = str | bytes | np.ndarray | list[int] | tuple[int, ...]
 """What a resource shows: text, an encoded file, pixels (or another array), or token ids."""
 
+_MOST_VERSIONS = 10**9  # what a reference can be written for
 _NOTHING = np.zeros(1, np.uint8)  # an object has at least one byte
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 
@@ -216,13 +217,70 @@ def _content_of(word: str, arrays: Mapping[str, np.ndarray]) -> str | bytes | np
     return array.tobytes().decode() if word == "str" else array.tobytes()
 
 
-def _listed(header: Header, path: str) -> Listed:
-    body = header.body
+def _reference_and_chunk(body: Mapping[str, Any]) -> tuple[Reference, tuple[str, str] | None]:
     chunk = body["chunk"]
-    nbytes = header.size + (chunk[2] if chunk else 0)
-    reference = Reference(body["kind"], body["name"], body["version"])
-    link = (chunk[0], chunk[1]) if chunk else None
-    return Listed(reference, nbytes, header.expires, link, body["withdrawn"], path)
+    return Reference(body["kind"], body["name"], body["version"]), (chunk[0], chunk[1]) if chunk else None
+
+
+def _listed(header: Header, path: str) -> Listed:
+    reference, chunk = _reference_and_chunk(header.body)
+    nbytes = header.size + chunk_bytes(header.body)
+    return Listed(reference, nbytes, header.expires, chunk, header.body["withdrawn"], path)
+
+
+def chunk_bytes(body: Mapping[str, Any]) -> int:
+    """What the chunk that was put with an entry counts for, beside the entry's file."""
+    return body["chunk"][2] if body["chunk"] else 0
+
+
+def resource_of(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expires: float | None) -> Resource:
+    """A resource by its object's body and leaves."""
+    reference, chunk = _reference_and_chunk(body)
+    content = _content_of(body["content"], arrays)
+    return Resource(reference, content, body["digest"], body["metadata"], arrays.get("vector"), expires, chunk)
+
+
+def entry_name(names: Names, body: Mapping[str, Any]) -> Name:
+    """The name that a tenant's entry has by what it says about itself.
+
+    Raises:
+      StoreCorruptError: it does not say what an entry says.
+    """
+    try:
+        kind, name, version, chunk = (body[word] for word in ("kind", "name", "version", "chunk"))
+        texts = (kind, name, body["content"], body["digest"])
+        whole = all(type(text) is str for text in texts) and isinstance(body["metadata"], dict)
+        whole = whole and check_name(kind, name) == (kind, name) and type(body["withdrawn"]) is bool
+        whole = whole and (version is None or (type(version) is int and 0 < version < _MOST_VERSIONS))
+        whole = whole and (chunk is None or ([type(part) for part in chunk] == [str, str, int] and chunk[2] >= 0))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise StoreCorruptError("object: an entry that does not say what entries say; expected kind, name, version, …")
+    return names.entry("static" if version is None else "dynamic", kind, name, version=version)
+
+
+def check_resource(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expires: float | None) -> None:
+    """Raises StoreCorruptError where an entry's leaves are not what its body says."""
+    try:
+        resource_of(body, arrays, expires)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        kind = type(error).__name__  # the error itself may hold content
+        raise StoreCorruptError(f"object: the body does not make an entry ({kind}); expected one that does") from None
+
+
+@contextlib.contextmanager
+def changing(root: str, folder: str) -> Iterator[None]:
+    """Alone, among the threads and processes that change the library in a folder. Raises StoreError."""
+    _make_folder(root, folder)  # the tenant may have been deleted
+    with typed_errors("library: lock"), locked(f"{root}/{folder}/lock", shared=False):
+        yield
+
+
+def _make_folder(root: str, folder: str) -> None:
+    if not os.path.isdir(f"{root}/{folder}"):
+        with typed_errors("library: open"):
+            make_directories(root, folder)
 
 
 class Shelf:
@@ -236,26 +294,18 @@ class Shelf:
     def __init__(self, store: ChunkStore, library: str):
         self.store, self.library = store, library
         self.folder = os.path.dirname(store.names.entry(library).folder)
-        self._lock_path = f"{store.disk.root}/{self.folder}/lock"
-        self._make_folder()
+        _make_folder(store.disk.root, self.folder)
         self._seen: dict[str, _Seen] = {}
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """Alone, among the threads and processes that change this library. Raises StoreError."""
-        self._make_folder()  # the tenant may have been deleted
-        with typed_errors(f"library {self.library}: lock"), locked(self._lock_path, shared=False):
+        with changing(self.store.disk.root, self.folder):
             yield
-
-    def _make_folder(self) -> None:
-        if not os.path.isdir(f"{self.store.disk.root}/{self.folder}"):
-            with typed_errors(f"library {self.library}: open"):
-                make_directories(self.store.disk.root, self.folder)
 
     def name(self, kind: str, name: str, version: int | None = None) -> Name:
         """What an entry's file is called."""
-        own = self.store.names.entry(self.library, kind, name)
-        return own if version is None else dataclasses.replace(own, file=f"{own.chunk}.v{version:09d}.safetensors")
+        return self.store.names.entry(self.library, kind, name, version=version)
 
     def versions(self, kind: str, name: str) -> list[int]:
         """The versions that are there, ascending."""
@@ -268,10 +318,7 @@ class Shelf:
         found = self.store.disk.get(name)
         if found is None or found.header.body["withdrawn"]:
             return None
-        body, listed = found.header.body, _listed(found.header, name.path)
-        content, vector = _content_of(body["content"], found.arrays), found.arrays.get("vector")
-        kept = (body["digest"], body["metadata"], vector, listed.expires, listed.chunk)
-        return Resource(listed.reference, content, *kept)
+        return resource_of(found.header.body, found.arrays, found.header.expires)
 
     def listed(self) -> list[Listed]:
         """Every entry that is there and has not expired, in no order. Headers are read once each."""

@@ -1,6 +1,7 @@
 """Snapshots: a directory that holds objects of a store as they are, under the same paths, with a list of them.
 
     directory/obj/…        objects, hard links to the store's files, or copies
+    directory/lib/…        entries of libraries, likewise
     directory/STORE.json   the secret of the names; only in a snapshot of the whole store
     directory/obj/…/KEY    tells the key of a tenant's encrypted objects from another
     directory/MANIFEST     path, bytes and header checksum of every object, and a digest of this list; written last
@@ -12,6 +13,8 @@ tenant's objects and nothing from which another's names, or the store's secret, 
 import contextlib
 import dataclasses
 import errno
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -37,8 +40,8 @@ from .files import (
     write_all,
 )
 from .header import Header
-from .ids import Name
-from .objects import check_name, read_header, read_leaves
+from .ids import Name, Names
+from .objects import Kind, check_name, read_header, read_leaves
 
 Progress = Callable[[int, int], object]
 """Called with bytes done and bytes in all."""
@@ -46,8 +49,12 @@ Progress = Callable[[int, int], object]
 Scope = Literal["tenant", "store"]
 MANIFEST, SECRET, KEY = "MANIFEST", "STORE.json", "KEY"
 _LARGEST_LIST, _DIGEST_BYTES = 1 << 30, 66
-_PATH = re.compile(r"obj/[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.[a-z0-9_.]{2,120}\.safetensors")
-_KINDS: dict[str, Literal["kv", "patch", "encoder"]] = {"kv": "kv", "p": "patch", "enc": "encoder"}
+_PATH = re.compile(
+    r"(?:obj/[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.[a-z0-9_.]{2,120}"
+    r"|lib/[0-9a-f]{32}/(?:static/[0-9a-f]{2}/[0-9a-f]{64}\.entry|dynamic/[0-9a-f]{2}/[0-9a-f]{64}\.v[0-9]{9}))"
+    r"\.safetensors"
+)
+_KINDS: dict[str, Kind] = {"kv": "kv", "p": "patch", "enc": "encoder"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +93,12 @@ class Manifest:
 def name_at(path: str) -> Name:
     """The name of an object by its path below the root. Raises StoreCorruptError where no object has such a path."""
     folder, _, file = path.rpartition("/")
-    kind = _KINDS.get(file.split(".")[1]) if _PATH.fullmatch(path) else None
-    if kind is None:
-        raise StoreCorruptError(f"object: path {path[:200]!r}; expected obj/tenant/backbone/xx/name.kind.safetensors")
+    whole = _PATH.fullmatch(path) is not None
+    kind = "entry" if path.startswith("lib/") else _KINDS.get(file.split(".")[1]) if whole else None
+    if not whole or kind is None:
+        raise StoreCorruptError(
+            f"object: path {path[:200]!r}; expected obj/tenant/backbone/xx/name.kind.safetensors or a library's"
+        )
     return Name(folder, file.partition(".")[0], file, kind)
 
 
@@ -121,42 +131,65 @@ def header_crc(fd: int, header: Header) -> int:
 
 
 def write_snapshot(
-    disk: Disk, below: str, directory: str, scope: Scope, *, copy: bool = False, progress: Progress | None = None
+    disk: Disk, names: Names | None, directory: str, *, copy: bool = False, progress: Progress | None = None
 ) -> Summary:
-    """Fills an empty directory with the objects below a folder of the store; durable when this returns.
+    """Fills an empty directory with a tenant's objects and libraries, or all tenants'; durable when this returns.
 
     Objects that are evicted or replaced meanwhile are left out or in, whole. Headers are verified, and with `copy`
-    every byte; what does not verify goes to quarantine and is left out.
+    every byte; what does not verify goes to quarantine and is left out. Libraries come first, as they are at one
+    moment: who would change one waits until its entries are in. So the chunks that were put with entries come too.
 
     Raises:
       StoreFullError, StoreReadOnlyError, StoreIOError: the directory is then no snapshot, for it has no manifest.
     """
+    libraries, space = ("lib", "obj") if names is None else (names.libraries, names.space)
     with typed_errors(f"snapshot {directory}: write"):
-        entries = sorted(disk.scan(below), key=lambda entry: entry.path)
-        total, done = sum(entry.size for entry in entries), 0
-        kept: list[Kept] = []
-        damaged = 0
-        for entry in entries:
-            try:
-                found = _keep(disk, entry, directory, copy)
-                kept += [] if found is None else [found]
-            except StoreCorruptError as error:
-                disk.quarantine(name_at(entry.path), entry.inode, str(error))
-                damaged += 1
-            done += entry.size
-            if progress is not None:
-                progress(done, total)
-        if scope == "store" and os.path.exists(f"{disk.root}/{SECRET}"):
+        with unchanged_libraries(disk.root, libraries):
+            shelved = _keep_all(disk, libraries, directory, copy, None)
+        objects = _keep_all(disk, space, directory, copy, progress)
+        kept, skipped, damaged = shelved[0] + objects[0], shelved[1] + objects[1], shelved[2] + objects[2]
+        if names is None and os.path.exists(f"{disk.root}/{SECRET}"):
             with opened(f"{directory}/{SECRET}", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 copy_into(fd, f"{disk.root}/{SECRET}")
                 os.fsync(fd)
         _keep_key_checks(disk.root, directory, {name_at(each.path).tenant for each in kept})
-        objects = [[each.path, each.size, f"{each.crc:08x}"] for each in kept]
-        write_list(f"{directory}/{MANIFEST}", {"version": 1, "scope": scope, "objects": objects})
+        listed = [[each.path, each.size, f"{each.crc:08x}"] for each in kept]
+        scope: Scope = "store" if names is None else "tenant"
+        write_list(f"{directory}/{MANIFEST}", {"version": 1, "scope": scope, "objects": listed})
         for folder, _, _ in os.walk(directory):
             sync_directory(folder)
-    skipped = len(entries) - len(kept) - damaged
     return Summary(len(kept), sum(each.size for each in kept), skipped, damaged)
+
+
+@contextlib.contextmanager
+def unchanged_libraries(root: str, below: str) -> Iterator[None]:
+    """Keeps the libraries below a folder from changing. Needs to read only, so a root on a read-only medium will do."""
+    folders = f"{below}/*/*" if below == "lib" else f"{below}/*"
+    with contextlib.ExitStack() as held:
+        for path in sorted(glob.glob(f"{glob.escape(root)}/{folders}/lock")):
+            with contextlib.suppress(FileNotFoundError):  # its tenant was deleted
+                fcntl.flock(held.enter_context(opened(path, os.O_RDONLY | os.O_NOFOLLOW)), fcntl.LOCK_SH)
+        yield
+
+
+def _keep_all(
+    disk: Disk, below: str, directory: str, copy: bool, progress: Progress | None
+) -> tuple[list[Kept], int, int]:
+    """Takes over all objects below a folder. What was kept, how many were left out, how many did not verify."""
+    entries = sorted(disk.scan(below), key=lambda entry: entry.path)
+    total, done, damaged = sum(entry.size for entry in entries), 0, 0
+    kept: list[Kept] = []
+    for entry in entries:
+        try:
+            found = _keep(disk, entry, directory, copy)
+            kept += [] if found is None else [found]
+        except StoreCorruptError as error:
+            disk.quarantine(name_at(entry.path), entry.inode, str(error))
+            damaged += 1
+        done += entry.size
+        if progress is not None:
+            progress(done, total)
+    return kept, len(entries) - len(kept) - damaged, damaged
 
 
 def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
@@ -164,6 +197,7 @@ def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
     for tenant in tenants:
         with contextlib.suppress(FileNotFoundError), unnoticed(f"{root}/obj/{tenant}/{KEY}") as fd:
             check = os.pread(fd, 1 << 10, 0)
+            os.makedirs(f"{directory}/obj/{tenant}", 0o700, exist_ok=True)
             with opened(f"{directory}/obj/{tenant}/{KEY}", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as target:
                 write_all(target, [check], 0)
                 os.fsync(target)

@@ -37,12 +37,13 @@ type Build[T] = Callable[[Mapping[str, Any], Any], T]
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """Bytes per tier. `disk` is for the whole root, all tenants, and `tenant` for this one's share of it; None sets no
-    bound."""
+    bound. `library` is the quota of this tenant's static library, which a restore keeps to as well."""
 
     device: int = 0
     host: int = 1 << 30
     disk: int | None = None
     tenant: int | None = None
+    library: int | None = None
 
 
 class ChunkStore:
@@ -385,6 +386,8 @@ class ChunkStore:
         self, chunk: Chunk, encoding: Encoding | None, ttl: float | int | None
     ) -> list[tuple[Name, Callable[[], Blob], int]]:
         expires = self._expiry(ttl)
+        if not all(getattr(value, "is_fully_addressable", True) for value in chunk.kv.values()):
+            raise InputError("store: kv of which other processes have a part; expected all here (or save_arrays)")
         name = self._names.canonical(chunk.backbone, chunk.id, encoding)
         jobs = [(name, functools.partial(chunk_blob, chunk, encoding, expires), chunk.nbytes)]
         if chunk.encoder is not None:

@@ -248,7 +248,7 @@ STEPS = st.lists(
 
 def act(store: ChunkStore, what: str, id: str) -> object:
     """One call of a tenant, and all that it is told."""
-    chunk, space = chunk_of(id), store._names.space
+    chunk, space = chunk_of(id), (store.names.space, store.names.libraries)
     answers = {
         "get": lambda: same_chunk(store.get(id, BACKBONE), chunk),
         "placed": lambda: store.get(id, BACKBONE, placement=jax.devices()[0]) is not None,
