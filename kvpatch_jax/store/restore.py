@@ -290,13 +290,13 @@ def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays:
     Raises:
       StoreCorruptError: it does not say enough.
     """
+    if kind == "entry":
+        return entry_name(names, body)
     try:
         if kind == "kv":
             return names.canonical(body["backbone"], body["id"], part.partition(".")[2] or None)
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])
-        if kind == "entry":
-            return entry_name(names, body)
         return names.patch(patch_of(patch_parts(body, arrays)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreCorruptError(

@@ -10,7 +10,7 @@ import pytest
 import tensorstore
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of
 
-from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
+from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, KeyValueStore, StaticLibrary
 from kvpatch_jax.store.__main__ import main
 from kvpatch_jax.store.commands import COMMANDS
 
@@ -250,3 +250,84 @@ def test_a_damaged_snapshot_is_refused(root: Path, call, tmp_path: Path, capsys)
     assert "snapshot" in capsys.readouterr().err
     assert call("export", "--arrays", f"--directory={tmp_path / 'new'}")[0] == 2  # no tenant
     assert call("import")[0] == 2  # no directory
+
+
+# ---------------------------------------------------------------------------------------------------------- libraries
+
+
+@pytest.fixture
+def shelves(root: Path) -> Path:
+    """Both tenants have libraries: three static entries of which one is expired, a reference with an old version."""
+    for tenant, key in (("one", None), ("two", KEY)):
+        with ChunkStore(root, tenant=tenant, key=key) as store:
+            files, references = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
+            files.put("A", "text")
+            files.put("B", "more text")
+            files.put("brief", "gone", ttl=1e-6)
+            references.publish("R", "first")
+            held = references.open("TEXT", "R")
+            assert held is not None
+            references.publish("R", "second")
+            held._stack.pop_all().pop_all()  # as a reader that dies
+    return root
+
+
+def test_ls_stat_and_verify_take_libraries(shelves: Path, call):
+    _, everything = call("ls")
+    kinds = sorted(each["kind"] for each in everything["objects"] if each["path"].startswith("lib/"))
+    assert kinds == ["dynamic"] * 4 + ["static"] * 6
+    _, own = call("ls", "--tenant=one")
+    assert len(own["objects"]) == 3 + 5
+    assert len({each["tenant"] for each in own["objects"]}) == 1
+    _, sums = call("stat")
+    assert (sums["objects"], sums["expired"], sums["encrypted"]) == (7 + 10, 1 + 2, 4 + 5)
+    assert sums["kinds"]["static"]["objects"] == 6
+    assert call("stat", "--tenant=two")[1]["kinds"]["dynamic"]["objects"] == 2
+    status, found = call("verify")
+    assert (status, found["good"], found["unopened"]) == (0, 3 + 5, 4 + 5)
+    key = f"--key-file={shelves.parent / 'key'}"
+    assert call("verify", "--tenant=two", key)[1]["good"] == 4 + 5
+    path = shelves / next(each["path"] for each in own["objects"] if each["kind"] == "dynamic")
+    path.write_bytes(path.read_bytes()[:-1])
+    status, found = call("verify", "--tenant=one")
+    assert (status, found["bad"]) == (1, [str(path.relative_to(shelves))])
+    assert call("verify")[0] == 0
+    assert call("stat", "--tenant=one")[1]["quarantined"] == 1
+
+
+def test_gc_takes_what_expired_and_old_versions_that_nobody_holds(shelves: Path, call):
+    with ChunkStore(shelves, tenant="one") as store:
+        held = DynamicLibrary(store).open("TEXT", "R", 1)
+        assert held is not None
+        status, found = call("gc", "--tenant=one")
+        assert (status, found["entries_before"], found["entries"], found["old_versions"]) == (0, 5, 4, 0)
+        held._stack.pop_all()
+        del held
+        found = call("gc")[1]
+        assert (found["entries_before"], found["entries"], found["old_versions"], found["objects"]) == (9, 6, 2, 6)
+        found = call("gc", "--budget=0")[1]
+        assert (found["entries"], found["objects"]) == (6, 0)  # libraries are outside budgets
+        assert DynamicLibrary(store).versions("TEXT", "R") == [2]
+        assert [str(entry.reference) for entry in StaticLibrary(store, quota=1).entries()] == ["TEXT#A", "TEXT#B"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--tenant=one"], ["--tenant=one", "--arrays"]], ids=["all", "tenant", "arrays"])
+def test_export_and_import_take_libraries(shelves: Path, call, tmp_path: Path, flags: list[str], capsys):
+    directory, other = tmp_path / "taken", tmp_path / "other"
+    exported = call("export", f"--directory={directory}", *flags)[1]
+    assert exported["objects"] == (3 + 4 if flags else 6 + 8)
+    into = ["import", f"--root={other}", f"--directory={directory}", "--json", *flags]
+    if flags:
+        assert main([*into, "--library-quota=100"]) == 2
+        assert "of 100 are taken" in capsys.readouterr().err
+        assert not list(other.rglob("*.safetensors"))
+    assert main(into) == 0
+    assert json.loads(capsys.readouterr().out)["objects"] == exported["objects"]
+    with ChunkStore(other, tenant="one") as store:
+        assert [str(entry.reference) for entry in StaticLibrary(store, quota=1).entries()] == ["TEXT#A", "TEXT#B"]
+        assert [str(entry.reference) for entry in DynamicLibrary(store).entries()] == ["TEXT#R@2"]
+
+
+def test_rm_tenant_takes_its_libraries(shelves: Path, call):
+    assert call("rm-tenant", "--tenant=one", "--yes")[1]["objects"] == 3 + 5
+    assert call("stat")[1]["objects"] == 4 + 5

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import shutil
+import tempfile
 import traceback
 import warnings
 from pathlib import Path
@@ -20,9 +21,18 @@ from hypothesis import strategies as st
 from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same_chunk
 
 from kvpatch_jax.errors import StoreError, StoreFullError, StoreIOError
-from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Served, prometheus_text
+from kvpatch_jax.store import (
+    Budget,
+    ChunkStore,
+    DynamicLibrary,
+    KeyValueStore,
+    Served,
+    StaticLibrary,
+    prometheus_text,
+)
 from kvpatch_jax.store.__main__ import main
 from kvpatch_jax.store.operate import listing, totals, verify
+from kvpatch_jax.store.restore import load_objects, save_objects
 from kvpatch_jax.store.tenants import finish
 
 KEY = b"k" * 32
@@ -239,7 +249,8 @@ IDS = ("B0", "B1", "B2")
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["get", "placed", "stream", "contains", "put", "patch", "patches", "encoder", "delete", "spoil",
-                         "collect", "list", "stat", "verify", "bad", "gone"]),
+                         "collect", "list", "stat", "verify", "bad", "gone", "upload", "publish", "entries", "snapshot",
+                         "restore"]),
         st.sampled_from(IDS),
     ),
     max_size=12,
@@ -266,6 +277,11 @@ def act(store: ChunkStore, what: str, id: str) -> object:
         "verify": lambda: verify(store.disk, space),
         "bad": lambda: store.get("", BACKBONE) or store.put(chunk, ttl=-1),
         "gone": lambda: store.delete_tenant(),
+        "upload": lambda: StaticLibrary(store, quota=1 << 20).put(id, "text", chunk=chunk),
+        "publish": lambda: DynamicLibrary(store).publish(id, "text"),
+        "entries": lambda: [StaticLibrary(store, quota=1).entries(), DynamicLibrary(store).entries()],
+        "snapshot": lambda: saved(store, None),
+        "restore": lambda: saved(store, id),
     }
     try:
         return answers[what]()
@@ -273,6 +289,17 @@ def act(store: ChunkStore, what: str, id: str) -> object:
         return traceback.format_exception_only(error)
     except ValueError as error:
         return str(error)
+
+
+def saved(store: ChunkStore, delete: str | None) -> object:
+    """A snapshot: its list and its files; taken over again after something was deleted."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = save_objects(store, folder)
+        files = sorted((str(path.relative_to(folder)), path.stat().st_size) for path in Path(folder).rglob("*.*"))
+        if delete is not None:
+            store.delete(delete, BACKBONE)
+            StaticLibrary(store, quota=1).delete("TEXT", delete)
+        return made, files, delete and load_objects(store, folder)
 
 
 def transcript(root: Path, steps: list[tuple[str, str]], other: bool, shared: Budget) -> list[object]:
@@ -284,6 +311,8 @@ def transcript(root: Path, steps: list[tuple[str, str]], other: bool, shared: Bu
             for id in IDS:
                 one.put(chunk_of(id, encoder=np.ones(3, np.float32)), ttl=None if id == "B0" else 1e-6)
                 one.put_patches([patch_of(chunk_of(id))])
+                StaticLibrary(one, quota=1 << 20).put(id, "another's")
+                DynamicLibrary(one).publish(id, "another's")
             spoil(one, "bad")
             Path(root, "tmp", f"{one._names.space.rpartition('/')[2]}.1-2").write_bytes(b"dead")
         answers = [act(two, *step) for step in steps]
@@ -311,8 +340,10 @@ def test_nothing_a_tenant_is_told_depends_on_another(tmp_path_factory: pytest.Te
 def test_no_call_of_a_tenant_opens_what_is_anothers(tmp_path: Path, monkeypatch):
     """No timing probe: which files are opened, looked at and listed does not depend on what another tenant has."""
     with ChunkStore(tmp_path, tenant="one") as one, ChunkStore(tmp_path, tenant="two") as two:
-        fill(one)
-        fill(two)
+        for store in (one, two):
+            fill(store)
+            StaticLibrary(store, quota=1 << 20).put("A", "text")
+            DynamicLibrary(store).publish("A", "text")
         touched: list[str] = []
         for call in ("open", "stat", "rename", "unlink", "mkdir", "rmdir", "scandir"):
             real = getattr(os, call)
@@ -323,7 +354,8 @@ def test_no_call_of_a_tenant_opens_what_is_anothers(tmp_path: Path, monkeypatch)
 
             monkeypatch.setattr(os, call, noted)
         for what in ("get", "stream", "contains", "put", "patch", "patches", "encoder", "delete", "spoil", "collect",
-                     "list", "stat", "verify", "bad", "gone"):  # fmt: skip
+                     "upload", "publish", "entries", "snapshot", "restore", "list", "stat", "verify", "bad",
+                     "gone"):  # fmt: skip
             act(two, what, "B0")
         assert any(two._names.space in path for path in touched)
         assert not any(one._names.space.rpartition("/")[2] in path for path in touched)

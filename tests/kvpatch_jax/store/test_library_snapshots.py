@@ -1,0 +1,464 @@
+"""Libraries in snapshots, exports and checkpoints: under the rules of objects, and what is there stays by reference."""
+
+import fcntl
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from orbax.checkpoint import v1 as ocp
+from store_cases import BACKBONE, chunk_of, same, same_chunk
+
+from kvpatch_jax.errors import InputError, LibraryFullError, StoreFullError, StoreKeyError, StoreSnapshotError
+from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
+from kvpatch_jax.store.checkpoint import export_arrays, import_arrays, load_arrays
+from kvpatch_jax.store.snapshot import read_list, write_list
+
+KEY = b"one key of the store, 32 bytes at least"
+PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+WAYS = ["link", "copy", "whole", "orbax", "arrays"]
+
+
+def opened(root: Path, tenant: str = "one", key: bytes | None = None, **budget: int) -> ChunkStore:
+    return ChunkStore(root, tenant=tenant, key=key, budget=Budget(host=0, **budget))
+
+
+def libraries(store: ChunkStore) -> tuple[StaticLibrary, DynamicLibrary]:
+    return StaticLibrary(store, quota=1 << 24), DynamicLibrary(store)
+
+
+def fill(store: ChunkStore) -> None:
+    """Five static entries, one with its chunk, three dynamic ones in four versions (one is held), one withdrawn."""
+    files, references = libraries(store)
+    files.put("LOUVRE", PIXELS, chunk=chunk_of(), vector=np.array([1.0, 2.0]))
+    files.put("my notes", "text ü")
+    files.put("ids", [1, 2, 2**40])
+    files.put("report", b"%PDF-")
+    files.put("bare", chunk=chunk_of("bare", 3))
+    references.publish("HOTEL", "old")
+    held = references.open("TEXT", "HOTEL")
+    references.publish("HOTEL", "new", metadata={"stars": 3}, vector=np.array([0.5]))
+    references.publish("MUSEUM", PIXELS, chunk=chunk_of("museum", 5))
+    references.publish("GONE", "withdrawn")
+    references.withdraw("TEXT", "GONE")
+    assert held is not None  # the first version was there when the second came, and goes with nobody's help
+
+
+def shown(store: ChunkStore) -> dict[str, object]:
+    """All that the libraries show."""
+    files, references = libraries(store)
+    found: dict[str, object] = {}
+    for entry in files.entries():
+        resource = files.get(entry.reference.kind, entry.reference.name)
+        assert resource is not None
+        found[str(entry.reference)] = plain(resource)
+    for entry in references.entries():
+        for version in references.versions(entry.reference.kind, entry.reference.name):
+            held = references.open(entry.reference.kind, entry.reference.name, version)
+            assert held is not None
+            found[str(held.resource.reference)] = plain(held.resource)
+            if version != entry.reference.version:
+                held._stack.pop_all()  # closing would drop it
+    return found
+
+
+def plain(resource) -> object:
+    content = resource.content.tobytes() if isinstance(resource.content, np.ndarray) else resource.content
+    vector = None if resource.vector is None else resource.vector.tobytes()
+    return content, vector, resource.digest, resource.metadata, resource.chunk, resource.expires
+
+
+def travel(way: str, store: ChunkStore, into: ChunkStore, folder: Path) -> None:
+    """Everything of one store's tenant into another store."""
+    name, root = str(folder / f"by-{way}"), store.disk.root
+    if way == "orbax":
+        ocp.save_checkpointables(name, {"chunk_store": store})
+        ocp.load_checkpointables(name, {"chunk_store": into})
+    elif way == "arrays":
+        export_arrays(store, name, part_bytes=5_000)
+        import_arrays(name, into)
+    else:
+        tenant = None if way == "whole" else "one"
+        save_snapshot(root, name, tenant=tenant, copy=way == "copy")
+        key = None if into.disk.seal.check is None else KEY
+        load_snapshot(name, into.disk.root, tenant="one", budget=into.budget, key=key)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_libraries_travel_with_their_tenant(tmp_path: Path, way: str):
+    with opened(tmp_path / "store") as store, opened(tmp_path / "other") as other:
+        fill(store)
+        travel(way, store, other, tmp_path)
+        assert shown(other) == shown(store)
+        assert len(shown(other)) == 8
+        assert same_chunk(other.get("B", BACKBONE), chunk_of())
+        files, references = libraries(other)
+        assert references.versions("TEXT", "HOTEL")[-1] == 2
+        assert references.versions("TEXT", "GONE") == libraries(store)[1].versions("TEXT", "GONE")
+        assert references.open("TEXT", "GONE") is None
+        assert [same(vector, expected) for (_, vector), expected in
+                zip(files.vectors(), [np.array([1, 2], np.float32)], strict=True)] == [True]  # fmt: skip
+        assert files.delete("IMAGE", "LOUVRE")
+        assert other.get("B", BACKBONE) is None  # the chunk still belongs to its entry
+        before = shown(other)
+        assert references.publish("HOTEL", "newest").version == 3
+        assert {name: value for name, value in shown(other).items() if "HOTEL" not in name} == {
+            name: value for name, value in before.items() if "HOTEL" not in name
+        }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_there_stays_by_reference(tmp_path: Path, way: str):
+    with opened(tmp_path / "store") as store, opened(tmp_path / "other") as other:
+        fill(store)
+        files, references = libraries(other)
+        files.put("my notes", "mine")
+        references.publish("HOTEL", "mine")
+        references.publish("MUSEUM", "of another kind")
+        for number in range(3):
+            references.publish("GONE", f"here {number}")
+        before = shown(other)
+        travel(way, store, other, tmp_path)
+        after = shown(other)
+        assert {name: after[name] for name in before} == before
+        assert set(after) - set(before) == {"IMAGE#LOUVRE", "TOKENS#ids", "FILE#report", "IMAGE#bare", "IMAGE#MUSEUM@1"}
+        references.withdraw("TEXT", "HOTEL")
+        travel(way, store, other, tmp_path / "again")
+        assert references.open("TEXT", "HOTEL") is None  # withdrawn stays withdrawn
+
+
+def test_encrypted_entries_stay_encrypted(tmp_path: Path):
+    with opened(tmp_path / "store", key=KEY) as store:
+        fill(store)
+        expected = shown(store)
+    snapshot, whole = tmp_path / "snapshot", tmp_path / "whole"
+    save_snapshot(tmp_path / "store", snapshot, tenant="one")
+    save_snapshot(tmp_path / "store", whole, copy=True)
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert all(word not in written for word in (b"LOUVRE", b"HOTEL", b"my notes", PIXELS.tobytes()))
+    load_snapshot(whole, tmp_path / "same")  # without the key: names and bytes stay
+    load_snapshot(snapshot, tmp_path / "other", tenant="one", key=KEY)
+    for root in ("same", "other"):
+        with opened(tmp_path / root, key=KEY) as store:
+            assert shown(store) == expected
+    for more in ({}, {"key": b"another key of at least 32 bytes"}):
+        with pytest.raises(StoreKeyError):
+            load_snapshot(snapshot, tmp_path / "third", tenant="one", **more)
+    with pytest.raises(StoreKeyError):  # keys are per tenant
+        load_snapshot(snapshot, tmp_path / "third", tenant="two", key=KEY)
+    assert not list((tmp_path / "third").rglob("*.safetensors"))
+    with pytest.raises(StoreKeyError):  # a quota cannot be kept where sizes cannot be told
+        load_snapshot(whole, tmp_path / "fourth", tenant="one", budget=Budget(library=1 << 30))
+    assert not list((tmp_path / "fourth").rglob("*.safetensors"))
+
+
+def test_a_store_with_a_key_encrypts_the_entries_it_is_given(tmp_path: Path):
+    with opened(tmp_path / "store") as store, opened(tmp_path / "other", key=KEY) as other:
+        fill(store)
+        for way in WAYS[:-1]:
+            travel(way, store, other, tmp_path)
+            assert shown(other) == shown(store)
+            other.delete_tenant()
+        travel(WAYS[-1], store, other, tmp_path)
+        assert shown(other) == shown(store)
+    written = b"".join(path.read_bytes() for path in (tmp_path / "other").rglob("*") if path.is_file())
+    assert all(word not in written for word in (b"LOUVRE", b"HOTEL", b"my notes", PIXELS.tobytes()))
+
+
+@pytest.mark.parametrize("way", ["link", "orbax", "arrays"])
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_a_quota_is_kept_or_nothing_comes(tmp_path: Path, way: str, key: bytes | None):
+    with opened(tmp_path / "store") as store:
+        fill(store)
+        with opened(tmp_path / "measure", key=key) as measure:
+            travel(way, store, measure, tmp_path)
+            used = StaticLibrary(measure, quota=1 << 24).used
+        for folder in ("exact", "less"):
+            (tmp_path / folder).mkdir()
+        with opened(tmp_path / "small", key=key, library=used - 1) as small:
+            with pytest.raises(LibraryFullError, match=f"of {used - 1} are taken"):
+                travel(way, store, small, tmp_path / "less")
+            assert not list(Path(small.disk.root).rglob("*.safetensors"))
+            assert StaticLibrary(small).quota == used - 1
+        with opened(tmp_path / "enough", key=key, library=used) as enough:
+            travel(way, store, enough, tmp_path / "exact")
+            library = StaticLibrary(enough)
+            assert library.used == used
+            with pytest.raises(LibraryFullError):
+                library.put("more", b"x" * used)
+    with pytest.raises(InputError, match="quota None"), opened(tmp_path / "none") as store:
+        StaticLibrary(store)
+
+
+def test_a_quota_is_of_one_tenant(tmp_path: Path):
+    with opened(tmp_path / "store") as store:
+        fill(store)
+    save_snapshot(tmp_path / "store", tmp_path / "whole")
+    with pytest.raises(InputError, match="library"):
+        load_snapshot(tmp_path / "whole", tmp_path / "other", budget=Budget(library=1 << 30))
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_disk_budget_is_of_chunks_alone(tmp_path: Path):
+    with opened(tmp_path / "store") as store:
+        StaticLibrary(store, quota=1 << 20).put("A", b"x" * 9000)
+        store.put(chunk_of())
+        size = sum(entry.size for entry in store.disk.scan())
+    save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
+    with pytest.raises(StoreFullError):
+        load_snapshot(tmp_path / "snapshot", tmp_path / "small", tenant="one", budget=Budget(disk=size - 1))
+    assert not list((tmp_path / "small").rglob("*.safetensors"))
+    assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one", budget=Budget(disk=size)).objects == 2
+
+
+def test_a_tenants_snapshot_holds_nothing_of_others_libraries(tmp_path: Path):
+    with opened(tmp_path / "store") as one, opened(tmp_path / "store", "two") as two:
+        fill(one)
+        libraries(two)[0].put("somebody-elses", "not yours")
+        libraries(two)[1].publish("somebody-elses", "nor this")
+        hidden = [two.names.space.removeprefix("obj/"), *(entry.part for entry in two.disk.scan(two.names.libraries))]
+        names = [Path(entry.path).name[:64] for entry in two.disk.scan(two.names.libraries)]
+        save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
+        export_arrays(one, tmp_path / "export")
+        load_snapshot(tmp_path / "snapshot", tmp_path / "store", tenant="two")
+        assert shown(two)["TEXT#somebody-elses"] is not None
+        assert set(shown(two)) == {*shown(one), "TEXT#somebody-elses", "TEXT#somebody-elses@1"}
+    assert len(names) == 2
+    for folder in ("snapshot", "export"):
+        files = [path for path in (tmp_path / folder).rglob("*") if path.is_file()]
+        everything = b"\0".join(str(path).encode() + path.read_bytes() for path in files)
+        for word in (hidden[0], *names, "somebody-elses", "not yours", "nor this"):
+            assert word.encode() not in everything
+
+
+def test_older_snapshots_and_exports_have_no_libraries(tmp_path: Path):
+    """As they were made before: only chunks in the list, and no lib/."""
+    with opened(tmp_path / "store") as store, opened(tmp_path / "other") as other:
+        fill(store)
+        save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
+        found = read_list(str(tmp_path / "snapshot" / "MANIFEST"))
+        found["objects"] = [each for each in found["objects"] if each[0].startswith("obj/")]
+        shutil.rmtree(tmp_path / "snapshot" / "lib")
+        (tmp_path / "snapshot" / "MANIFEST").unlink()
+        write_list(str(tmp_path / "snapshot" / "MANIFEST"), found)
+        assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one").objects == 3
+        assert shown(other) == {}
+        assert same_chunk(other.get("B", BACKBONE), chunk_of())
+
+
+def test_a_tenant_with_libraries_only(tmp_path: Path):
+    """Their key's check value travels too, and a root that has libraries is not a new one."""
+    with opened(tmp_path / "store", key=KEY) as store:
+        libraries(store)[0].put("A", "text")
+    save_snapshot(tmp_path / "store", tmp_path / "whole")
+    assert load_snapshot(tmp_path / "whole", tmp_path / "other").objects == 1
+    with pytest.raises(StoreKeyError):
+        opened(tmp_path / "other")
+    with ChunkStore(tmp_path / "outside", tenant="one", secret=b"a secret from outside") as store:
+        libraries(store)[0].put("A", "text")
+    with pytest.raises(StoreSnapshotError, match="another secret"):
+        load_snapshot(tmp_path / "whole", tmp_path / "outside")
+
+
+def test_an_expired_entry_stays_out_and_makes_room(tmp_path: Path):
+    now = [1e9]
+    with ChunkStore(tmp_path / "store", tenant="one", clock=lambda: now[0]) as store:
+        StaticLibrary(store, quota=1 << 20).put("brief", "old", ttl=10)  # has been expired for long by the day's clock
+        StaticLibrary(store, quota=1 << 20).put("long", "here")
+        made = save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
+        assert (made.objects, made.skipped) == (1, 1)
+    with opened(tmp_path / "fresh") as fresh:
+        StaticLibrary(fresh, quota=1 << 20).put("brief", "fresh")
+    save_snapshot(tmp_path / "fresh", tmp_path / "second", tenant="one")
+    assert load_snapshot(tmp_path / "second", tmp_path / "store", tenant="one").objects == 1
+    with opened(tmp_path / "store") as store:
+        found = StaticLibrary(store, quota=1 << 20).get("TEXT", "brief")
+    assert found is not None
+    assert found.content == "fresh"
+
+
+def test_a_damaged_entry_of_the_store_is_mended(tmp_path: Path):
+    with opened(tmp_path / "store") as store:
+        fill(store)
+        expected = shown(store)
+        save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one", copy=True)
+        for entry in store.disk.scan(store.names.libraries):
+            path = Path(store.disk.root, entry.path)
+            path.write_bytes(path.read_bytes()[:-1])
+        load_snapshot(tmp_path / "snapshot", tmp_path / "store", tenant="one")
+        assert shown(store) == expected
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tenant's snapshot. Read only."""
+    folder = tmp_path_factory.mktemp("kept")
+    with opened(folder / "store") as store:
+        fill(store)
+    save_snapshot(folder / "store", folder / "snapshot", tenant="one", copy=True)
+    return folder / "snapshot"
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_of_an_entry_is_refused_and_nothing_is_added(
+    data: st.DataObject, kept: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tmp_path_factory.mktemp("damage")
+    shutil.copytree(kept, folder / "snapshot")
+    entries = sorted((folder / "snapshot" / "lib").rglob("*.safetensors"))
+    path = data.draw(st.sampled_from(entries))
+    raw = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(raw) - 1))
+    kind = data.draw(st.sampled_from(["flip", "cut", "gone", "other"]))
+    if kind == "gone":
+        path.unlink()
+    elif kind == "other":
+        shutil.copy(data.draw(st.sampled_from([other for other in entries if other != path])), path)
+    else:
+        raw[at] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(raw if kind == "flip" else raw[:at])
+    with pytest.raises(StoreSnapshotError) as caught:
+        load_snapshot(folder / "snapshot", folder / "other", tenant="one")
+    assert len(caught.value.bad) == 1
+    assert not list((folder / "other").rglob("*.safetensors"))
+    left = load_snapshot(folder / "snapshot", folder / "other", tenant="one", skip_damaged=True)
+    assert (left.objects, left.damaged) == (len(list(kept.rglob("*.safetensors"))) - 1, 1)
+    shutil.rmtree(folder)
+
+
+def test_a_failure_half_way_takes_entries_back(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch):
+    total = len(list(kept.rglob("*.safetensors")))
+    link = os.link
+    for number in range(1, total + 1):
+        calls = []
+
+        def full(source: str, target: str, calls=calls, number=number, **more: bool) -> None:
+            calls.append(target)
+            if len(calls) == number:
+                raise OSError(28, "No space left on device")
+            link(source, target, **more)
+
+        with opened(tmp_path / "other") as other:
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "link", full)
+                with pytest.raises(StoreFullError):
+                    load_snapshot(kept, tmp_path / "other", tenant="one")
+            assert not other.disk.scan() + other.disk.scan("lib")
+    assert load_snapshot(kept, tmp_path / "other", tenant="one").objects == total
+
+
+def test_a_list_cannot_lead_out_of_the_libraries(tmp_path: Path):
+    with opened(tmp_path / "store") as store:
+        fill(store)
+        tenant = store.names.libraries
+    paths = ["../lock", "static/lock", "other/00/" + "0" * 64 + ".entry.safetensors",
+             "static/00/../../x.entry.safetensors", "static/00/" + "0" * 64 + ".v000000001.safetensors",
+             "dynamic/00/" + "0" * 64 + ".entry.safetensors", "dynamic/00/" + "0" * 64 + ".v1.safetensors"]  # fmt: skip
+    for path in paths:
+        folder = tmp_path / "snapshot"
+        folder.mkdir()
+        listed = {"version": 1, "scope": "tenant", "objects": [[f"{tenant}/{path}", 1, "00000000"]]}
+        write_list(str(folder / "MANIFEST"), listed)
+        with pytest.raises(StoreSnapshotError, match="path 'lib/"):
+            load_snapshot(folder, tmp_path / "other", tenant="one")
+        shutil.rmtree(folder)
+
+
+FORGED = {
+    "kind": ["VIDEO", 3, None],
+    "name": ["", "a{b", 5],
+    "version": [0, -1, 10**9, "1", True],
+    "content": ["str", 1],
+    "chunk": [[1, 2, 3], ["b", "i"], ["b", "i", -1], "bi9", 7],
+    "metadata": [[], None],
+    "withdrawn": [0, None],
+    "digest": [1],
+}
+
+
+@pytest.mark.parametrize("word", FORGED)
+def test_a_forged_entry_cannot_spoil_a_library(tmp_path: Path, word: str):
+    """Whole by its checksums, and not what an entry says: a listing of the library would fail over it."""
+    from kvpatch_jax.store.objects import Blob, write_blob
+    from kvpatch_jax.store.snapshot import header_crc, reading
+
+    with opened(tmp_path / "store") as store:
+        libraries(store)[0].put("A", b"\xff\xfe not text")
+        (entry,) = store.disk.scan(store.names.libraries)
+        found = store.disk.get(libraries(store)[0]._shelf.name("FILE", "A"))
+    assert found is not None
+    for value in FORGED[word]:
+        folder = tmp_path / "snapshot"
+        path = folder / entry.path
+        path.parent.mkdir(parents=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        write_blob(fd, Blob("entry", found.header.body | {word: value}, found.arrays), path.name)
+        os.close(fd)
+        with reading(str(path)) as (fd, header):
+            listed = [entry.path, header.size, f"{header_crc(fd, header):08x}"]
+        write_list(str(folder / "MANIFEST"), {"version": 1, "scope": "tenant", "objects": [listed]})
+        with pytest.raises(StoreSnapshotError, match=r"entries say|make an entry"):
+            load_snapshot(folder, tmp_path / "other", tenant="one")
+        assert not list((tmp_path / "other").rglob("*.safetensors"))
+        shutil.rmtree(folder)
+
+
+def test_a_snapshot_sees_a_library_at_one_moment(tmp_path: Path):
+    """While versions are published and dropped, every snapshot has a current one of every reference."""
+    stop = threading.Event()
+    with opened(tmp_path / "store") as store:
+        references = DynamicLibrary(store)
+        names = [f"R{number}" for number in range(4)]
+        for name in names:
+            references.publish(name, "first")
+
+        def publish() -> None:
+            while not stop.is_set():
+                for name in names:
+                    references.publish(name, "next")
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        try:
+            for number in range(10):
+                save_snapshot(tmp_path / "store", tmp_path / f"snapshot-{number}", tenant="one")
+                load_snapshot(tmp_path / f"snapshot-{number}", tmp_path / f"other-{number}", tenant="one")
+                with opened(tmp_path / f"other-{number}") as other:
+                    assert len(DynamicLibrary(other).entries()) == len(names)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_snapshot_waits_for_who_changes_a_library_and_needs_no_writing(tmp_path: Path):
+    with opened(tmp_path / "store") as store:
+        fill(store)
+        lock = Path(store.disk.root, store.names.libraries, "static", "lock")
+        done = threading.Event()
+
+        def save() -> None:
+            save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
+            done.set()
+
+        lock.chmod(0o400)
+        with open(lock, "rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            thread = threading.Thread(target=save)
+            thread.start()
+            assert not done.wait(0.2)
+        thread.join()
+        assert done.is_set()
+
+
+def test_resources_are_loaded_without_a_store(tmp_path: Path):
+    with opened(tmp_path / "store") as store:
+        fill(store)
+        export_arrays(store, tmp_path / "export")
+        loaded = {str(resource.reference): plain(resource) for resource in load_arrays(tmp_path / "export").resources
+                  if resource.chunk is not None or resource.content is not None}  # fmt: skip
+        assert loaded == shown(store)
