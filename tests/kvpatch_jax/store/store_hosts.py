@@ -253,6 +253,31 @@ def in_the_background() -> None:
         checkpointer.load_checkpointables(1, {"chunk_store": store})
 
 
+def alone() -> None:
+    """Saved by a job of one process."""
+    placement = sharding_of("tokens")
+    placed = [
+        kvp.Chunk(**{**vars(chunk), "kv": {name: jax.device_put(value, placement) for name, value in chunk.kv.items()}})
+        for chunk in CHUNKS
+    ]
+    save_arrays(FOLDER / "arrays", placed, [patch_of(CHUNKS[0])])
+    with opened("first") as store:
+        store.put(CHUNKS[0])
+        ocp.save_checkpointables(str(FOLDER / "item"), {"chunk_store": store})
+        ocp.save_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store, shared=False)})
+
+
+def of_one() -> None:
+    """What one process saved, in a job of two, over one root and over two."""
+    for name in ("item", "own"):
+        for root, shared in ((f"shared-{name}", True), (f"own-{name}-{INDEX}", False)):
+            together(root if shared else name)
+            with opened(root) as store:
+                together(f"{name} {shared}")
+                ocp.load_checkpointables(str(FOLDER / name), {"chunk_store": StoreItem(store, shared=shared)})
+                assert same_chunk(store.get(CHUNKS[0].id, BACKBONE), CHUNKS[0])
+
+
 def one_process() -> None:
     """What two processes saved, in a job of one."""
     with opened("later") as store:

@@ -145,9 +145,9 @@ def test_encrypted_entries_stay_encrypted(tmp_path: Path):
     for root in ("same", "other"):
         with opened(tmp_path / root, key=KEY) as store:
             assert shown(store) == expected
-    for more in ({}, {"key": b"another key of at least 32 bytes"}):
+    for key in (None, b"another key of at least 32 bytes"):
         with pytest.raises(StoreKeyError):
-            load_snapshot(snapshot, tmp_path / "third", tenant="one", **more)
+            load_snapshot(snapshot, tmp_path / "third", tenant="one", key=key)
     with pytest.raises(StoreKeyError):  # keys are per tenant
         load_snapshot(snapshot, tmp_path / "third", tenant="two", key=KEY)
     assert not list((tmp_path / "third").rglob("*.safetensors"))
@@ -397,7 +397,7 @@ def test_a_forged_entry_cannot_spoil_a_library(tmp_path: Path, word: str):
         path = folder / entry.path
         path.parent.mkdir(parents=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT)
-        write_blob(fd, Blob("entry", found.header.body | {word: value}, found.arrays), path.name)
+        write_blob(fd, Blob("entry", dict(found.header.body) | {word: value}, found.arrays), path.name)
         os.close(fd)
         with reading(str(path)) as (fd, header):
             listed = [entry.path, header.size, f"{header_crc(fd, header):08x}"]
@@ -462,3 +462,42 @@ def test_resources_are_loaded_without_a_store(tmp_path: Path):
         loaded = {str(resource.reference): plain(resource) for resource in load_arrays(tmp_path / "export").resources
                   if resource.chunk is not None or resource.content is not None}  # fmt: skip
         assert loaded == shown(store)
+
+
+HISTORY = st.lists(st.tuples(st.sampled_from(["publish", "withdraw"]), st.sampled_from("ABC")), max_size=6)
+
+
+@settings(max_examples=12, deadline=None)
+@given(theirs=HISTORY, ours=HISTORY, key=st.sampled_from([None, KEY]))
+def test_a_restore_never_changes_what_a_reference_shows(tmp_path_factory: pytest.TempPathFactory, theirs, ours, key):
+    """And brings every reference that the library has never had as it was, withdrawn ones with their numbers."""
+    folder = tmp_path_factory.mktemp("history")
+    current: list[dict[str, str | None]] = []
+    for root, history in (("store", theirs), ("other", ours)):
+        with opened(folder / root, key=key) as store:
+            references = DynamicLibrary(store)
+            for number, (what, name) in enumerate(history):
+                if what == "publish":
+                    references.publish(name, f"{root} {number}")
+                else:
+                    references.withdraw("TEXT", name)
+            current.append(current_of(references))
+    save_snapshot(folder / "store", folder / "snapshot", tenant="one")
+    with opened(folder / "other", key=key) as other:
+        references = DynamicLibrary(other)
+        here = {name for name in "ABC" if references.versions("TEXT", name)}
+        for _ in range(2):
+            load_snapshot(folder / "snapshot", folder / "other", tenant="one", key=key)
+            expected = {name: current[1 if name in here else 0][name] for name in "ABC"}
+            assert current_of(references) == expected
+    shutil.rmtree(folder)
+
+
+def current_of(references: DynamicLibrary) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in "ABC":
+        held = references.open("TEXT", name)
+        found[name] = None if held is None else f"{held.resource.reference} {held.resource.content}"
+        if held is not None:
+            held.close()
+    return found

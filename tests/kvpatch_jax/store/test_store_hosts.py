@@ -43,6 +43,12 @@ def test_arrays_travel_between_jobs_of_two_processes_and_of_one(tmp_path: Path):
     run(tmp_path, 1, ["load", "imported"])
 
 
+def test_one_process_saves_and_two_load(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    run(tmp_path, 1, ["alone"])
+    run(tmp_path, 2, ["load", "of_one"])
+
+
 def test_a_store_is_saved_by_two_processes_whole_or_not_at_all(tmp_path: Path):
     (tmp_path / "data").mkdir()
     run(tmp_path, 2, ["item", "own_roots", "failing", "in_the_background"])
