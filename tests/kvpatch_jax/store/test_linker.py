@@ -197,7 +197,10 @@ def test_a_chunk_of_another_backbone_is_refused(libraries):
         Linker("another", static).link("IMAGE#A")
 
 
-_PARTS = r"obj|lib|tmp|quarantine|STORE\.json|((names|evict)\.)?lock|static|[0-9a-f]{2}|[0-9a-f]{32}|[0-9a-f]{64}\.entry\.safetensors"
+_PARTS = (
+    r"obj|lib|tmp|quarantine|STORE\.json|((names|evict)\.)?lock|static"
+    r"|[0-9a-f]{2}|[0-9a-f]{32}|[0-9a-f]{64}\.entry\.safetensors"
+)
 """Words that are the same in every store, and digests."""
 
 
