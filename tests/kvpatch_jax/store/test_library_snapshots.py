@@ -1,91 +1,21 @@
 """Libraries in snapshots, exports and checkpoints: under the rules of objects, and what is there stays by reference."""
 
 import fcntl
-import os
 import shutil
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from orbax.checkpoint import v1 as ocp
+from library_cases import KEY, PIXELS, WAYS, fill, libraries, opened, plain, shown, travel
 from store_cases import BACKBONE, chunk_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, LibraryFullError, StoreFullError, StoreKeyError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.checkpoint import export_arrays, import_arrays, load_arrays
+from kvpatch_jax.store.checkpoint import export_arrays, load_arrays
 from kvpatch_jax.store.snapshot import read_list, write_list
-
-KEY = b"one key of the store, 32 bytes at least"
-PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-WAYS = ["link", "copy", "whole", "orbax", "arrays"]
-
-
-def opened(root: Path, tenant: str = "one", key: bytes | None = None, **budget: int) -> ChunkStore:
-    return ChunkStore(root, tenant=tenant, key=key, budget=Budget(host=0, **budget))
-
-
-def libraries(store: ChunkStore) -> tuple[StaticLibrary, DynamicLibrary]:
-    return StaticLibrary(store, quota=1 << 24), DynamicLibrary(store)
-
-
-def fill(store: ChunkStore) -> None:
-    """Five static entries, one with its chunk, three dynamic ones in four versions (one is held), one withdrawn."""
-    files, references = libraries(store)
-    files.put("LOUVRE", PIXELS, chunk=chunk_of(), vector=np.array([1.0, 2.0]))
-    files.put("my notes", "text ü")
-    files.put("ids", [1, 2, 2**40])
-    files.put("report", b"%PDF-")
-    files.put("bare", chunk=chunk_of("bare", 3))
-    references.publish("HOTEL", "old")
-    held = references.open("TEXT", "HOTEL")
-    references.publish("HOTEL", "new", metadata={"stars": 3}, vector=np.array([0.5]))
-    references.publish("MUSEUM", PIXELS, chunk=chunk_of("museum", 5))
-    references.publish("GONE", "withdrawn")
-    references.withdraw("TEXT", "GONE")
-    assert held is not None  # the first version was there when the second came, and goes with nobody's help
-
-
-def shown(store: ChunkStore) -> dict[str, object]:
-    """All that the libraries show."""
-    files, references = libraries(store)
-    found: dict[str, object] = {}
-    for entry in files.entries():
-        resource = files.get(entry.reference.kind, entry.reference.name)
-        assert resource is not None
-        found[str(entry.reference)] = plain(resource)
-    for entry in references.entries():
-        for version in references.versions(entry.reference.kind, entry.reference.name):
-            held = references.open(entry.reference.kind, entry.reference.name, version)
-            assert held is not None
-            found[str(held.resource.reference)] = plain(held.resource)
-            if version != entry.reference.version:
-                held._stack.pop_all()  # closing would drop it
-    return found
-
-
-def plain(resource) -> object:
-    content = resource.content.tobytes() if isinstance(resource.content, np.ndarray) else resource.content
-    vector = None if resource.vector is None else resource.vector.tobytes()
-    return content, vector, resource.digest, resource.metadata, resource.chunk, resource.expires
-
-
-def travel(way: str, store: ChunkStore, into: ChunkStore, folder: Path) -> None:
-    """Everything of one store's tenant into another store."""
-    name, root = str(folder / f"by-{way}"), store.disk.root
-    if way == "orbax":
-        ocp.save_checkpointables(name, {"chunk_store": store})
-        ocp.load_checkpointables(name, {"chunk_store": into})
-    elif way == "arrays":
-        export_arrays(store, name, part_bytes=5_000)
-        import_arrays(name, into)
-    else:
-        tenant = None if way == "whole" else "one"
-        save_snapshot(root, name, tenant=tenant, copy=way == "copy")
-        key = None if into.disk.seal.check is None else KEY
-        load_snapshot(name, into.disk.root, tenant="one", budget=into.budget, key=key)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -291,121 +221,6 @@ def test_a_damaged_entry_of_the_store_is_mended(tmp_path: Path):
             path.write_bytes(path.read_bytes()[:-1])
         load_snapshot(tmp_path / "snapshot", tmp_path / "store", tenant="one")
         assert shown(store) == expected
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tenant's snapshot. Read only."""
-    folder = tmp_path_factory.mktemp("kept")
-    with opened(folder / "store") as store:
-        fill(store)
-    save_snapshot(folder / "store", folder / "snapshot", tenant="one", copy=True)
-    return folder / "snapshot"
-
-
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_damage_of_an_entry_is_refused_and_nothing_is_added(
-    data: st.DataObject, kept: Path, tmp_path_factory: pytest.TempPathFactory
-):
-    folder = tmp_path_factory.mktemp("damage")
-    shutil.copytree(kept, folder / "snapshot")
-    entries = sorted((folder / "snapshot" / "lib").rglob("*.safetensors"))
-    path = data.draw(st.sampled_from(entries))
-    raw = bytearray(path.read_bytes())
-    at = data.draw(st.integers(0, len(raw) - 1))
-    kind = data.draw(st.sampled_from(["flip", "cut", "gone", "other"]))
-    if kind == "gone":
-        path.unlink()
-    elif kind == "other":
-        shutil.copy(data.draw(st.sampled_from([other for other in entries if other != path])), path)
-    else:
-        raw[at] ^= 1 << data.draw(st.integers(0, 7))
-        path.write_bytes(raw if kind == "flip" else raw[:at])
-    with pytest.raises(StoreSnapshotError) as caught:
-        load_snapshot(folder / "snapshot", folder / "other", tenant="one")
-    assert len(caught.value.bad) == 1
-    assert not list((folder / "other").rglob("*.safetensors"))
-    left = load_snapshot(folder / "snapshot", folder / "other", tenant="one", skip_damaged=True)
-    assert (left.objects, left.damaged) == (len(list(kept.rglob("*.safetensors"))) - 1, 1)
-    shutil.rmtree(folder)
-
-
-def test_a_failure_half_way_takes_entries_back(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch):
-    total = len(list(kept.rglob("*.safetensors")))
-    link = os.link
-    for number in range(1, total + 1):
-        calls = []
-
-        def full(source: str, target: str, calls=calls, number=number, **more: bool) -> None:
-            calls.append(target)
-            if len(calls) == number:
-                raise OSError(28, "No space left on device")
-            link(source, target, **more)
-
-        with opened(tmp_path / "other") as other:
-            with monkeypatch.context() as patched:
-                patched.setattr(os, "link", full)
-                with pytest.raises(StoreFullError):
-                    load_snapshot(kept, tmp_path / "other", tenant="one")
-            assert not other.disk.scan() + other.disk.scan("lib")
-    assert load_snapshot(kept, tmp_path / "other", tenant="one").objects == total
-
-
-def test_a_list_cannot_lead_out_of_the_libraries(tmp_path: Path):
-    with opened(tmp_path / "store") as store:
-        fill(store)
-        tenant = store.names.libraries
-    paths = ["../lock", "static/lock", "other/00/" + "0" * 64 + ".entry.safetensors",
-             "static/00/../../x.entry.safetensors", "static/00/" + "0" * 64 + ".v000000001.safetensors",
-             "dynamic/00/" + "0" * 64 + ".entry.safetensors", "dynamic/00/" + "0" * 64 + ".v1.safetensors"]  # fmt: skip
-    for path in paths:
-        folder = tmp_path / "snapshot"
-        folder.mkdir()
-        listed = {"version": 1, "scope": "tenant", "objects": [[f"{tenant}/{path}", 1, "00000000"]]}
-        write_list(str(folder / "MANIFEST"), listed)
-        with pytest.raises(StoreSnapshotError, match="path 'lib/"):
-            load_snapshot(folder, tmp_path / "other", tenant="one")
-        shutil.rmtree(folder)
-
-
-FORGED = {
-    "kind": ["VIDEO", 3, None],
-    "name": ["", "a{b", 5],
-    "version": [0, -1, 10**9, "1", True],
-    "content": ["str", 1],
-    "chunk": [[1, 2, 3], ["b", "i"], ["b", "i", -1], "bi9", 7],
-    "metadata": [[], None],
-    "withdrawn": [0, None],
-    "digest": [1],
-}
-
-
-@pytest.mark.parametrize("word", FORGED)
-def test_a_forged_entry_cannot_spoil_a_library(tmp_path: Path, word: str):
-    """Whole by its checksums, and not what an entry says: a listing of the library would fail over it."""
-    from kvpatch_jax.store.objects import Blob, write_blob
-    from kvpatch_jax.store.snapshot import header_crc, reading
-
-    with opened(tmp_path / "store") as store:
-        libraries(store)[0].put("A", b"\xff\xfe not text")
-        (entry,) = store.disk.scan(store.names.libraries)
-        found = store.disk.get(libraries(store)[0]._shelf.name("FILE", "A"))
-    assert found is not None
-    for value in FORGED[word]:
-        folder = tmp_path / "snapshot"
-        path = folder / entry.path
-        path.parent.mkdir(parents=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT)
-        write_blob(fd, Blob("entry", dict(found.header.body) | {word: value}, found.arrays), path.name)
-        os.close(fd)
-        with reading(str(path)) as (fd, header):
-            listed = [entry.path, header.size, f"{header_crc(fd, header):08x}"]
-        write_list(str(folder / "MANIFEST"), {"version": 1, "scope": "tenant", "objects": [listed]})
-        with pytest.raises(StoreSnapshotError, match=r"entries say|make an entry"):
-            load_snapshot(folder, tmp_path / "other", tenant="one")
-        assert not list((tmp_path / "other").rglob("*.safetensors"))
-        shutil.rmtree(folder)
 
 
 def test_a_snapshot_sees_a_library_at_one_moment(tmp_path: Path):
