@@ -78,9 +78,10 @@ class StoreItem:
         except Exception as raised:  # whatever it is, nobody must wait for this process in vain
             error = raised
         together.wait()
+        missing = [index for index, folder in enumerate(folders) if not os.path.exists(f"{folder}/{MANIFEST}")]
+        together.wait()  # when the first process returns, the directory gets its name, and is not where others look
         if error is not None:
             raise error
-        missing = [index for index, folder in enumerate(folders) if not os.path.exists(f"{folder}/{MANIFEST}")]
         if missing:
             raise StoreSnapshotError(f"checkpoint {path}: process {missing[0]} did not finish; expected all to do so")
 

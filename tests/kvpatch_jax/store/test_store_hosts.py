@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,22 +20,24 @@ def free_port() -> int:
 
 
 def run(folder: Path, count: int, steps: Sequence[str]) -> None:
-    """A job of `count` processes; each says which steps it has done."""
-    port = free_port()
+    """A job of `count` processes; each says which steps it has done. Where one fails the others are not waited for."""
     program = [PYTHON, str(Path(__file__).parent / "store_hosts.py")]
+    port, until = free_port(), time.monotonic() + 400
     with contextlib.ExitStack() as stack:
-        children = []
+        children: list[subprocess.Popen] = []
         for index in range(count):
-            log = stack.enter_context(open(folder / f"log-{index}", "w+"))
+            out, log = (stack.enter_context(open(folder / f"{word}-{index}", "w")) for word in ("out", "log"))
             arguments = [*program, str(index), str(count), str(port), str(folder / "data"), *steps]
-            child = subprocess.Popen(arguments, env=child_environment(), stdout=subprocess.PIPE, stderr=log, text=True)
-            stack.callback(child.kill)
-            children.append((child, log))
-        for child, log in children:
-            printed = child.communicate(timeout=400)[0]
-            log.seek(0)
-            done = [line for line in printed.split("\n") if line in steps]
-            assert (child.returncode, done) == (0, list(steps)), log.read()[-4000:]
+            children.append(subprocess.Popen(arguments, env=child_environment(), stdout=out, stderr=log))
+            stack.callback(children[-1].wait)
+            stack.callback(children[-1].kill)
+        while not all(child.poll() == 0 for child in children):
+            logs = "".join((folder / f"log-{index}").read_text()[-4000:] for index in range(count))
+            assert not any(child.returncode for child in children), logs
+            assert time.monotonic() < until, logs
+            time.sleep(0.1)
+    for index in range(count):
+        assert [line for line in (folder / f"out-{index}").read_text().split() if line in steps] == list(steps)
 
 
 def test_arrays_travel_between_jobs_of_two_processes_and_of_one(tmp_path: Path):
