@@ -8,6 +8,8 @@ With COUNT 1 it is a job of one process, on four devices.
 import os
 import shutil
 import sys
+import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from kvpatch_jax.errors import (
 )
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, checkpoint
 from kvpatch_jax.store.checkpoint import StoreItem, export_arrays, import_arrays, load_arrays, make_durable, save_arrays
+from kvpatch_jax.store.processes import Together
 
 INDEX, COUNT, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 if COUNT > 1:
@@ -213,6 +216,24 @@ def own_roots() -> None:
         assert all(store.get(f"of {index}", BACKBONE) is not None for index in range(COUNT))
 
 
+def late() -> None:
+    """One process comes late from every meeting; what it then looks for is still there."""
+    real = Together.wait
+
+    def wait(self: Together) -> None:
+        real(self)
+        time.sleep(0.3)
+
+    for who in range(COUNT):
+        Together.wait = wait if who == INDEX else real
+        for shared in (True, False):
+            with opened("shared" if shared else f"own-{INDEX}") as store:
+                item = StoreItem(store, shared=shared)
+                ocp.save_checkpointables(str(FOLDER / f"late-{who}-{shared}"), {"chunk_store": item})
+                ocp.load_checkpointables(str(FOLDER / f"late-{who}-{shared}"), {"chunk_store": item})
+    Together.wait = real
+
+
 def failing() -> None:
     """Where one process fails all raise, and the checkpoint is not there."""
     for broken in range(COUNT):
@@ -287,8 +308,18 @@ def one_process() -> None:
         assert StaticLibrary(store, quota=1 << 20).get("TEXT", "A") is not None
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Ends at once where something fails: a process that leaves a job in order waits for the others."""
     warnings.simplefilter("error")
-    for step in sys.argv[5:]:
-        globals()[step]()
-        print(step, flush=True)
+    try:
+        for step in sys.argv[5:]:
+            globals()[step]()
+            print(step, flush=True)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
