@@ -1,8 +1,10 @@
 """Fetching: half of the chunks on the disk, half to compute, against the longer of the two alone.
 
-Computing is matrix products on one core, as many as take as long as loading does: overlap has most to win there. Each
-arm is a `fetch` of its own kind (only hits, only misses, both), asynchronous puts of what was computed included, taken
-in turns; each round gives one ratio. Loads are warm: read from the page cache, checksums and all.
+Computing is matrix products on one core, as many as take as long as loading does: overlap has most to win there. A
+product takes milliseconds, as a compiled forward pass does and more; one arm has products of a tenth of one, where
+handing the interpreter from thread to thread takes most of what overlap wins. Each arm is a `fetch` of its own kind
+(only hits, only misses, both), asynchronous puts of what was computed included, taken in turns; each round gives one
+ratio. Loads are warm: read from the page cache, checksums and all.
 """
 
 import json
@@ -12,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +24,21 @@ from kvpatch_jax.store import Budget, ChunkStore, Miss, Request, fetch
 
 LAYOUT = kvp.KVLayout.gqa(28, 4, 128, kvp.Rope(1e6, 128))
 TOKENS = 256
-HALF = 4
 LATENCY = 0.06
 """Seconds that every load waits where storage is simulated to be far."""
+
+
+class Arm(NamedTuple):
+    """What is timed: chunks of each half, rows of the matrices that are multiplied, seconds that loads wait first."""
+
+    name: str
+    half: int
+    size: int
+    latency: float = 0.0
+    bar: float | None = None
+
+
+ARMS = (Arm("disk", 16, 512, bar=1.5), Arm("latency", 4, 512, LATENCY, 1.15), Arm("short calls", 16, 192))
 
 
 def _chunk(number: int) -> kvp.Chunk:
@@ -38,7 +52,7 @@ def _chunk(number: int) -> kvp.Chunk:
     return kvp.Chunk(kv, np.arange(TOKENS, dtype=np.float32), TOKENS, TOKENS, f"c{number}", LAYOUT, "bench")
 
 
-def _product(size: int = 192) -> Callable[[], object]:
+def _product(size: int) -> Callable[[], object]:
     square = np.random.default_rng(0).standard_normal((size, size)).astype(np.float32)
     return lambda: square @ square
 
@@ -61,17 +75,17 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _measure(latency: float, repeats: int, folder: Path | None) -> list[dict[str, Any]]:
-    chunks = [_chunk(number) for number in range(2 * HALF)]
+def _measure(arm: Arm, repeats: int, folder: Path | None) -> list[dict[str, Any]]:
+    chunks = [_chunk(number) for number in range(2 * arm.half)]
     requests = [Request(chunk.id, chunk.backbone) for chunk in chunks]
-    hits, misses = requests[:HALF], requests[HALF:]
-    product = _product()
+    hits, misses = requests[: arm.half], requests[arm.half :]
+    product = _product(arm.size)
     with tempfile.TemporaryDirectory(dir=folder) as root, ChunkStore(root, budget=Budget(host=0)) as store:
-        for chunk in chunks[:HALF]:
+        for chunk in chunks[: arm.half]:
             store.put(chunk)
-        if latency:
-            _Far(store, latency)
-        times = _calibrated(lambda: fetch(store, hits, _refuse), product)
+        if arm.latency:
+            _Far(store, arm.latency)
+        times = _calibrated(lambda: fetch(store, hits, _refuse), product, arm.half)
         by_id = {chunk.id: chunk for chunk in chunks}
 
         def compute(missing: Sequence[Miss]) -> list[kvp.Chunk]:
@@ -93,37 +107,39 @@ def _measure(latency: float, repeats: int, folder: Path | None) -> list[dict[str
                 store.flush()
                 for request in misses:
                     store.delete(request.id, request.backbone)
-    return _rows("latency" if latency else "disk", seconds, 1.15 if latency else 1.5)
+    return _rows(arm, seconds)
 
 
 def _refuse(_: Sequence[Miss]) -> list[kvp.Chunk]:
     raise AssertionError("everything is on the disk")
 
 
-def _calibrated(load: Callable[[], object], product: Callable[[], object]) -> int:
+def _calibrated(load: Callable[[], object], product: Callable[[], object], half: int) -> int:
     """Products per chunk, so that computing takes as long as loading."""
-    loading = statistics.median(_seconds(load) for _ in range(5)) / HALF
+    loading = statistics.median(_seconds(load) for _ in range(5)) / half
     one = statistics.median(_seconds(lambda: [product() for _ in range(20)]) for _ in range(9)) / 20
     return max(1, round(loading / one))
 
 
-def _rows(arm: str, seconds: dict[str, list[float]], bar: float) -> list[dict[str, Any]]:
+def _rows(arm: Arm, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
     rounds = list(zip(seconds["both"], seconds["hits"], seconds["misses"], strict=True))
     longer = [both / max(hits, misses) for both, hits, misses in rounds]
     apart = [both / (hits + misses) for both, hits, misses in rounds]
     rows: list[dict[str, Any]] = [
-        {"metric": "fetch_seconds", "arm": f"{arm}.{name}", "value": statistics.median(values), "n": len(values)}
+        {"metric": "fetch_seconds", "arm": f"{arm.name}.{name}", "value": statistics.median(values), "n": len(values)}
         for name, values in seconds.items()
     ]
     for metric, values in (("fetch_over_longer", longer), ("fetch_over_sum", apart)):
         row = {
             "metric": metric,
-            "arm": arm,
+            "arm": arm.name,
             "value": statistics.median(values),
             "low": min(values),
             "high": max(values),
         }
-        rows.append(row | {"n": len(values)} | ({"at_most": bar} if metric == "fetch_over_longer" else {}))
+        rows.append(
+            row | {"n": len(values)} | ({"at_most": arm.bar} if arm.bar and metric == "fetch_over_longer" else {})
+        )
     return rows
 
 
@@ -135,10 +151,10 @@ def rows(repeats: int = 7, folder: Path | None = None) -> list[dict[str, Any]]:
       folder: on the disk to use; the system's temporary one by default.
 
     Returns:
-      {"metric", "arm", "value", …}: arm "disk" reads from the page cache; in arm "latency" each load waits 60 ms first.
-      `at_most` is the bar.
+      {"metric", "arm", "value", …}: arm "disk" reads from the page cache; in arm "latency" each load waits 60 ms first;
+      "short calls" computes in many short ones. `at_most` is the bar.
     """
-    return [*_measure(0.0, repeats, folder), *_measure(LATENCY, repeats, folder)]
+    return [row for arm in ARMS for row in _measure(arm, repeats, folder)]
 
 
 if __name__ == "__main__":

@@ -174,6 +174,7 @@ class _Round:
         self._late: dict[Request, Load] = {}
         self._submitted: list[Load] = []
         self._missing: collections.deque[Request] = collections.deque()
+        self._unsaved: dict[Request, Chunk] = {}
 
     def run(self, requests: Sequence[Request], threads: int) -> list[Request]:
         """What is still to be had after it: what another thread was at and did not get."""
@@ -187,6 +188,7 @@ class _Round:
                 self._take(wait=not self._missing)
                 self._compute_some()
         finally:
+            self._save()
             self._end(pool)
         return self._wait_for(others)
 
@@ -321,11 +323,11 @@ class _Round:
             return
         chunks = self._computed([Miss(request, self.store) for request in chosen])
         for request, chunk in zip(chosen, chunks, strict=True):
-            ack = self._put(request, chunk) if self.keep else None
-            chunk = chunk if self.placement is None else place_chunk(chunk, self.placement)
-            self._show(request, chunk)
-            self.got[request] = Fetched(chunk, "computed", ack)
-            self._land(request, chunk)
+            placed = chunk if self.placement is None else place_chunk(chunk, self.placement)
+            self._show(request, placed)
+            self.got[request] = Fetched(placed, "computed")
+            self._unsaved[request] = chunk
+            self._land(request, placed)
 
     def _computed(self, misses: Sequence[Miss]) -> list[Chunk]:
         try:
@@ -341,6 +343,11 @@ class _Round:
                 f"fetch: computing gave {len(found)} chunks, {right} of them right; expected {len(wanted)}"
             )
         return chunks
+
+    def _save(self) -> None:
+        """Puts what was computed: after the loads, which the caller waits for and which want the same cores."""
+        for request, chunk in self._unsaved.items() if self.keep else ():
+            self.got[request] = self.got[request]._replace(ack=self._put(request, chunk))
 
     def _put(self, request: Request, chunk: Chunk) -> Ack | None:
         ttl = None if request.expires is None else request.expires - self.store.clock()

@@ -19,10 +19,12 @@ from .header import ALIGNMENT, PAGE, Header, Leaf, header_length, make_header, p
 Kind = Literal["kv", "patch", "encoder", "entry"]
 Arrays = Mapping[str, np.ndarray]
 _OVERLAP = 4 << 20
-_SPLIT = 4 << 20
-_RUN = 1 << 20
+_SPLIT = 8 << 20
+_RUN = 4 << 20
 _OPENING = 4 * PAGE  # as much as most headers have
-_MOST_HELPERS = 4
+_WORKERS = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""Threads that one read takes: half of few cores, for reading waits for memory, and somebody computes meanwhile."""
+
 _NO_DIGITS = str.maketrans("", "", string.digits)
 
 
@@ -56,7 +58,7 @@ def file_size(blob: Blob, name: str) -> int:
 
 @functools.cache
 def _helpers() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(min(_MOST_HELPERS, os.cpu_count() or 1), "kvpatch-crc")
+    return concurrent.futures.ThreadPoolExecutor(_WORKERS, "kvpatch-crc")
 
 
 os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not follow into a forked process
@@ -120,7 +122,7 @@ def read_header(fd: int, parse: Callable[[bytes, int], Header] = parse_header) -
 def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers) -> dict[str, np.ndarray]:
     """Some leaves that lie one behind the other, verified; read-only views of one buffer, in it as `arranged` says.
 
-    Many bytes are read and summed in runs by several threads, each run summed while the cache still holds it.
+    Read and summed in runs, each run summed while the cache still holds it; many bytes by several threads.
 
     Raises:
       StoreCorruptError: a checksum that does not agree, or a file that ends early. OSError: the read failed.
@@ -132,8 +134,8 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
     data = buffers.lease(room)
     rooms = [(leaf, data[places[leaf.name] : places[leaf.name] + _padded(leaf.nbytes)]) for leaf in leaves]
     data.flags.writeable = False
-    if room < _SPLIT:
-        return _read_run(fd, rooms)
+    if room < _SPLIT or _WORKERS == 1:
+        return {name: array for run in _runs(rooms) for name, array in _read_run(fd, run).items()}
     reads = [_helpers().submit(_read_run, fd, run) for run in _runs(rooms)]
     concurrent.futures.wait(reads)  # all of them: nobody may read from a descriptor that the caller has closed
     return {name: array for read in reads for name, array in read.result().items()}

@@ -117,6 +117,33 @@ def test_loading_and_computing_overlap(store, monkeypatch):
     check(fetch(store, REQUESTS[:2], compute), IDS[:2])
 
 
+def test_what_was_computed_is_put_when_the_loads_have_ended(store, monkeypatch):
+    for id in IDS[:2]:
+        store.put(made(id))
+    order: list[str] = []
+    get, put, computed = store.disk.get, store.put_async, threading.Event()
+
+    def late(name):
+        assert computed.wait(10)
+        found = get(name)
+        order.append("load")
+        return found
+
+    def compute(misses):
+        if misses[-1].request == REQUESTS[3]:
+            computed.set()
+        return Computing()(misses)
+
+    monkeypatch.setattr(store.disk, "get", late)
+    monkeypatch.setattr(store, "put_async", lambda chunk, **more: order.append("put") or put(chunk, **more))
+    got = fetch(store, REQUESTS[:4], compute)
+    assert order == ["load"] * 2 + ["put"] * 2
+    for fetched in got[2:]:
+        assert fetched.ack is not None
+        fetched.ack.result(10)
+    assert all(store.contains(id, BACKBONE) for id in IDS[:4])
+
+
 @pytest.mark.parametrize("layers", [False, True])
 def test_what_does_not_load_is_computed(store, monkeypatch, layers):
     for id in IDS[:4]:

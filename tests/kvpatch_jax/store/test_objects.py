@@ -21,7 +21,7 @@ from store_cases import AXES, LAYOUT, MLA, chunk_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import DtypeError, InputError, StoreCorruptError
 from kvpatch_jax.ops import Quantised, quantise_int8
-from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store import Budget, ChunkStore, objects
 from kvpatch_jax.store.buffers import Buffers
 from kvpatch_jax.store.codec import chunk_blob, decode, encode, patch_blob, patch_parts
 from kvpatch_jax.store.codec import chunk_of as decoded
@@ -283,6 +283,24 @@ def test_a_channel_that_was_read_is_one_array(tmp_path, key):
         assert value.ctypes.data % 64 == 0, name
         assert value.base is not None
         assert value.flags.c_contiguous or not spaced
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_large_objects_come_back_whoever_reads_them(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(objects, "_WORKERS", workers)
+    monkeypatch.setattr(objects, "_SPLIT", 1 << 10)
+    monkeypatch.setattr(objects, "_RUN", 1 << 11)
+    objects._helpers.cache_clear()
+    chunk = chunk_of(tokens=64)
+    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
+        store.put(chunk)
+        assert same_chunk(store.get(chunk.id, chunk.backbone), chunk)
+        path = tmp_path / store.names.canonical(chunk.backbone, chunk.id).path
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        assert store.get(chunk.id, chunk.backbone) is None
+    objects._helpers.cache_clear()
 
 
 def test_a_header_read_before_is_not_believed_when_its_bytes_changed(tmp_path):
