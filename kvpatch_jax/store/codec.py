@@ -1,6 +1,7 @@
 """Chunks, patches and encoder outputs as objects, and back. Layer-major: what one layer needs lies together."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,8 +30,9 @@ _LARGEST = {
 # ------------------------------------------------------------------------------------------------------- layouts
 
 
-def layout_body(layout: KVLayout) -> dict[str, Any]:
-    """A layout as JSON."""
+@functools.lru_cache(maxsize=64)
+def layout_body(layout: KVLayout) -> Mapping[str, Any]:
+    """A layout as JSON. Remembered, for all that a model puts has the same one: not to be changed."""
     return dataclasses.asdict(layout)
 
 
@@ -233,7 +235,8 @@ def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
             arrays[own] = np.asarray(values)
             if isinstance(leaf, Quantised):
                 arrays[f"{own}.scale"] = np.asarray(leaf.scale)
-    stamp = dataclasses.asdict(patch.stamp)
+    stamp = {field.name: getattr(patch.stamp, field.name) for field in dataclasses.fields(Stamp)}
+    stamp["layout"] = layout_body(patch.stamp.layout)
     return _checked(Blob("patch", {"stamp": stamp, "forms": forms}, arrays, expires))
 
 

@@ -6,6 +6,7 @@ whether two tenants hold the same thing.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -136,14 +137,14 @@ class Names:
                 f"names: tenant {self.tenant!r}, a secret of {len(self.secret)} bytes; expected 16 or more"
             )
 
-    @property
+    @functools.cached_property
     def _key(self) -> bytes:
         return bytes.fromhex(_digest([b"tenant", self.tenant.encode()], hashlib.blake2b(self.secret).digest()))
 
     def _name(self, size: int, *fields: str) -> str:
         return _digest([field.encode() for field in fields], self._key, size)
 
-    @property
+    @functools.cached_property
     def space(self) -> str:
         """The tenant's directory, below the store's root."""
         return f"obj/{self._name(16, 'space')}"

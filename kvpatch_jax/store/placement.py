@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class LayerStream:
     `close` or `with`.
 
     Attributes:
-      layout, local, span, length: of the chunk, there from the beginning.
+      layout, span, length: of the chunk, there from the beginning.
 
     Raises (while iterating):
       StoreCorruptError: a layer does not verify; the object is in quarantine, and what came before it was right.
@@ -73,9 +74,13 @@ class LayerStream:
         self._header, self._read, self._placement, self._stack, self._ahead = header, read, placement, stack, ahead
         self._names = list(header.leaves)
         self.layout: KVLayout = layout_of(header.body["layout"])
-        self.local: np.ndarray = read(["local"])["local"]
         self.span: int = header.body["span"]
         self.length: int = header.body["length"]
+
+    @functools.cached_property
+    def local(self) -> np.ndarray:
+        """The chunk's local positions, read when they are first asked for. Raises as iterating."""
+        return self._read(["local"])["local"]
 
     def layer(self, layer: int) -> dict[str, Num[AnyArray, "..."]]:
         """{channel: [T, K, H]} of one layer, verified, whatever was read before. Raises as iterating; InputError."""
@@ -91,6 +96,7 @@ class LayerStream:
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
         with self:
+            _ = self.local  # so that all of the object is verified by who goes through it
             yield from self._layers()
 
     def _layers(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
@@ -112,6 +118,7 @@ class LayerStream:
           As iterating, and what `each` raises.
         """
         with self:
+            local = self.local
             layers: list[Mapping[str, AnyArray]] = []
             for layer, values in self._layers():
                 each(layer, values)
@@ -122,7 +129,7 @@ class LayerStream:
         stack = np.stack if self._placement is None else jnp.stack
         return unchecked_chunk(
             kv={name: stack([values[name] for values in layers]) for name in self.layout.names},
-            local=self.local,
+            local=local,
             span=self.span,
             length=self.length,
             id=self._header.body["id"],
