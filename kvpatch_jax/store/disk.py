@@ -12,6 +12,7 @@ An acknowledged write has its data and its name on the disk: data, rename, direc
 the truth; there is no index. Of two writers of one name the later wins, and both wrote the same content.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
@@ -45,12 +46,21 @@ from .files import (
 )
 from .header import Header, parse_header
 from .ids import Name
-from .objects import Blob, check_name, read_header, read_leaves, write_blob
+from .objects import Blob, check_name, in_thread, read_header, read_leaves, write_blob
 from .seal import Plain, Read, Seal
 
 _KNOWN = 256
 _LARGEST_KNOWN = 64 << 10
 _numbers = itertools.count()
+
+
+@functools.cache
+def _group() -> concurrent.futures.ThreadPoolExecutor:
+    """Threads that write the objects of a group: apart from those that sum large ones, which these wait for."""
+    return concurrent.futures.ThreadPoolExecutor(min(4, max(2, os.cpu_count() or 1)), "kvpatch-group")
+
+
+os.register_at_fork(after_in_child=_group.cache_clear)  # threads do not follow into a forked process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +139,7 @@ class Disk:
           StoreFullError, StoreReadOnlyError, StoreIOError: none of them is acknowledged; none is there in part.
         """
         with typed_errors(f"store: put {len(items)} objects"), contextlib.ExitStack() as stack:
-            written = [
-                (
-                    name,
-                    *stack.enter_context(self._written(name, functools.partial(write_blob, blob=blob, name=name.file))),
-                )
-                for name, blob in items
-            ]
+            written = self._written_all(items, stack)
             sync_files([fd for _, _, fd, _ in written])
             with locked(f"{self.root}/names.lock", shared=True):
                 for name, temporary, _, _ in written:
@@ -147,6 +151,21 @@ class Disk:
         self.counters.add("puts", len(items))
         self.counters.add("put_bytes", total)
         return total
+
+    def _written_all(
+        self, items: Sequence[tuple[Name, Blob]], stack: contextlib.ExitStack
+    ) -> list[tuple[Name, str, int, Header]]:
+        """Temporary files that hold objects, several at a time, until the stack is left. Name, path, file, header."""
+
+        def written(name: Name, blob: Blob) -> tuple[Name, str, int, Header]:
+            write = functools.partial(write_blob, blob=blob, name=name.file)
+            return (name, *stack.enter_context(self._written(name, write)))
+
+        if len(items) == 1:
+            return [written(*items[0])]
+        jobs = [in_thread(_group(), written, name, blob) for name, blob in items]
+        concurrent.futures.wait(jobs)  # all of them, before the stack takes away what they made
+        return [job.result() for job in jobs]
 
     def add(self, items: Sequence[tuple[Name, Blob | str]], added: dict[str, int], *, copy: bool = False) -> None:
         """Puts objects in one commit under names that nothing has yet; what is there stays.

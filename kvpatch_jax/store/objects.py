@@ -64,6 +64,21 @@ def _helpers() -> concurrent.futures.ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not follow into a forked process
 
 
+def in_thread[T](
+    threads: concurrent.futures.ThreadPoolExecutor, function: Callable[..., T], *arguments: Any
+) -> concurrent.futures.Future[T]:
+    """Calls a function in one of some threads; or here, where the interpreter ends and they take no more."""
+    try:
+        return threads.submit(function, *arguments)
+    except RuntimeError:
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            done.set_result(function(*arguments))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
 def _crcs(arrays: Arrays) -> dict[str, int]:
     return {name: crc32(as_bytes(array)) for name, array in arrays.items()}
 
@@ -93,7 +108,7 @@ def write_blob(fd: int, blob: Blob, name: str) -> Header:
         return header
     _, planned = describe()
     reserve(fd, planned.size)
-    sums = _helpers().submit(_crcs, blob.arrays)
+    sums = in_thread(_helpers(), _crcs, blob.arrays)
     write_all(fd, _parts(blob.arrays), planned.start)
     raw, header = describe(sums.result())
     write_all(fd, [raw], 0)
@@ -136,7 +151,7 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
     data.flags.writeable = False
     if room < _SPLIT or _WORKERS == 1:
         return {name: array for run in _runs(rooms) for name, array in _read_run(fd, run).items()}
-    reads = [_helpers().submit(_read_run, fd, run) for run in _runs(rooms)]
+    reads = [in_thread(_helpers(), _read_run, fd, run) for run in _runs(rooms)]
     concurrent.futures.wait(reads)  # all of them: nobody may read from a descriptor that the caller has closed
     return {name: array for read in reads for name, array in read.result().items()}
 

@@ -4,6 +4,8 @@ import errno
 import functools
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -329,6 +331,30 @@ def test_layer_zero_is_there_before_the_last_is_read(store: ChunkStore):
     with pytest.raises(StoreCorruptError, match=r"leaf layer\.7"):
         next(layers)
     assert not path.exists()
+
+
+AT_THE_END = """
+import sys, numpy as np
+from kvpatch_jax.store import ChunkStore
+from store_cases import host_chunk
+store = ChunkStore(sys.argv[1], queue=1 << 30)
+large = [host_chunk(f"large{number}", number, tokens=20_000) for number in range(4)]
+small = [host_chunk(f"small{number}", number) for number in range(20)]
+for chunk in large + small:  # large ones are summed by another thread, and small ones written as a group by several
+    store.put_async(chunk)
+"""
+
+
+def test_what_is_queued_when_the_program_ends_is_written(tmp_path: Path):
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    command = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
+        for number in range(4):
+            assert same_chunk(store.get(f"large{number}", BACKBONE), chunk_of(f"large{number}", number, tokens=20_000))
+        assert all(store.get(f"small{number}", BACKBONE) is not None for number in range(20))
 
 
 def test_donating_what_was_placed_leaves_the_store_its_copy(tmp_path: Path):
