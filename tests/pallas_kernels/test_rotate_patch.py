@@ -53,6 +53,19 @@ def test_agrees_with_float64(shape: Shape, implementation: str):
     np.testing.assert_allclose(found, expected(shape, given), atol=2e-5)
 
 
+@pytest.mark.parametrize("layout", ["half", "pairs"])
+def test_sharding_in_types_passes_through_the_xla_path(layout: str):
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
+    given = {"cos": jnp.full((5, 4), 0.6), "sin": jnp.full((5, 4), 0.8), "layout": layout, "implementation": "xla"}
+    x = jax.random.normal(jax.random.key(0), (2, 5, 4, 16))
+    turned = jax.jit(lambda x: rotate_patch(x, **given))
+    with jax.set_mesh(mesh):
+        sharding = jax.NamedSharding(mesh, jax.P(None, None, "heads", None))
+        found = turned(jax.device_put(x, sharding))
+        assert found.sharding.is_equivalent_to(sharding, 4)
+    np.testing.assert_array_equal(found, turned(x))
+
+
 @pytest.mark.parametrize("shape", SMALL[:5], ids=lambda shape: shape.name)
 def test_factors_per_head_agree_with_float64(shape: Shape):
     given = arrays(shape, per_head=True)
