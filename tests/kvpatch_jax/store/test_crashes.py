@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from store_cases import BACKBONE, same, same_chunk
-from store_child import lines_of, made, patches_made
+from store_child import ANTECEDENTS, lines_of, made, patches_made
 from store_processes import Process, processes, wait_until
 
 from kvpatch_jax.store import Budget, ChunkStore
@@ -40,7 +40,7 @@ def killed(root: Path, kills: int) -> None:
 
 
 def check_all(root: Path) -> tuple[int, int]:
-    """Nothing acknowledged is lost, nothing was read wrong, nothing is left. How many were acknowledged, and kept."""
+    """Nothing acknowledged is lost, nothing was read wrong, nothing is left. Objects acknowledged, and kept."""
     outputs = Path(f"{root}.outputs")
     assert [path.read_text() for path in outputs.glob("*.error")] == []
     reads = [line.split() for line in lines_of(outputs, "read")]
@@ -56,7 +56,7 @@ def check_all(root: Path) -> tuple[int, int]:
     assert list((root / "tmp").iterdir()) == []
     assert list((root / "quarantine").iterdir()) == []
     assert all(path.name.endswith(".safetensors") for path in (root / "obj").rglob("*") if path.is_file())
-    return len(acknowledged), kept
+    return sum(1 if kind == "kv" else len(ANTECEDENTS) for kind, _ in acknowledged), kept
 
 
 NAMES = ["STORE.json", "evict.lock", "names.lock", "obj", "quarantine", "tmp"]
