@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from pallas_kernels import targeting
@@ -16,8 +17,10 @@ def without_the_compilation_cache():
     """The cache cannot load what was compiled for a device that is not there, and a hit would dump nothing."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether there is one was settled when the process first compiled anything
     yield
     jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def compile_on(device, kind: AbstractDevice, platform: str, function, arguments, donate: tuple[int, ...] = ()):
