@@ -188,8 +188,10 @@ class _Round:
                 self._take(wait=not self._missing)
                 self._compute_some()
         finally:
-            self._save()
-            self._end(pool)
+            try:
+                self._save()
+            finally:
+                self._end(pool)
         return self._wait_for(others)
 
     # --------------------------------------------------------------------------------------------- single flight
@@ -323,10 +325,10 @@ class _Round:
             return
         chunks = self._computed([Miss(request, self.store) for request in chosen])
         for request, chunk in zip(chosen, chunks, strict=True):
+            self._unsaved[request] = chunk  # whatever comes of showing it
             placed = chunk if self.placement is None else place_chunk(chunk, self.placement)
             self._show(request, placed)
             self.got[request] = Fetched(placed, "computed")
-            self._unsaved[request] = chunk
             self._land(request, placed)
 
     def _computed(self, misses: Sequence[Miss]) -> list[Chunk]:
@@ -347,7 +349,9 @@ class _Round:
     def _save(self) -> None:
         """Puts what was computed: after the loads, which the caller waits for and which want the same cores."""
         for request, chunk in self._unsaved.items() if self.keep else ():
-            self.got[request] = self.got[request]._replace(ack=self._put(request, chunk))
+            ack = self._put(request, chunk)
+            if request in self.got:
+                self.got[request] = self.got[request]._replace(ack=ack)
 
     def _put(self, request: Request, chunk: Chunk) -> Ack | None:
         ttl = None if request.expires is None else request.expires - self.store.clock()

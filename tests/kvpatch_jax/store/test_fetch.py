@@ -118,6 +118,16 @@ def test_loading_and_computing_overlap(store, monkeypatch):
     check(fetch(store, REQUESTS[:2], compute), IDS[:2])
 
 
+def test_what_was_computed_is_stored_though_nobody_could_be_shown_it(store):
+    def on_layer(request, layer, values):
+        raise OSError("no room for a layer")
+
+    with pytest.raises(FetchError, match="on_layer failed at layer 0"):
+        fetch(store, REQUESTS[:1], Computing(), on_layer=on_layer)
+    store.flush()
+    assert same_chunk(store.get(IDS[0], BACKBONE), made(IDS[0]))
+
+
 def test_what_was_computed_is_put_when_the_loads_have_ended(store, monkeypatch):
     for id in IDS[:2]:
         store.put(made(id))
