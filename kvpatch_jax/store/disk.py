@@ -46,21 +46,15 @@ from .files import (
 )
 from .header import Header, parse_header
 from .ids import Name
-from .objects import Blob, check_name, in_thread, read_header, read_leaves, write_blob
+from .objects import Blob, check_name, read_header, read_leaves, write_blob
 from .seal import Plain, Read, Seal
+from .threads import Threads
 
 _KNOWN = 256
 _LARGEST_KNOWN = 64 << 10
 _numbers = itertools.count()
-
-
-@functools.cache
-def _group() -> concurrent.futures.ThreadPoolExecutor:
-    """Threads that write the objects of a group: apart from those that sum large ones, which these wait for."""
-    return concurrent.futures.ThreadPoolExecutor(min(4, max(2, os.cpu_count() or 1)), "kvpatch-group")
-
-
-os.register_at_fork(after_in_child=_group.cache_clear)  # threads do not follow into a forked process
+_group = Threads(min(4, max(2, os.cpu_count() or 1)), "kvpatch-group")
+"""Write the objects of a group: apart from those that sum large ones, which these wait for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +157,7 @@ class Disk:
 
         if len(items) == 1:
             return [written(*items[0])]
-        jobs = [in_thread(_group(), written, name, blob) for name, blob in items]
+        jobs = [_group.submit(written, name, blob) for name, blob in items]
         concurrent.futures.wait(jobs)  # all of them, before the stack takes away what they made
         return [job.result() for job in jobs]
 

@@ -15,6 +15,7 @@ from ..errors import StoreCorruptError
 from .buffers import Buffers
 from .files import as_bytes, crc32, read_into, reserve, write_all
 from .header import ALIGNMENT, PAGE, Header, Leaf, header_length, make_header, parse_header
+from .threads import Threads
 
 Kind = Literal["kv", "patch", "encoder", "entry"]
 Arrays = Mapping[str, np.ndarray]
@@ -56,27 +57,7 @@ def file_size(blob: Blob, name: str) -> int:
     return make_header(name, blob.kind, blob.expires, blob.body, blob.specs)[1].size
 
 
-@functools.cache
-def _helpers() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(_WORKERS, "kvpatch-crc")
-
-
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not follow into a forked process
-
-
-def in_thread[T](
-    threads: concurrent.futures.ThreadPoolExecutor, function: Callable[..., T], *arguments: Any
-) -> concurrent.futures.Future[T]:
-    """Calls a function in one of some threads; or here, where the interpreter ends and they take no more."""
-    try:
-        return threads.submit(function, *arguments)
-    except RuntimeError:
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
-        try:
-            done.set_result(function(*arguments))
-        except BaseException as error:
-            done.set_exception(error)
-        return done
+_helpers = Threads(_WORKERS, "kvpatch-crc")
 
 
 def _crcs(arrays: Arrays) -> dict[str, int]:
@@ -108,7 +89,7 @@ def write_blob(fd: int, blob: Blob, name: str) -> Header:
         return header
     _, planned = describe()
     reserve(fd, planned.size)
-    sums = in_thread(_helpers(), _crcs, blob.arrays)
+    sums = _helpers.submit(_crcs, blob.arrays)
     write_all(fd, _parts(blob.arrays), planned.start)
     raw, header = describe(sums.result())
     write_all(fd, [raw], 0)
@@ -151,7 +132,7 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
     data.flags.writeable = False
     if room < _SPLIT or _WORKERS == 1:
         return {name: array for run in _runs(rooms) for name, array in _read_run(fd, run).items()}
-    reads = [in_thread(_helpers(), _read_run, fd, run) for run in _runs(rooms)]
+    reads = [_helpers.submit(_read_run, fd, run) for run in _runs(rooms)]
     concurrent.futures.wait(reads)  # all of them: nobody may read from a descriptor that the caller has closed
     return {name: array for read in reads for name, array in read.result().items()}
 

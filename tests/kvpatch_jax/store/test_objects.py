@@ -29,6 +29,7 @@ from kvpatch_jax.store.codec import patch_of as patch_back
 from kvpatch_jax.store.files import crc32
 from kvpatch_jax.store.header import PAGE, header_length, make_header, parse_header
 from kvpatch_jax.store.objects import Blob, arranged, blob_bytes, file_size, take_leaves
+from kvpatch_jax.store.threads import Threads
 
 NAME = "a.kv.safetensors"
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
@@ -290,7 +291,7 @@ def test_large_objects_come_back_whoever_reads_them(tmp_path, monkeypatch, worke
     monkeypatch.setattr(objects, "_WORKERS", workers)
     monkeypatch.setattr(objects, "_SPLIT", 1 << 10)
     monkeypatch.setattr(objects, "_RUN", 1 << 11)
-    objects._helpers.cache_clear()
+    monkeypatch.setattr(objects, "_helpers", Threads(workers, "kvpatch-crc"))
     chunk = chunk_of(tokens=64)
     with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
         store.put(chunk)
@@ -300,7 +301,6 @@ def test_large_objects_come_back_whoever_reads_them(tmp_path, monkeypatch, worke
         raw[-1] ^= 1
         path.write_bytes(raw)
         assert store.get(chunk.id, chunk.backbone) is None
-    objects._helpers.cache_clear()
 
 
 def test_a_header_read_before_is_not_believed_when_its_bytes_changed(tmp_path):
