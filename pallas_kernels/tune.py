@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def _candidates(operation: str, shape: shapes.Shape, rank: int, platform: str, r
     pages = 2 * (-(-shape.tokens // PAGE_SIZE))
     pool = jnp.ones((*shape.leading, pages, PAGE_SIZE, shape.heads, shape.width), jnp.bfloat16)
     expected, result = None, {}
-    for name, call in _calls(operation, shape, rank, platform, given, pool).items():
+    for name, call in _calls(operation, shape, rank, platform, given, pool):
         what = f"{operation} {shape.name} rank {rank} {name}"
         try:
             found = call()
@@ -98,8 +98,8 @@ def _candidates(operation: str, shape: shapes.Shape, rank: int, platform: str, r
 
 def _calls(
     operation: str, shape: shapes.Shape, rank: int, platform: str, given: dict[str, Any], pool: jax.Array
-) -> dict[str, Callable[[], jax.Array]]:
-    """What is timed, by name, each giving the same numbers."""
+) -> Iterator[tuple[str, Callable[[], jax.Array]]]:
+    """What is timed, by name, each giving the same numbers; one at a time, for each may have a pool of its own."""
     slots = jnp.arange(shape.tokens, dtype=jnp.int32)
     x = given["x"]
     cos, sin, u, v = (given.get(name) for name in ("cos", "sin", "u", "v"))
@@ -117,13 +117,12 @@ def _calls(
         write = lambda own: splice_tpu.kernel(own, slots, x, cos, sin, u, v, None, None, **plan)
         return _Donating(jax.jit(write, donate_argnums=0), pool)
 
-    calls = {"xla": public("xla")}
+    yield "xla", public("xla")
     if platform == "gpu":
-        calls["gpu"] = public("gpu")
+        yield "gpu", public("gpu")
     reason = splice_tpu.unsupported(pool, x, cos, u, v, None, False) if operation == "splice" else None
-    if platform == "tpu" and reason is None:
-        calls |= {str(tokens): blocked(tokens) for tokens in CANDIDATES}
-    return calls
+    for tokens in CANDIDATES if platform == "tpu" and reason is None else ():
+        yield str(tokens), blocked(tokens)
 
 
 def _check(found: jax.Array, expected: jax.Array, what: str) -> None:

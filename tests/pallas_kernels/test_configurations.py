@@ -61,10 +61,11 @@ def test_tuning_checks_each_candidate_against_the_xla_path(monkeypatch):
     shape, rank = tune.shapes.SMALL[0], 4
     for operation in tune.OPERATIONS:
         calls = tune._calls
-        both = lambda *given, calls=calls: (found := calls(*given)) | {"gpu": found["xla"]}
+        xla = lambda *given, calls=calls: dict(calls(*given))["xla"]
+        both = lambda *given, xla=xla: [("xla", xla(*given)), ("gpu", xla(*given))]
         monkeypatch.setattr(tune, "_calls", both)
         assert set(tune._candidates(operation, shape, rank, "gpu", 1)) == {"xla", "gpu"}
-        wrong = lambda *given, calls=calls: calls(*given) | {"gpu": lambda: calls(*given)["xla"]() * 1.02}
+        wrong = lambda *given, xla=xla: [("xla", xla(*given)), ("gpu", lambda: xla(*given)() * 1.02)]
         monkeypatch.setattr(tune, "_calls", wrong)
         with pytest.raises(KernelError, match=f"{operation} .* gpu: off by 0.0"):
             tune._candidates(operation, shape, rank, "gpu", 1)
