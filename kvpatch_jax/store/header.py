@@ -279,7 +279,7 @@ def _checked(name: str, entry: Any, offset: int, forms: dict[Any, _Form]) -> _Fo
         key = (word, tuple(shape), tuple(map(type, shape)))  # the types too: 1, 1.0 and true are equal
         form = forms.get(key)
     except TypeError:
-        form = key = None
+        form = key = None  # which no dtype and shape are: `_form` refuses it
     if form is None:
         form = forms[key] = _form(name, word, shape)
     if offsets != [offset, offset + form[2]] or set(map(type, offsets)) != {int}:
