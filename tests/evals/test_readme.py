@@ -41,5 +41,5 @@ def test_operators_page_runs():
 
 def test_commands_of_the_readme():
     text = (ROOT / "README.md").read_text("utf-8").splitlines()
-    for extras, what in (("evals", "python -m evals.run"), ("evals,test", "pytest")):
+    for extras, what in (("evals", "python -m evals.run"), ("evals,test", "pytest -n auto")):
         assert f"python3 -m venv .venv && .venv/bin/pip install -e '.[{extras}]' && .venv/bin/{what}" in text
