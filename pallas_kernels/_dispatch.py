@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from ._configurations import timed
 from ._target import target
+from ._wins import winner
 from .errors import KernelUnavailableError
 
 IMPLEMENTATIONS = ("xla", "gpu", "tpu")
@@ -38,17 +38,21 @@ def preferring(*implementations: str) -> Iterator[None]:
 
 
 def choose(
-    operation: str, implementation: str | Sequence[str] | None, reasons: Mapping[str, str | None] | None = None
+    operation: str,
+    implementation: str | Sequence[str] | None,
+    reasons: Mapping[str, str | None] | None = None,
+    shape: str = "",
 ) -> str:
     """The implementation to run: the first of those asked for that can.
 
     Args:
       operation: for messages.
       implementation: one name; several in order of preference; or None: what `preferring` says, else the platform's
-        kernel where it can run and was timed on this kind of device (see `_configurations.timed`) or `targeting` asks
-        for the platform, else "xla". In a process of several devices None is "xla", for XLA cannot partition a kernel:
-        ask by name, inside `jax.shard_map`.
+        kernel where it can run and won this shape on this kind of device (see `_wins.winner`) or `targeting` asks for
+        the platform, else "xla". In a process of several devices None is "xla", for XLA cannot partition a kernel: ask
+        by name, inside `jax.shard_map`.
       reasons: for each kernel that the operation has, why it cannot take these arguments, or None if it can.
+      shape: the word of the shape, see `_wins.shape_word`.
 
     Raises:
       KernelUnavailableError: none of those asked for can run; the message has the reason of each.
@@ -58,8 +62,7 @@ def choose(
     if implementation is None:
         implementation = _PREFERRED.get()
     if implementation is None:
-        trusted = aimed is not None or (jax.device_count() == 1 and timed(jax.devices()[0].device_kind))
-        implementation = (platform, "xla") if trusted and platform in ("gpu", "tpu") else ("xla",)
+        implementation = (*_unasked(operation, shape, platform, aimed is not None), "xla")
     asked = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     refused = []
     for name in asked:
@@ -68,6 +71,16 @@ def choose(
             return name
         refused.append(f"{name!r}: {reason}")
     raise KernelUnavailableError(f"{operation}: no implementation of {asked} can run here: {'; '.join(refused)}")
+
+
+def _unasked(operation: str, shape: str, platform: str, aimed: bool) -> tuple[str, ...]:
+    """The kernel that is taken though nobody asked for one: at most one name."""
+    if platform not in ("gpu", "tpu"):
+        return ()
+    if aimed:
+        return (platform,)
+    won = winner(jax.devices()[0].device_kind, operation, shape) if jax.device_count() == 1 else None
+    return (platform,) if won == platform else ()
 
 
 def _reason(name: str, platform: str, reasons: Mapping[str, str | None]) -> str | None:

@@ -1,47 +1,53 @@
-"""Times block sizes on the present device and writes them as a configuration: `python -m pallas_kernels.tune --help`.
+"""Times kernels against the XLA path on this device and writes which wins: `python -m pallas_kernels.tune --help`.
 
-`pallas_kernels.configured_by(FILE)` uses what was written; a file in `pallas_kernels/configurations/` is used wherever
-its kind of device is. Every candidate's result is held against the XLA path's. A whole run says "timed", and only then
-are the kernels taken unasked on that kind of device. On a GPU there are no blocks to choose: it says how the kernel
-compares. On a CPU there is no kernel: the XLA path's seconds are written, and that nothing was tuned.
+`pallas_kernels.configured_by(FILE)` uses what was written; a table in `pallas_kernels/kernel_wins.json` is used
+wherever its kind of device is. Every candidate's result is held against the XLA path's. A whole run says "timed", and
+only then is a kernel taken unasked on that kind of device, for the shapes that it won. On a GPU there are no blocks to
+choose. On a CPU there is no kernel: the XLA path's seconds are written, and that nothing was timed against them.
 """
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from . import rotate_patch, splice
-from ._configurations import TIMED, shape_word
+from ._timing import OverSets, ThroughPool, median_seconds
+from ._wins import TIMED, shape_word
 from .errors import KernelError, KernelUnavailableError
 from .rotate_patch import shapes
 from .rotate_patch import tpu as rotate_patch_tpu
+from .splice import shapes as spliced
 from .splice import tpu as splice_tpu
 
 OPERATIONS = ("rotate_patch", "splice")
 CANDIDATES = (64, 128, 256, 512, 1024)
 TUNED_RANKS = (0, 16, 32, 64)
 PAGE_SIZE = 64
-UNTIMED = "heuristic, not timed"
+SETS = 24
+"""Calls in one timed program, each on inputs of its own: none is found in a cache or left out as a repetition."""
+MEMORY = 4 << 30
+"""Bytes that inputs and results of one timed program may take together; larger shapes get fewer sets."""
+
+Given = dict[str, Any]
 
 
-def heuristic_configuration(kind: str, operations: Iterable[str] = OPERATIONS) -> dict[str, Any]:
-    """The heuristic's own blocks for the production shapes, for a kind of TPU that is not at hand."""
-    blocks = {
-        _word(shape, rank): {"tokens": rotate_patch_tpu.tile_of(1 << 20, shape.heads, shape.width, rank, 2).tokens}
-        for shape, rank in _cases(shapes.PRODUCTION, TUNED_RANKS)
-    }
-    return {"device": kind, "source": UNTIMED, "operations": {name: dict(blocks) for name in operations}}
+class Candidate(NamedTuple):
+    """One way of doing an operation: `call(given)`, or for `splice` `call(pool, given)`; what else it writes down."""
+
+    name: str
+    implementation: str
+    tokens: int | None
+    call: Callable[..., Array]
 
 
 def tune(operations: Sequence[str], quick: bool, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Times every candidate at the production shapes (with `quick`: two small ones), the best block of each shape.
+    """Times every candidate at the production shapes (with `quick`: two small ones) and says which won each.
 
     Args:
       operations: of `OPERATIONS`.
@@ -49,83 +55,142 @@ def tune(operations: Sequence[str], quick: bool, say: Callable[[str], None] = pr
       say: takes a line of progress.
     """
     platform, kind = jax.default_backend(), jax.devices()[0].device_kind
-    cases = _cases(shapes.SMALL[:2] if quick else shapes.PRODUCTION, TUNED_RANKS[:2] if quick else TUNED_RANKS)
-    body: dict[str, Any] = {"device": kind, "jax": jax.__version__, "operations": {}, "seconds": {}}
+    body: dict[str, Any] = {"device": kind, "jax": jax.__version__, "operations": {}}
     if platform == "cpu":
         body["source"] = "nothing tuned: the platform 'cpu' has no kernel of ours; seconds are of the xla path"
     else:
         body["source"] = f"{TIMED}, quick" if quick or tuple(operations) != OPERATIONS else TIMED
-    for operation in operations:
-        best, seconds = body["operations"].setdefault(operation, {}), body["seconds"].setdefault(operation, {})
-        for shape, rank in cases:
-            word = _word(shape, rank)
-            timed = _candidates(operation, shape, rank, platform, 3 if quick else 20)
-            say(f"{operation} {word}: " + ", ".join(f"{name} {value * 1e6:.0f} µs" for name, value in timed.items()))
-            seconds[word] = timed
-            tokens = {name: value for name, value in timed.items() if name.isdecimal()}
-            if tokens:
-                best[word] = {"tokens": int(min(tokens, key=lambda name: tokens[name]))}
+    for operation, shape, rank in cases(operations, quick):
+        row = tune_case(operation, shape, rank, platform, 3 if quick else 20)
+        timed = ", ".join(f"{name} {value * 1e6:.1f} µs" for name, value in row["seconds"].items())
+        word = shape_word(shape.heads, shape.width, rank, 2)
+        say(f"{operation} {word}: {timed}; {row['winner']} wins")
+        body["operations"].setdefault(operation, {})[word] = row
     return body
 
 
-def _cases(chosen: Sequence[shapes.Shape], ranks: Sequence[int]) -> list[tuple[shapes.Shape, int]]:
-    return [(shape, rank) for shape in chosen for rank in ranks if shape.rotary or rank]
-
-
-def _word(shape: shapes.Shape, rank: int) -> str:
-    return shape_word(shape.heads, shape.width, rank, 2)
-
-
-def _candidates(operation: str, shape: shapes.Shape, rank: int, platform: str, repeats: int) -> dict[str, float]:
-    """Median seconds by candidate: a number of tokens on a TPU, "gpu" on a GPU, and "xla" everywhere."""
-    given = _draw(shape, rank)
-    pages = 2 * (-(-shape.tokens // PAGE_SIZE))
-    pool = jnp.ones((*shape.leading, pages, PAGE_SIZE, shape.heads, shape.width), jnp.bfloat16)
-    expected, result = None, {}
-    for name, call in _calls(operation, shape, rank, platform, given, pool):
-        what = f"{operation} {shape.name} rank {rank} {name}"
-        try:
-            found = call()
-        except (KernelUnavailableError, jax.errors.JaxRuntimeError) as error:  # or a block beyond the fast memory
-            print(f"{what}: {str(error).splitlines()[0][:120]}")
-            continue
-        if expected is None:  # the XLA path comes first
-            expected = jnp.copy(found)
-        _check(found, expected, what)
-        result[name] = _seconds(call, repeats)
+def cases(operations: Sequence[str], quick: bool) -> list[tuple[str, shapes.Shape, int]]:
+    """What a run times: each operation, shape and rank."""
+    result = []
+    for operation in operations:
+        production = shapes.PRODUCTION if operation == "rotate_patch" else [each.chunk for each in spliced.PRODUCTION]
+        for shape in shapes.SMALL[:2] if quick else production:
+            ranks = TUNED_RANKS[:2] if quick else TUNED_RANKS
+            result += [(operation, shape, rank) for rank in ranks if shape.rotary or rank]
     return result
 
 
-def _calls(
-    operation: str, shape: shapes.Shape, rank: int, platform: str, given: dict[str, Any], pool: jax.Array
-) -> Iterator[tuple[str, Callable[[], jax.Array]]]:
-    """What is timed, by name, each giving the same numbers; one at a time, for each may have a pool of its own."""
-    slots = jnp.arange(shape.tokens, dtype=jnp.int32)
-    x = given["x"]
-    cos, sin, u, v = (given.get(name) for name in ("cos", "sin", "u", "v"))
+def tune_case(operation: str, shape: shapes.Shape, rank: int, platform: str, repeats: int) -> dict[str, Any]:
+    """Times every candidate of one shape: {"winner", "over_xla", "tokens" of the kernel's best block, "seconds"}.
 
-    def public(name: str) -> Callable[[], jax.Array]:
+    `seconds` are medians by candidate: a number of tokens on a TPU, "gpu" on a GPU, and "xla" everywhere; `over_xla` is
+    the XLA path's seconds over the best kernel's.
+
+    Raises:
+      KernelError: a candidate's result is not the XLA path's.
+    """
+    sets = draw_sets(shape, rank)
+    expected, seconds, kernels = None, {}, []
+    for candidate in candidates(operation, shape, rank, platform):
+        what = f"{operation} {shape.name} rank {rank} {candidate.name}"
+        try:
+            found = _first(operation, candidate, shape, sets)
+            expected = found if expected is None else expected  # the XLA path comes first
+            _check(found, expected, what)
+            seconds[candidate.name] = median_seconds(_program(operation, candidate, shape, sets), len(sets), repeats)
+        except (KernelUnavailableError, jax.errors.JaxRuntimeError) as error:  # or a block beyond the fast memory
+            print(f"{what}: {str(error).splitlines()[0][:120]}")
+            continue
+        if candidate.name != "xla":
+            kernels.append(candidate)
+    best = min(kernels, key=lambda candidate: seconds[candidate.name], default=None)
+    if best is None:
+        return {"winner": "xla", "seconds": seconds}
+    ratio = seconds["xla"] / seconds[best.name]
+    row = {"winner": best.implementation if ratio > 1 else "xla", "over_xla": ratio, "seconds": seconds}
+    return row if best.tokens is None else row | {"tokens": best.tokens}
+
+
+def candidates(operation: str, shape: shapes.Shape, rank: int, platform: str) -> Iterator[Candidate]:
+    """What is timed, the XLA path first; all give the same numbers."""
+
+    def public(name: str) -> Callable[..., Array]:
         plan: dict[str, Any] = {"layout": shape.layout, "implementation": name}
         if operation == "rotate_patch":
-            return jax.jit(lambda: rotate_patch(**given, **plan))
-        return _Donating(lambda own: splice(own, slots, **given, **plan), pool)
+            return lambda given: rotate_patch(**given, **plan)
+        return lambda pool, given: splice(pool, **given, **plan)
 
-    def blocked(tokens: int) -> Callable[[], jax.Array]:
+    def blocked(tokens: int) -> Callable[..., Array]:
         plan: dict[str, Any] = {"layout": shape.layout, "tile": rotate_patch_tpu.Tile(tokens)}
         if operation == "rotate_patch":
-            return jax.jit(lambda: rotate_patch_tpu.kernel(x, cos, sin, u, v, None, None, **plan))
-        write = lambda own: splice_tpu.kernel(own, slots, x, cos, sin, u, v, None, None, **plan)
-        return _Donating(jax.jit(write, donate_argnums=0), pool)
+            return lambda given: rotate_patch_tpu.kernel(*_arrays(given), None, None, **plan)
+        return lambda pool, given: splice_tpu.kernel(pool, given["slots"], *_arrays(given), None, None, **plan)
 
-    yield "xla", public("xla")
+    yield Candidate("xla", "xla", None, public("xla"))
     if platform == "gpu":
-        yield "gpu", public("gpu")
-    reason = splice_tpu.unsupported(pool, x, cos, u, v, None, False) if operation == "splice" else None
-    for tokens in CANDIDATES if platform == "tpu" and reason is None else ():
-        yield str(tokens), blocked(tokens)
+        yield Candidate("gpu", "gpu", None, public("gpu"))
+    if platform == "tpu" and (operation == "rotate_patch" or _spliced_by_tpu(shape, rank)):
+        for tokens in CANDIDATES:
+            yield Candidate(str(tokens), "tpu", tokens, blocked(tokens))
 
 
-def _check(found: jax.Array, expected: jax.Array, what: str) -> None:
+def _spliced_by_tpu(shape: shapes.Shape, rank: int) -> bool:
+    given, pool = jax.eval_shape(lambda: (_draw(shape, rank, 0, 1), make_pool(shape, 1)))
+    x, cos, _, u, v = _arrays(given)
+    return splice_tpu.unsupported(pool, x, cos, u, v, None, False) is None
+
+
+def _arrays(given: Given) -> tuple[Any, ...]:
+    return given["x"], *(given.get(name) for name in ("cos", "sin", "u", "v"))
+
+
+def draw_sets(shape: shapes.Shape, rank: int) -> list[Given]:
+    """Draws as many sets of inputs as fit the memory, two to `SETS`, each with slots of its own in a common pool."""
+    size = 2 * jnp.dtype(jnp.bfloat16).itemsize * shape.tokens * shape.heads * shape.width
+    for leading in shape.leading:
+        size *= leading
+    count = min(SETS, max(2, MEMORY // size))
+    return [_draw(shape, rank, index, count) for index in range(count)]
+
+
+def _draw(shape: shapes.Shape, rank: int, index: int, count: int) -> Given:
+    keys = jax.random.split(jax.random.key(index), 4)
+    normal = lambda key, *sizes: jax.random.normal(key, sizes, jnp.bfloat16)
+    given: Given = {"x": normal(keys[0], *shape.leading, shape.tokens, shape.heads, shape.width)}
+    if shape.rotary:
+        angle = jax.random.normal(keys[1], (shape.tokens, shape.rotary // 2))
+        given |= {"cos": jnp.cos(angle), "sin": jnp.sin(angle)}
+    if rank:
+        given["u"] = normal(keys[2], *shape.leading, shape.tokens, rank)
+        given["v"] = normal(keys[3], *shape.leading, rank, shape.heads * shape.width)
+    # Every set has places of its own, from the middle of a page on.
+    given["slots"] = jnp.arange(shape.tokens, dtype=jnp.int32) + index * shape.tokens + PAGE_SIZE // 2
+    return given
+
+
+def make_pool(shape: shapes.Shape, count: int) -> Array:
+    """Makes a pool that holds this many chunks and half a page in front, [*leading, P, O, K, H]."""
+    pages = -(-(count * shape.tokens + PAGE_SIZE // 2) // PAGE_SIZE)
+    return jnp.ones((*shape.leading, pages, PAGE_SIZE, shape.heads, shape.width), jnp.bfloat16)
+
+
+def _without_slots(given: Given) -> Given:
+    return {name: value for name, value in given.items() if name != "slots"}
+
+
+def _program(operation: str, candidate: Candidate, shape: shapes.Shape, sets: Sequence[Given]) -> Callable[[], Any]:
+    if operation == "rotate_patch":
+        return OverSets(candidate.call, [_without_slots(given) for given in sets])
+    return ThroughPool(candidate.call, lambda: make_pool(shape, len(sets)), sets)
+
+
+def _first(operation: str, candidate: Candidate, shape: shapes.Shape, sets: Sequence[Given]) -> Array:
+    """The result for the first set alone."""
+    program = _program(operation, candidate, shape, sets[:1])
+    return program()[0] if operation == "rotate_patch" else program()
+
+
+def _check(found: Array, expected: Array, what: str) -> None:
     """Raises KernelError where a result is not the XLA path's, up to the last place of the largest bfloat16."""
     wide = [value.astype(jnp.float32) for value in (found, expected)]
     error = float(jnp.abs(wide[0] - wide[1]).max() / jnp.abs(wide[1]).max())
@@ -133,52 +198,14 @@ def _check(found: jax.Array, expected: jax.Array, what: str) -> None:
         raise KernelError(f"{what}: off by {error:.3g} of the largest value; expected the XLA path's result")
 
 
-class _Donating:
-    """A call that gives its pool away and keeps what comes back."""
-
-    def __init__(self, function: Callable[[jax.Array], jax.Array], pool: jax.Array):
-        self.function, self.pool = function, jnp.copy(pool)
-
-    def __call__(self) -> jax.Array:
-        self.pool = self.function(self.pool)
-        return self.pool
-
-
-def _draw(shape: shapes.Shape, rank: int) -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 4)
-    normal = lambda key, *sizes: jax.random.normal(key, sizes, jnp.bfloat16)
-    given = {"x": normal(keys[0], *shape.leading, shape.tokens, shape.heads, shape.width)}
-    if shape.rotary:
-        angle = jax.random.normal(keys[1], (shape.tokens, shape.rotary // 2))
-        given |= {"cos": jnp.cos(angle), "sin": jnp.sin(angle)}
-    if rank:
-        given["u"] = normal(keys[2], *shape.leading, shape.tokens, rank)
-        given["v"] = normal(keys[3], *shape.leading, rank, shape.heads * shape.width)
-    return given
-
-
-def _seconds(call: Callable[[], jax.Array], repeats: int) -> float:
-    """Median seconds of a call, after one that is not counted."""
-    taken = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes a configuration; `arguments` are the command line's."""
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description="Times block sizes of kernels.")
+    """Writes a table of what won; `arguments` are the command line's."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description="Times kernels; says which win.")
     parser.add_argument("--out", required=True, type=Path, help="the JSON file to write")
     parser.add_argument("--op", action="append", choices=OPERATIONS, help="only this operation; may be repeated")
     parser.add_argument("--quick", action="store_true", help="small shapes and few repeats, to see that it runs")
-    parser.add_argument(
-        "--heuristic", metavar="KIND", help="write the heuristic's blocks for this kind, timing nothing"
-    )
     flags = parser.parse_args(arguments)
-    operations = tuple(flags.op or OPERATIONS)
-    body = heuristic_configuration(flags.heuristic, operations) if flags.heuristic else tune(operations, flags.quick)
+    body = tune(tuple(flags.op or OPERATIONS), flags.quick)
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     flags.out.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n")
     print(f"{flags.out}: {body['source']}")

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from .._dispatch import choose
 from .._target import interpretation
+from .._wins import shape_word
 from ..errors import KernelDtypeError, KernelShapeError
 from . import gpu, reference, tpu
 
@@ -54,7 +55,7 @@ def rotate_patch(
       length: tokens that count, traced; later ones come back as zeros. None for all.
       out_dtype: of the result; None is x's, and must not be None where x is int8 or has a scale.
       implementation: "xla", "gpu", "tpu", or several in order of preference. None: the platform's kernel if it takes
-        these arguments and was timed on this kind of device, else "xla".
+        these arguments and won their shape on this kind of device, else "xla".
 
     Raises:
       KernelShapeError: unknown layout word, or arrays that do not fit.
@@ -68,7 +69,7 @@ def rotate_patch(
         "gpu": gpu.unsupported(gpu.Given(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale), per_head, layout, out),
         "tpu": tpu.unsupported(x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale, out),
     }
-    chosen = choose("rotate_patch", implementation, reasons)
+    chosen = choose("rotate_patch", implementation, reasons, word_of(x, u, dense, per_head, x.shape[-1]))
     cos, sin = scaled(cos, sin, scale)
     length = None if length is None else jnp.asarray(length, jnp.int32)
     arrays = (x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
@@ -77,6 +78,13 @@ def rotate_patch(
     if chosen == "tpu":
         return tpu.rotate_patch(layout, out, interpretation(), *arrays)
     return reference.rotate_patch(*arrays, per_head=per_head, layout=layout, out_dtype=out)
+
+
+def word_of(x, u, dense, per_head: bool, width: int) -> str:
+    """The word by which a table of timings knows these arguments, `width` wide; "" for what `tune` does not time."""
+    if per_head or dense is not None:
+        return ""
+    return shape_word(x.shape[-2], width, 0 if u is None else u.shape[-1], x.dtype.itemsize)
 
 
 def _out_dtype(x, x_scale, out_dtype) -> str:

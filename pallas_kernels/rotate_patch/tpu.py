@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from .._configurations import block_of
+from .._wins import block_of
 from . import reference
 
 LANES = 128
@@ -73,7 +73,7 @@ def tile_of(tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Ti
 
 
 def configured(operation: str, tokens: int, heads: int, width: int, rank: int, itemsize: int) -> Tile:
-    """The tile that the device's configuration has for this shape, else the heuristic's."""
+    """The tile that won when this shape was timed on the device, else the heuristic's."""
     block = block_of(operation, heads, width, rank, itemsize)
     return tile_of(tokens, heads, width, rank, itemsize) if block is None else Tile(block["tokens"])
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Num
 from .._dispatch import choose
 from .._target import interpretation
 from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
-from ..rotate_patch.api import check, check_scales, scaled
+from ..rotate_patch.api import check, check_scales, scaled, word_of
 from ..rotate_patch.gpu import Given
 from ..rotate_patch.reference import spread
 from ..rotate_patch.tpu import padded_width
@@ -55,7 +55,7 @@ def splice(
         scale has the pool's dtype.
       length: tokens that count, traced; later ones are written nowhere, and their slots are not looked at.
       implementation: "xla", "gpu", "tpu", or several in order of preference. None: the platform's kernel if it takes
-        these arguments and was timed on this kind of device, else "xla".
+        these arguments and won their shape on this kind of device, else "xla".
 
     Returns:
       The pool. Arithmetic is float32, rounded once to its dtype.
@@ -70,7 +70,8 @@ def splice(
     check_scales("splice", x, u, v, x_scale, u_scale, v_scale)
     _check_pool(pool, slots, x, v, x_scale)
     scales = (x_scale, u_scale, v_scale)
-    chosen = choose("splice", implementation, _reasons(pool, x, cos, sin, u, v, dense, per_head, layout, *scales))
+    reasons = _reasons(pool, x, cos, sin, u, v, dense, per_head, layout, *scales)
+    chosen = choose("splice", implementation, reasons, word_of(x, u, dense, per_head, pool.shape[-1]))
     check_slots(slots, pool.shape[-4] * pool.shape[-3], length)
     if chosen != "xla":
         x, v, dense, x_scale = _in_rows(pool.shape[-1], per_head, x, v, dense, x_scale)

@@ -29,12 +29,13 @@ def tpu(monkeypatch):
 
 @pytest.mark.usefixtures("tpu")
 def test_a_process_of_several_devices_gets_no_kernel_unasked(monkeypatch, tmp_path):
-    (tmp_path / "own.json").write_text(json.dumps({"device": "TPU test", "source": "timed", "operations": {}}))
+    rows = {"op": {"shape": {"winner": "tpu"}}}
+    (tmp_path / "own.json").write_text(json.dumps({"device": "TPU test", "source": "timed", "operations": rows}))
     for count, expected in ((1, "tpu"), (4, "xla")):
         monkeypatch.setattr(jax, "device_count", lambda count=count: count)
         with configured_by(tmp_path / "own.json"):
-            assert choose("op", None, {"tpu": None}) == expected
-            assert choose("op", "tpu", {"tpu": None}) == "tpu"
+            assert choose("op", None, {"tpu": None}, "shape") == expected
+            assert choose("op", "tpu", {"tpu": None}, "shape") == "tpu"
 
 
 @pytest.mark.usefixtures("tpu")
@@ -43,10 +44,24 @@ def test_a_process_of_several_devices_gets_no_kernel_unasked(monkeypatch, tmp_pa
 )
 def test_a_kernel_that_was_not_timed_on_this_kind_of_device_is_not_taken_unasked(device, source, tmp_path):
     assert choose("op", None, {"tpu": None}) == "xla"
-    (tmp_path / "own.json").write_text(json.dumps({"device": device, "source": source, "operations": {}}))
+    rows = {"op": {"shape": {"winner": "tpu"}}}
+    (tmp_path / "own.json").write_text(json.dumps({"device": device, "source": source, "operations": rows}))
     with configured_by(tmp_path / "own.json"):
-        assert choose("op", None, {"tpu": None}) == "xla"
-        assert choose("op", ("tpu", "xla"), {"tpu": None}) == "tpu"
+        assert choose("op", None, {"tpu": None}, "shape") == "xla"
+        assert choose("op", ("tpu", "xla"), {"tpu": None}, "shape") == "tpu"
+
+
+@pytest.mark.usefixtures("tpu")
+def test_a_kernel_is_taken_unasked_for_the_shapes_it_won_and_no_other(tmp_path):
+    rows = {"op": {"won": {"winner": "tpu"}, "lost": {"winner": "xla"}}}
+    (tmp_path / "own.json").write_text(json.dumps({"device": "TPU test", "source": "timed", "operations": rows}))
+    with configured_by(tmp_path / "own.json"):
+        assert choose("op", None, {"tpu": None}, "won") == "tpu"
+        assert choose("op", None, {"tpu": "too wide"}, "won") == "xla"
+        assert choose("op", None, {"tpu": None}, "lost") == "xla"
+        assert choose("op", None, {"tpu": None}, "never timed") == "xla"
+        assert choose("other", None, {"tpu": None}, "won") == "xla"
+    assert choose("op", None, {"tpu": None}, "won") == "xla"
 
 
 @pytest.mark.usefixtures("tpu")
