@@ -1,12 +1,13 @@
-"""Kernels on the accelerator at hand, part by part: `python3 -m evals.bench.accelerator --out=DIRECTORY`.
+"""Kernels on the accelerator at hand, row by row: `python3 -m evals.bench.accelerator --out=DIRECTORY`.
 
-Every part runs in a process of its own, so that none holds the device's memory for another and a part that fails takes
-no other with it. What a part found lies in DIRECTORY/<part>.json; a part whose file is there is not run again. The end
-is DIRECTORY/accelerator.md. The exit status is 0 only where no part failed and every number was right.
+Every part and implementation runs in a process of its own with a time-out, so that none holds the device's memory for
+another. Rows are added to DIRECTORY/rows.jsonl as they come; a fault or a hang costs the row at which it happened, says
+so there, and the part goes on behind it. The same command goes on where it was stopped. The end is
+DIRECTORY/results.json and DIRECTORY/accelerator.md. The exit status is 0 only where every part was finished and every
+number was right.
 """
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -16,53 +17,116 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PARTS = {
-    "numerics": ("accelerator_numerics", "numerics"),
-    "bandwidth": ("accelerator_timings", "bandwidth"),
-    "torch": ("accelerator_torch", "compiled"),
-    "factorise": ("accelerator_timings", "factorisation"),
-    "prefill": ("accelerator_prefill", "prefill"),
-    "configuration": ("accelerator_timings", "configuration"),
-}
-"""Which module's function makes a part's result, given whether shapes are to be tiny."""
+from . import accelerator_rows
+from .accelerator_rows import FILE, PARTS, Row
+
 LIMIT = 520.0
-"""Seconds that all parts may take together; the next part gets what is left, and what does not fit is not run."""
+"""Seconds that one run may take; the same command goes on from there."""
+FAULTS = 4
+"""Processes of one part that may die before the part is given up."""
+POLL = 0.2
 
 
-def run_part(name: str, out: Path, tiny: bool) -> None:
-    """Runs one part in this process and writes its file, whole or not at all."""
-    module, function = PARTS[name]
-    begin = time.perf_counter()
-    result = getattr(importlib.import_module(f".{module}", __package__), function)(tiny)
-    result |= {"part": name, "tiny": tiny, "part_seconds": time.perf_counter() - begin}
-    path = out / f"{name}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-    os.replace(partial, path)
+def run_part(name: str, out: Path, tiny: bool, deadline: float) -> str | None:
+    """Runs the rows of one part that are missing, in processes of their own; returns what went wrong, if anything."""
+    for _ in range(FAULTS):
+        ended = _run_process(name, out, tiny, deadline)
+        if ended == "out of time":
+            return f"{name}: out of time; the same command goes on from here"
+        if ended is None:
+            return None
+        task = accelerator_rows.open_task(accelerator_rows.read(out), name)
+        if task is None:
+            return f"{name}: {ended} before its first row; see log.txt"
+        accelerator_rows.append(out, {"part": name, "key": task, "exception": ended})
+    return f"{name}: given up after {FAULTS} processes that ended early"
+
+
+def _run_process(name: str, out: Path, tiny: bool, deadline: float) -> str | None:
+    """Runs one process until it ends, hangs or the time is over; returns how it ended, None where as it should."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with (out / "log.txt").open("ab") as log:
+        process = subprocess.Popen(_command(name, out, tiny), env=environment, stdout=log, stderr=log)
+    size, moved = -1, time.monotonic()
+    while process.poll() is None:
+        time.sleep(POLL)
+        now, length = time.monotonic(), (out / FILE).stat().st_size if (out / FILE).exists() else 0
+        if length != size:
+            size, moved = length, now
+        if now > deadline or now - moved > PARTS[name].limit:
+            process.kill()
+            process.wait()
+            return "out of time" if now > deadline else f"no new row for {PARTS[name].limit:.0f} seconds, killed"
+    return None if process.returncode == 0 else f"the process ended with status {process.returncode}"
+
+
+def _command(name: str, out: Path, tiny: bool) -> list[str]:
+    return [sys.executable, "-m", "evals.bench.accelerator", f"--out={out}", f"--alone={name}"] + ["--tiny"] * tiny
 
 
 def run_all(out: Path, tiny: bool, parts: Sequence[str], limit: float) -> list[str]:
-    """Runs the parts that are not there yet, each in a process of its own; returns what went wrong."""
+    """Runs what is missing of these parts, in their order; returns what went wrong."""
     wrong, deadline = [], time.monotonic() + limit
     for name in parts:
-        if (out / f"{name}.json").exists():
+        if any(line.get("part") == name and "finished" in line for line in accelerator_rows.read(out)):
             print(f"{name}: is there already", flush=True)
             continue
-        left = deadline - time.monotonic()
-        if left < 5:
+        if deadline - time.monotonic() < 5:
             wrong.append(f"{name}: not run, the {limit:.0f} seconds are over; the same command goes on from here")
             continue
         print(f"{name} ...", flush=True)
-        command = [sys.executable, "-m", "evals.bench.accelerator", f"--out={out}", f"--alone={name}"]
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        try:
-            done = subprocess.run(command + ["--tiny"] * tiny, env=environment, timeout=left, check=False)
-        except subprocess.TimeoutExpired:
-            wrong.append(f"{name}: stopped after {left:.0f} seconds")
-            continue
-        if done.returncode:
-            wrong.append(f"{name}: ended with status {done.returncode}")
+        trouble = run_part(name, out, tiny, deadline)
+        wrong += [] if trouble is None else [trouble]
     return wrong
+
+
+def gather(lines: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """The lines by part: the last environment and notes, and the rows without their part."""
+    results: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        part = results.setdefault(line["part"], {"rows": []})
+        if "environment" in line:
+            part.update({name: line[name] for name in ("environment", "tiny", "notes")})
+        elif "key" in line:
+            part["rows"].append({name: value for name, value in line.items() if name != "part"})
+        elif "finished" in line:
+            part["finished"] = True
+    return results
+
+
+def judge(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The numbers that are not right and the rows that could not be made, in words."""
+    wrong = []
+    for name, result in results.items():
+        for row in result["rows"]:
+            if "exception" in row:
+                wrong.append(f"{name}: {row['key']}: {_cell(row['exception'])}")
+            elif row.get("verdict", "pass") != "pass":
+                wrong.append(f"{name}: {row['key']}: {row['verdict']}")
+    return wrong
+
+
+def with_comparisons(results: dict[str, Any]) -> dict[str, Any]:
+    """The results with the ratios that need two parts: the XLA path, torch.compile, and the prefill over ours."""
+    results = {name: dict(result) for name, result in results.items()}
+    seconds = lambda part: {
+        (row["operation"], row["case"]): row["microseconds"]
+        for row in results.get(part, {}).get("rows", [])
+        if "microseconds" in row
+    }
+    xla, torch = seconds("bandwidth_xla"), seconds("torch")
+    for row in results.get("bandwidth", {}).get("rows", []):
+        place = (row.get("operation"), row.get("case"))
+        for name, others in (("xla over it", xla), ("torch.compile over it", torch)):
+            if "microseconds" in row and place in others:
+                row[name] = others[place] / row["microseconds"]
+    prefill = next(
+        (row["microseconds"] for row in results.get("prefill", {}).get("rows", []) if "microseconds" in row), 0
+    )
+    for row in results.get("factorise", {}).get("rows", []):
+        if prefill and "microseconds" in row:
+            row["share of the prefill"] = row["microseconds"] / prefill
+    return results
 
 
 def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> str:
@@ -71,13 +135,11 @@ def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> st
     for name, result in results.items():
         device = result.get("environment", {})
         lines += [f"## {name}", "", f"{device.get('device', '?')}, jax {device.get('jax', '?')}", ""]
-        if result["tiny"]:
+        if result.get("tiny"):
             lines += ["Tiny shapes: this shows that the part runs, and nothing of its speed.", ""]
-        if "skipped" in result:
-            lines += [f"Skipped: {result['skipped']}", ""]
-        rows = result.get("rows", [])
+        rows = result["rows"]
         if rows:
-            columns = list(dict.fromkeys(key for row in rows for key in row if key != "all"))
+            columns = list(dict.fromkeys(key for row in rows for key in row if key not in ("key", "seconds")))
             lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
             lines += [f"| {' | '.join(_cell(row.get(column)) for column in columns)} |" for row in rows]
             lines.append("")
@@ -89,52 +151,29 @@ def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> st
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def judge(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The numbers that are not right, and the bars that are missed, in words."""
-    wrong = []
-    for row in results.get("numerics", {}).get("rows", []):
-        if row["verdict"] not in ("pass", "skipped"):
-            wrong.append(f"numerics: {row['operation']} {row['implementation']} {row['case']}: {row['verdict']}")
-    return wrong
-
-
-def with_comparisons(results: dict[str, Any]) -> dict[str, Any]:
-    """The results with the ratios that need two parts: against torch.compile, and against the prefill."""
-    results = {name: dict(result) for name, result in results.items()}
-    torch = {row["case"]: row["microseconds"] for row in results.get("torch", {}).get("rows", [])}
-    rows = results.get("bandwidth", {}).get("rows", [])
-    for row in rows:
-        theirs = torch.get(row["case"])
-        if theirs and row["operation"] == "rotate_patch":
-            row["torch.compile over it"] = theirs / row["microseconds"]
-    prefill = next((row["microseconds"] for row in results.get("prefill", {}).get("rows", [])), None)
-    for row in results.get("factorise", {}).get("rows", []):
-        if prefill and row["case"] == "randomised":
-            row["share of the prefill"] = row["microseconds"] / prefill
-    return results
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return (str(value).strip().splitlines() or [""])[-1].replace("|", "\\|")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts and writes the report; returns the exit status."""
+    """Runs what is missing and writes the report; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python3 -m evals.bench.accelerator", description=__doc__)
-    parser.add_argument("--out", required=True, type=Path, help="the folder for JSON and Markdown")
+    parser.add_argument("--out", required=True, type=Path, help="the folder for rows, results and report")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to see that it runs; on a CPU too")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all parts together")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for this run")
     parser.add_argument("--alone", choices=PARTS, help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
     flags.out.mkdir(parents=True, exist_ok=True)
     if flags.alone:
-        run_part(flags.alone, flags.out, flags.tiny)
+        accelerator_rows.work(flags.alone, flags.out, flags.tiny)
         return 0
     wrong = run_all(flags.out, flags.tiny, flags.part or list(PARTS), flags.limit)
-    found = {name: flags.out / f"{name}.json" for name in PARTS}
-    results = {name: json.loads(path.read_text()) for name, path in found.items() if path.exists()}
+    results = with_comparisons(gather(accelerator_rows.read(flags.out)))
     wrong += judge(results)
-    text = report(with_comparisons(results), wrong)
+    text = report(results, wrong)
+    (flags.out / "results.json").write_text(json.dumps(results | {"wrong": wrong}, indent=2, ensure_ascii=False) + "\n")
     (flags.out / "accelerator.md").write_text(text)
     print(text)
     return 1 if wrong else 0

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Kernels on the accelerator at hand: numerics against float64, then timings. Needs no network and under 9 minutes.
-# JSON and Markdown go into the folder given; parts that are already there are not run again.
+# Kernels on the accelerator at hand: scattered splices against float64, bandwidth, the other numerics, what they are
+# compared with. Needs no network. One run stops within 9 minutes; the same command goes on where it was stopped, for
+# rows go into the folder given as they come and are not made again. All of it takes two or three runs.
 #
 #   evals/bench/accelerator.sh DIRECTORY [flags of python3 -m evals.bench.accelerator]
 set -euo pipefail
 if (($# < 1)); then
-  echo "usage: $0 DIRECTORY [--tiny] [--part=NAME]" >&2
+  echo "usage: $0 DIRECTORY [--tiny] [--part=NAME] [--limit=SECONDS]" >&2
   exit 2
 fi
 out=$(realpath -m "$1")

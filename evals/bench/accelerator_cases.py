@@ -65,10 +65,12 @@ def draw(case: Case, key: Array, dtype: str = "bfloat16") -> dict[str, Any]:
     return given
 
 
-def implementations() -> tuple[str, ...]:
-    """The XLA path, and the kernel of this platform where it is an accelerator; on a CPU the GPU's, to be refused."""
+def implementation(which: str) -> str:
+    """The name of this platform's kernel where `which` is "kernel" (on a CPU the GPU's, to be refused), else "xla"."""
     platform_ = jax.default_backend()
-    return ("xla", platform_ if platform_ in ("gpu", "tpu") else "gpu")
+    if which != "kernel":
+        return "xla"
+    return platform_ if platform_ in ("gpu", "tpu") else "gpu"
 
 
 def environment() -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Part 1 on an accelerator: every implementation against float64, on fresh inputs, with poisoned memory."""
+"""Numerics on an accelerator: an implementation against float64, on fresh inputs, with poisoned memory."""
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels import KernelUnavailableError, factorise, rotate_patch, splice
+from pallas_kernels import factorise, rotate_patch, splice
 
-from .accelerator_cases import PAGE_SIZE, Case, cases_of_numbers, draw, environment, implementations
+from .accelerator_cases import PAGE_SIZE, Case, cases_of_numbers, draw, implementation
+from .accelerator_cases import environment as environment
+from .accelerator_rows import Row, Task
 
 NARROW = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 FACTORISE_ENERGY = 0.99
@@ -20,19 +22,18 @@ LIMITS = {"bfloat16": 1.0, "float32": 2.0**-9}
 """The largest error that passes, by dtype of the result, in the units that `NOTES` tells of."""
 
 
-def numerics(tiny: bool) -> dict[str, Any]:
-    """Errors of every kernel that this platform has, in units in the last place of a row's largest bfloat16 value."""
-    # Other numbers every time: a kernel that is right for one seed alone is not right.
-    seed = int.from_bytes(os.urandom(4), "little")
-    rows = []
-    for index, case in enumerate(cases_of_numbers(tiny)):
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        rows += _rows(case, key, "bfloat16", tiny)
-        if case.rank in (4, 16):
-            for dtype in list(NARROW)[: 1 if tiny else None]:
-                rows += _rows(case, jax.random.fold_in(key, 1), dtype, tiny)
-    rows.append(_factorised(tiny, seed))
-    return {"environment": environment(), "seed": seed, "rows": rows, "notes": NOTES}
+def scattered(tiny: bool, which: str) -> Iterator[Task]:
+    """Yields the splices to slots in no order, one task per production shape and rank."""
+    only = lambda dtype: [each for each in _checks(dtype) if each[2] is _scattered]
+    yield from _tasks(cases_of_numbers(tiny), implementation(which), only)
+
+
+def numerics(tiny: bool, which: str) -> Iterator[Task]:
+    """Yields errors of an implementation, in units in the last place of a row's largest bfloat16 value."""
+    checks = _checks if which == "xla" else _not_scattered
+    yield from _tasks(cases_of_numbers(tiny), implementation(which), checks)
+    if which == "xla":
+        yield Task("factorise", lambda: _factorised(tiny, _fresh_seed()))
 
 
 NOTES = [
@@ -43,29 +44,47 @@ NOTES = [
 ]
 
 
-def _rows(case: Case, key: Array, dtype: str, tiny: bool) -> list[dict[str, Any]]:
-    wide = draw(case, key, "float32" if dtype in NARROW else dtype)
+Check = Callable[..., float]
+
+
+def _tasks(chosen: Sequence[Case], name: str, checks: Callable[[str], list[tuple[str, str, Check]]]) -> Iterator[Task]:
+    for case in chosen:
+        narrow = NARROW if case.rank in (4, 16) else ()
+        for dtype in ("bfloat16", *narrow):
+            for operation, result, check in checks(dtype):
+                key = f"{operation} {name} {case.name} {dtype} to {result}"
+                yield Task(key, functools.partial(_row, case, name, dtype, operation, result, check))
+
+
+def _fresh_seed() -> int:
+    """Other numbers every time: a kernel that is right for one seed alone is not right."""
+    return int.from_bytes(os.urandom(4), "little")
+
+
+def _row(case: Case, name: str, dtype: str, operation: str, result: str, check: Check) -> Row:
+    seed = _fresh_seed()
+    wide = draw(case, jax.random.key(seed), "float32" if dtype in NARROW else dtype)
     given = _narrowed(wide, dtype) if dtype in NARROW else wide
     layers = sorted({0, case.sizes[0] // 2, case.sizes[0] - 1})
-    exact = expected(given, layers, case.shape.layout)
-    rows = []
-    for name in implementations():
-        for operation, result, check in _checks(dtype):
-            row = {"operation": operation, "implementation": name, "case": case.name, "dtype": dtype, "result": result}
-            try:
-                error = check(case, given, exact, layers, name, tiny)
-            except KernelUnavailableError as refused:
-                rows.append(row | {"error": None, "verdict": "skipped", "reason": str(refused)})
-                continue
-            rows.append(row | {"error": error, "verdict": "pass" if error <= LIMITS[result] else "FAIL"})
-    return rows
+    error = check(case, given, expected(given, layers, case.shape.layout), layers, name)
+    row = {"operation": operation, "implementation": name, "case": case.name, "dtype": dtype, "result": result}
+    return row | {"seed": seed, "error": error, "verdict": "pass" if error <= LIMITS[result] else "FAIL"}
 
 
-def _checks(dtype: str) -> list[tuple[str, str, Callable[..., float]]]:
+def _checks(dtype: str) -> list[tuple[str, str, Check]]:
     """What is done with a chunk of this dtype: the operation, the result's dtype, the function that measures it."""
-    checks = [("rotate_patch", "bfloat16", _rotated), ("splice", "bfloat16", _spliced)]
+    checks = [
+        ("rotate_patch", "bfloat16", _rotated),
+        ("splice", "bfloat16", _consecutive),
+        ("splice, scattered", "bfloat16", _scattered),
+    ]
     wide = functools.partial(_rotated, result="float32")
     return checks + [("rotate_patch", "float32", wide)] * (dtype == "int8")
+
+
+def _not_scattered(dtype: str) -> list[tuple[str, str, Check]]:
+    """`_checks` without what the part `scattered` has."""
+    return [each for each in _checks(dtype) if each[2] is not _scattered]
 
 
 def _narrowed(wide: Mapping[str, Array], dtype: str) -> dict[str, Any]:
@@ -112,9 +131,7 @@ def _poison(sizes: tuple[int, ...]) -> None:
     jax.block_until_ready([jnp.full(sizes, jnp.nan, jnp.bfloat16) for _ in range(2)])
 
 
-def _rotated(
-    case: Case, given, exact, layers: list[int], implementation: str, tiny: bool, result: str = "bfloat16"
-) -> float:
+def _rotated(case: Case, given, exact, layers: list[int], implementation: str, result: str = "bfloat16") -> float:
     length = case.tokens - 3
     run = jax.jit(
         lambda given, length: rotate_patch(
@@ -133,29 +150,36 @@ def _rotated(
     return max(units(found[:, :length], wanted[:, :length]), 0.0 if (found[:, length:] == 0).all() else np.inf)
 
 
-def _spliced(case: Case, given, exact, layers: list[int], implementation: str, tiny: bool) -> float:
+def _consecutive(case: Case, given, exact, layers: list[int], implementation: str) -> float:
+    total = _slots(case)
+    return _spliced(case, given, exact, layers, implementation, (np.arange(total) + total // 7) % total)
+
+
+def _scattered(case: Case, given, exact, layers: list[int], implementation: str) -> float:
+    return _spliced(case, given, exact, layers, implementation, np.random.default_rng().permutation(_slots(case)))
+
+
+def _slots(case: Case) -> int:
+    return -(-2 * case.tokens // PAGE_SIZE) * PAGE_SIZE
+
+
+def _spliced(case: Case, given, exact, layers: list[int], implementation: str, order: np.ndarray) -> float:
+    """The error of a splice to the first slots of this order; infinite where a bit of any other slot changed."""
     length = case.tokens - 3
-    pages = -(-2 * case.tokens // PAGE_SIZE)
-    sizes = (case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:])
-    total = pages * PAGE_SIZE
-    error = 0.0
-    for scattered in (False, True):
-        order = np.random.default_rng().permutation(total) if scattered else np.arange(total) + total // 7
-        slots = (order[: case.tokens] % total).astype(np.int32)
-        pattern = np.uint16(0x7FA5)
-        pool = jax.lax.bitcast_convert_type(jnp.full(sizes, pattern), jnp.bfloat16)
-        run = lambda pool, slots, given: splice(
-            pool, slots, **given, layout=case.shape.layout, length=length, implementation=implementation
-        )
-        pool = jax.jit(run, donate_argnums=0)(pool, jnp.asarray(slots), given)
-        flat = pool.reshape(case.sizes[0], total, *case.sizes[-2:])
-        found = np.asarray(flat[np.asarray(layers)][:, slots[:length]].astype(jnp.float32))
-        error = max(error, units(found, exact[:, :length]))
-        others = np.setdiff1d(np.arange(total), slots[:length])
-        bits = jax.lax.bitcast_convert_type(flat[:, jnp.asarray(others)], jnp.uint16)
-        if not bool((bits == pattern).all()):
-            return np.inf
-    return error
+    total = order.size
+    sizes = (case.sizes[0], total // PAGE_SIZE, PAGE_SIZE, *case.sizes[-2:])
+    slots = order[: case.tokens].astype(np.int32)
+    pattern = np.uint16(0x7FA5)
+    pool = jax.lax.bitcast_convert_type(jnp.full(sizes, pattern), jnp.bfloat16)
+    run = lambda pool, slots, given: splice(
+        pool, slots, **given, layout=case.shape.layout, length=length, implementation=implementation
+    )
+    pool = jax.jit(run, donate_argnums=0)(pool, jnp.asarray(slots), given)
+    flat = pool.reshape(case.sizes[0], total, *case.sizes[-2:])
+    found = np.asarray(flat[np.asarray(layers)][:, slots[:length]].astype(jnp.float32))
+    others = np.setdiff1d(np.arange(total), slots[:length])
+    bits = jax.lax.bitcast_convert_type(flat[:, jnp.asarray(others)], jnp.uint16)
+    return units(found, exact[:, :length]) if bool((bits == pattern).all()) else np.inf
 
 
 def _factorised(tiny: bool, seed: int) -> dict[str, Any]:

@@ -1,15 +1,19 @@
 """Prefill of a 7B text decoder with random weights, on an accelerator: what a chunk costs without reuse."""
 
+import functools
 import importlib.util
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .accelerator_cases import environment
-from .accelerator_timings import median_seconds
+from pallas_kernels._timing import seconds_of
+
+from .accelerator_cases import environment as environment
+from .accelerator_rows import Row, Task
 
 TOKENS = 1024
 NEEDED = 24 * 2**30
@@ -42,22 +46,29 @@ TINY = SEVEN_BILLION | {
 }
 
 
-def prefill(tiny: bool) -> dict[str, Any]:
-    """Seconds of a prefill of 1024 tokens, with all KV and logits; or why it was not measured."""
+NOTES = ["a 7B text decoder, random weights, bfloat16; embeddings at hand; all KV and logits are made"]
+
+
+def prefill(tiny: bool, which: str) -> Iterator[Task]:
+    """Yields the seconds of a prefill of 1024 tokens, with all KV and logits; or why it was not measured."""
+    del which
+    yield Task("prefill", functools.partial(_prefilled, tiny))
+
+
+def _prefilled(tiny: bool) -> Row:
     missing = [name for name in ("flax", "safetensors", "orbax") if importlib.util.find_spec(name) is None]
     if missing:
-        return {"environment": environment(), "skipped": f"not installed: {', '.join(missing)}"}
+        return {"skipped": f"not installed: {', '.join(missing)}"}
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if not tiny and (memory is None or memory < NEEDED):
-        return {"environment": environment(), "skipped": f"device memory {memory}; expected at least {NEEDED}"}
+        return {"skipped": f"device memory {memory}; expected at least {NEEDED}"}
     backbone = _backbone(TINY if tiny else SEVEN_BILLION)
     tokens = 16 if tiny else TOKENS
     ids = ((np.arange(tokens, dtype=np.int32) * 37 + 11) % 290 + 3)[None]
     embedded = backbone.embed(ids)
-    taken = [seconds * 1e6 for seconds in median_seconds(lambda: backbone.prefill(embedded), 3 if tiny else 10)]
+    taken = [seconds * 1e6 for seconds in seconds_of(lambda: backbone.prefill(embedded), 1, 3 if tiny else 10)]
     row = {"case": f"{tokens} tokens", "microseconds": statistics.median(taken)}
-    row |= {"fastest": min(taken), "slowest": max(taken)}
-    return {"environment": environment(), "rows": [row], "notes": ["random weights, bfloat16; embeddings at hand"]}
+    return row | {"fastest": min(taken), "slowest": max(taken)}
 
 
 def _backbone(raw: dict[str, Any]):

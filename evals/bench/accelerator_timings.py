@@ -1,36 +1,28 @@
-"""Part 2 on an accelerator: bandwidth of rotate_patch and splice beside a copy's, and seconds of the factorisation."""
+"""Timings on an accelerator: rotate_patch and splice beside a copy, the factorisation, and which kernels win."""
 
 import functools
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels import KernelUnavailableError, factorise, rotate_patch, splice, tune
+from pallas_kernels import factorise, rotate_patch, splice, tune
+from pallas_kernels._timing import OverSets, ThroughPool, median_seconds, seconds_of
+from pallas_kernels._wins import shape_word
 from pallas_kernels.rotate_patch import reference
 
-from .accelerator_cases import PAGE_SIZE, Case, cases, draw, environment, implementations
+from .accelerator_cases import PAGE_SIZE, Case, cases, draw, implementation
+from .accelerator_cases import environment as environment
+from .accelerator_rows import Row, Task
 
 LEAST_TOKENS = 2048
-SETS = 4
-"""Sets of inputs that a timed program goes through, so that none is found in a cache of the device."""
 REPEATS = 30
 
-
-def median_seconds(program: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each of many runs of a program, after two that are not counted."""
-    taken = []
-    for _ in range(repeats + 2):
-        begin = time.perf_counter()
-        jax.block_until_ready(program())
-        taken.append(time.perf_counter() - begin)
-    return taken[2:]
+Given = Mapping[str, Any]
 
 
 def moved_bytes(case: Case) -> int:
@@ -40,17 +32,17 @@ def moved_bytes(case: Case) -> int:
     return 2 * x + factors + 2 * case.tokens * (case.shape.rotary // 2) * 4
 
 
-def copy_bandwidth(size: int, repeats: int) -> float:
-    """Bytes a second of a copy that moves `size` bytes, half in and half out, each number negated on the way.
+@functools.lru_cache(maxsize=1)
+def copy_bandwidth(size: int, sets: int, repeats: int) -> float:
+    """Measures bytes a second of a copy that moves `size` bytes, half in and half out, each number negated on the way.
 
     A plain copy inside a compiled program may be left out by the compiler; this one cannot.
     """
-    numbers = tuple(jnp.full((size // 4,), i, jnp.bfloat16) for i in range(SETS))
-    program = jax.jit(lambda given: tuple(-value for value in given))
-    return SETS * size / statistics.median(median_seconds(lambda: program(numbers), repeats))
+    numbers = [jnp.full((size // 4,), i, jnp.bfloat16) for i in range(sets)]
+    return size / median_seconds(OverSets(jnp.negative, numbers), sets, repeats)
 
 
-def unfused(given: Mapping[str, Any], layout: str) -> Array:
+def unfused(given: Given, layout: str) -> Array:
     """The XLA path with its steps kept apart: product, sum, rotation, cast."""
     apart = jax.lax.optimization_barrier
     value = apart(given["x"].astype(jnp.float32))
@@ -61,100 +53,79 @@ def unfused(given: Mapping[str, Any], layout: str) -> Array:
     return value.astype(given["x"].dtype)
 
 
-def separate(given: Mapping[str, Any], layout: str, implementation: str) -> Array:
+def separate(given: Given, layout: str, implementation: str) -> Array:
     """Patch and rotation as two kernels."""
     patched = rotate_patch(given["x"], u=given["u"], v=given["v"], implementation=implementation)
     turned = jax.lax.optimization_barrier(patched)
     return rotate_patch(turned, given["cos"], given["sin"], layout=layout, implementation=implementation)
 
 
-def bandwidth(tiny: bool) -> dict[str, Any]:
-    """Achieved bandwidth as a share of a copy's of the same size, and against XLA unfused and two kernels."""
-    rows = []
-    for index, case in enumerate(cases(tiny, LEAST_TOKENS)):
-        rows += _timed(case, index, 3 if tiny else REPEATS)
-    return {"environment": environment(), "rows": rows, "notes": NOTES}
+def bandwidth(tiny: bool, which: str) -> Iterator[Task]:
+    """Yields achieved bandwidths as a share of a copy's of the same size, of the kernel or of XLA's ways."""
+    name = implementation(which)
+    for case in cases(tiny, LEAST_TOKENS):
+        calls = {
+            "rotate_patch": functools.partial(_rotation, case, name),
+            "splice": functools.partial(_splice, case, name),
+        }
+        if case.rank and case.shape.rotary:
+            calls["rotate_patch, two kernels"] = functools.partial(
+                separate, layout=case.shape.layout, implementation=name
+            )
+        if which == "xla":
+            calls["rotate_patch, unfused"] = functools.partial(unfused, layout=case.shape.layout)
+        for operation, call in calls.items():
+            yield Task(f"{operation} {name} {case.name}", functools.partial(_timed, case, operation, name, call, tiny))
 
 
-def _timed(case: Case, seed: int, repeats: int) -> list[dict[str, Any]]:
-    """The rows of one case."""
-    sets = tuple(draw(case, key) for key in jax.random.split(jax.random.key(seed), SETS))
-    copied = copy_bandwidth(moved_bytes(case), repeats)
-    calls = {key: _through(sets, program) for key, program in _rotations(case).items()}
-    calls |= {("splice", name): _splicing(case, sets, name) for name in implementations()}
-    rows = []
-    while calls:
-        (operation, name) = next(iter(calls))
-        call = calls.pop((operation, name))
-        row = {"operation": operation, "case": case.name, "implementation": name}
-        try:
-            taken = [seconds / SETS for seconds in median_seconds(call, repeats)]
-        except KernelUnavailableError as refused:
-            rows.append(row | {"skipped": str(refused)})
-            continue
-        rows.append(row | _rates(taken, moved_bytes(case), copied))
-    return _against(rows)
+def _rotation(case: Case, name: str, given: Given) -> Array:
+    return rotate_patch(**given, layout=case.shape.layout, implementation=name)
 
 
-def _through(sets: Sequence[Mapping[str, Any]], program: Callable[[Mapping[str, Any]], Array]) -> Callable[[], Any]:
-    jitted = jax.jit(lambda given: tuple(program(one) for one in given))
-    return lambda: jitted(sets)
+def _splice(case: Case, name: str, pool: Array, given: Given) -> Array:
+    return splice(pool, **given, layout=case.shape.layout, implementation=name)
+
+
+def _timed(case: Case, operation: str, name: str, call: Callable[..., Array], tiny: bool) -> Row:
+    repeats = 3 if tiny else REPEATS
+    count = max(2, min(tune.SETS, tune.MEMORY // moved_bytes(case)))
+    sets = [draw(case, key) for key in jax.random.split(jax.random.key(0), count)]
+    program = _through_pool(case, call, sets) if operation == "splice" else OverSets(call, sets)
+    taken = seconds_of(program, count, repeats)
+    copied = copy_bandwidth(moved_bytes(case), count, repeats)
+    row = {"operation": operation, "implementation": name, "case": case.name, "calls in one program": count}
+    return row | _rates(taken, moved_bytes(case), copied)
+
+
+def _through_pool(case: Case, call: Callable[[Array, Given], Array], sets: Sequence[Given]) -> ThroughPool:
+    """Splices every set into one pool at slots of its own, beginning in the middle of a page."""
+    pages = -(-(len(sets) * case.tokens + PAGE_SIZE) // PAGE_SIZE)
+    sizes = (case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:])
+    own = lambda index: jnp.arange(case.tokens, dtype=jnp.int32) + (index * case.tokens + PAGE_SIZE // 2)
+    placed = [dict(given) | {"slots": own(index)} for index, given in enumerate(sets)]
+    return ThroughPool(call, lambda: jnp.zeros(sizes, jnp.bfloat16), placed)
 
 
 NOTES = [
-    f"microseconds: median of {REPEATS} runs of one program that goes through {SETS} sets of inputs, by set.",
+    f"microseconds: median of {REPEATS} rounds, by call; a round queues several runs of one program of many calls, "
+    "each call on inputs of its own.",
     "bytes: x, u, v, cosines and sines in, the result out. share of copy: of the bandwidth of a copy of as many bytes.",
-    "unfused over it: the XLA path with its steps kept apart; two kernels over it: patch and rotation apart; both as "
-    "seconds over this row's. Above 1 this row is faster.",
+    "unfused: the XLA path with its steps kept apart; two kernels: patch and rotation apart. xla over it: the XLA "
+    "path's seconds over this row's. Above 1 this row is faster.",
 ]
 
 
-def _rotations(case: Case) -> dict[tuple[str, str], Callable[[Mapping[str, Any]], Array]]:
-    layout = case.shape.layout
-    programs: dict[tuple[str, str], Callable[[Mapping[str, Any]], Array]] = {
-        ("rotate_patch", "unfused"): functools.partial(unfused, layout=layout)
-    }
-    for name in implementations():
-        programs["rotate_patch", name] = lambda given, name=name: rotate_patch(
-            **given, layout=layout, implementation=name
-        )
-        if case.rank and case.shape.rotary:
-            programs["rotate_patch", f"{name}, two kernels"] = functools.partial(
-                separate, layout=layout, implementation=name
-            )
-    return programs
-
-
-def _splicing(case: Case, sets: Sequence[Mapping[str, Any]], implementation: str) -> Callable[[], Array]:
-    """A call that splices every set into one pool at slots of its own, beginning in the middle of a page."""
-    pages = -(-SETS * (case.tokens + PAGE_SIZE) // PAGE_SIZE)
-    sizes = (case.sizes[0], pages, PAGE_SIZE, *case.sizes[-2:])
-    starts = [index * case.tokens + PAGE_SIZE // 2 for index in range(SETS)]
-    slots = [jnp.asarray(np.arange(case.tokens, dtype=np.int32) + start) for start in starts]
-
-    def program(pool: Array, slots: Sequence[Array], given: Sequence[Mapping[str, Any]]) -> Array:
-        for own, one in zip(slots, given, strict=True):
-            pool = splice(pool, own, **one, layout=case.shape.layout, implementation=implementation)
-        return pool
-
-    jitted = jax.jit(program, donate_argnums=0)
-    held: list[Array] = []
-
-    def call() -> Array:
-        if not held:  # made when it is first wanted, and gone with this call
-            held.append(jnp.zeros(sizes, jnp.bfloat16))
-        held[0] = jitted(held[0], slots, sets)
-        return held[0]
-
-    return call
-
-
-def _rates(taken: Sequence[float], size: int, copied: float) -> dict[str, Any]:
-    seconds = statistics.median(taken)
+def _spread(taken: Sequence[float]) -> Row:
     return {
-        "microseconds": seconds * 1e6,
+        "microseconds": statistics.median(taken) * 1e6,
         "fastest": min(taken) * 1e6,
         "slowest": max(taken) * 1e6,
+    }
+
+
+def _rates(taken: Sequence[float], size: int, copied: float) -> Row:
+    seconds = statistics.median(taken)
+    return _spread(taken) | {
         "bytes": size,
         "GB/s": size / seconds / 1e9,
         "copy GB/s": copied / 1e9,
@@ -162,49 +133,35 @@ def _rates(taken: Sequence[float], size: int, copied: float) -> dict[str, Any]:
     }
 
 
-def _against(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of one case with their ratios to the unfused path and to two kernels."""
-    seconds = {(row["operation"], row["implementation"]): row.get("microseconds") for row in rows}
-    for row in rows:
-        name, own = row["implementation"], row.get("microseconds")
-        if row["operation"] != "rotate_patch" or name == "unfused" or own is None:
-            continue
-        row["unfused over it"] = seconds["rotate_patch", "unfused"] / own
-        two = seconds.get(("rotate_patch", f"{name}, two kernels"))
-        if two:
-            row["two kernels over it"] = two / own
-    return rows
-
-
-def factorise_seconds(run: Callable[[Array], Any], matrix: Array, repeats: int) -> dict[str, Any]:
-    """Median, fastest and slowest microseconds of a factorisation of this batch."""
-    taken = median_seconds(functools.partial(jax.jit(run), matrix), repeats)
-    micro = [seconds * 1e6 for seconds in taken]
-    return {"microseconds": statistics.median(micro), "fastest": min(micro), "slowest": max(micro)}
-
-
-def factorisation(tiny: bool) -> dict[str, Any]:
-    """A 1024-token chunk of a 7B model, keys and values of 28 layers at rank 32: ours, and a batched full SVD."""
+def factorisation(tiny: bool, which: str) -> Iterator[Task]:
+    """Yields a 1024-token chunk of a 7B model, keys and values of 28 layers at rank 32: ours, and a batched SVD."""
+    del which
     sizes, rank = ((4, 32, 16), 4) if tiny else ((2 * 28, 1024, 512), 32)
-    key = jax.random.key(0)
-    decay = jnp.exp(-jnp.arange(sizes[-1]) / (sizes[-1] / 5))
-    matrix = jax.random.normal(key, sizes) * decay
-    ours = factorise_seconds(lambda value: factorise(value, rank), matrix, 3 if tiny else 10)
-    full = factorise_seconds(lambda value: jnp.linalg.svd(value, full_matrices=False), matrix, 1)
     name = f"{' × '.join(map(str, sizes))} M={rank}"
-    ratio = {"svd over it": full["microseconds"] / ours["microseconds"]}
-    rows = [{"case": "randomised", "matrices": name} | ours | ratio, {"case": "full SVD", "matrices": name} | full]
-    return {"environment": environment(), "rows": rows}
+    runs = {
+        "randomised": (lambda value: factorise(value, rank), 3 if tiny else 10),
+        "full SVD": (lambda value: jnp.linalg.svd(value, full_matrices=False), 1),
+    }
+    for case, (run, repeats) in runs.items():
+        yield Task(case, functools.partial(_factorised, case, name, run, sizes, repeats))
 
 
-def configuration(tiny: bool) -> dict[str, Any]:
-    """What `python -m pallas_kernels.tune` would write here: with it, kernels are taken unasked on this device."""
-    body = tune.tune(tune.OPERATIONS, tiny)
-    rows = [
-        {"operation": operation, "shape": word, "candidate": name, "microseconds": 1e6 * seconds}
-        for operation, shapes in body["seconds"].items()
-        for word, candidates in shapes.items()
-        for name, seconds in candidates.items()
-    ]
-    note = f"source: {body['source']}; `configuration` in the JSON is the file for pallas_kernels/configurations/"
-    return {"environment": environment(), "rows": rows, "configuration": body, "notes": [note]}
+def _factorised(case: str, name: str, run: Callable[[Array], Any], sizes: tuple[int, ...], repeats: int) -> Row:
+    decay = jnp.exp(-jnp.arange(sizes[-1]) / (sizes[-1] / 5))
+    matrix = jax.random.normal(jax.random.key(0), sizes) * decay
+    taken = seconds_of(functools.partial(jax.jit(run), matrix), 1, repeats)
+    return {"operation": "factorise", "case": case, "matrices": name} | _spread(taken)
+
+
+def wins(tiny: bool, which: str) -> Iterator[Task]:
+    """Yields the rows that `python -m pallas_kernels.tune` would write here, for pallas_kernels/kernel_wins.json."""
+    del which
+    platform_ = jax.default_backend()
+    for operation, shape, rank in tune.cases(tune.OPERATIONS, tiny):
+        word = shape_word(shape.heads, shape.width, rank, 2)
+        run = functools.partial(tune.tune_case, operation, shape, rank, platform_, 3 if tiny else 20)
+        yield Task(f"{operation} {word}", functools.partial(_won, operation, word, run))
+
+
+def _won(operation: str, word: str, run: Callable[[], Row]) -> Row:
+    return {"operation": operation, "case": word} | run()

@@ -1,17 +1,38 @@
 """The operator under torch.compile on an accelerator, as a measure for ours; skipped where torch is missing."""
 
+import functools
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .accelerator_cases import Case, cases
-from .accelerator_timings import LEAST_TOKENS, REPEATS, SETS
+from .accelerator_rows import Row, Task
+from .accelerator_timings import LEAST_TOKENS, REPEATS
+
+SETS = 4
+"""Sets of inputs that a timed loop goes through, so that none is found in a cache of the device."""
 
 
-def compiled(tiny: bool) -> dict[str, Any]:
-    """Microseconds of R · (x + u v) under torch.compile, at the cases of the bandwidth part."""
+def environment() -> Row:
+    """Where this ran."""
+    if importlib.util.find_spec("torch") is None:
+        return {"device": "none", "jax": "none; torch is not installed"}
+    import torch as library  # pyright: ignore[reportMissingImports]
+
+    device = library.cuda.get_device_name() if library.cuda.is_available() else "no GPU"
+    return {"device": device, "jax": f"none; torch {library.__version__}"}
+
+
+def compiled(tiny: bool, which: str) -> Iterator[Task]:
+    """Yields microseconds of R · (x + u v) under torch.compile, at the cases of the bandwidth part."""
+    del which
+    for case in cases(tiny, LEAST_TOKENS):
+        yield Task(case.name, functools.partial(_compiled, case, 3 if tiny else REPEATS))
+
+
+def _compiled(case: Case, repeats: int) -> Row:
     if importlib.util.find_spec("torch") is None:
         return {"skipped": "torch is not installed"}
     import torch as library  # pyright: ignore[reportMissingImports]
@@ -19,9 +40,7 @@ def compiled(tiny: bool) -> dict[str, Any]:
     if not library.cuda.is_available():
         return {"skipped": "torch finds no GPU"}
     library.set_grad_enabled(False)
-    device = {"device": library.cuda.get_device_name(), "jax": f"none; torch {library.__version__}"}
-    rows = [_row(library, case, 3 if tiny else REPEATS) for case in cases(tiny, LEAST_TOKENS)]
-    return {"environment": device, "rows": rows, "notes": NOTES}
+    return _row(library, case, repeats)
 
 
 NOTES = [
@@ -48,7 +67,7 @@ def operator(library: Any, x: Any, cos: Any, sin: Any, u: Any, v: Any, layout: s
     return value.to(x.dtype)
 
 
-def _row(library: Any, case: Case, repeats: int) -> dict[str, Any]:
+def _row(library: Any, case: Case, repeats: int) -> Row:
     normal = lambda *sizes: library.randn(*sizes, device="cuda", dtype=library.bfloat16)
     layers = case.sizes[0]
     angle = library.rand(case.tokens, case.shape.rotary // 2, device="cuda") * 6.28

@@ -1,16 +1,17 @@
-"""The run on an accelerator, here with tiny shapes on a CPU: parts, restarts, report, exit status."""
+"""The run on an accelerator, here with tiny shapes on a CPU: rows, faults, restarts, report, exit status."""
 
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from evals.bench import accelerator, accelerator_cases, accelerator_numerics, accelerator_timings
+from evals.bench import accelerator, accelerator_cases, accelerator_numerics, accelerator_rows, accelerator_timings
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,50 +32,126 @@ def whole(tmp_path_factory):
 
 
 def test_xla_is_right_and_the_kernel_that_is_not_here_is_left_out_with_its_reason():
-    rows = accelerator_numerics.numerics(True)["rows"]
-    assert {row["verdict"] for row in rows if row["implementation"] == "xla"} == {"pass"}
-    assert {row["dtype"] for row in rows} == {"bfloat16", "int8", "float32"}
-    refused = [row for row in rows if row["implementation"] == "gpu"]
+    rows = [accelerator_rows._row(task) for task in accelerator_numerics.numerics(True, "xla")]
+    assert {row["verdict"] for row in rows} == {"pass"}
+    assert {row["dtype"] for row in rows} == {"bfloat16", "float32", *accelerator_numerics.NARROW}
+    assert {row["operation"] for row in rows} >= {"rotate_patch", "splice", "splice, scattered", "factorise"}
+    refused = [accelerator_rows._row(task) for task in accelerator_numerics.scattered(True, "kernel")]
     assert refused
-    assert all(row["verdict"] == "skipped" and row["reason"] for row in refused)
-    wrong = [rows[0] | {"verdict": "FAIL"}]
-    assert len(accelerator.judge({"numerics": {"rows": rows}})) == 0
-    assert "rotate_patch xla" in accelerator.judge({"numerics": {"rows": rows + wrong}})[0]
+    assert all("the platform is 'cpu'" in row["skipped"] for row in refused)
+    wrong = [{"key": "rotate_patch xla"} | rows[0] | {"verdict": "FAIL"}, {"key": "b", "exception": "a\nValueError: c"}]
+    assert accelerator.judge({"numerics": {"rows": rows}}) == []
+    judged = accelerator.judge({"numerics": {"rows": rows + wrong}})
+    assert judged == ["numerics: rotate_patch xla: FAIL", "numerics: b: ValueError: c"]
+
+
+def test_tasks_have_names_of_their_own_and_none_is_made_twice():
+    for which in ("kernel", "xla"):
+        keys = [task.key for task in accelerator_numerics.numerics(False, which)]
+        assert len(keys) == len(set(keys))
+        scattered = {task.key for task in accelerator_numerics.scattered(False, which)}
+        assert scattered.isdisjoint(keys) is (which == "kernel")
+        timed = [task.key for task in accelerator_timings.bandwidth(False, which)]
+        assert len(timed) == len(set(timed))
+
+
+FAULTY = """
+import os, sys, time
+from pathlib import Path
+from evals.bench import accelerator_rows
+from evals.bench.accelerator_rows import Task
+from evals.bench.accelerator_cases import environment
+NOTES = []
+def fault(): os._exit(7)
+def hang(): time.sleep(60)
+def wrong(): raise ArithmeticError("one row only")
+def tasks(tiny, which):
+    for key, run in (("a", dict), ("b", fault), ("c", hang), ("d", wrong), ("e", dict)):
+        yield Task(key, run)
+module = sys.modules["evals.bench.faulty"] = sys.modules["__main__"]
+accelerator_rows.PARTS["numerics"] = accelerator_rows.Part("faulty", "tasks")
+accelerator_rows.work("numerics", Path(sys.argv[1]), True)
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """The part "numerics" with one task that ends its process, one that hangs and one that raises."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(
+        accelerator, "_command", lambda name, out, tiny: [sys.executable, str(tmp_path / "faulty.py"), str(out)]
+    )
+    part = accelerator.PARTS["numerics"]
+    monkeypatch.setitem(accelerator.PARTS, "numerics", part._replace(limit=20.0))
+    out = tmp_path / "out"
+    out.mkdir()
+    return out
+
+
+def test_a_fault_a_hang_and_an_exception_cost_one_row_each(faulty, capsys):
+    assert accelerator.main([f"--out={faulty}", "--part=numerics"]) == 1
+    rows = accelerator.gather(accelerator_rows.read(faulty))["numerics"]
+    assert [row["key"] for row in rows["rows"]] == ["a", "b", "c", "d", "e"]
+    assert rows["finished"]
+    assert set(rows["rows"][0]) == set(rows["rows"][4]) == {"key"}
+    assert rows["rows"][1]["exception"] == "the process ended with status 7"
+    assert rows["rows"][2]["exception"] == "no new row for 20 seconds, killed"
+    assert 'raise ArithmeticError("one row only")' in rows["rows"][3]["exception"]
+    printed = capsys.readouterr().out
+    assert "- numerics: d: ArithmeticError: one row only" in printed
+    before = (faulty / "rows.jsonl").read_bytes()
+    assert accelerator.main([f"--out={faulty}", "--part=numerics"]) == 1
+    assert (faulty / "rows.jsonl").read_bytes() == before
+    assert "numerics: is there already" in capsys.readouterr().out
+
+
+def test_time_that_is_over_costs_no_row_and_the_next_run_goes_on(faulty, capsys):
+    begin = time.monotonic()
+    assert accelerator.run_part("numerics", faulty, True, begin) == (
+        "numerics: out of time; the same command goes on from here"
+    )
+    assert not accelerator_rows.done(accelerator_rows.read(faulty), "numerics")
+    for key in "abc":
+        accelerator_rows.append(faulty, {"part": "numerics", "key": key})
+    with (faulty / "rows.jsonl").open("a") as file:
+        file.write('{"part": "numerics", "ke')  # killed while writing
+    assert accelerator.main([f"--out={faulty}", "--part=numerics"]) == 1
+    rows = accelerator.gather(accelerator_rows.read(faulty))["numerics"]["rows"]
+    assert [row["key"] for row in rows] == ["a", "b", "c", "d", "e"]
+    assert accelerator.main([f"--out={faulty}", "--part=torch", "--limit=1"]) == 1
+    assert "torch: not run, the 1 seconds are over" in capsys.readouterr().out
 
 
 def test_ratios_of_two_parts_are_in_the_report():
     row = {"operation": "rotate_patch", "implementation": "gpu", "case": "a", "microseconds": 10.0}
     found = {
-        "bandwidth": {"tiny": False, "rows": [row]},
-        "torch": {"tiny": False, "rows": [{"operation": "rotate_patch", "case": "a", "microseconds": 15.0}]},
+        "bandwidth": {"tiny": False, "rows": [row, {"key": "b", "skipped": "too narrow"}]},
+        "bandwidth_xla": {"tiny": False, "rows": [row | {"microseconds": 20.0}]},
+        "torch": {"tiny": False, "rows": [row | {"microseconds": 15.0}]},
         "factorise": {"tiny": False, "rows": [{"case": "randomised", "microseconds": 5.0}]},
-        "prefill": {"tiny": True, "skipped": "too little memory", "rows": [{"case": "b", "microseconds": 50.0}]},
+        "prefill": {"tiny": True, "rows": [{"case": "b", "microseconds": 50.0}]},
     }
     text = accelerator.report(accelerator.with_comparisons(found), ["prefill: stopped"])
-    assert "| rotate_patch | gpu | a | 10 | 1.5 |" in text
+    assert "| rotate_patch | gpu | a | 10 | 2 | 1.5 |  |" in text
     assert "| randomised | 5 | 0.1 |" in text
-    assert "Skipped: too little memory" in text
+    assert "too narrow" in text
     assert text.endswith("- prefill: stopped\n")
-
-
-def test_a_part_is_run_once_and_time_that_is_over_is_told(tmp_path, capsys):
-    assert accelerator.main([f"--out={tmp_path}", "--tiny", "--part=torch", "--limit=1"]) == 1
-    assert "torch: not run, the 1 seconds are over" in capsys.readouterr().out
-    accelerator.run_part("torch", tmp_path, True)
-    written = (tmp_path / "torch.json").stat().st_mtime_ns
-    assert accelerator.main([f"--out={tmp_path}", "--tiny", "--part=torch"]) == 0
-    assert (tmp_path / "torch.json").stat().st_mtime_ns == written
-    assert "torch: is there already" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_every_part_is_written_by_the_one_command(whole):
     out, done = whole
     assert done.returncode == 0, done.stdout + done.stderr
-    results = {name: json.loads((out / f"{name}.json").read_text()) for name in accelerator.PARTS}
-    assert all(row["microseconds"] > 0 for row in results["bandwidth"]["rows"] if "skipped" not in row)
+    results = json.loads((out / "results.json").read_text())
+    assert results.pop("wrong") == []
+    assert list(results) == list(accelerator.PARTS)
+    assert all(result["finished"] and result["rows"] for result in results.values())
+    assert all(row["microseconds"] > 0 for row in results["bandwidth_xla"]["rows"])
+    assert all("skipped" in row for row in results["bandwidth"]["rows"])
     assert [row["case"] for row in results["factorise"]["rows"]] == ["randomised", "full SVD"]
-    assert "rows" in results["prefill"]
+    assert results["prefill"]["rows"][0]["microseconds"] > 0
+    assert all(row["winner"] == "xla" for row in results["wins"]["rows"])
     text = (out / "accelerator.md").read_text()
     assert all(f"## {name}" in text for name in accelerator.PARTS)
     assert "Nothing went wrong." in text
