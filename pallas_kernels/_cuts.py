@@ -22,6 +22,7 @@ NARROWEST_SCALES = 32
 SHARED_MEMORY = 232_448 - 2048
 """Bytes of shared memory that the buffers of a block may take; the rest is for barriers."""
 PROCESSORS = 132
+"""Of an H100 (SXM) or H200, for launches that are cut up where there is no GPU."""
 STARTING = 1.5
 """What starting a block costs, in items; chooses how many blocks share the items of a tile of tokens."""
 
@@ -244,7 +245,9 @@ CUTS = (((2, 6), (2, 5), (2, 4), (2, 3), (1, 6), (1, 5), (1, 4), (1, 3)), ((2, 2
 """Warpgroups and stages, best first: many tokens share v; two stages only where no width leaves room for more."""
 
 
-def launch_of(ways: Sequence[Items], tokens: int, layers: int, rank: int, numbers: Numbers) -> Launch | None:
+def launch_of(
+    ways: Sequence[Items], tokens: int, layers: int, rank: int, numbers: Numbers, processors: int = PROCESSORS
+) -> Launch | None:
     """The first of `CUTS` that fits shared memory by any of the ways to cut rows; None if none does."""
     for cuts, items in itertools.product(CUTS, ways):
         for groups, stages in cuts:
@@ -252,16 +255,16 @@ def launch_of(ways: Sequence[Items], tokens: int, layers: int, rank: int, number
                 continue
             launch = Launch(items, Plan(groups, stages, 1), tokens, layers, rank, numbers)
             if launch.shared_memory <= SHARED_MEMORY:
-                return launch._replace(plan=Plan(groups, stages, blocks_of(launch)))
+                return launch._replace(plan=Plan(groups, stages, blocks_of(launch, processors)))
     return None
 
 
-def blocks_of(launch: Launch) -> int:
+def blocks_of(launch: Launch, processors: int = PROCESSORS) -> int:
     """How many blocks share a tile's items so that the last processor ends earliest, by count of items."""
     tiles, kinds, _ = launch.grid
 
     def end(blocks: int) -> float:
-        waves = -(-tiles * kinds * blocks // PROCESSORS)
+        waves = -(-tiles * kinds * blocks // processors)
         return waves * (-(-launch.total // blocks) + STARTING)
 
     return min(range(1, launch.total + 1), key=end)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from ._cuts import ROWS, Items, Launch
+from ._cuts import PROCESSORS, ROWS, Items, Launch
 from ._pieces import TILE_ROWS
 
 REGISTERS_FETCHING, REGISTERS_COMPUTING = 40, 232
@@ -28,6 +28,12 @@ def unsuitable_device() -> str | None:
         return None
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
     return None if capability == "9.0" else f"a GPU of compute capability {capability}; expected 9.0"
+
+
+def processors() -> int:
+    """Counts the processors of the process's own GPU; an H200's where it has none."""
+    own = getattr(jax.devices()[0], "core_count", None) if jax.default_backend() == "gpu" else None
+    return PROCESSORS if own is None else int(own)
 
 
 class Here(NamedTuple):
@@ -124,7 +130,7 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
         scratch["v"] = _buffer((stages, 2, rank, items.width), jnp.bfloat16, TILE_ROWS, shared)
         scratch["u_ready"] = plgpu.Barrier(num_barriers=2)
         scratch["u_taken"] = plgpu.Barrier(num_arrivals=groups, num_barriers=2)
-    return {name + "_shared": buffer for name, buffer in scratch.items()}
+    return scratch
 
 
 def fetch(here: Here, given: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
@@ -412,19 +418,31 @@ def consume(here: Here, shared: Mapping[str, Any], deliver: Callable[[Any], None
 
 
 def kernel_of(
-    name: str, launch: Launch, names: tuple[str, ...], work: Callable, interpret, out_type: Any = ()
+    name: str,
+    launch: Launch,
+    names: tuple[str, ...],
+    work: Callable,
+    interpret,
+    out_type: Any = (),
+    own: Mapping[str, Any] | None = None,
 ) -> Callable:
-    """A launch of `work(here, given, shared)`; `given` maps `names` to the operands and what is of `out_type`."""
+    """A launch of `work(here, given, shared)`.
 
-    def body(*refs, **scratch):
-        shared = {name.removesuffix("_shared"): buffer for name, buffer in scratch.items()}
+    Args:
+      names: of the operands and of what is of `out_type`, as `given` has them.
+      own: what the operation wants in `shared` beside what all have.
+    """
+    scratch = {name + "_shared": buffer for name, buffer in (scratch_of(launch) | dict(own or {})).items()}
+
+    def body(*refs, **buffers):
+        shared = {name.removesuffix("_shared"): buffer for name, buffer in buffers.items()}
         work(Here.of(launch), dict(zip(names, refs, strict=True)), shared)
 
     body.__name__ = name
     return plgpu.kernel(
         body,
         out_type=out_type,
-        scratch_types=scratch_of(launch),
+        scratch_types=scratch,
         grid=launch.grid,
         grid_names=("tile", "kind", "block"),
         num_threads=launch.plan.groups + 1,

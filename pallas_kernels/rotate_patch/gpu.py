@@ -119,7 +119,7 @@ def launch_of(given: Given, layout: str, result: str, whole_lines: bool = False)
         rank = padded_rank(given.u.shape[-1], given.u.dtype, given.v.dtype, pieces_of(result), scaled)
     layers = given.x.size // (tokens * heads * width)
     ways = cuts.ways_of(_row(given, layout, result, whole_lines), whole_lines)
-    return cuts.launch_of(ways, tokens, layers, rank, numbers_of(given, result))
+    return cuts.launch_of(ways, tokens, layers, rank, numbers_of(given, result), hopper.processors())
 
 
 def rows_of(x: Array, items: cuts.Items) -> Array:

@@ -50,7 +50,8 @@ def splice(
       pool: pages of vectors, the same leading dimensions as x, as wide as x or padded to a multiple of 128 lanes. The
         padding of slots that are named becomes zero. Donated: use what comes back.
       slots: int32, traced or concrete. Concrete slots are checked on the host for range and uniqueness; of traced ones
-        those out of range are written nowhere, and a slot named twice holds any of the values.
+        those out of range are written nowhere; a slot named twice holds one of the values on the XLA path, and on a
+        GPU or TPU possibly part of one and part of another, for their kernels write a vector in several copies.
       x, cos, sin, u, v, x_scale, u_scale, v_scale, dense, per_head, layout, scale: as in `rotate_patch`. An x without a
         scale has the pool's dtype.
       length: tokens that count, traced; later ones are written nowhere, and their slots are not looked at.

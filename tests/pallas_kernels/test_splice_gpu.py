@@ -96,6 +96,28 @@ def test_lengths_bad_slots_and_several_blocks():
         assert (flat(found)[:, kept] == flat(before)[:, kept]).all()
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_tokens_go_in_sixty_fours_in_eights_and_one_by_one(groups: int):
+    """Two pieces that meet inside a warpgroup, and an end that is no eight; padding beside whole warpgroups."""
+    chunk = ChunkShape("pieces", (1,), 197, 1, 64, 64, 0, "half")
+    shape = Shape(chunk, 14, 16)
+    given = arrays(chunk)
+    chunk_of = {name: given[name] for name in ("x", "cos", "sin")}
+    call = jax.jit(
+        functools.partial(gpu.splice, layout="half", plan=_cuts.Plan(groups, 2, 1), interpret=INTERPRETED["gpu"])
+    )
+    before = pool_of(shape, jnp.float32)
+    for break_at in (197, 100):
+        slots = np.concatenate([np.arange(20, 20 + break_at), np.arange(216, 19 + break_at, -1)]).astype(np.int32)
+        found = call(before, jnp.asarray(slots), Given(**chunk_of), jnp.int32(195))
+        wanted = jax.jit(functools.partial(splice, implementation="xla"))(
+            before, jnp.asarray(slots), **chunk_of, length=jnp.int32(195)
+        )
+        np.testing.assert_allclose(flat(found), flat(wanted), atol=2e-6)
+        kept = np.setdiff1d(np.arange(224), slots[:195])
+        assert (flat(found)[:, kept] == flat(before)[:, kept]).all()
+
+
 def test_eights_are_found_where_slots_follow_each_other():
     slots = np.arange(100, 132, dtype=np.int32)
     slots[9] = 7
@@ -103,7 +125,7 @@ def test_eights_are_found_where_slots_follow_each_other():
     assert places.shape == (64,)
     assert (places[27:] == -1).all()
     assert (places[:27] == slots[:27]).all()
-    assert eights.tolist() == [100, -1, 116, -1, -1, -1, -1, -1]
+    assert eights.tolist() == [100, gpu.SCATTERED, 116, gpu.SCATTERED, *[gpu.NOWHERE] * 4]
     assert gpu.places(jnp.asarray(slots), None, 130, 64)[0][30] == -1
 
 
