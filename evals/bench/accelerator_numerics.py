@@ -23,7 +23,10 @@ LIMITS = {"bfloat16": 1.0, "float32": 2.0**-9}
 
 
 def scattered(tiny: bool, which: str) -> Iterator[Task]:
-    """Yields the splices to slots in no order, one task per production shape and rank."""
+    """Yields the splices to slots in no order: rows that tell where they went, then every production shape and rank."""
+    for column in (False, True):
+        what = "column" if column else "token"
+        yield Task(f"single rows by {what}", functools.partial(_single_rows, implementation(which), column))
     only = lambda dtype: [each for each in _checks(dtype) if each[2] is _scattered]
     yield from _tasks(cases_of_numbers(tiny), implementation(which), only)
 
@@ -42,6 +45,27 @@ NOTES = [
     "compared; of a splice also every slot not named, bit by bit.",
     "pools are filled with NaN of an odd payload before a splice; the allocator has held NaN where results may lie.",
 ]
+
+
+def _single_rows(name: str, column: bool) -> Row:
+    """Splices rows of 256 bytes, each holding its token's number or its columns' numbers, one by one.
+
+    A kernel may send a row from inside a swizzled tile of its fast memory. Where the copy engine reads such a row
+    otherwise than the kernel wrote it, this says which row or columns came in place of which.
+    """
+    tokens, width = 64, 128
+    counted = jnp.arange(width)[None] if column else jnp.arange(tokens)[:, None]
+    x = jnp.broadcast_to(counted, (tokens, width)).astype(jnp.bfloat16)
+    cos, sin = jnp.ones((tokens, width // 2)), jnp.zeros((tokens, width // 2))
+    slots = jnp.arange(tokens, dtype=jnp.int32)[::-1]
+    pool = jnp.full((1, 1, tokens, 1, width), -1, jnp.bfloat16)
+    found = splice(pool, slots, x[None, :, None], cos, sin, implementation=name)[0, 0, ::-1, 0]
+    wrong = np.argwhere(np.asarray(found != x))
+    row: Row = {"operation": "splice, single rows", "implementation": name, "verdict": "FAIL" if len(wrong) else "pass"}
+    if len(wrong):
+        token, place = (int(number) for number in wrong[0])
+        row["first wrong"] = f"token {token} column {place}: {float(found[token, place])}; {len(wrong)} in all"
+    return row
 
 
 Check = Callable[..., float]

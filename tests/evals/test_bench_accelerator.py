@@ -45,6 +45,17 @@ def test_xla_is_right_and_the_kernel_that_is_not_here_is_left_out_with_its_reaso
     assert judged == ["numerics: rotate_patch xla: FAIL", "numerics: b: ValueError: c"]
 
 
+def test_rows_that_went_astray_are_named(monkeypatch):
+    made = [accelerator_rows._row(task) for task in list(accelerator_numerics.scattered(True, "xla"))[:2]]
+    assert [row["verdict"] for row in made] == ["pass", "pass"]
+    right = accelerator_numerics.splice
+    torn = lambda pool, *given, **plan: right(pool, *given, **plan).at[:, :, 60, :, 8:16].set(5)
+    monkeypatch.setattr(accelerator_numerics, "splice", torn)
+    made = [accelerator_rows._row(task) for task in list(accelerator_numerics.scattered(True, "xla"))[:2]]
+    assert [row["verdict"] for row in made] == ["FAIL", "FAIL"]
+    assert made[0]["first wrong"] == "token 3 column 8: 5.0; 8 in all"
+
+
 def test_tasks_have_names_of_their_own_and_none_is_made_twice():
     for which in ("kernel", "xla"):
         keys = [task.key for task in accelerator_numerics.numerics(False, which)]
