@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from ..chunk import AnyArray, Chunk
 from ..errors import InputError, LibraryFullError, StoreReadOnlyError
+from .expiry import Seconds, checked_ttl, expires_at
 from .files import opened, try_lock, typed
 from .ids import Name
 from .objects import file_size
@@ -40,14 +41,15 @@ class StaticLibrary:
       ttl: seconds that entries live unless `put` says otherwise; None keeps them.
 
     Raises:
-      StoreError: the directory cannot be made. InputError: no quota, one below 1, or a ttl that is not above 0.
+      StoreError: the directory cannot be made. InputError: no quota, one below 1, or a ttl that is no finite
+        number above 0.
     """
 
-    def __init__(self, store: ChunkStore, *, quota: int | None = None, ttl: float | int | None = None):
+    def __init__(self, store: ChunkStore, *, quota: int | None = None, ttl: Seconds | None = None):
         quota = store.budget.library if quota is None else quota
-        if quota is None or quota < 1 or (ttl is not None and not ttl > 0):
-            raise InputError(f"static library: quota {quota}, ttl {ttl}; expected bytes and seconds above 0")
-        self.store, self.quota, self._ttl = store, quota, ttl
+        if quota is None or quota < 1:
+            raise InputError(f"static library: quota {quota}; expected bytes above 0")
+        self.store, self.quota, self._ttl = store, quota, checked_ttl(ttl, "static library")
         self._shelf = Shelf(store, "static")
 
     def put(
@@ -57,7 +59,7 @@ class StaticLibrary:
         *,
         chunk: Chunk | None = None,
         kind: Kind | None = None,
-        ttl: float | int | None = None,
+        ttl: Seconds | None = None,
         vector: Float[AnyArray, " D"] | None = None,
     ) -> Reference:
         """Puts a file under a name, durably when this returns, in place of what had this kind and name.
@@ -79,9 +81,7 @@ class StaticLibrary:
         """
         reference, content = _reference(name, content, chunk, kind)
         ttl = self._ttl if ttl is None else ttl
-        if ttl is not None and not ttl > 0:
-            raise InputError(f"{reference}: ttl {ttl}; expected seconds above 0, or None")
-        expires = None if ttl is None else self.store.clock() + ttl
+        expires = expires_at(self.store.clock(), ttl, str(reference))
         blob = entry_blob(reference, content, chunk, vector, {}, expires)
         own = self._shelf.name(reference.kind, reference.name)
         with self._shelf.changing():

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import StoreCorruptError
 from .buffers import Buffers
+from .expiry import seconds
 from .files import as_bytes, crc32, read_into, reserve, write_all
 from .header import ALIGNMENT, PAGE, Header, Leaf, header_length, make_header, parse_header
 from .threads import Threads
@@ -33,13 +34,22 @@ _NO_DIGITS = str.maketrans("", "", string.digits)
 class Blob:
     """An object before it is a file: its leaves in the order of the file, and what its header will say.
 
-    The arrays are not copied, and must not change until the object is durable.
+    The arrays are not copied, and must not change until the object is durable. `expires` becomes a float, so that its
+    text is the same wherever it is written, summed or authenticated.
+
+    Raises:
+      InputError: `expires` is not finite.
     """
 
     kind: Kind
     body: Mapping[str, Any] = dataclasses.field(repr=False)
     arrays: Arrays = dataclasses.field(repr=False)
     expires: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.expires is not None:
+            expires = seconds(self.expires, "object: expires", "finite seconds since the epoch, or None")
+            object.__setattr__(self, "expires", expires)
 
     @property
     def specs(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:

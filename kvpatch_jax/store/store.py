@@ -20,6 +20,7 @@ from .codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_of, pat
 from .counters import Counters
 from .disk import Disk, Found
 from .evict import collect, make_room
+from .expiry import Seconds, checked_ttl, expires_at
 from .ids import Encoding, Name, Names, Served
 from .memory import CANONICAL, DERIVED, ENCODER, Held, MemoryTier, Policy
 from .objects import Blob, file_size
@@ -68,7 +69,8 @@ class ChunkStore:
       clock: seconds since the epoch.
 
     Raises:
-      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, or a short key.
+      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, or a ttl that is
+        no finite number above 0 (so do puts).
       StoreKeyError: the tenant's objects are encrypted and `key` is not theirs.
     """
 
@@ -78,7 +80,7 @@ class ChunkStore:
         *,
         tenant: str = "default",
         budget: Budget | None = None,
-        ttl: float | int | None = None,
+        ttl: Seconds | None = None,
         policy: Policy = "lru",
         secret: bytes | None = None,
         remote: Remote | None = None,
@@ -88,7 +90,8 @@ class ChunkStore:
         clock: Callable[[], float] = time.time,
     ):
         self.budget = Budget() if budget is None else budget
-        self.counters, self.clock, self._ttl, self._remote = Counters(), clock, ttl, remote
+        self.counters, self.clock, self._remote = Counters(), clock, remote
+        self._ttl = checked_ttl(ttl, "store")
         buffers = Buffers(wipe=key is not None if wipe is None else wipe)
         self._seal = Plain() if key is None else AesGcm(key, tenant, buffers)
         self.disk = Disk(os.fspath(root), self.counters, buffers, clock, self._seal)
@@ -107,7 +110,7 @@ class ChunkStore:
 
     # ----------------------------------------------------------------------------------------------- chunks
 
-    def put(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: float | int | None = None) -> None:
+    def put(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> None:
         """Stores a canonical, durably when this returns; its encoder output as an object of its own.
 
         Args:
@@ -123,7 +126,7 @@ class ChunkStore:
         with self.counters.timed("put", "disk"):
             self._commit([(name, make()) for name, make, _ in self._jobs_of(chunk, encoding, ttl)])
 
-    def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: float | int | None = None) -> Ack:
+    def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
         """As `put`, behind the caller's back; the future is done when the chunk is durable, or holds the error.
 
         The arrays must not change until then. Waits while the queue is full. `flush` and `close` raise what failed.
@@ -210,7 +213,7 @@ class ChunkStore:
 
     # -------------------------------------------------------------------------------- encoder outputs, patches
 
-    def put_encoder(self, id: str, backbone: str, output: AnyArray, *, ttl: float | int | None = None) -> None:
+    def put_encoder(self, id: str, backbone: str, output: AnyArray, *, ttl: Seconds | None = None) -> None:
         """Stores a tower's output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
         self._open()
         with self.counters.timed("put", "disk"):
@@ -222,13 +225,13 @@ class ChunkStore:
         held = self._load(self._names.encoder(backbone, id), lambda body, arrays: arrays["encoder"], ENCODER)
         return None if held is None else held.value
 
-    def put_patches(self, patches: Sequence[Patch], *, ttl: float | int | None = None) -> None:
+    def put_patches(self, patches: Sequence[Patch], *, ttl: Seconds | None = None) -> None:
         """Stores patches in one commit, durable when this returns. Raises as `put`; then none is acknowledged."""
         self._open()
         with self.counters.timed("put", "disk"):
             self._commit([(self._names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in patches])
 
-    def put_patch_async(self, patch: Patch, *, ttl: float | int | None = None) -> Ack:
+    def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """As `put_async`: patches that come close together are committed together."""
         self._open()
         make, began = functools.partial(patch_blob, patch, self._expiry(ttl)), time.perf_counter()
@@ -376,14 +379,11 @@ class ChunkStore:
     def _pinned(self, chunk: str) -> bool:
         return chunk in self._pins
 
-    def _expiry(self, ttl: float | int | None) -> float | None:
-        ttl = self._ttl if ttl is None else ttl
-        if ttl is not None and not ttl > 0:
-            raise InputError(f"store: ttl {ttl}; expected seconds above 0, or None")
-        return None if ttl is None else self.clock() + ttl
+    def _expiry(self, ttl: Seconds | None) -> float | None:
+        return expires_at(self.clock(), self._ttl if ttl is None else ttl, "store")
 
     def _jobs_of(
-        self, chunk: Chunk, encoding: Encoding | None, ttl: float | int | None
+        self, chunk: Chunk, encoding: Encoding | None, ttl: Seconds | None
     ) -> list[tuple[Name, Callable[[], Blob], int]]:
         expires = self._expiry(ttl)
         if not all(getattr(value, "is_fully_addressable", True) for value in chunk.kv.values()):
