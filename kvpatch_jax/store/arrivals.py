@@ -10,11 +10,10 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-from ..errors import LibraryFullError, StoreCorruptError
+from ..errors import LibraryFullError
 from .disk import Disk
 from .ids import Name
 from .shelf import Shelf, changing
-from .snapshot import read_whole, reading
 from .store import ChunkStore
 
 
@@ -23,22 +22,21 @@ def is_there(disk: Disk, name: Name, source: str | None = None) -> bool:
 
     A damaged one goes to quarantine, and one that has expired is deleted. Raises StoreError.
     """
-    path = f"{disk.root}/{name.path}"
+    same = source is not None and _same_file(f"{disk.root}/{name.path}", source)
+    header = disk.examine(name, leaves=not same)
+    if header is None:
+        return False
+    if header.expires is None or disk.clock() < header.expires:
+        return True
+    disk.delete(name.path, disk.has_expired)
+    return False
+
+
+def _same_file(path: str, other: str) -> bool:
     try:
-        with reading(path) as (fd, header):
-            if source is None or not os.path.samefile(path, source):
-                read_whole(fd, header, disk.buffers)
-            if header.expires is None or disk.clock() < header.expires:
-                return True
-            inode = os.fstat(fd).st_ino
+        return os.path.samefile(path, other)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except StoreCorruptError as error:
-        with contextlib.suppress(FileNotFoundError):
-            disk.quarantine(name, os.stat(path).st_ino, str(error))
-        return False
-    disk.delete(name.path, inode)
-    return False
 
 
 def is_entry(name: Name) -> bool:

@@ -28,9 +28,13 @@ import numpy as np
 from ..errors import StoreCorruptError, StoreError
 from .buffers import Buffers
 from .counters import Counters
+from .entries import Entry, Removal, Still, entry_of
+from .expiry import may_have_expired, shown_time, shows
 from .files import (
+    Identity,
     copy_into,
-    inode_of,
+    identity,
+    identity_of,
     link,
     locked,
     make_directories,
@@ -43,6 +47,7 @@ from .files import (
     typed,
     typed_errors,
     unnoticed,
+    written,
 )
 from .header import Header, parse_header
 from .ids import Name
@@ -57,32 +62,13 @@ _group = Threads(min(4, max(2, os.cpu_count() or 1)), "kvpatch-group")
 """Write the objects of a group: apart from those that sum large ones, which these wait for."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """An object as the directory shows it: path from the root, bytes, when it was last used (seconds), which file."""
-
-    path: str
-    size: int
-    used: float
-    inode: int
-
-    @property
-    def chunk(self) -> str:
-        """The keyed name of the chunk it belongs to, with its folder: objects that agree in it go together."""
-        return self.path.partition(".")[0]
-
-    @property
-    def part(self) -> str:
-        """What of the chunk it is: "kv", "kv.int8", "enc", "p.…"."""
-        return self.path.partition(".")[2].removesuffix(".safetensors")
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """An object read from the disk, verified. `arrays` are read-only views of one buffer."""
+    """An object read from the disk, verified. `arrays` are read-only views of one buffer; `file` is where they were."""
 
     header: Header
     arrays: dict[str, np.ndarray] = dataclasses.field(repr=False)
+    file: Identity | None = None
 
 
 class Disk:
@@ -161,12 +147,13 @@ class Disk:
         concurrent.futures.wait(jobs)  # all of them, before the stack takes away what they made
         return [job.result() for job in jobs]
 
-    def add(self, items: Sequence[tuple[Name, Blob | str]], added: dict[str, int], *, copy: bool = False) -> None:
+    def add(self, items: Sequence[tuple[Name, Blob | str]], added: dict[str, Identity], *, copy: bool = False) -> None:
         """Puts objects in one commit under names that nothing has yet; what is there stays.
 
         Args:
           items: blobs, or paths of files that are objects of that name already, which get a second name here.
-          added: filled with path and inode of every object that was added, so that a caller can take it away again.
+          added: filled with path and file (`written`) of every object that was added, so that a caller can take it
+            away again.
           copy: copies files instead. So does a file system that refuses to link.
 
         Raises:
@@ -180,7 +167,7 @@ class Disk:
                 for (name, item), (source, fd) in zip(items, sources, strict=True):
                     with contextlib.suppress(FileExistsError):
                         if self._publish(name, source, link):
-                            added[name.path] = os.fstat(fd).st_ino
+                            added[name.path] = written(os.fstat(fd))
                         else:
                             refused.append((name, item))
             for folder in sorted({name.folder for name, _ in items}):
@@ -190,14 +177,14 @@ class Disk:
 
     def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | str]]], copy: bool) -> int:
         """`add` of every group; what was added is taken away again if anything is raised. How many were added."""
-        added: dict[str, int] = {}
+        added: dict[str, Identity] = {}
         try:
             for group in groups:
                 self.add(group, added, copy=copy)
         except BaseException:
-            for path, inode in added.items():
+            for path, file in added.items():
                 with contextlib.suppress(StoreError):
-                    self.delete(path, inode)
+                    self.delete(path, lambda path, file=file: written(os.lstat(path)) == file)
             raise
         return len(added)
 
@@ -270,17 +257,19 @@ class Disk:
                 return None
             self._touch(fd)
             self.counters.add("get_bytes", plain.size)
-            return Found(plain, arrays)
+            return Found(plain, arrays, identity_of(fd))
 
     @contextlib.contextmanager
-    def _reading(self, name: Name) -> Iterator[tuple[int | None, Header | None]]:
+    def _reading(self, name: Name, noticed: bool = True) -> Iterator[tuple[int | None, Header | None]]:
         """An open object with its verified header, or (None, None)."""
         with contextlib.ExitStack() as stack:
-            yield self._opened(name, stack)
+            yield self._opened(name, stack, noticed)
 
-    def _opened(self, name: Name, stack: contextlib.ExitStack) -> tuple[int | None, Header | None]:
+    def _opened(self, name: Name, stack: contextlib.ExitStack, noticed: bool) -> tuple[int | None, Header | None]:
         try:
-            fd = stack.enter_context(opened(f"{self.root}/{name.path}", os.O_RDONLY | os.O_NOFOLLOW))
+            path = f"{self.root}/{name.path}"
+            file = opened(path, os.O_RDONLY | os.O_NOFOLLOW) if noticed else unnoticed(path)
+            fd = stack.enter_context(file)
             header = read_header(fd, self._parse)
             check_name(header, name.file)
         except (FileNotFoundError, NotADirectoryError):
@@ -289,7 +278,7 @@ class Disk:
             self.counters.add("read_errors")
             return None, None
         except StoreCorruptError as error:
-            self.quarantine(name, inode_of(fd), str(error))  # pyright: ignore[reportPossiblyUnboundVariable]
+            self.quarantine(name, identity_of(fd), str(error))  # pyright: ignore[reportPossiblyUnboundVariable]
             return None, None
         if header.expires is not None and self.clock() >= header.expires:
             self.counters.add("expired")
@@ -297,13 +286,15 @@ class Disk:
         return fd, header
 
     @contextlib.contextmanager
-    def reading(self, name: Name) -> Iterator[tuple[Header, Read] | None]:
+    def reading(self, name: Name, *, noticed: bool = True) -> Iterator[tuple[Header, Read] | None]:
         """An open object's header, and a function that reads some of its neighbouring leaves, verified.
+
+        `noticed`: whether this counts as a use of the object.
 
         That function raises StoreCorruptError after moving a damaged object to quarantine, and StoreIOError. Raises
         StoreKeyError as `get`.
         """
-        with self._reading(name) as (fd, header):
+        with self._reading(name, noticed) as (fd, header):
             opened = None if fd is None or header is None else self._unsealed(name, fd, header)
             if fd is None or opened is None:
                 yield None
@@ -314,7 +305,8 @@ class Disk:
                 with self._verifying(name, fd), typed_errors(f"store: read {names[0]}"):
                     return read_plain(names)
 
-            self._touch(fd)
+            if noticed:
+                self._touch(fd)
             yield plain, read
 
     def _parse(self, raw: bytes, size: int) -> Header:
@@ -343,7 +335,7 @@ class Disk:
         try:
             yield
         except StoreCorruptError as error:
-            self.quarantine(name, inode_of(fd), str(error))
+            self.quarantine(name, identity_of(fd), str(error))
             raise
 
     def _touch(self, fd: int) -> None:
@@ -353,34 +345,51 @@ class Disk:
 
     # ------------------------------------------------------------------------------------------ taking away
 
-    def quarantine(self, name: Name, inode: int, reason: str) -> None:
-        """Moves a damaged object out of the way, unless a good one took its place meanwhile."""
+    def quarantine(self, name: Name, file: Identity, reason: str) -> None:
+        """Moves a damaged object out of the way, unless it is not that file any more: a good one may have its place."""
         self.counters.add("quarantined")
         source = f"{self.root}/{name.path}"
-        target = f"{self.root}/quarantine/{name.tenant}.{time.time_ns()}-{inode}-{name.file}"
+        target = f"{self.root}/quarantine/{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}"
         with contextlib.suppress(OSError), locked(f"{self.root}/names.lock", shared=False):
-            if os.stat(source).st_ino == inode:
+            if identity(os.lstat(source)) == file:
                 os.rename(source, target)
                 with open(f"{target}.reason", "w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(reason)
 
-    def delete(self, path: str, inode: int | None = None) -> bool:
-        """Takes one object away, durably. `inode`: only if it is still this file. Whether it was there.
+    def delete(self, path: str, still: Still | None = None) -> bool:
+        """Takes one object away, durably. `still`: only if this says so of its path. Whether it was there, and went.
 
         Raises:
           StoreReadOnlyError, StoreIOError: it could not be taken away.
         """
-        target = f"{self.root}/{path}"
+        with self.removing() as removal:
+            return removal.remove(path, still)
+
+    @contextlib.contextmanager
+    def removing(self) -> Iterator["Removal"]:
+        """Takes objects away while nobody adds a name; durably when this is left. Raises as `delete`."""
+        removal = Removal(self.root)
         with typed_errors("store: delete"):
             with locked(f"{self.root}/names.lock", shared=False):
-                try:
-                    if inode is not None and os.stat(target).st_ino != inode:
-                        return False
-                    os.unlink(target)
-                except (FileNotFoundError, NotADirectoryError):
-                    return False
-            sync_directory(os.path.dirname(target))
-            return True
+                yield removal
+            for folder in sorted(removal.folders):
+                with contextlib.suppress(FileNotFoundError):  # its tenant was deleted
+                    sync_directory(folder)
+
+    def examine(self, name: Name, *, leaves: bool = True) -> Header | None:
+        """An object's header, when every byte of it as it lies was verified, or with `leaves` off those of the header.
+
+        None where it is not there, or where it was damaged and is in quarantine now. Raises OSError.
+        """
+        try:
+            with unnoticed(f"{self.root}/{name.path}") as fd, self._verifying(name, fd):
+                header = read_header(fd)
+                check_name(header, name.file)
+                if leaves:
+                    read_leaves(fd, header, list(header.leaves), self.buffers)
+                return header
+        except (FileNotFoundError, NotADirectoryError, StoreCorruptError):
+            return None
 
     def sweep(self, tenant: str = "") -> int:
         """Removes what dead writers left in tmp/ (a live one holds a lock on its file). How many.
@@ -414,8 +423,7 @@ class Disk:
                         elif entry.name.endswith(".safetensors"):
                             with contextlib.suppress(FileNotFoundError):
                                 stat = entry.stat(follow_symlinks=False)
-                                used = max(stat.st_atime, stat.st_mtime)
-                                found.append(Entry(path, stat.st_size, used, stat.st_ino))
+                                found.append(entry_of(path, stat))
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
@@ -428,8 +436,32 @@ class Disk:
 
     def expires(self, path: str) -> float | None:
         """When an object expires, by its header; None where it does not, or cannot be read."""
-        try:
-            with unnoticed(f"{self.root}/{path}") as fd:
-                return read_header(fd).expires
-        except (OSError, StoreCorruptError):
-            return None
+        return _expires(f"{self.root}/{path}")
+
+    def has_expired(self, path: str) -> bool:
+        """Whether the object in a file has expired, by its header; not where that cannot be read."""
+        expires = _expires(path)
+        return expires is not None and self.clock() >= expires
+
+    def looked_at(self, entry: Entry) -> tuple[Entry, bool]:
+        """An object of `scan` and whether it has expired. It is opened only if it looks so, and its look set right."""
+        if not may_have_expired(entry.shown, self.clock()):
+            return entry, False
+        expired = self.has_expired(f"{self.root}/{entry.path}")
+        with contextlib.suppress(OSError):
+            entry = entry_of(entry.path, os.lstat(f"{self.root}/{entry.path}"))
+        return entry, expired
+
+
+def _expires(path: str) -> float | None:
+    """When an object expires, by its header; None where that cannot be read. Sets the look of its file right."""
+    try:
+        with unnoticed(path) as fd:
+            expires = read_header(fd).expires
+            stat = os.fstat(fd)
+            if not shows(stat.st_mtime_ns, expires):  # written by an older version, or copied without its times
+                with contextlib.suppress(OSError):
+                    os.utime(fd, ns=(stat.st_atime_ns, shown_time(expires, stat.st_mtime_ns)))
+            return expires
+    except (OSError, StoreCorruptError):
+        return None

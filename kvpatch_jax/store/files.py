@@ -55,12 +55,34 @@ def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
             os.close(fd)
 
 
-def inode_of(fd: int) -> int:
-    """Which file is open; -1, which is none, where the system does not say."""
+type Identity = tuple[int, int, int]
+"""Of a file: inode, time of its last change in nanoseconds, size."""
+
+
+def identity(stat: os.stat_result) -> Identity:
+    """Which file it is. An inode alone is given out again, soon after its file is gone.
+
+    A link to a file, and a note of its use, change its identity too: what has another one is to be looked at again,
+    and is not on that ground another file.
+    """
+    return stat.st_ino, stat.st_ctime_ns, stat.st_size
+
+
+def identity_of(fd: int) -> Identity:
+    """Which file is open; one that is none where the system does not say."""
     try:
-        return os.fstat(fd).st_ino
+        return identity(os.fstat(fd))
     except OSError:
-        return -1
+        return -1, -1, -1
+
+
+def written(stat: os.stat_result) -> Identity:
+    """Which file it is, for who wrote it: inode, time of writing or of expiry (`expiry.shown_time`), size.
+
+    Links and reads leave it as it is. Two files of the same name have the same one only if they were given the same
+    inode and were written in the same millisecond, or expire in the same moment.
+    """
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import string
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from ..errors import StoreCorruptError
 from .buffers import Buffers
-from .expiry import seconds
+from .expiry import seconds, shown_time
 from .files import as_bytes, crc32, read_into, reserve, write_all
 from .header import ALIGNMENT, PAGE, Header, Leaf, header_length, make_header, parse_header
 from .threads import Threads
@@ -90,7 +91,17 @@ def blob_bytes(blob: Blob, name: str) -> bytes:
 
 
 def write_blob(fd: int, blob: Blob, name: str) -> Header:
-    """Writes an object into an empty file; durable only after a sync. Large ones are written while summed."""
+    """Writes an object into an empty file; durable only after a sync. Large ones are written while summed.
+
+    The file's time of last change shows when the object expires.
+    """
+    header = _written(fd, blob, name)
+    now = time.time_ns()
+    os.utime(fd, ns=(now, shown_time(blob.expires, now)))
+    return header
+
+
+def _written(fd: int, blob: Blob, name: str) -> Header:
     describe = functools.partial(make_header, name, blob.kind, blob.expires, blob.body, blob.specs)
     if blob.nbytes < _OVERLAP:
         raw, header = describe(_crcs(blob.arrays))

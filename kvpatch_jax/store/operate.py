@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import StoreCorruptError, StoreKeyError
 from .codec import chunk_of, patch_parts
 from .disk import Disk, Entry
-from .files import opened, try_lock, typed_errors, unnoticed
+from .files import identity_of, opened, try_lock, typed_errors, unnoticed
 from .header import Header
 from .ids import Name
 from .objects import check_name, read_header, read_leaves
@@ -186,7 +186,7 @@ def _verdict(disk: Disk, entry: Entry) -> Verdict:
             except StoreKeyError:
                 return "unopened"
             except StoreCorruptError as error:
-                disk.quarantine(name, os.fstat(fd).st_ino, str(error))
+                disk.quarantine(name, identity_of(fd), str(error))
                 return "bad"
     except FileNotFoundError:
         return "gone"

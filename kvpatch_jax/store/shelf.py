@@ -19,7 +19,8 @@ from jaxtyping import Float
 
 from ..chunk import AnyArray, Chunk
 from ..errors import InputError, NotFiniteError, StoreCorruptError, StoreError
-from .files import locked, make_directories, typed_errors
+from .entries import Entry
+from .files import Identity, locked, make_directories, typed_errors
 from .header import Header
 from .ids import Name, Names, chunk_id
 from .objects import Blob
@@ -333,21 +334,21 @@ class Shelf:
         seen: dict[str, _Seen] = {}
         for entry in self.store.disk.scan(self.folder):
             before = self._seen.get(entry.path)
-            if before is None or before.inode != entry.inode or before.listed is None:
-                before = self._look(entry.path, entry.inode)
+            if before is None or before.file != entry.file or before.listed is None:
+                before = self._look(entry)
             seen[entry.path] = before
         self._seen = seen
         return seen
 
-    def _look(self, path: str, inode: int) -> "_Seen":
-        with self.store.disk.reading(_name_at(path)) as opening:
+    def _look(self, entry: Entry) -> "_Seen":
+        with self.store.disk.reading(_name_at(entry.path), noticed=False) as opening:
             if opening is not None:
-                return _Seen(inode, opening[0].expires, _listed(opening[0], path))
-        return _Seen(inode, self.store.disk.expires(path), None)
+                return _Seen(entry.file, opening[0].expires, _listed(opening[0], entry.path))
+        return _Seen(entry.file, self.store.disk.expires(entry.path), None)
 
     def vector(self, listed: Listed) -> np.ndarray | None:
         """What a retriever finds an entry by, [D] float32; its content is not read. None: it has none, or is gone."""
-        with self.store.disk.reading(_name_at(listed.path)) as opening:
+        with self.store.disk.reading(_name_at(listed.path), noticed=False) as opening:
             if opening is None or "vector" not in opening[0].leaves:
                 return None
             try:
@@ -380,14 +381,14 @@ class Shelf:
         """Takes away what is past its time (the chunks have the same one, and go by it). How many entries."""
         now = self.store.clock()
         paths = [path for path, seen in self._scan().items() if seen.expires is not None and now >= seen.expires]
-        return sum(self.store.disk.delete(path) for path in paths)
+        return sum(self.store.disk.delete(path, self.store.disk.has_expired) for path in paths)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
     """A file at the last look; `listed` is None where it had expired or could not be read."""
 
-    inode: int
+    file: Identity
     expires: float | None
     listed: Listed | None
 

@@ -183,8 +183,8 @@ def _keep_all(
         try:
             found = _keep(disk, entry, directory, copy)
             kept += [] if found is None else [found]
-        except StoreCorruptError as error:
-            disk.quarantine(name_at(entry.path), entry.inode, str(error))
+        except StoreCorruptError:
+            disk.examine(name_at(entry.path))  # as it is now, for the link has changed what the system notes of it
             damaged += 1
         done += entry.size
         if progress is not None:

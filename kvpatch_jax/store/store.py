@@ -464,8 +464,8 @@ class ChunkStore:
         try:
             value = build(header.body, found.arrays)
         except (StoreCorruptError, KeyError) as error:  # whole, and not what its name says
-            with contextlib.suppress(OSError):
-                self.disk.quarantine(name, os.stat(f"{self.disk.root}/{name.path}").st_ino, str(error))
+            if found.file is not None:
+                self.disk.quarantine(name, found.file, str(error))
             return None
         return Held(value, header.size, rank, _chunk_key(name), header.expires)
 

@@ -20,6 +20,7 @@ from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store.entries import Removal, Still
 from kvpatch_jax.store.evict import make_room
 
 ANTECEDENTS = (("A",), ("other",))
@@ -105,14 +106,13 @@ def layers(store: ChunkStore, id: str) -> bool | None:
 
 def evict(root: str, **more: object) -> None:
     """Keeps the disk within KEPT for ever; says what goes before it goes."""
-    disk = ChunkStore(root, budget=Budget(host=0)).disk
-    delete = disk.delete
+    disk, remove = ChunkStore(root, budget=Budget(host=0)).disk, Removal.remove
 
-    def recorded(path: str, inode: int | None = None) -> bool:
+    def recorded(removal: Removal, path: str, still: Still | None = None) -> bool:
         say("evicted", path)
-        return delete(path, inode)
+        return remove(removal, path, still)
 
-    disk.delete = recorded
+    Removal.remove = recorded
     while True:
         make_room(disk, KEPT, 0, lambda _: False)
         disk.sweep()

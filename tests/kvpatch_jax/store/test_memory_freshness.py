@@ -1,0 +1,122 @@
+"""Memory serves what the disk has now: what was put again, by whomever, is not served as it was."""
+
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
+
+from kvpatch_jax.store import Budget, ChunkStore, save_snapshot
+from kvpatch_jax.store.disk import Disk
+
+MEMORY = Budget(device=1 << 20, host=1 << 20)
+
+
+class Clock:
+    now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def factors(store: ChunkStore, patch) -> np.ndarray:
+    (found,) = store.get_patches(patch.stamp)
+    return np.asarray(found.factors["k"][0])
+
+
+@pytest.mark.parametrize("key", [None, b"one key of the store, 32 bytes at least"])
+@pytest.mark.parametrize("whose", ["own", "another"])
+def test_a_patch_that_was_formed_again_is_served(tmp_path: Path, key: bytes | None, whose: str):
+    first, second = patch_of(chunk_of(), seed=1), patch_of(chunk_of(), seed=2)
+    with ChunkStore(tmp_path, budget=MEMORY, key=key) as store, ChunkStore(tmp_path, budget=MEMORY, key=key) as other:
+        assert store.names.patch(first) == store.names.patch(second)
+        store.put_patches([first])
+        assert same(factors(store, first), first.factors["k"][0])
+        (store if whose == "own" else other).put_patches([second])
+        assert same(factors(store, first), second.factors["k"][0])
+        store.put_patch_async(first).result()
+        assert same(factors(store, first), first.factors["k"][0])
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("whose", ["own", "another"])
+def test_a_shortened_life_is_kept_to(tmp_path: Path, placed: bool, whose: str):
+    clock, device = Clock(), jax.devices()[0] if placed else None
+    opened = lambda: ChunkStore(tmp_path, budget=MEMORY, clock=clock)
+    with opened() as store, opened() as other:
+        store.put(chunk_of(), ttl=1000)
+        assert store.get("B", BACKBONE, placement=device) is not None
+        (store if whose == "own" else other).put(chunk_of(), ttl=10)
+        clock.now += 20
+        assert store.get("B", BACKBONE, placement=device) is None
+
+
+def test_a_lengthened_life_is_too(tmp_path: Path):
+    clock = Clock()
+    with ChunkStore(tmp_path, budget=MEMORY, clock=clock) as store:
+        store.put(chunk_of(), ttl=10)
+        assert store.get("B", BACKBONE) is not None
+        store.put(chunk_of(), ttl=1000)
+        clock.now += 20
+        assert store.get("B", BACKBONE) is not None
+
+
+def test_other_content_under_the_same_id_is_served(tmp_path: Path):
+    old, new = chunk_of(seed=1), chunk_of(seed=2)
+    with ChunkStore(tmp_path, budget=MEMORY) as store:
+        store.put(old)
+        assert same_chunk(store.get("B", BACKBONE), old)
+        store.put_async(new).result()
+        assert same_chunk(store.get("B", BACKBONE), new)
+        placed = store.get("B", BACKBONE, placement=jax.devices()[0])
+        assert placed is not None
+        assert same(placed.kv["k"], new.kv["k"])
+
+
+def test_a_read_that_a_put_overtakes_leaves_nothing_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The old bytes were read, then the new ones put, then the old ones kept in memory."""
+    old, new = chunk_of(seed=1), chunk_of(seed=2)
+    with ChunkStore(tmp_path, budget=MEMORY) as store:
+        store.put(old)
+        read, go = threading.Event(), threading.Event()
+        get = Disk.get
+
+        def slow(disk: Disk, name):
+            found = get(disk, name)
+            read.set()
+            assert go.wait(30)
+            return found
+
+        monkeypatch.setattr(Disk, "get", slow)
+        reader = threading.Thread(target=lambda: store.get("B", BACKBONE))
+        reader.start()
+        assert read.wait(30)
+        store.put(new)
+        go.set()
+        reader.join()
+        monkeypatch.undo()
+        assert same_chunk(store.get("B", BACKBONE), new)
+
+
+def test_reading_and_linking_elsewhere_leave_memory_in_use(tmp_path: Path):
+    """Both change what the system notes of a file; what it holds is the same, and memory goes on serving it."""
+    with ChunkStore(tmp_path / "store", budget=MEMORY) as store, ChunkStore(tmp_path / "store") as other:
+        store.put(chunk_of())
+        assert store.get("B", BACKBONE) is not None
+        assert other.get("B", BACKBONE) is not None
+        assert store.get("B", BACKBONE) is not None
+        save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="default")
+        assert store.get("B", BACKBONE) is not None
+        assert (store.counters["disk_hits"], store.counters["host_hits"]) == (1, 2)
+
+
+def test_memory_lets_go_of_what_was_replaced(tmp_path: Path):
+    with ChunkStore(tmp_path, budget=MEMORY) as store:
+        store.put(chunk_of())
+        store.get("B", BACKBONE)
+        store.get("B", BACKBONE, placement=jax.devices()[0])
+        store.put(chunk_of(seed=3))
+        held = store.statistics().held
+        assert (held["host"], held["device"]) == (0, 0)
