@@ -49,7 +49,7 @@ from .files import (
     unnoticed,
     written,
 )
-from .header import Header, parse_header
+from .header import OPENING_BYTES, Header, opening_crc, parse_header
 from .ids import Name
 from .objects import Blob, check_name, read_header, read_leaves, write_blob
 from .seal import Plain, Read, Seal
@@ -62,13 +62,27 @@ _group = Threads(min(4, max(2, os.cpu_count() or 1)), "kvpatch-group")
 """Write the objects of a group: apart from those that sum large ones, which these wait for."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """One version of an object: the file that it was read from, and the checksum of its header."""
+
+    file: Identity | None
+    crc: bytes
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """An object read from the disk, verified. `arrays` are read-only views of one buffer; `file` is where they were."""
+    """An object read from the disk, verified. `arrays` are read-only views of one buffer; `file` is where they were,
+    None for one that comes from elsewhere."""
 
     header: Header
     arrays: dict[str, np.ndarray] = dataclasses.field(repr=False)
     file: Identity | None = None
+
+    @property
+    def version(self) -> Version:
+        """Which version of the object it is."""
+        return Version(self.file, self.header.crc)
 
 
 class Disk:
@@ -429,6 +443,22 @@ class Disk:
             except OSError as error:
                 raise typed(error, "store: list") from error
         return found
+
+    def is_current(self, name: Name, known: Version) -> Version | None:
+        """Whether an object is still the one that was read: its version then, as the directory shows it now, else None.
+
+        A file that was only used or linked since is opened, and its header's checksum compared.
+        """
+        path = f"{self.root}/{name.path}"
+        try:
+            file = identity(os.lstat(path))
+            if file == known.file:
+                return known
+            with unnoticed(path) as fd:
+                file = identity(os.fstat(fd))
+                return Version(file, known.crc) if opening_crc(os.pread(fd, OPENING_BYTES, 0)) == known.crc else None
+        except OSError:
+            return None
 
     def of_chunk(self, name: Name) -> list[Entry]:
         """Every object of a chunk: its canonical in any encoding, encoder output and patches."""

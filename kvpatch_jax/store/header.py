@@ -70,6 +70,7 @@ class Header:
       body: what the codec needs to build the object again.
       leaves: in the order of the file, padding left out.
       start: bytes before the first leaf. size: bytes of the file.
+      crc: checksum of all before the first leaf, where the checksums of the leaves are: it tells versions apart.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Header:
     leaves: Mapping[str, Leaf]
     start: int
     size: int
+    crc: bytes = b""
 
 
 def dtype_word(dtype: np.dtype) -> str:
@@ -140,7 +142,7 @@ def make_header(
     raw = _stamped(raw)
     start = len(raw)
     leaves = {leaf: Leaf(leaf, dtype, shape, start + at, n, crcs[leaf]) for leaf, dtype, shape, at, n in placed}
-    return raw, Header(name, kind, expires, body, leaves, start, start + offset)
+    return raw, Header(name, kind, expires, body, leaves, start, start + offset, opening_crc(raw))
 
 
 def _entry(dtype: np.dtype, shape: tuple[int, ...], offset: int, nbytes: int) -> dict[str, Any]:
@@ -175,7 +177,7 @@ def parse_header(raw: bytes, size: int) -> Header:
     """
     if header_length(raw[:8], size) != len(raw):
         raise StoreCorruptError(f"object: {len(raw)} bytes of header; expected what its length says")
-    _check_crc(raw)
+    crc = _check_crc(raw)
     tree = _json(raw[8:], "header")
     metadata = tree.pop("__metadata__")
     wanted = ("header_crc", "version", "name", "kind", "expires", "crc", "body")
@@ -186,16 +188,26 @@ def parse_header(raw: bytes, size: int) -> Header:
     leaves = _leaves(tree, _crcs(metadata["crc"]), len(raw), size)
     body = _json(metadata["body"], "body")
     _check_depth(body, _DEPTH)
-    return Header(metadata["name"], metadata["kind"], _time(metadata["expires"]), body, leaves, len(raw), size)
+    return Header(metadata["name"], metadata["kind"], _time(metadata["expires"]), body, leaves, len(raw), size, crc)
 
 
-def _check_crc(raw: bytes) -> None:
+OPENING_BYTES = 8 + len(_OPENING) + 8
+"""Bytes of a file up to and with its header's checksum."""
+
+
+def opening_crc(opening: bytes) -> bytes:
+    """A header's checksum as a file's first `OPENING_BYTES` bytes have it; nothing of it is verified."""
+    return opening[OPENING_BYTES - 8 : OPENING_BYTES]
+
+
+def _check_crc(raw: bytes) -> bytes:
     at = 8 + len(_OPENING)
     if raw[8:at] != _OPENING:
         raise StoreCorruptError(f"object: opens with other bytes; expected {_OPENING!r}")
     found, blank = raw[at : at + 8], b"".join((raw[:at], b"0" * 8, raw[at + 8 :]))
     if found != b"%08x" % crc32(blank):
         raise StoreCorruptError(f"object: header checksum {found!r}; expected that of the bytes")
+    return found
 
 
 def _json(text: bytes | str, what: str) -> dict[str, Any]:

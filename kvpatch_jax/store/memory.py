@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from .counters import Counters
 
@@ -26,13 +26,15 @@ DERIVED, ENCODER, CANONICAL = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Held[V]:
-    """One entry. `chunk`: the chunk it belongs to; when a canonical goes, all of its chunk goes."""
+    """One entry. `chunk`: the chunk it belongs to; when a canonical goes, all of its chunk goes. `version`: of which
+    bytes it was made; whoever keeps it says what that is."""
 
     value: V = dataclasses.field(repr=False)
     nbytes: int
     rank: int
     chunk: str
     expires: float | None
+    version: Any = dataclasses.field(default=None, repr=False)
 
 
 class MemoryTier[V]:
@@ -104,6 +106,13 @@ class MemoryTier[V]:
             self._chunks.setdefault(held.chunk, set()).add(key)
             self._bytes += held.nbytes
             return True
+
+    def note_version(self, key: Hashable, held: Held[V], version: Any) -> None:
+        """Notes by what an entry's version is known now, if it is still there."""
+        with self._lock:
+            place = self._find(key)
+            if place is not None and self._segments[place][key] is held:
+                self._segments[place][key] = dataclasses.replace(held, version=version)
 
     def drop(self, key: Hashable) -> None:
         """Lets one entry go."""

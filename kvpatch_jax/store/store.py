@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -409,6 +409,10 @@ class ChunkStore:
         self._make_room(functools.partial(sum, (file_size(blob, name.file) for name, blob in items)))
         with self.counters.timed("commit", "disk"):
             written = self.disk.put_group(items)
+        for name, _ in items:
+            self._host.drop(name.path)
+            if name.kind == "kv":
+                self._device.drop_chunk(_chunk_key(name))
         with self._room:
             self._fresh.update(dict.fromkeys(("obj", self._names.space), written))
         if self._remote is not None:
@@ -438,13 +442,11 @@ class ChunkStore:
     def _load[T](self, name: Name, build: Build[T], rank: int) -> Held[T] | None:
         """An object from the host tier, the disk or beyond, as `build` makes it."""
         began, tier = time.perf_counter(), "none"
-        there = os.path.exists(f"{self.disk.root}/{name.path}")
-        held: Held[T] | None = self._host.get(name.path)
-        if held is not None and there:
+        held: Held[T] | None = self._remembered(self._host, name.path, name)
+        if held is not None:
             self._answered("host", began)
             return held
-        self._host.drop(name.path)
-        found = self.disk.get(name) if there else None
+        found = self.disk.get(name)
         if found is not None:
             tier = "disk"
         elif self._remote is not None and (found := self._from_remote(name)) is not None:
@@ -453,6 +455,17 @@ class ChunkStore:
         if held is not None:
             self._host.put(name.path, held)
         self._answered("none" if held is None else tier, began)
+        return held
+
+    def _remembered(self, tier: MemoryTier[Any], key: Hashable, name: Name) -> Held[Any] | None:
+        """What a tier holds of an object, if the disk has the same version: another process may have put a new one."""
+        held = tier.get(key)
+        version = None if held is None else self.disk.is_current(name, held.version)
+        if held is None or version is None:
+            tier.drop(key)
+            return None
+        if version is not held.version:
+            tier.note_version(key, held, version)
         return held
 
     def _answered(self, tier: str, began: float) -> None:
@@ -467,7 +480,7 @@ class ChunkStore:
             if found.file is not None:
                 self.disk.quarantine(name, found.file, str(error))
             return None
-        return Held(value, header.size, rank, _chunk_key(name), header.expires)
+        return Held(value, header.size, rank, _chunk_key(name), header.expires, found.version)
 
     def _from_remote(self, name: Name) -> Found | None:
         """An object from beyond, which the disk then has too if there is room for it."""
@@ -497,11 +510,10 @@ class ChunkStore:
 
     def _from_device(self, name: Name, placement: Placement) -> Held[Chunk] | None:
         began, key = time.perf_counter(), (name.path, placement_key(placement))
-        held: Held[Chunk] | None = self._device.get(key)
-        if held is not None and os.path.exists(f"{self.disk.root}/{name.path}"):
+        held: Held[Chunk] | None = self._remembered(self._device, key, name)
+        if held is not None:
             self._answered("device", began)
             return held
-        self._device.drop(key)
         host = self._load(name, chunk_of, CANONICAL)
         if host is None:
             return None
