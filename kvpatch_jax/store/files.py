@@ -198,6 +198,20 @@ def publish_once(path: str, text: bytes, temporary: str) -> None:
                     os.unlink(temporary)
 
 
+def replace_file(path: str, text: bytes, temporary: str) -> None:
+    """A small file, whole and durable, in place of what may be there. `temporary`: where it is written first."""
+    with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # a sweep takes it only from the dead
+            write_all(fd, [text], 0)
+            os.fsync(fd)
+            os.rename(temporary, path)
+            sync_directory(os.path.dirname(path))
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
 @functools.cache
 def _call(name: str) -> "ctypes._NamedFuncPointer | None":
     """A function of the C library; None where it has none of that name."""

@@ -26,12 +26,12 @@ from .header import Header
 from .ids import Name, Names
 from .objects import Blob, file_size
 from .seal import Plain, Seal, is_sealed
-from .settings import check_key, note_secret, read_secret
+from .settings import SECRETS, check_key, find_secret, holds_objects, put_secret, read_secret, secret_digest
 from .shelf import check_resource, chunk_bytes, entry_name
 from .snapshot import (
     KEY,
     MANIFEST,
-    SECRET,
+    UNTOLD,
     Kept,
     Manifest,
     Progress,
@@ -104,14 +104,16 @@ def load_snapshot(
 
     Args:
       tenant: whose; needed for a tenant's snapshot, and takes only that one out of a snapshot of the whole store.
-      secret: of the root's names, where it does not keep it.
+      secret: of the root's names, where it does not keep it; of those in a snapshot of the whole store, where that does
+        not, or has lost it.
       key: of the tenant's encryption. Encrypted objects that keep their names need none.
       budget: of the disk, for which room is made as for a put; and of the tenant's static library (`Budget.library`).
       copy: copies the files; else they are linked where that can be.
       skip_damaged: leaves out what does not verify, instead of refusing all of it.
 
     Raises:
-      StoreSnapshotError: not a snapshot, of another secret, or damaged (`bad` lists what). InputError: no `tenant`.
+      StoreSnapshotError: not a snapshot, of another secret or without it, or damaged (`bad` lists what). InputError:
+        no `tenant`.
       LibraryFullError: beyond `Budget.library`. StoreKeyError: that would have to be counted, in encrypted entries.
       StoreFullError, StoreReadOnlyError, StoreIOError. Nothing was added then.
     """
@@ -119,7 +121,7 @@ def load_snapshot(
     manifest = read_manifest(directory)
     verify = functools.partial(_verify, directory, skip_damaged=skip_damaged, progress=progress)
     if tenant is not None:
-        manifest = _of_tenant(directory, manifest, tenant)
+        manifest = _of_tenant(directory, manifest, tenant, secret)
         with ChunkStore(root, tenant=tenant, secret=secret, key=key, budget=budget) as store:
             return _add(store, directory, verify(manifest, _into(store)), copy)
     if manifest.scope != "store":
@@ -128,9 +130,10 @@ def load_snapshot(
         raise InputError(
             "snapshot of a whole store: a budget of a library; expected none, or one tenant after the other"
         )
-    _check_secret(directory, root)
+    own = _secret_of(directory, manifest, secret)
+    _check_secret(directory, manifest, root, own)
     verified = verify(manifest, _Into(None, Plain()))
-    _adopt_secret(directory, root)
+    _adopt_secret(root, own)
     with ChunkStore(root, secret=secret, budget=budget) as store:
         return _add(store, directory, verified, copy)
 
@@ -348,38 +351,68 @@ def _note_key_check(directory: str, root: str, space: str) -> None:
             check_key(root, space, check, note=True)
 
 
-def _secret_in(folder: str) -> bytes | None:
-    """The secret that a root or snapshot keeps. Raises StoreCorruptError where it cannot be read."""
-    return read_secret(folder) if os.path.exists(f"{folder}/{SECRET}") else None
+def _secret_of(directory: str, manifest: Manifest, given: bytes | None) -> bytes | None:
+    """The secret that a snapshot of the whole store holds; None where `given` is the one of its names, kept outside.
+
+    Raises:
+      StoreSnapshotError: it is damaged, gone, or another than the snapshot's list says.
+    """
+    try:
+        kept = find_secret(directory, mend=False)
+    except StoreCorruptError as error:
+        raise StoreSnapshotError(f"snapshot {directory}: {error}") from error
+    if manifest.secret in (None, UNTOLD):
+        if kept is None and given is None:
+            raise StoreSnapshotError(
+                f"snapshot {directory}: no {SECRETS[0]}, and no secret given; expected one of them"
+            )
+        return kept
+    kept = given if kept is None else kept
+    if kept is None or secret_digest(kept) != manifest.secret:
+        what = "no" if kept is None else "another"
+        raise StoreSnapshotError(
+            f"snapshot {directory}: {what} {SECRETS[0]}; expected the one that its {MANIFEST} tells of, or its secret"
+        )
+    return kept
 
 
-def _of_tenant(directory: str, manifest: Manifest, tenant: str) -> Manifest:
+def _of_tenant(directory: str, manifest: Manifest, tenant: str, given: bytes | None) -> Manifest:
     """What of a snapshot is this tenant's."""
     if manifest.scope == "tenant":
         return manifest
-    secret = _secret_in(directory)
-    if secret is None:
-        raise StoreSnapshotError(f"snapshot {directory}: no {SECRET}; expected it, to tell tenants apart")
+    secret = _secret_of(directory, manifest, given) or given
+    assert secret is not None
     names = Names(tenant, secret)
     own = (f"{names.space}/", f"{names.libraries}/")
     return Manifest("tenant", tuple(kept for kept in manifest.objects if kept.path.startswith(own)))
 
 
-def _check_secret(directory: str, root: str) -> None:
-    """Raises StoreSnapshotError where a whole store's names would not be found in the root."""
-    empty = not any(os.path.isdir(folder) and os.listdir(folder) for folder in (f"{root}/obj", f"{root}/lib"))
-    if not (empty and _secret_in(root) is None) and _secret_in(directory) != _secret_in(root):
+def _check_secret(directory: str, manifest: Manifest, root: str, secret: bytes | None) -> None:
+    """Raises StoreSnapshotError where a whole store's names would not be found in the root.
+
+    A root that holds objects and has lost its secret takes a snapshot's if both have a tenant in common: a tenant's
+    name is a digest of 128 bits under the secret.
+    """
+    found = _readable_secret(root)
+    if found == secret or (found is None and not holds_objects(root)):
+        return
+    tenants = {name_at(kept.path).tenant for kept in manifest.objects}
+    if found is not None or not any(os.path.isdir(f"{root}/{top}/{t}") for top in ("obj", "lib") for t in tenants):
         raise StoreSnapshotError(
             f"snapshot {directory}: of another secret than {root}; expected the same, or a new root, or one tenant "
             "after the other"
         )
 
 
-def _adopt_secret(directory: str, root: str) -> None:
-    """Gives a new root the secret of a snapshot, if it has one."""
-    secret = _secret_in(directory)
-    if secret is None or _secret_in(root) is not None:
-        return
-    Disk(root)  # makes its folders
-    note_secret(root, secret)
-    _check_secret(directory, root)
+def _readable_secret(root: str) -> bytes | None:
+    try:
+        return find_secret(root)
+    except StoreCorruptError:
+        return None
+
+
+def _adopt_secret(root: str, secret: bytes | None) -> None:
+    """Gives a root the secret of a snapshot, if it needs one."""
+    if secret is not None and _readable_secret(root) is None:
+        Disk(root)  # makes its folders
+        put_secret(root, secret)

@@ -2,7 +2,7 @@
 
     directory/obj/…        objects, hard links to the store's files, or copies
     directory/lib/…        entries of libraries, likewise
-    directory/STORE.json   the secret of the names; only in a snapshot of the whole store
+    directory/STORE.json   the secret of the names, with STORE.copy.json; only in a snapshot of the whole store
     directory/obj/…/KEY    tells the key of a tenant's encrypted objects from another
     directory/MANIFEST     path, bytes and header checksum of every object, and a digest of this list; written last
 
@@ -42,12 +42,14 @@ from .files import (
 from .header import Header
 from .ids import Name, Names
 from .objects import Kind, check_name, read_header, read_leaves
+from .settings import SECRETS, find_secret, secret_digest, secret_text
 
 Progress = Callable[[int, int], object]
 """Called with bytes done and bytes in all."""
 
 Scope = Literal["tenant", "store"]
-MANIFEST, SECRET, KEY = "MANIFEST", "STORE.json", "KEY"
+MANIFEST, KEY = "MANIFEST", "KEY"
+UNTOLD = ""
 _LARGEST_LIST, _DIGEST_BYTES = 1 << 30, 66
 _PATH = re.compile(
     r"(?:obj/[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.[a-z0-9_.]{2,120}"
@@ -84,10 +86,15 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a snapshot holds."""
+    """What a snapshot holds.
+
+    `secret`: in a snapshot of the whole store, the digest of the secret that is in it, or None where the store does
+    not keep its secret; `UNTOLD` in a tenant's, and in older ones.
+    """
 
     scope: Scope
     objects: tuple[Kept, ...]
+    secret: str | None = UNTOLD
 
 
 def name_at(path: str) -> Name:
@@ -148,14 +155,11 @@ def write_snapshot(
             shelved = _keep_all(disk, libraries, directory, copy, None)
         objects = _keep_all(disk, space, directory, copy, progress)
         kept, skipped, damaged = shelved[0] + objects[0], shelved[1] + objects[1], shelved[2] + objects[2]
-        if names is None and os.path.exists(f"{disk.root}/{SECRET}"):
-            with opened(f"{directory}/{SECRET}", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-                copy_into(fd, f"{disk.root}/{SECRET}")
-                os.fsync(fd)
+        scope: Scope = "store" if names is None else "tenant"
+        told = {"secret": _keep_secret(disk.root, directory)} if names is None else {}
         _keep_key_checks(disk.root, directory, {name_at(each.path).tenant for each in kept})
         listed = [[each.path, each.size, f"{each.crc:08x}"] for each in kept]
-        scope: Scope = "store" if names is None else "tenant"
-        write_list(f"{directory}/{MANIFEST}", {"version": 1, "scope": scope, "objects": listed})
+        write_list(f"{directory}/{MANIFEST}", {"version": 1, "scope": scope, "objects": listed} | told)
         for folder, _, _ in os.walk(directory):
             sync_directory(folder)
     return Summary(len(kept), sum(each.size for each in kept), skipped, damaged)
@@ -190,6 +194,16 @@ def _keep_all(
         if progress is not None:
             progress(done, total)
     return kept, len(entries) - len(kept) - damaged, damaged
+
+
+def _keep_secret(root: str, directory: str) -> str | None:
+    """Takes over the secret of a root, if it keeps one; its digest. Raises StoreCorruptError where it is damaged."""
+    secret = find_secret(root)
+    for name in SECRETS if secret is not None else ():
+        with opened(f"{directory}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            write_all(fd, [secret_text(secret)], 0)
+            os.fsync(fd)
+    return None if secret is None else secret_digest(secret)
 
 
 def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
@@ -276,7 +290,10 @@ def _parsed(directory: str, tree: Any) -> Manifest:
         objects = tuple(Kept(path, int(size), int(crc, 16)) for path, size, crc in tree["objects"])
         for each in objects:
             name_at(each.path)
-        return Manifest(tree["scope"], objects)
+        secret = tree.get("secret", UNTOLD)
+        if not (secret is None or isinstance(secret, str)):
+            raise ValueError(f"secret of type {type(secret).__name__}")
+        return Manifest(tree["scope"], objects, secret)
     except (ValueError, KeyError, TypeError) as error:
         raise StoreSnapshotError(f"snapshot {directory}: {MANIFEST}: {str(error)[:200]}; expected version 1") from error
 

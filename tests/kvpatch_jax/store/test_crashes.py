@@ -59,7 +59,7 @@ def check_all(root: Path) -> tuple[int, int]:
     return sum(1 if kind == "kv" else len(ANTECEDENTS) for kind, _ in acknowledged), kept
 
 
-NAMES = ["STORE.json", "evict.lock", "names.lock", "obj", "quarantine", "tmp"]
+NAMES = ["STORE.copy.json", "STORE.json", "evict.lock", "names.lock", "obj", "quarantine", "tmp"]
 
 
 def check(store: ChunkStore, kind: str, id: str, gone: set[str]) -> int:

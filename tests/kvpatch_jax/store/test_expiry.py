@@ -90,7 +90,7 @@ def test_a_ttl_that_is_no_time_is_refused_and_loses_nothing(tmp_path: Path, key:
             lambda: ChunkStore(tmp_path, ttl=ttl),
         ]
         for call in calls:
-            with pytest.raises(InputError, match="ttl.*expected.*seconds above 0"):
+            with pytest.raises(InputError, match=r"ttl.*expected.*seconds above 0"):
                 call()
         store.flush()
         assert same_chunk(store.get("B", BACKBONE), chunk_of())
@@ -102,7 +102,7 @@ def test_a_ttl_that_is_no_time_is_refused_and_loses_nothing(tmp_path: Path, key:
 @pytest.mark.parametrize("now", [float("nan"), float("inf"), "noon"], ids=str)
 def test_a_clock_that_tells_no_time_is_refused(tmp_path: Path, now: Any):
     with ChunkStore(tmp_path, budget=Budget(host=0), clock=lambda: now) as store:
-        with pytest.raises(InputError, match="clock.*expected"):
+        with pytest.raises(InputError, match=r"clock.*expected"):
             store.put(chunk_of(), ttl=5)
         store.put(chunk_of())  # which never expires
 

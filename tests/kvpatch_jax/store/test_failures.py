@@ -173,6 +173,7 @@ def test_making_a_store_may_fail_anywhere(tmp_path: Path, monkeypatch):
             store.collect()
             assert same_chunk(store.get("old", BACKBONE), OLD)
         assert sorted(path.name for path in root.iterdir() if not path.name.endswith(".lock")) == [
+            "STORE.copy.json",
             "STORE.json",
             "obj",
             "quarantine",
