@@ -1,6 +1,7 @@
 """Reading Hugging Face configurations: ropes with their scaling, decoders, latent attention, experts.
 
-Released files say `rope_theta` and `rope_scaling`, newer ones `rope_parameters`; both are read. Source: transformers'
+Released files say `rope_theta` and `rope_scaling`, newer ones `rope_parameters`; both are read. The tables given here
+went through `known_keys.complete`, which checks every key and fills in the absent ones. Source: transformers'
 `modeling_rope_utils` and configuration classes.
 """
 
@@ -20,6 +21,18 @@ Raw = Mapping[str, Any]
 Regime = str | int | None
 
 _KINDS = {"default": None, "mrope": None, "su": "longrope"}
+_ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section"})
+_YARN_KEYS = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
+_SCALING_KEYS = {
+    None: frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset({"factor", "attention_factor"}) | _YARN_KEYS,
+    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
+}
+"""Of `rope_parameters`, by kind of scaling: what is read."""
+_AXES = frozenset({"mrope_interleaved"})
 _WITH_KV = ("full_attention", "sliding_attention")
 
 
@@ -45,31 +58,33 @@ def read_rope(
     cached: str = "half",
     order: str = "blocked",
     theta: float | None = 1e4,
+    sections: tuple[int, ...] | None = None,
 ) -> Rope:
-    """The rope of a text configuration.
+    """Read the rope of a text configuration.
 
     Args:
       raw: the text part of `config.json`.
       dim: head width; the part that rotates follows from `partial_rotary_factor` (`partial` where it is absent).
       regime: for longrope "short" (the default) or "long"; for dynamic a sequence length (the model's own by default).
       cached: "half" or "pairs", of the cached keys. order: of M-RoPE sections, where the configuration has them.
-      theta: what an absent base means; None refuses.
+      theta: what an absent base means; None refuses. sections: what absent M-RoPE sections mean.
 
     Raises:
-      ConfigError: a scaling that is not known, or a regime for a rope whose frequencies do not depend on length.
+      ConfigError: a scaling or a key of it that is not known or no number, or a regime for a rope whose frequencies do
+        not depend on length.
     """
-    table = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    table = rope_table(raw)
     share = table.get("partial_rotary_factor", raw.get("partial_rotary_factor", partial))
     rotary = int(dim * (partial if share is None else share))
     base = table.get("rope_theta") or raw.get("rope_theta") or theta
     if base is None:
         raise ConfigError(f"config.json has no 'rope_theta'; expected it for {raw.get('architectures')}")
-    sections = table.get("mrope_section")
+    found = table.get("mrope_section", sections)
     return Rope(
         float(base),
         rotary,
         cached=cached,  # type: ignore[arg-type]
-        sections=None if sections is None else tuple(sections),
+        sections=None if found is None else tuple(found),
         order=order,  # type: ignore[arg-type]
         width=None if rotary == dim else dim,
         scaling=read_scaling(raw, table, regime),
@@ -77,17 +92,73 @@ def read_rope(
     )
 
 
+def rope_table(raw: Raw) -> Raw:
+    """`rope_scaling` of released files, or `rope_parameters`; empty where there are neither.
+
+    Raises:
+      ConfigError: something else than a table, or entries in it that are not numbers where numbers are expected.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        table = raw.get(name)
+        if table is None or table == {}:
+            continue
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{name} is {table!r}; expected a table")
+        for key, value in table.items():
+            _check_rope_entry(name, key, value)
+        return table
+    return {}
+
+
+def _check_rope_entry(name: str, key: str, value: Any) -> None:
+    lists, words = ("mrope_section", "short_factor", "long_factor"), ("rope_type", "type")
+    number = lambda entry: isinstance(entry, int | float) and not isinstance(entry, bool) and math.isfinite(entry)
+    if key in lists:
+        fits, wanted = isinstance(value, list | tuple) and all(map(number, value)), "a list of numbers"
+    elif key in words:
+        fits, wanted = isinstance(value, str), "a text"
+    elif key in ("truncate", "mrope_interleaved"):
+        fits, wanted = isinstance(value, bool), "true or false"
+    else:
+        fits, wanted = value is None or number(value), "a number"
+    if not fits:
+        raise ConfigError(f"{name}: {key} is {value!r}; expected {wanted}")
+
+
+def read_axial_theta(raw: Raw) -> float:
+    """The base of a vision tower's two-dimensional rope.
+
+    Raises:
+      ConfigError: a rope of another kind.
+    """
+    table = rope_table(raw)
+    kind = table.get("rope_type", table.get("type", "axial"))
+    others = sorted(set(table) - {"rope_type", "type", "rope_theta"})
+    if kind not in ("axial", "default") or others:
+        raise ConfigError(f"vision rope of type {kind!r} with {others}; expected 'axial' with 'rope_theta' alone")
+    return float(table.get("rope_theta") or raw["rope_theta"])
+
+
 def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
     """The scaling that `rope_parameters` (or `rope_scaling`) asks for, pinned to one regime."""
     name = table.get("rope_type", table.get("type", "default"))
     kind = _KINDS.get(name, name)
+    if kind not in _SCALING_KEYS:
+        raise ConfigError(
+            f"rope type {name!r} is not known; expected default, linear, llama3, yarn, longrope or dynamic"
+        )
     if regime is not None and kind not in ("longrope", "dynamic"):
         raise ConfigError(f"regime {regime!r} for rope type {name!r}, which has one; expected None")
+    _check_scaling_keys(table, name, _SCALING_KEYS[kind])
     if kind is None:
         return None
     longest = raw.get("max_position_embeddings")
     original = raw.get("original_max_position_embeddings") or table.get("original_max_position_embeddings") or longest
-    factor = table.get("factor") or (longest / original if longest and original else 1.0)
+    factor = table.get("factor")
+    if factor is None:  # only these derive it, and YaRN's must be there, if as null
+        if kind not in ("yarn", "longrope") or (kind == "yarn" and "factor" not in table):
+            raise ConfigError(f"rope type {name!r} has no 'factor'; expected a number")
+        factor = longest / original if longest and original else 1.0
     common: dict[str, Any] = {"factor": factor, "original": original, "attention_factor": table.get("attention_factor")}
     if kind == "linear":
         return Scaling("linear", factor)
@@ -101,11 +172,20 @@ def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
     if kind == "longrope":
         factors: dict[str, Any] = {name: tuple(need(table, name)) for name in ("short_factor", "long_factor")}
         return Scaling("longrope", **common, **factors, regime=_longrope_regime(regime))
-    if kind == "dynamic":
-        if isinstance(regime, str):
-            raise ConfigError(f"regime {regime!r} for a dynamic rope; expected a sequence length")
-        return Scaling("dynamic", factor, longest, length=regime or longest)
-    raise ConfigError(f"rope type {name!r} is not known; expected default, linear, llama3, yarn, longrope or dynamic")
+    if isinstance(regime, str):
+        raise ConfigError(f"regime {regime!r} for a dynamic rope; expected a sequence length")
+    return Scaling("dynamic", factor, longest, length=regime or longest)
+
+
+def _check_scaling_keys(table: Raw, name: str, known: frozenset[str]) -> None:
+    """Refuses what may change the frequencies and is not read. A null says nothing; other kinds' keys do nothing."""
+    every = _ROPE_KEYS | _AXES | {"original_max_position_embeddings"} | frozenset().union(*_SCALING_KEYS.values())
+    for key, value in table.items():
+        if key not in every and value is not None:
+            raise ConfigError(
+                f"rope type {name!r} has {key!r}: {value!r}, which is not known; expected one of "
+                f"{', '.join(sorted(known | _ROPE_KEYS))}"
+            )
 
 
 def _longrope_regime(regime: Regime) -> Any:
@@ -118,24 +198,43 @@ def check_layer_kinds(raw: Raw) -> None:
     """Refuses a configuration with layers that keep no KV.
 
     Raises:
-      ConfigError: it names the first such layer and its kind.
+      ConfigError: it names the first such layer and its kind, or a list that is not as long as there are layers.
     """
     for key in ("layer_types", "layers_block_type"):
-        for layer, kind in enumerate(raw.get(key) or ()):
+        kinds = raw.get(key) or ()
+        for layer, kind in enumerate(kinds):
             if kind not in (*_WITH_KV, "attention"):
                 raise ConfigError(f"layer {layer} is {kind!r}, which keeps no KV; expected one of {_WITH_KV}")
+        if kinds and len(kinds) != need(raw, "num_hidden_layers"):
+            raise ConfigError(
+                f"{key} names {len(kinds)} layers; expected num_hidden_layers = {raw['num_hidden_layers']}"
+            )
     if raw.get("linear_attn_config"):
         raise ConfigError("config.json has 'linear_attn_config': linear attention keeps no KV; expected none")
 
 
-def read_window(raw: Raw, default: bool) -> int | None:
+def read_window(raw: Raw, every_layer: bool = False) -> int | None:
     """How many keys may be attended over at most: the sliding window, or None where there is none.
 
-    `default` is what an absent `use_sliding_window` means.
+    Families that switch it (`use_sliding_window`) slide in the layers from `max_window_layers` on, or in those that
+    `layer_types` names; with `every_layer` in all. Where there is no switch, a window is for every layer.
+
+    Raises:
+      ConfigError: layers that slide without a window (transformers fails on these).
     """
-    kinds = raw.get("layer_types")
-    sliding = raw.get("use_sliding_window", default) if not kinds else "sliding_attention" in kinds
-    return raw.get("sliding_window") if sliding else None
+    kinds, layers = raw.get("layer_types") or (), need(raw, "num_hidden_layers")
+    switched = raw.get("use_sliding_window", True)
+    window = raw.get("sliding_window") if switched else None
+    if "sliding_attention" in kinds and not switched:
+        raise ConfigError(
+            f"layer_types has 'sliding_attention' and use_sliding_window is {switched!r}; expected true, or "
+            "'full_attention' in every layer"
+        )
+    if every_layer or "use_sliding_window" not in raw:
+        return window
+    from_layer = raw.get("max_window_layers")
+    slides = "sliding_attention" in kinds if kinds else from_layer is not None and from_layer < layers
+    return window if slides else None
 
 
 def read_decoder(raw: Raw, rope: Rope, **switches: Any) -> DecoderConfig:
@@ -154,8 +253,8 @@ def read_decoder(raw: Raw, rope: Rope, **switches: Any) -> DecoderConfig:
         "kv_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or width // heads,
         "intermediate": need(raw, "intermediate_size"),
-        "norm_epsilon": raw.get("rms_norm_eps", 1e-6),
-        "activation": raw.get("hidden_act", "silu"),
+        "norm_epsilon": need(raw, "rms_norm_eps"),
+        "activation": need(raw, "hidden_act"),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "dtype": read_dtype(raw),
     }
@@ -199,7 +298,7 @@ def read_softmax_experts(raw: Raw) -> ExpertConfig:
         chosen=need(raw, "num_experts_per_tok"),
         intermediate=need(raw, "moe_intermediate_size"),
         router="softmax",
-        renormalise=bool(raw.get("norm_topk_prob", True)),
+        renormalise=raw["norm_topk_prob"],
     )
 
 
@@ -217,16 +316,19 @@ def read_deepseek_experts(raw: Raw, router: str) -> ExpertConfig | None:
             f"moe_layer_freq {raw.get('moe_layer_freq')!r}, norm_topk_prob {raw.get('norm_topk_prob')!r}: expected "
             "experts in every layer from first_k_dense_replace on, and softmax weights as they are"
         )
-    if raw.get("scoring_func", router) != router:
+    if raw.get("scoring_func") not in (None, router):
         raise ConfigError(f"scoring_func {raw['scoring_func']!r}; expected {router!r}")
+    methods = ("noaux_tc",) if router == "sigmoid" else ("greedy", "group_limited_greedy")
+    if raw.get("topk_method") not in (None, *methods):
+        raise ConfigError(f"topk_method {raw['topk_method']!r} is not built; expected one of {methods}")
     inner = need(raw, "moe_intermediate_size")
     return ExpertConfig(
         experts=raw["n_routed_experts"],
         chosen=need(raw, "num_experts_per_tok"),
         intermediate=inner,
         router=router,  # type: ignore[arg-type]
-        renormalise=router == "sigmoid" and bool(raw.get("norm_topk_prob", True)),
-        scaling=float(raw.get("routed_scaling_factor", 1.0)),
+        renormalise=router == "sigmoid" and raw["norm_topk_prob"],
+        scaling=float(raw["routed_scaling_factor"]),
         groups=(raw.get("n_group") or 1) if limited else 1,
         chosen_groups=(raw.get("topk_group") or 1) if limited else 1,
         shared=inner * (raw.get("n_shared_experts") or 0),

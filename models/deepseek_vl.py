@@ -6,13 +6,12 @@ Source: transformers' DeepseekVLForConditionalGeneration.
 from collections.abc import Mapping
 from typing import Any
 
-from kvpatch_jax.errors import ConfigError
-
 from .configuration import Regime, need
 from .decoder_weights import decoder_entries
 from .family import Family, Shapes, Vision
-from .image_family import freeze, text_part, vision_part
+from .image_family import freeze, one_size, text_part, vision_part, whole
 from .image_processing import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek
+from .known_keys import complete
 from .text_families import read_llama
 from .vision_vit import ViTConfig
 from .vision_weights import clip_entries, projector_entries
@@ -23,28 +22,31 @@ ARCHITECTURE = "DeepseekVLForConditionalGeneration"
 
 
 def read_siglip(vision: Mapping[str, Any], dtype: str) -> ViTConfig:
-    """SigLIP's tower (also SmolVLM's)."""
+    """SigLIP's tower (also SmolVLM's), from its part of `config.json` or a table of the same keys."""
+    if "layer_norm_eps" not in vision:  # not gone through `vision_part`
+        vision = complete(vision, "siglip_vision_model", "the tower")
     return ViTConfig(
         depth=need(vision, "num_hidden_layers"),
         width=need(vision, "hidden_size"),
         heads=need(vision, "num_attention_heads"),
         intermediate=need(vision, "intermediate_size"),
-        image=need(vision, "image_size"),
-        patch=need(vision, "patch_size"),
-        channels=vision.get("num_channels", 3),
-        activation=vision.get("hidden_act", "gelu_pytorch_tanh"),
-        norm_epsilon=vision.get("layer_norm_eps", 1e-6),
+        image=one_size(vision, "image_size"),
+        patch=one_size(vision, "patch_size"),
+        channels=vision["num_channels"],
+        activation=vision["hidden_act"],
+        norm_epsilon=vision["layer_norm_eps"],
         final_norm="applied",
         dtype=dtype,
     )
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    text, vision = read_llama(text_part(raw), angles, regime), vision_part(raw)
-    if vision.get("vision_use_head"):
-        raise ConfigError("vision_use_head=True is not built for DeepSeek-VL; expected False")
-    tower = read_siglip(vision, text.dtype)
-    return ViTModelConfig(FAMILY, text, tower, GlueConfig(), need(raw, "image_token_id"), freeze(raw))
+    model = whole(raw, "deepseek_vl")
+    text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
+    tower = read_siglip(vision_part(model, "siglip_vision_model"), text.dtype)
+    # Nothing reads SigLIP's head, which its class has by default: it is not loaded and so not saved.
+    kept = {**raw, "vision_config": {**raw["vision_config"], "vision_use_head": False}}
+    return ViTModelConfig(FAMILY, text, tower, GlueConfig(), need(model, "image_token_id"), freeze(kept))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[Entry]:
@@ -66,6 +68,6 @@ FAMILY = Family(
     module=ViTModel,
     entries=_entries,
     vision=Vision(_SETTINGS, process_deepseek, _tokens, tile_plan, tile_fills),
-    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq"),
+    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
     model_type="deepseek_vl",
 )

@@ -6,7 +6,9 @@ and a line in `models/__init__.py`. A family without images needs a row in `text
 """
 
 import dataclasses
+import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from .decoder import DecoderConfig
+from .known_keys import DEFAULTS
 from .weights import Entry
 
 Arrays = Mapping[str, Any]
@@ -93,7 +96,28 @@ class Family:
 
     def ignored(self, config: Config) -> tuple[str, ...]:
         """`ignore`, and the output head where it is tied to the embedding."""
-        return (*self.ignore, r"(.*\.)?lm_head\.weight") if config.text.tied_embeddings else self.ignore
+        return (*self.ignore, re.escape(self._head_names(config)[0])) if config.text.tied_embeddings else self.ignore
+
+    def _head_names(self, config: Config) -> tuple[str, str]:
+        """What the file calls the output head and the embedding."""
+        names = {entry.path[-2:]: entry.pattern for entry in self.entries(with_tie(config, False), {})}
+        return names["head", "kernel"], names["decoder", "embedding"]
+
+    def settle_ties(self, config: Any, shapes: Shapes, equal: Callable[[str, str], bool], silent: bool) -> Any:
+        """The configuration with head and embedding tied or not, as the file's tensors show.
+
+        A head of its own counts, whatever the configuration says; a head that repeats the embedding is left out. Where
+        there is none, a family whose class ties does so if the configuration says nothing at its top (`silent`).
+
+        Args:
+          config: as it was read. shapes: of the file's tensors. equal: whether two of them hold the same.
+        """
+        head, embedding = self._head_names(config)
+        if config.text.tied_embeddings:
+            own = head in shapes and embedding in shapes and not equal(head, embedding)
+            return with_tie(config, False) if own else config
+        ties = DEFAULTS.get(self.model_type, {}).get("tie_word_embeddings", False)
+        return with_tie(config, True) if ties and silent and head not in shapes else config
 
 
 def abstract(config: Any) -> Any:
@@ -113,6 +137,19 @@ def with_parameters(config: Any, values: dict[str, Any]) -> Any:
     nnx.replace_by_pure_dict(state, values)
     nnx.update(model, state)
     return model
+
+
+def with_tie(config: Any, tied: bool) -> Any:
+    """The configuration with head and embedding tied or not, in what it writes as well."""
+    if config.text.tied_embeddings == tied:
+        return config
+    changes: dict[str, Any] = {"text": dataclasses.replace(config.text, tied_embeddings=tied)}
+    if hasattr(config, "raw"):
+        raw: dict[str, Any] = json.loads(config.raw)
+        for part in (raw, *(raw[name] for name in ("text_config", "language_config") if raw.get(name) is not None)):
+            part["tie_word_embeddings"] = tied
+        changes["raw"] = json.dumps(raw, sort_keys=True)
+    return dataclasses.replace(config, **changes)
 
 
 def with_dtype(config: Any, dtype: str) -> Any:

@@ -1,7 +1,7 @@
 """What families with images share: reading the parts of a configuration, and placing features among embeddings."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,36 +10,57 @@ from jaxtyping import Int
 from kvpatch_jax.errors import ConfigError, InputError
 
 from .configuration import need
+from .known_keys import complete
 
 _DTYPES = ("dtype", "torch_dtype")
 
 
-def text_part(raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The text part of `config.json`, with what the top level says for it (tying, dtype) and the class's defaults.
+def whole(raw: Mapping[str, Any], kind: str, flat: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The top level of `config.json`, checked and filled in. `flat` are keys of its parts that may stand there too."""
+    return complete(raw, kind, drop=flat)
+
+
+def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[str] = ()) -> dict[str, Any]:
+    """The text part of `config.json`, with what the top level says for it (tying, dtype).
+
+    Head and embedding are tied where either level says so, or where none says anything and the family's class has it
+    so. What the file holds settles it (`family.settle_ties`).
+
+    Args:
+      raw: the top level, as `whole` gives it. given: as it was read.
+      kinds: what `model_type` may be, the default first; empty for any.
 
     Raises:
-      ConfigError: no `text_config`.
+      ConfigError: no `text_config`, or one of another kind.
     """
     part = raw.get("text_config") or raw.get("language_config")
     if not isinstance(part, Mapping):
         raise ConfigError(f"config.json has text_config {part!r}; expected a table for {raw.get('architectures')}")
+    kind = part.get("model_type", kinds[0] if kinds else None)
+    if kinds and kind not in kinds:
+        raise ConfigError(f"text_config is of type {kind!r}; expected one of {sorted(kinds)}")
     top = {name: raw[name] for name in _DTYPES if raw.get(name) is not None}
-    text = {**(defaults or {}), **top, **{name: value for name, value in part.items() if value is not None}}
-    if raw.get("tie_word_embeddings") is not None:
-        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
-    return {**text, "architectures": raw.get("architectures")}
+    text = {**top, **part, "model_type": kind, "architectures": raw.get("architectures")}
+    said = [table.get("tie_word_embeddings") for table in (given, part) if table.get("tie_word_embeddings") is not None]
+    return text | {"tie_word_embeddings": any(said) if said else raw.get("tie_word_embeddings", False)}
 
 
-def vision_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The vision part of `config.json`.
+def vision_part(raw: Mapping[str, Any], kind: str, *others: str) -> dict[str, Any]:
+    """The vision part of `config.json`, checked and filled in.
+
+    Args:
+      raw: the top level. kind: what `known_keys` calls the tower; others: further names for it in `model_type`.
 
     Raises:
-      ConfigError: no `vision_config`.
+      ConfigError: no `vision_config`, one of another kind, or keys that are not known.
     """
     part = need(raw, "vision_config")
     if not isinstance(part, Mapping):
         raise ConfigError(f"config.json has vision_config {part!r}; expected a table")
-    return part
+    found = part.get("model_type", kind)
+    if found not in (kind, *others):
+        raise ConfigError(f"vision_config is of type {found!r}; expected {kind!r}")
+    return complete(part, kind, "vision_config")
 
 
 def one_size(raw: Mapping[str, Any], name: str) -> int:
@@ -50,7 +71,7 @@ def one_size(raw: Mapping[str, Any], name: str) -> int:
     """
     value = need(raw, name)
     sides = value if isinstance(value, list | tuple) else [value]
-    if len(set(sides)) != 1:
+    if len(set(sides)) != 1 or not isinstance(sides[0], int) or isinstance(sides[0], bool):
         raise ConfigError(f"{name} is {value!r}; expected equal sides")
     return int(sides[0])
 

@@ -14,25 +14,20 @@ from kvpatch_jax.errors import ConfigError, InputError
 from .configuration import Regime, need
 from .decoder_weights import decoder_entries
 from .family import Family, Shapes, Vision
-from .image_family import freeze, one_size, vision_part
+from .image_family import freeze, one_size, vision_part, whole
 from .image_processing import CLIP_MEAN, CLIP_STD, PictureConfig, process_internvl
 from .llava import read_text
 from .vision_vit import ViTConfig
 from .vision_weights import intern_vit_entries, projector_entries
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, tile_fills, tile_plan
 from .weights import Entry
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
-BUILT = {"norm_type": "layer_norm", "use_qk_norm": False, "use_mask_token": False, "use_mean_pooling": True}
-BUILT |= {"use_absolute_position_embeddings": True}
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    text, vision = read_text(raw, angles, regime), vision_part(raw)
-    for name, value in BUILT.items():
-        if vision.get(name, value) != value:
-            raise ConfigError(f"vision {name} {vision[name]!r} is not built for InternVL; expected {value!r}")
-    ratio = raw.get("downsample_ratio", 0.5)
+    model = whole(raw, "internvl")
+    text, vision = read_text(model, raw, angles, regime, "qwen2"), vision_part(model, "internvl_vision")
     tower = ViTConfig(
         depth=need(vision, "num_hidden_layers"),
         width=need(vision, "hidden_size"),
@@ -40,20 +35,21 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig
         intermediate=need(vision, "intermediate_size"),
         image=one_size(vision, "image_size"),
         patch=one_size(vision, "patch_size"),
-        channels=vision.get("num_channels", 3),
-        activation=vision.get("hidden_act", "gelu"),
-        norm_epsilon=vision.get("layer_norm_eps", 1e-6),
+        channels=vision["num_channels"],
+        activation=vision["hidden_act"],
+        norm_epsilon=vision["layer_norm_eps"],
         class_token=True,
-        drop_class=raw.get("vision_feature_select_strategy", "default") == "default",
+        drop_class=drops_class(model),
         layer_scale=True,
-        qkv_bias=bool(vision.get("attention_bias", False)),
-        feature_layer=raw.get("vision_feature_layer", -1),
+        qkv_bias=vision["attention_bias"],
+        feature_layer=model["vision_feature_layer"],
         dtype=text.dtype,
     )
     if not tower.drop_class:
         raise ConfigError("vision_feature_select_strategy 'full' is not built for InternVL; expected 'default'")
-    glue = GlueConfig(shuffle=round(1 / ratio), activation=raw.get("projector_hidden_act", "gelu"), norm_epsilon=1e-5)
-    return ViTModelConfig(FAMILY, text, tower, glue, need(raw, "image_token_id"), freeze(raw))
+    shuffle = round(1 / model["downsample_ratio"])
+    glue = GlueConfig(shuffle=shuffle, activation=model["projector_hidden_act"], norm_epsilon=1e-5)
+    return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[Entry]:

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from .configuration import Regime, need
+from .configuration import Regime, need, read_axial_theta
 from .decoder import Decoder, DecoderConfig
 from .decoder_weights import decoder_entries
 from .family import Family, Shapes, Vision
-from .image_family import check_placeholders, freeze, one_size, text_part, thaw, vision_part
+from .image_family import check_placeholders, freeze, one_size, text_part, thaw, vision_part, whole
 from .image_processing import HALVES, PictureConfig, process_kimi
 from .text_families import read_deepseek
 from .vision_common import place_features
@@ -28,6 +28,11 @@ from .weights import Entry
 
 RELEASED = "KimiVLForConditionalGeneration"
 TRANSFORMERS = "Kimi_K25ForConditionalGeneration"
+_NO_DEFAULT = (
+    *("n_routed_experts", "num_experts_per_tok", "routed_scaling_factor"),
+    *("n_group", "topk_group", "v_head_dim"),
+)
+"""Of the text part: what the released code and transformers' DeepSeek-V3 may default differently."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +58,13 @@ class KimiVLConfig:
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> KimiVLConfig:
-    text, vision = read_deepseek(text_part(raw), angles, regime), vision_part(raw)
+    released = architecture == RELEASED
+    model = whole(raw, "kimi_vl" if released else "kimi_k25", {"ignore_index": None})
+    part = text_part(model, raw, ("deepseek_v3", "kimi_k2"))
+    for name in _NO_DEFAULT if released else ():
+        need(part, name)
+    text = read_deepseek(part, angles, regime)
+    vision = vision_part(model, *(("moonvit",) if released else ("kimi_k25_vision",)))
     side = need(vision, "init_pos_emb_height", "pos_emb_height")
     if need(vision, "init_pos_emb_width", "pos_emb_width") != side:
         raise ConfigError(f"learned positions of {side} rows; expected a square")
@@ -63,16 +74,17 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         heads=need(vision, "num_attention_heads"),
         intermediate=need(vision, "intermediate_size"),
         output_width=text.width,
-        patch=need(vision, "patch_size"),
+        patch=one_size(vision, "patch_size"),
         merge=one_size(vision, "merge_kernel_size"),
         positions=side,
-        activation=vision.get("hidden_act", "gelu_pytorch_tanh"),
-        projector_epsilon=raw.get("projection_layer_norm_eps", 1e-5),
-        fused=architecture == RELEASED,
+        activation=vision["hidden_act"],
+        theta=read_axial_theta(vision),
+        projector_epsilon=model.get("projection_layer_norm_eps", 1e-5),
+        fused=released,
         dtype=text.dtype,
     )
-    image = need(raw, "media_placeholder_token_id", "image_token_id")
-    ends = (raw.get("vision_start_token_id"), raw.get("vision_end_token_id"))
+    image = need(model, "media_placeholder_token_id", "image_token_id")
+    ends = (model.get("vision_start_token_id"), model.get("vision_end_token_id"))
     return KimiVLConfig(architecture, text, tower, image, *ends, raw=freeze(raw))
 
 

@@ -14,42 +14,36 @@ from .configuration import Regime, need
 from .decoder import DecoderConfig
 from .decoder_weights import decoder_entries
 from .family import Family, Shapes, Vision
-from .image_family import check_placeholders, freeze, text_part, vision_part
+from .image_family import check_placeholders, freeze, one_size, text_part, vision_part, whole
 from .image_processing import CLIP_MEAN, CLIP_STD, PictureConfig, process_clip, process_llava_next
 from .projectors import TileConfig, best_resolution, packing_index
 from .text_families import read_llama, read_mistral, read_qwen2
 from .vision_vit import ViTConfig
 from .vision_weights import clip_entries, projector_entries
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, tile_fills, tile_plan
 from .weights import Entry
 
 LLAVA = "LlavaForConditionalGeneration"
 NEXT = "LlavaNextForConditionalGeneration"
 TEXT = {"llama": read_llama, "mistral": read_mistral, "qwen2": read_qwen2}
-# Released files leave out what transformers' classes have as defaults.
-SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
-DEFAULTS = {
-    "llama": {**SIZES, "intermediate_size": 11008},
-    "mistral": {**SIZES, "intermediate_size": 14336, "num_key_value_heads": 8},
-}
 
 
-def read_text(raw: Mapping[str, Any], angles: str, regime: Regime) -> DecoderConfig:
-    """The text tower by its `model_type`.
+def read_text(
+    model: Mapping[str, Any], given: Mapping[str, Any], angles: str, regime: Regime, default: str = "llama"
+) -> DecoderConfig:
+    """The text tower by its `model_type`, `default` where none is named; `given` is `model` as it was read.
 
     Raises:
       ConfigError: one that is not built.
     """
-    text = text_part(raw)
-    kind = text.get("model_type", "llama")
-    if kind not in TEXT:
-        raise ConfigError(f"text_config is of type {kind!r}; expected one of {sorted(TEXT)}")
-    return TEXT[kind](text_part(raw, DEFAULTS.get(kind)), angles, regime)
+    text = text_part(model, given, (default, *(kind for kind in TEXT if kind != default)))
+    return TEXT[text["model_type"]](text, angles, regime)
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    text, vision = read_text(raw, angles, regime), vision_part(raw)
-    layer = raw.get("vision_feature_layer", -2)
+    model = whole(raw, "llava" if architecture == LLAVA else "llava_next", {"image_token_id": None})
+    text, vision = read_text(model, raw, angles, regime), vision_part(model, "clip_vision_model")
+    layer = model["vision_feature_layer"]
     if not isinstance(layer, int):
         raise ConfigError(f"vision_feature_layer {layer!r}; expected one layer")
     tower = ViTConfig(
@@ -57,13 +51,13 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
         width=need(vision, "hidden_size"),
         heads=need(vision, "num_attention_heads"),
         intermediate=need(vision, "intermediate_size"),
-        image=need(vision, "image_size"),
-        patch=need(vision, "patch_size"),
-        channels=vision.get("num_channels", 3),
-        activation=vision.get("hidden_act", "quick_gelu"),
-        norm_epsilon=vision.get("layer_norm_eps", 1e-5),
+        image=one_size(vision, "image_size"),
+        patch=one_size(vision, "patch_size"),
+        channels=vision["num_channels"],
+        activation=vision["hidden_act"],
+        norm_epsilon=vision["layer_norm_eps"],
         class_token=True,
-        drop_class=raw.get("vision_feature_select_strategy", "default") == "default",
+        drop_class=drops_class(model),
         patch_bias=False,
         pre_norm=True,
         final_norm="kept",
@@ -74,11 +68,11 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     if architecture == NEXT:
         if not tower.drop_class:
             raise ConfigError("vision_feature_select_strategy 'full' is not built for LLaVA-NeXT; expected 'default'")
-        points = tuple((int(height), int(width)) for height, width in need(raw, "image_grid_pinpoints"))
+        points = tuple((int(height), int(width)) for height, width in need(model, "image_grid_pinpoints"))
         tiles = TileConfig(tower.image, tower.side, points)
-    bias = bool(raw.get("multimodal_projector_bias", True))
-    glue = GlueConfig(activation=raw.get("projector_hidden_act", "gelu"), bias=bias, tiles=tiles)
-    image = need(raw, "image_token_id", "image_token_index")
+    bias = model["multimodal_projector_bias"]
+    glue = GlueConfig(activation=model["projector_hidden_act"], bias=bias, tiles=tiles)
+    image = need(model, "image_token_id", "image_token_index")
     return ViTModelConfig(FAMILIES[architecture], text, tower, glue, image, freeze(raw))
 
 

@@ -14,19 +14,37 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
 
+from .configuration import Regime, need, read_axial_theta, read_decoder, read_rope, read_window
 from .decoder import Decoder, DecoderConfig
 from .family import Family, Vision
 from .family import abstract as abstract
 from .family import parameters as parameters
 from .family import with_parameters as with_parameters
-from .image_family import check_placeholders, one_kind_of_grid, pads_between_ends, refuse_regime
+from .image_family import (
+    check_placeholders,
+    one_kind_of_grid,
+    one_size,
+    pads_between_ends,
+    text_part,
+    vision_part,
+    whole,
+)
+from .known_keys import DEFAULTS, ONLY, complete
 from .positions import PositionConfig, get_rope_positions
 from .preprocessing import ImageConfig, preprocess_images
 from .qwen2_5_vl_weights import weight_map
+from .text_families import TEXT_TABLE
 from .vision_common import place_features
 from .vision_qwen2_5 import VisionConfig, VisionTower, plan_patches
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
+TEXT = "qwen2_5_vl_text"
+SECTIONS = (16, 24, 24)
+"""Of M-RoPE, where the configuration names none."""
+_SCALING_FIELDS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "mscale"),
+    *("mscale_all_dim", "short_factor", "long_factor", "attention_factor"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,50 +61,33 @@ class Qwen25VLConfig:
     tokens_per_second: int = 2
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], angles: str = "float32") -> "Qwen25VLConfig":
+    def from_dict(cls, raw: Mapping[str, Any], angles: str = "float32", regime: Regime = None) -> "Qwen25VLConfig":
         """Read `config.json`: nested (`text_config`) or flat text fields, `rope_parameters` or `rope_scaling`.
 
         Raises:
-          ConfigError: a key that is missing or has a value this port does not know.
+          ConfigError: a key that is not known, or has a value this port does not know.
         """
-        text = {**raw, **raw.get("text_config", {})}
-        need = lambda table, *names: _need(table, names)
+        model = whole(raw, "qwen2_5_vl", DEFAULTS[TEXT] | ONLY[TEXT])
+        nested = raw.get("text_config") is not None
+        kinds = (TEXT, "qwen2_5_vl") if nested else ()
+        part = text_part(model if nested else {**model, "text_config": raw}, raw, kinds)
+        text = complete(part, TEXT, TEXT_TABLE, drop=DEFAULTS["qwen2_5_vl"])
         if need(text, "hidden_act") != "silu":
             raise ConfigError(f"hidden_act {text['hidden_act']!r} is not known for Qwen2.5-VL; expected 'silu'")
-        if text.get("use_sliding_window"):
-            raise ConfigError("use_sliding_window=True is not built for Qwen2.5-VL; expected False")
-        heads, width = need(text, "num_attention_heads"), need(text, "hidden_size")
-        head_dim = text.get("head_dim") or width // heads
-        scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        theta = scaling.get("rope_theta", text.get("rope_theta"))
-        sections = scaling.get("mrope_section")
-        if theta is None or sections is None:
-            raise ConfigError(f"rope_theta {theta!r} and mrope_section {sections!r}: expected both in config.json")
-        rope = Rope(float(theta), head_dim, sections=tuple(sections), order="blocked", angles=angles)  # type: ignore[arg-type]
-        decoder = DecoderConfig(
-            vocabulary=need(text, "vocab_size"),
-            width=width,
-            layers=need(text, "num_hidden_layers"),
-            heads=heads,
-            kv_heads=need(text, "num_key_value_heads"),
-            head_dim=head_dim,
-            intermediate=need(text, "intermediate_size"),
-            rope=rope,
-            norm_epsilon=text.get("rms_norm_eps", 1e-6),
-            attention_bias=True,
-            tied_embeddings=bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-            dtype=text.get("dtype") or text.get("torch_dtype") or "float32",
-        )
+        head_dim = text.get("head_dim") or need(text, "hidden_size") // need(text, "num_attention_heads")
+        rope = read_rope(text, head_dim, angles=angles, regime=regime, sections=SECTIONS)
+        decoder = read_decoder(text, rope, attention_bias=True, window=read_window(text))
         end = text.get("eos_token_id", ())
+        vision = vision_part(model, "qwen2_5_vl_vision", "qwen2_5_vl")
         return cls(
             text=decoder,
-            vision=_vision(need(raw, "vision_config"), decoder),
-            image_token=need(raw, "image_token_id"),
-            video_token=need(raw, "video_token_id"),
-            vision_start_token=need(raw, "vision_start_token_id"),
-            vision_end_token=need(raw, "vision_end_token_id"),
+            vision=_vision(vision, decoder),
+            image_token=need(model, "image_token_id"),
+            video_token=need(model, "video_token_id"),
+            vision_start_token=need(model, "vision_start_token_id"),
+            vision_end_token=need(model, "vision_end_token_id"),
             end_tokens=tuple(end) if isinstance(end, list | tuple) else () if end is None else (int(end),),
-            tokens_per_second=raw["vision_config"].get("tokens_per_second", 2),
+            tokens_per_second=need(vision, "tokens_per_second"),
         )
 
     @property
@@ -110,9 +111,9 @@ class Qwen25VLConfig:
             "hidden_act": text.activation,
             "rms_norm_eps": text.norm_epsilon,
             "rope_theta": text.rope.theta,
-            "rope_scaling": {"type": "mrope", "mrope_section": list(text.rope.sections or ())},
+            "rope_scaling": _rope_entry(text.rope),
             "tie_word_embeddings": text.tied_embeddings,
-            "use_sliding_window": False,
+            "use_sliding_window": text.window is not None,
             "torch_dtype": text.dtype,
             "image_token_id": self.image_token,
             "video_token_id": self.video_token,
@@ -134,31 +135,52 @@ class Qwen25VLConfig:
                 "window_size": vision.window,
                 "fullatt_block_indexes": list(vision.full_layers),
                 "tokens_per_second": self.tokens_per_second,
+                **({} if vision.theta == 1e4 else {"rope_theta": vision.theta}),
             },
+            **self._lengths(),
         }
 
+    def _lengths(self) -> dict[str, Any]:
+        """What is written only where it counts, so that fingerprints of plain models stay as they were."""
+        scaling, window = self.text.rope.scaling, self.text.window
+        found: dict[str, Any] = {}
+        if scaling is not None and scaling.kind == "dynamic":
+            found |= {"max_position_embeddings": scaling.original}
+        if window is not None:
+            found |= {"sliding_window": window, "max_window_layers": 0}
+        return found
 
-def _need(table: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    for name in names:
-        if name in table and table[name] is not None:
-            return table[name]
-    raise ConfigError(f"config.json has no {names[0]!r}; expected it for {ARCHITECTURE}")
+
+def _rope_entry(rope: Rope) -> dict[str, Any]:
+    """`rope_scaling` as `read_rope` reads it back."""
+    table: dict[str, Any] = {"type": "mrope", "mrope_section": list(rope.sections or ())}
+    if rope.scaling is None:
+        return table
+    kept = {name: value for name, value in dataclasses.asdict(rope.scaling).items() if name in _SCALING_FIELDS}
+    more = {} if rope.scaling.kind == "dynamic" else {"original_max_position_embeddings": rope.scaling.original}
+    return (
+        table
+        | {"type": rope.scaling.kind}
+        | {name: value for name, value in (kept | more).items() if value is not None}
+    )
 
 
 def _vision(raw: Mapping[str, Any], text: DecoderConfig) -> VisionConfig:
+    patch = raw.get("spatial_patch_size") if raw.get("patch_size") is None else raw["patch_size"]
     config = VisionConfig(
-        depth=_need(raw, ("depth",)),
-        width=_need(raw, ("hidden_size",)),
-        heads=_need(raw, ("num_heads",)),
-        intermediate=_need(raw, ("intermediate_size",)),
-        output_width=_need(raw, ("out_hidden_size",)),
-        patch=_need(raw, ("patch_size", "spatial_patch_size")),
-        merge=_need(raw, ("spatial_merge_size",)),
-        temporal=_need(raw, ("temporal_patch_size",)),
-        window=_need(raw, ("window_size",)),
-        full_layers=tuple(_need(raw, ("fullatt_block_indexes",))),
-        channels=raw.get("in_channels", raw.get("in_chans", 3)),
-        activation=raw.get("hidden_act", "silu"),
+        depth=need(raw, "depth"),
+        width=need(raw, "hidden_size"),
+        heads=need(raw, "num_heads"),
+        intermediate=need(raw, "intermediate_size"),
+        output_width=need(raw, "out_hidden_size"),
+        patch=one_size({"patch_size": patch}, "patch_size"),
+        merge=need(raw, "spatial_merge_size"),
+        temporal=one_size(raw, "temporal_patch_size"),
+        window=need(raw, "window_size"),
+        full_layers=tuple(need(raw, "fullatt_block_indexes")),
+        channels=raw.get("in_chans") or raw["in_channels"],
+        activation=need(raw, "hidden_act"),
+        theta=read_axial_theta(raw),
         dtype=text.dtype,
     )
     if config.output_width != text.width:
@@ -191,7 +213,8 @@ def _position_config(config: Qwen25VLConfig) -> PositionConfig:
 
 def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, *grids, None, _position_config(config))[0]
+    seconds = arrays.get("second_per_grid_ts")
+    return get_rope_positions(input_ids, *grids, seconds, _position_config(config))[0]
 
 
 def _plan(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -205,9 +228,8 @@ def _plan(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, An
     return plan
 
 
-def _read(raw: Mapping[str, Any], angles: str, regime: str | int | None) -> Qwen25VLConfig:
-    refuse_regime(regime, ARCHITECTURE)
-    return Qwen25VLConfig.from_dict(raw, angles)
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen25VLConfig:
+    return Qwen25VLConfig.from_dict(raw, angles, regime)
 
 
 FAMILY = Family(

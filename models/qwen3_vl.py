@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from kvpatch_jax.errors import ConfigError
 
-from .configuration import Regime, need
+from .configuration import Regime, need, read_axial_theta
 from .decoder import Decoder, DecoderConfig
 from .decoder_weights import decoder_entries
 from .family import Family, Shapes, Vision
@@ -24,10 +24,10 @@ from .image_family import (
     one_kind_of_grid,
     one_size,
     pads_between_ends,
-    refuse_regime,
     text_part,
     thaw,
     vision_part,
+    whole,
 )
 from .positions import PositionConfig, get_rope_positions
 from .preprocessing import ImageConfig, preprocess_images
@@ -39,6 +39,8 @@ from .weights import Entry
 
 DENSE = "Qwen3VLForConditionalGeneration"
 MIXTURE = "Qwen3VLMoeForConditionalGeneration"
+SECTIONS = (24, 20, 20)
+"""Of M-RoPE, where the configuration names none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +67,21 @@ class Qwen3VLConfig:
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen3VLConfig:
-    refuse_regime(regime, architecture)
-    text = text_part(raw)
-    if architecture == MIXTURE:
-        decoder = read_qwen3_moe({**text, "norm_topk_prob": True}, angles)
+    family = "qwen3_vl_moe" if architecture == MIXTURE else "qwen3_vl"
+    model, kind = whole(raw, family), f"{family}_text"
+    text = text_part(model, raw, (kind, family))
+    if architecture == MIXTURE:  # whose router renormalises whatever the configuration says
+        decoder = read_qwen3_moe({**text, "norm_topk_prob": True}, angles, regime, kind, SECTIONS)
     else:
-        decoder = read_qwen3(text, angles)
-    if decoder.rope.sections is None:
-        raise ConfigError("config.json has no 'mrope_section'; expected it for Qwen3-VL")
+        decoder = read_qwen3(text, angles, regime, kind, SECTIONS)
     return Qwen3VLConfig(
         architecture,
         decoder,
-        _read_vision(vision_part(raw), decoder),
-        image_token=need(raw, "image_token_id"),
-        video_token=need(raw, "video_token_id"),
-        vision_start_token=need(raw, "vision_start_token_id"),
-        vision_end_token=need(raw, "vision_end_token_id"),
+        _read_vision(vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family), decoder),
+        image_token=need(model, "image_token_id"),
+        video_token=need(model, "video_token_id"),
+        vision_start_token=need(model, "vision_start_token_id"),
+        vision_end_token=need(model, "vision_end_token_id"),
         raw=freeze(raw),
     )
 
@@ -97,8 +98,9 @@ def _read_vision(raw: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConf
         temporal=one_size(raw, "temporal_patch_size"),
         positions=need(raw, "num_position_embeddings"),
         deepstack_layers=tuple(need(raw, "deepstack_visual_indexes")),
-        channels=raw.get("in_channels", 3),
-        activation=raw.get("hidden_act", "gelu_pytorch_tanh"),
+        channels=raw["in_channels"],
+        activation=raw["hidden_act"],
+        theta=read_axial_theta(raw),
         dtype=text.dtype,
     )
     if config.output_width != text.width:

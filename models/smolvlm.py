@@ -14,7 +14,7 @@ from .configuration import Regime, need
 from .decoder_weights import decoder_entries
 from .deepseek_vl import read_siglip
 from .family import Family, Shapes, Vision
-from .image_family import freeze, one_size, text_part, vision_part
+from .image_family import freeze, text_part, vision_part, whole
 from .image_processing import HALVES, PictureConfig, process_smolvlm
 from .text_families import read_llama
 from .vision_vit import bucket_positions
@@ -26,11 +26,11 @@ ARCHITECTURE = "SmolVLMForConditionalGeneration"
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    text, vision = read_llama(text_part(raw), angles, regime), vision_part(raw)
-    sizes = {name: one_size(vision, name) for name in ("image_size", "patch_size")}
-    tower = read_siglip({"intermediate_size": 3072, **vision, **sizes}, text.dtype)
-    glue = GlueConfig("linear", raw.get("scale_factor", 2))
-    return ViTModelConfig(FAMILY, text, tower, glue, need(raw, "image_token_id"), freeze(raw))
+    model = whole(raw, "smolvlm")
+    text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
+    tower = read_siglip(vision_part(model, "smolvlm_vision"), text.dtype)
+    glue = GlueConfig("linear", need(model, "scale_factor"))
+    return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[Entry]:

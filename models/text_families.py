@@ -22,10 +22,12 @@ from .configuration import (
     read_rope,
     read_softmax_experts,
     read_window,
+    rope_table,
 )
 from .decoder import Decoder, DecoderConfig
 from .decoder_weights import decoder_entries
 from .family import Family, Shapes
+from .known_keys import complete
 from .weights import Entry
 
 
@@ -60,6 +62,7 @@ class TextModel(nnx.Module):
 
 
 ReadText = Callable[[Raw, str, Regime], DecoderConfig]
+TEXT_TABLE = "the text part of config.json"
 
 
 def _head_dim(raw: Raw) -> int:
@@ -68,65 +71,79 @@ def _head_dim(raw: Raw) -> int:
 
 def read_llama(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Llama 2 and 3.1 (also the text towers of LLaVA, DeepSeek-VL and SmolVLM)."""
-    bias = bool(raw.get("attention_bias"))
+    raw = complete(raw, "llama", TEXT_TABLE)
+    bias = raw["attention_bias"]
     rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime)
-    return read_decoder(raw, rope, attention_bias=bias, output_bias=bias, mlp_bias=bool(raw.get("mlp_bias")))
+    return read_decoder(raw, rope, attention_bias=bias, output_bias=bias, mlp_bias=raw["mlp_bias"])
 
 
 def read_mistral(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Mistral; version 0.1 has a sliding window, within which it is served."""
+    raw = complete(raw, "mistral", TEXT_TABLE)
     rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime)
-    return read_decoder(raw, rope, window=read_window(raw, True))
+    return read_decoder(raw, rope, window=read_window(raw))
 
 
 def read_qwen2(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Qwen2 and 2.5 (also InternVL3's text tower): biases on query, key and value."""
+    raw = complete(raw, "qwen2", TEXT_TABLE)
     rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime)
-    return read_decoder(raw, rope, attention_bias=True, window=read_window(raw, False))
+    return read_decoder(raw, rope, attention_bias=True, window=read_window(raw))
 
 
-def read_qwen3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
-    """Qwen3: norms on query and key heads, before rotation. M-RoPE sections, where there are any, are interleaved."""
-    bias = bool(raw.get("attention_bias"))
-    rope = read_rope(raw, raw.get("head_dim") or 128, angles=angles, regime=regime, order="interleaved")
+def read_qwen3(
+    raw: Raw, angles: str, regime: Regime = None, kind: str = "qwen3", sections: tuple[int, ...] | None = None
+) -> DecoderConfig:
+    """Qwen3: norms on query and key heads, before rotation. M-RoPE sections, where there are any, are interleaved.
+
+    `kind` and `sections` are Qwen3-VL's and the mixtures' own: what `known_keys` calls them, and M-RoPE's default.
+    """
+    raw = complete(raw, kind, TEXT_TABLE)
+    bias, order = raw["attention_bias"], "interleaved"
+    rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime, order=order, sections=sections)
     switches = {"head_dim": rope.head_width, "attention_bias": bias, "output_bias": bias, "qk_norm": True}
-    return read_decoder(raw, rope, **switches, window=read_window(raw, False))
+    return read_decoder(raw, rope, **switches, window=read_window(raw, every_layer="moe" in kind))
 
 
-def read_qwen3_moe(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
+def read_qwen3_moe(
+    raw: Raw, angles: str, regime: Regime = None, kind: str = "qwen3_moe", sections: tuple[int, ...] | None = None
+) -> DecoderConfig:
     """Qwen3 with experts in every layer."""
-    return dataclasses.replace(read_qwen3(raw, angles, regime), experts=read_softmax_experts(raw))
+    experts = read_softmax_experts(complete(raw, kind, TEXT_TABLE))
+    return dataclasses.replace(read_qwen3(raw, angles, regime, kind, sections), experts=experts)
 
 
 def read_glm(raw: Raw, angles: str, regime: Regime = None, post_norms: bool = False) -> DecoderConfig:
     """GLM-4: the first half of each head rotates, in pairs; the 0414 release has norms behind attention and MLP."""
-    head_dim = raw.get("head_dim") or 128
+    raw = complete(raw, "glm4" if post_norms else "glm", TEXT_TABLE)
+    head_dim = _head_dim(raw)
     rope = read_rope(raw, head_dim, angles=angles, regime=regime, partial=0.5, cached="pairs")
-    bias = bool(raw.get("attention_bias", True))
-    return read_decoder(raw, rope, head_dim=head_dim, attention_bias=bias, post_norms=post_norms)
+    return read_decoder(raw, rope, head_dim=head_dim, attention_bias=raw["attention_bias"], post_norms=post_norms)
 
 
 def read_phi3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Phi-3: fused projections; longrope, which early files call "su" or "yarn"."""
-    table = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    raw = complete(raw, "phi3", TEXT_TABLE)
+    table = rope_table(raw)
     if table.get("rope_type", table.get("type")) == "yarn":
-        raw = {**raw, "rope_parameters": {**table, "rope_type": "longrope"}}
+        raw = {**raw, "rope_scaling": None, "rope_parameters": {**table, "rope_type": "longrope"}}
     rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime)
-    return read_decoder(raw, rope, window=read_window(raw, True))
+    return read_decoder(raw, rope, window=read_window(raw))
 
 
 def read_deepseek(raw: Raw, angles: str, regime: Regime = None, version: int = 3) -> DecoderConfig:
     """DeepSeek-V2 (caches rotary pairs side by side), V3 and Kimi (read pairs, cache halves): latent attention."""
+    raw = complete(raw, f"deepseek_v{version}", TEXT_TABLE)
     cached = "pairs" if version == 2 else "half"
     rope = read_rope(raw, need(raw, "qk_rope_head_dim"), angles=angles, regime=regime, cached=cached)
-    bias = bool(raw.get("attention_bias"))
+    bias = raw["attention_bias"]
     return read_decoder(
         raw,
         rope,
         attention="mla",
         attention_bias=bias,
         output_bias=bias,
-        latent=read_latent(raw, rope, reads_pairs=version == 3 and raw.get("rope_interleave") is not False),
+        latent=read_latent(raw, rope, reads_pairs=version == 3 and raw["rope_interleave"]),
         experts=read_deepseek_experts(raw, "softmax" if version == 2 else "sigmoid"),
     )
 

@@ -117,6 +117,18 @@ class ViTModel(nnx.Module):
         return pixel_shuffle(features, self.config.glue.shuffle)
 
 
+def drops_class(model: Mapping[str, Any]) -> bool:
+    """Whether the tower's class token is left out.
+
+    Raises:
+      ConfigError: a strategy that is not known.
+    """
+    strategy = model["vision_feature_select_strategy"]
+    if strategy not in ("default", "full"):
+        raise ConfigError(f"vision_feature_select_strategy {strategy!r} is not known; expected 'default' or 'full'")
+    return strategy == "default"
+
+
 def tile_plan(
     config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any], tiles: np.ndarray | None = None
 ) -> dict[str, np.ndarray] | None:

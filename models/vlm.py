@@ -31,7 +31,7 @@ from .buckets import Buckets, cut_output, pad_context, pad_ids, pad_images, pad_
 from .chat import ChatTemplate, Message, expand_images, images_of
 from .family import Config, Family, abstract, parameters, with_dtype, with_parameters
 from .sharding import auto_mesh, cache_shardings, check_parameters, parameter_shardings
-from .weights import flatten_params, load_weights, save_weights, tensor_shapes
+from .weights import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -469,8 +469,11 @@ class ModelBackbone:
         """
         config = family.config(raw, angles, regime)
         config = config if dtype is None else with_dtype(config, dtype)
+        shapes = tensor_shapes(directory)
+        silent = raw.get("tie_word_embeddings") is None
+        config = family.settle_ties(config, shapes, functools.partial(same_tensors, directory), silent)
         expected = flatten_params(parameters(abstract(config)))
-        entries = family.entries(config, tensor_shapes(directory))
+        entries = family.entries(config, shapes)
         mesh = None if mesh is None else auto_mesh(mesh)
         shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
         ignore = family.ignored(config)

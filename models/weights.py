@@ -30,6 +30,7 @@ from kvpatch_jax.errors import WeightsError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_PIECE = 1 << 22  # values read at once where two tensors are compared
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _INTEGER = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 
@@ -155,6 +156,26 @@ def tensor_shapes(directory: str | os.PathLike[str]) -> dict[str, tuple[int, ...
     """
     files = sorted(set(weight_index(directory).values()))
     return {name: shape for file in files for name, (shape, _) in _headers(file).items()}
+
+
+def same_tensors(directory: str | os.PathLike[str], first: str, second: str) -> bool:
+    """Whether two tensors of a checkpoint hold the same values. Read in pieces; ends at the first that differ.
+
+    Raises:
+      WeightsError: as `weight_index`, or data that cannot be read.
+    """
+    index = weight_index(directory)
+    with _open(index[first]) as one, _open(index[second]) as other:
+        parts = one.get_slice(first), other.get_slice(second)
+        shape = parts[0].get_shape()
+        if shape != parts[1].get_shape() or parts[0].get_dtype() != parts[1].get_dtype():
+            return False
+        step = max(1, _PIECE // max(1, math.prod(shape[1:])))
+        try:
+            pieces = (slice(start, start + step) for start in range(0, shape[0], step))
+            return all(np.array_equal(*(part[piece] for part in parts)) for piece in pieces)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise WeightsError(f"tensors {first!r} and {second!r} cannot be read: {error}") from error
 
 
 def _plan(entries: Sequence[Entry], expected: Expected) -> list[_Tensor]:

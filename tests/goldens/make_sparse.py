@@ -1,0 +1,260 @@
+"""Make the goldens of sparse configurations with transformers (5.23) and torch. See README.md beside this file.
+
+Every family from a `config.json` that holds only the keys a tiny model cannot do without, so that all others take the
+defaults of transformers' classes; and those defaults themselves. Run it in an environment that has them:
+`python tests/goldens/make_sparse.py`. It rewrites `sparse/`.
+"""
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from redraw import redraw_all
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from vlm_golden import IMAGE, VIDEO, draw_pixels, tokens_of
+
+OUT = Path(__file__).parent / "sparse"
+VOCABULARY, TOKENS = 320, 14
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+MANY = {"n_routed_experts": 16, "moe_intermediate_size": 16}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+QWEN_TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 303, "vision_end_token_id": 304}
+
+# name -> keys of the text part. A pad token past the vocabulary is what some classes default to: it must be named.
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"num_key_value_heads": 2}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 16, "moe_intermediate_size": 16}),
+    "glm": ("Glm", {"pad_token_id": None}),
+    "glm4": ("Glm4", {"pad_token_id": None}),
+    "phi3": ("Phi3", {"pad_token_id": None, "num_key_value_heads": 2}),
+    "deepseek_v2": ("DeepseekV2", {**MANY, "num_experts_per_tok": 3}),
+    "deepseek_v3": ("DeepseekV3", {**MANY, "num_hidden_layers": 4, "num_key_value_heads": 4}),
+}
+TEXTS["qwen3_moe"][1]["num_key_value_heads"] = 4
+
+
+def only(kind: str) -> dict[str, Any]:
+    """A text part of this `model_type`."""
+    return {**SIZES, **TEXTS[kind][1], "model_type": kind}
+
+
+# name -> (class, config.json's own keys, shape of pixel_values, further inputs, image tokens)
+QWEN_GRID = {"image_grid_thw": [[1, 4, 8]]}
+QWEN25_TOWER = {**QWEN_TOWER, "fullatt_block_indexes": [1]}
+QWEN3_TOWER = {**QWEN_TOWER, "deepstack_visual_indexes": [0, 2]}
+MIXTURE = {"num_experts": 8, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 128}
+IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], int]] = {
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {"text_config": {**SIZES, "hidden_size": 512, "num_key_value_heads": 2}}
+        | {"vision_config": {**QWEN25_TOWER, "out_hidden_size": 512}, **IDS},
+        (32, 3 * 2 * 14 * 14),
+        QWEN_GRID,
+        8,
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {"text_config": {**SIZES, "num_key_value_heads": 2}, "vision_config": QWEN3_TOWER, **IDS},
+        (32, 3 * 2 * 16 * 16),
+        QWEN_GRID,
+        8,
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {"text_config": {**SIZES, **MIXTURE}, "vision_config": QWEN3_TOWER, **IDS},
+        (32, 3 * 2 * 16 * 16),
+        QWEN_GRID,
+        8,
+    ),
+    "llava": (
+        "Llava",
+        {"text_config": only("llama"), "vision_config": TOWER, "image_token_index": IMAGE},
+        (1, 3, 16, 16),
+        {},
+        16,
+    ),
+    "llava_mistral": (
+        "Llava",
+        {"text_config": only("mistral"), "vision_config": TOWER, "image_token_index": IMAGE},
+        (1, 3, 16, 16),
+        {},
+        16,
+    ),
+    "llava_next": (
+        "LlavaNext",
+        {"text_config": only("mistral"), "vision_config": {**TOWER, "image_size": 336, "patch_size": 84}}
+        | {"image_token_index": IMAGE},
+        (1, 3, 3, 336, 336),
+        {"image_sizes": [[200, 400]]},
+        16 + 4 * (8 + 1),
+    ),
+    "internvl": (
+        "InternVL",
+        {"text_config": {**SIZES, "num_key_value_heads": 2}, "vision_config": TOWER, "image_token_id": IMAGE},
+        (2, 3, 16, 16),
+        {},
+        8,
+    ),
+    "deepseek_vl": (
+        "DeepseekVL",
+        {"text_config": only("llama"), "vision_config": TOWER, "image_token_id": IMAGE},
+        (1, 3, 16, 16),
+        {},
+        16,
+    ),
+    "smolvlm": (
+        "SmolVLM",
+        {"text_config": only("llama"), "vision_config": TOWER, "image_token_id": IMAGE},
+        (1, 1, 3, 16, 16),
+        {},
+        4,
+    ),
+    "kimi_vl": (
+        "Kimi_K25",
+        {"text_config": only("deepseek_v3")}
+        | {"vision_config": {key: TOWER[key] for key in list(TOWER)[:4]}}
+        | {"projection_hidden_size": 32, "image_token_id": IMAGE, "vision_start_token_id": 303}
+        | {"vision_end_token_id": 304, "video_token_id": VIDEO},
+        (32, 3, 14, 14),
+        QWEN_GRID,
+        8,
+    ),
+}
+CLASSES = {
+    **{kind: name for kind, (name, _) in TEXTS.items()},
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "llava": "Llava",
+    "llava_next": "LlavaNext",
+    "internvl": "InternVL",
+    "deepseek_vl": "DeepseekVL",
+    "smolvlm": "SmolVLM",
+    "kimi_k25": "Kimi_K25",
+    "clip_vision_model": "CLIPVision",
+    "siglip_vision_model": "SiglipVision",
+    "internvl_vision": "InternVLVision",
+    "smolvlm_vision": "SmolVLMVision",
+    "kimi_k25_vision": "Kimi_K25Vision",
+    "qwen2_5_vl_text": "Qwen2_5_VLText",
+    "qwen2_5_vl_vision": "Qwen2_5_VLVision",
+    "qwen3_vl_text": "Qwen3VLText",
+    "qwen3_vl_vision": "Qwen3VLVision",
+    "qwen3_vl_moe_text": "Qwen3VLMoeText",
+}
+
+
+def configuration(name: str) -> type:
+    """A configuration class, also where it is not exported at the top."""
+    if hasattr(transformers, f"{name}Config"):
+        return getattr(transformers, f"{name}Config")
+    modules = [module for key, module in list(sys.modules.items()) if ".configuration_" in key]
+    return next(getattr(module, f"{name}Config") for module in modules if hasattr(module, f"{name}Config"))
+
+
+def write_defaults() -> None:
+    """`class_defaults.json`: by `model_type`, what every class has for a key that is absent."""
+    base = transformers.PreTrainedConfig().to_dict()
+    found = {}
+    for kind, name in CLASSES.items():
+        values = configuration(name)().to_dict()
+        parts = {key for key, value in values.items() if key.endswith("_config") and isinstance(value, dict)}
+        skip = (set(base) | parts) - {"tie_word_embeddings"}
+        found[kind] = {key: value for key, value in sorted(values.items()) if key not in skip}
+    lines = ",\n".join(f"{json.dumps(kind)}: {json.dumps(table)}" for kind, table in found.items())
+    (OUT / "class_defaults.json").write_text("{\n" + lines + "\n}\n")
+
+
+def build(name: str, raw: dict[str, Any], architecture: str) -> Any:
+    """The tiny model of a sparse `config.json`, every parameter redrawn; writes `<name>.json` (config and shapes)."""
+    kind = getattr(transformers, architecture)
+    config = configuration(architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"))
+    with tempfile.TemporaryDirectory() as directory:
+        plain = {"save_original_format": False} if name == "kimi_vl" else {}  # else it writes what it cannot read
+        kind(config.from_dict(json.loads(json.dumps(raw)))).save_pretrained(directory, **plain)
+        path = Path(directory) / "model.safetensors"
+        with safe_open(path, "np") as file:
+            shapes = {key: list(file.get_slice(key).get_shape()) for key in sorted(file.keys())}
+        save_file(redraw_all(shapes), path, metadata={"format": "pt"})
+        (Path(directory) / "config.json").write_text(json.dumps(raw))
+        model, report = kind.from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+        assert not [*report["missing_keys"], *report["unexpected_keys"]], report
+    lines = [f'"config": {json.dumps(raw)}', *[f"{json.dumps(key)}: {json.dumps(shapes[key])}" for key in shapes]]
+    (OUT / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return model.eval()
+
+
+def write(name: str, logits: torch.Tensor, arrays: dict[str, np.ndarray]) -> None:
+    rows = np.array([0, logits.shape[1] // 2, logits.shape[1] - 1], np.int32)
+    kept = {"rows": rows, "logits": logits[0, rows].numpy(), **arrays}
+    np.savez_compressed(OUT / f"{name}.npz", **kept)
+    size = (OUT / f"{name}.npz").stat().st_size / 1024
+    print(f"{name:>16} {size:6.1f} KiB   logits std {float(logits.std()):.2f}")
+
+
+def make_text(kind: str) -> None:
+    name, more = TEXTS[kind]
+    architecture = f"{name}ForCausalLM"
+    model = build(kind, {"architectures": [architecture], "model_type": kind, **SIZES, **more}, architecture)
+    input_ids = torch.tensor([(np.arange(TOKENS) * 37 + 11) % 290 + 3])
+    write(kind, model(input_ids=input_ids).logits, {"input_ids": input_ids[0].numpy().astype(np.int32)})
+
+
+def make_image(name: str) -> None:
+    kind, raw, shape, extra, count = IMAGES[name]
+    architecture = f"{kind}ForConditionalGeneration"
+    model_type = {"kimi_vl": "kimi_k25", "llava_mistral": "llava"}.get(name, name)
+    model = build(name, {"architectures": [architecture], "model_type": model_type, **raw}, architecture)
+    start, end = (303, 304) if "image_grid_thw" in extra else (None, None)
+    input_ids = tokens_of([5, (count,), 3], start, end)
+    pixels = draw_pixels(f"sparse {name}", *shape)
+    inputs: dict[str, Any] = {key: torch.tensor(value) for key, value in extra.items()}
+    inputs["pixel_values"] = torch.from_numpy(pixels)
+    if name.startswith("qwen"):
+        inputs["mm_token_type_ids"] = (input_ids == IMAGE).int()
+    logits = model(input_ids=input_ids, **inputs).logits
+    arrays = {key: np.asarray(value, np.int32) for key, value in extra.items()}
+    ids = input_ids[0].numpy().astype(np.int32)
+    write(name, logits, {"input_ids": ids, "pixel_shape": np.array(shape, np.int32), **arrays})
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    OUT.mkdir(exist_ok=True)
+    write_defaults()
+    with torch.no_grad():
+        for kind in TEXTS:
+            make_text(kind)
+        for name in IMAGES:
+            make_image(name)
+
+
+if __name__ == "__main__":
+    main()
