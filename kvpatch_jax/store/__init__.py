@@ -8,6 +8,7 @@ from .ids import ENCODINGS as ENCODINGS
 from .ids import Served as Served
 from .ids import chunk_id as chunk_id
 from .ids import encoder_id as encoder_id
+from .item import StoreItem as StoreItem
 from .libraries import DynamicLibrary as DynamicLibrary
 from .libraries import HeldReference as HeldReference
 from .libraries import StaticLibrary as StaticLibrary
@@ -31,6 +32,7 @@ from .shelf import Listed as Listed
 from .shelf import Resource as Resource
 from .snapshot import Summary as Summary
 from .statistics import Statistics as Statistics
+from .statistics import StatisticsCollector as StatisticsCollector
 from .statistics import prometheus_text as prometheus_text
 from .store import Budget as Budget
 from .store import ChunkStore as ChunkStore

@@ -1,8 +1,8 @@
 """The store and Orbax: a store beside model parameters in one checkpoint; chunks as Orbax arrays, for other meshes.
 
-All of the library's calls of Orbax are here. It is its version 1 interface, which may still change, so that
-`pyproject.toml` names the versions that it was held against. Orbax syncs array data and not its own small files and
-directories; what this module acknowledges was synced afterwards, for which `make_durable` is there too.
+All of the library's calls of Orbax's version 1 interface are here. It may still change, so that `pyproject.toml` names
+the versions that it was held against. Orbax syncs array data and not its own small files and directories; what this
+module acknowledges was synced afterwards, for which `make_durable` is there too.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
 from ..chunk import AnyArray, Chunk
@@ -25,7 +24,6 @@ from .arrivals import changing_libraries, check_library, entries_last, is_entry,
 from .codec import encoder_blob, patch_blob, patch_of, patch_parts
 from .files import sync_directory, sync_file_system, typed_errors
 from .ids import Encoding, Name
-from .item import StoreItem as StoreItem
 from .item import local_path
 from .objects import Blob, file_size
 from .placement import Placement, target_of
@@ -48,11 +46,6 @@ from .store import ChunkStore
 
 LIST = "EXPORT"
 _PART_BYTES, _GROUP = 1 << 30, 64
-
-
-def barrier(key: str, timeout: float | int) -> None:
-    """Waits, in any thread, until all processes of the job have come to `key`. Raises where they do not come."""
-    multihost.get_barrier_sync_fn()(key=key, timeout_ms=int(1000 * timeout))
 
 
 def make_durable(directory: str | os.PathLike[str]) -> None:

@@ -14,12 +14,12 @@ from .store import ChunkStore
 
 
 class StoreItem:
-    """A store's tenant as an item of an Orbax checkpoint, for who wants other choices than those of the store itself.
+    """Makes a store's tenant an item of an Orbax checkpoint.
 
-    `ocp.save_checkpointables(path, {"chunk_store": store, "model": parameters})` takes the `ChunkStore` as it is, and
-    so do `ocp.load_checkpointables` and `ocp.training.Checkpointer`. What is saved is a snapshot of the tenant's
-    objects and libraries (`snapshot`), made while the caller goes on; loading adds it to the store, verified, all or
-    nothing.
+    `ocp.save_checkpointables(path, {"chunk_store": StoreItem(store), "model": parameters})` saves it beside a model;
+    `ocp.load_checkpointables` and `ocp.training.Checkpointer` take it likewise. What is saved is a snapshot of the
+    tenant's objects and libraries (`snapshot`), made while the caller goes on; loading adds it to the store, verified,
+    all or nothing.
 
     Several processes save and load together, each with a store object of its own, over one root or over a root each,
     into a checkpoint on a file system that all of them see. Orbax gives a checkpoint its name when the first process is

@@ -24,6 +24,13 @@ TIMEOUT = 1200
 _TOKEN = 16
 
 
+def _barrier(key: str, timeout: float | int) -> None:
+    """Waits, in any thread, until all processes of the job have come to `key`. Raises where they do not come."""
+    from orbax.checkpoint import multihost  # it takes a second to import
+
+    multihost.get_barrier_sync_fn()(key=key, timeout_ms=int(1000 * timeout))
+
+
 class Together:
     """One thing that all processes of a job do, each beginning it at the same place of the program.
 
@@ -46,10 +53,8 @@ class Together:
         """Waits for all. Allowed in a thread in the background. Raises StoreIOError where they do not come."""
         if self.count == 1:
             return
-        from .checkpoint import barrier
-
         try:
-            barrier(f"kvpatch_jax/{self._key}/{next(self._steps)}", self._timeout)
+            _barrier(f"kvpatch_jax/{self._key}/{next(self._steps)}", self._timeout)
         except Exception as error:  # the coordination service raises errors of several kinds
             raise StoreIOError(
                 f"process {self.index}: the other processes did not come ({str(error)[:200]}); expected all "

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -286,18 +286,6 @@ class ChunkStore:
         with self._room:
             self._fresh.update(dict.fromkeys(("obj", self._names.space), need))
         return added
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        """Orbax's way to save this tenant's objects beside model parameters; see `checkpoint.StoreItem`."""
-        from .checkpoint import StoreItem
-
-        return await StoreItem(self).save(directory)
-
-    async def load(self, directory: Any) -> Awaitable[None]:
-        """Orbax's way to put the objects of a checkpoint into this store; see `checkpoint.StoreItem`."""
-        from .checkpoint import StoreItem
-
-        return await StoreItem(self).load(directory)
 
     # ----------------------------------------------------------------------------------------------- keeping
 

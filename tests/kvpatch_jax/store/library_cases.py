@@ -6,7 +6,15 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 from store_cases import chunk_of
 
-from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
+from kvpatch_jax.store import (
+    Budget,
+    ChunkStore,
+    DynamicLibrary,
+    StaticLibrary,
+    StoreItem,
+    load_snapshot,
+    save_snapshot,
+)
 from kvpatch_jax.store.checkpoint import export_arrays, import_arrays
 
 KEY = b"one key of the store, 32 bytes at least"
@@ -67,8 +75,8 @@ def travel(way: str, store: ChunkStore, into: ChunkStore, folder: Path) -> None:
     """Everything of one store's tenant into another store."""
     name, root = str(folder / f"by-{way}"), store.disk.root
     if way == "orbax":
-        ocp.save_checkpointables(name, {"chunk_store": store})
-        ocp.load_checkpointables(name, {"chunk_store": into})
+        ocp.save_checkpointables(name, {"chunk_store": StoreItem(store)})
+        ocp.load_checkpointables(name, {"chunk_store": StoreItem(into)})
     elif way == "arrays":
         export_arrays(store, name, part_bytes=5_000)
         import_arrays(name, into)

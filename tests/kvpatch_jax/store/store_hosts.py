@@ -32,8 +32,8 @@ from kvpatch_jax.errors import (
     StoreIOError,
     StoreSnapshotError,
 )
-from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, checkpoint
-from kvpatch_jax.store.checkpoint import StoreItem, export_arrays, import_arrays, load_arrays, make_durable, save_arrays
+from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, StoreItem, checkpoint
+from kvpatch_jax.store.checkpoint import export_arrays, import_arrays, load_arrays, make_durable, save_arrays
 from kvpatch_jax.store.processes import Together
 
 INDEX, COUNT, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
@@ -179,7 +179,7 @@ def item() -> None:
         if INDEX == 0:
             StaticLibrary(store, quota=1 << 20).put("A", "text")
         together("put")
-        ocp.save_checkpointables(str(FOLDER / "item"), {"chunk_store": store, "model": MODEL})
+        ocp.save_checkpointables(str(FOLDER / "item"), {"chunk_store": StoreItem(store), "model": MODEL})
         make_durable(FOLDER / "item")
         together("saved")
         assert not list((FOLDER / "item" / "chunk_store").glob("flushed-*"))
@@ -187,7 +187,7 @@ def item() -> None:
             for index in range(COUNT):
                 assert store.delete(f"of {index}", BACKBONE)
         together("deleted")
-        found = ocp.load_checkpointables(str(FOLDER / "item"), {"chunk_store": store, "model": MODEL})
+        found = ocp.load_checkpointables(str(FOLDER / "item"), {"chunk_store": StoreItem(store), "model": MODEL})
         assert same(found["model"]["weights"], MODEL["weights"])
         for index in range(COUNT):  # also what the other process put, and the other one loaded
             assert same_chunk(store.get(f"of {index}", BACKBONE), chunk_of(f"of {index}", index))
@@ -198,7 +198,9 @@ def own_roots() -> None:
     with opened(f"own-{INDEX}") as store:
         store.put(chunk_of(f"of {INDEX}", INDEX))
         refused(
-            InputError, lambda: ocp.save_checkpointables(str(FOLDER / "no"), {"chunk_store": store}), "another root"
+            InputError,
+            lambda: ocp.save_checkpointables(str(FOLDER / "no"), {"chunk_store": StoreItem(store)}),
+            "another root",
         )
         together("refused")
         ocp.save_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store, shared=False)})
@@ -212,7 +214,7 @@ def own_roots() -> None:
             assert store.get(f"of {index}", BACKBONE) is not None
     with opened("both") as store:
         together("both")
-        ocp.load_checkpointables(str(FOLDER / "own"), {"chunk_store": store})
+        ocp.load_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store)})
         assert all(store.get(f"of {index}", BACKBONE) is not None for index in range(COUNT))
 
 
@@ -252,26 +254,26 @@ def failing() -> None:
                 together(path.name)
                 assert not path.exists()
     with opened("shared") as store:  # and the next one is
-        ocp.save_checkpointables(str(FOLDER / "after"), {"chunk_store": store, "model": MODEL})
+        ocp.save_checkpointables(str(FOLDER / "after"), {"chunk_store": StoreItem(store), "model": MODEL})
         assert (FOLDER / "after").exists()
         if INDEX == 0:
             (FOLDER / "after" / "chunk_store" / "MANIFEST").unlink()
         together("unlinked")
         kind = StoreSnapshotError if INDEX == 0 else StoreIOError
-        refused(kind, lambda: ocp.load_checkpointables(str(FOLDER / "after"), {"chunk_store": store}))
+        refused(kind, lambda: ocp.load_checkpointables(str(FOLDER / "after"), {"chunk_store": StoreItem(store)}))
 
 
 def in_the_background() -> None:
     """While the program goes on, over the devices too."""
     with opened("shared") as store, ocp.training.Checkpointer(str(FOLDER / "steps")) as checkpointer:
         for step in range(2):
-            response = checkpointer.save_checkpointables_async(step, {"chunk_store": store, "model": MODEL})
+            response = checkpointer.save_checkpointables_async(step, {"chunk_store": StoreItem(store), "model": MODEL})
             for number in range(20):
                 together(f"{step} {number}")
             response.result()
         together("saved")
         assert sorted(path.name for path in (FOLDER / "steps").iterdir()) == ["0", "1"]
-        checkpointer.load_checkpointables(1, {"chunk_store": store})
+        checkpointer.load_checkpointables(1, {"chunk_store": StoreItem(store)})
 
 
 def alone() -> None:
@@ -284,7 +286,7 @@ def alone() -> None:
     save_arrays(FOLDER / "arrays", placed, [patch_of(CHUNKS[0])])
     with opened("first") as store:
         store.put(CHUNKS[0])
-        ocp.save_checkpointables(str(FOLDER / "item"), {"chunk_store": store})
+        ocp.save_checkpointables(str(FOLDER / "item"), {"chunk_store": StoreItem(store)})
         ocp.save_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store, shared=False)})
 
 
@@ -302,9 +304,9 @@ def of_one() -> None:
 def one_process() -> None:
     """What two processes saved, in a job of one."""
     with opened("later") as store:
-        ocp.load_checkpointables(str(FOLDER / "own"), {"chunk_store": store})
+        ocp.load_checkpointables(str(FOLDER / "own"), {"chunk_store": StoreItem(store)})
         assert all(store.get(f"of {index}", BACKBONE) is not None for index in range(2))
-        ocp.load_checkpointables(str(FOLDER / "item"), {"chunk_store": store})
+        ocp.load_checkpointables(str(FOLDER / "item"), {"chunk_store": StoreItem(store)})
         assert StaticLibrary(store, quota=1 << 20).get("TEXT", "A") is not None
 
 

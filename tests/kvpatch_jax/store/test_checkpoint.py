@@ -15,15 +15,8 @@ from store_cases import BACKBONE, MLA, PYTHON, child_environment, chunk_of, file
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreFullError, StoreSnapshotError
-from kvpatch_jax.store import Budget, ChunkStore, Served
-from kvpatch_jax.store.checkpoint import (
-    StoreItem,
-    export_arrays,
-    import_arrays,
-    load_arrays,
-    make_durable,
-    save_arrays,
-)
+from kvpatch_jax.store import Budget, ChunkStore, Served, StoreItem
+from kvpatch_jax.store.checkpoint import export_arrays, import_arrays, load_arrays, make_durable, save_arrays
 from kvpatch_jax.store.portable import array_sum
 
 SERVED = Served("B", BACKBONE, ("A",))
@@ -52,11 +45,12 @@ def bytes_below(store: ChunkStore) -> dict[str, bytes]:
 def test_a_store_is_saved_and_loaded_beside_a_model(tmp_path: Path):
     with opened(tmp_path / "store") as store, opened(tmp_path / "other") as other:
         fill(store)
-        ocp.save_checkpointables(str(tmp_path / "checkpoint"), {"chunk_store": store, "model": MODEL})
+        ocp.save_checkpointables(str(tmp_path / "checkpoint"), {"chunk_store": StoreItem(store), "model": MODEL})
         make_durable(tmp_path / "checkpoint")
-        found = ocp.load_checkpointables(str(tmp_path / "checkpoint"), {"chunk_store": other, "model": MODEL})
+        item = StoreItem(other)
+        found = ocp.load_checkpointables(str(tmp_path / "checkpoint"), {"chunk_store": item, "model": MODEL})
         assert same(found["model"]["weights"], MODEL["weights"])
-        assert found["chunk_store"] is other
+        assert found["chunk_store"] is item
         assert same_chunk(other.get("B", BACKBONE), chunk_of())
         assert len(other.get_patches(SERVED)) == 1
         assert len(bytes_below(other)) == len(bytes_below(store))
@@ -67,17 +61,23 @@ def test_a_store_is_saved_and_loaded_beside_a_model(tmp_path: Path):
 def test_orbax_checkpointer_keeps_steps_of_a_store(tmp_path: Path):
     with opened(tmp_path / "store") as store, ocp.training.Checkpointer(str(tmp_path / "steps")) as checkpointer:
         store.put(chunk_of())
-        checkpointer.save_checkpointables(0, {"chunk_store": store, "model": MODEL})
+        checkpointer.save_checkpointables(0, {"chunk_store": StoreItem(store), "model": MODEL})
         store.put_async(chunk_of("later", 4))
         response = checkpointer.save_checkpointables_async(1, {"chunk_store": StoreItem(store, copy=True)})
         response.result()
         store.delete("B", BACKBONE)
         store.delete("later", BACKBONE)
-        checkpointer.load_checkpointables(0, {"chunk_store": store})
+        checkpointer.load_checkpointables(0, {"chunk_store": StoreItem(store)})
         assert same_chunk(store.get("B", BACKBONE), chunk_of())
         assert store.get("later", BACKBONE) is None
         checkpointer.load_checkpointables(1, {"chunk_store": StoreItem(store, copy=True)})
         assert same_chunk(store.get("later", BACKBONE), chunk_of("later", 4))
+
+
+def test_a_store_has_no_save_that_would_save_nothing():
+    """`store.save(path)` gave a coroutine that nobody awaited, and a checkpoint that was not there."""
+    assert not hasattr(ChunkStore, "save")
+    assert not hasattr(ChunkStore, "load")
 
 
 def test_a_damaged_checkpoint_loads_nothing(tmp_path: Path):
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_loads_nothing(tmp_path: Path):
         raw[-100] ^= 4
         file.write_bytes(raw)
         with pytest.raises(StoreSnapshotError) as caught:
-            ocp.load_checkpointables(str(tmp_path / "checkpoint"), {"chunk_store": other})
+            ocp.load_checkpointables(str(tmp_path / "checkpoint"), {"chunk_store": StoreItem(other)})
         assert len(caught.value.bad) == 1
         assert bytes_below(other) == {}
         ocp.load_checkpointables(str(tmp_path / "checkpoint"), {"chunk_store": StoreItem(other, skip_damaged=True)})

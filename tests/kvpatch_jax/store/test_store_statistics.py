@@ -2,17 +2,20 @@
 
 import math
 import re
+import sys
 import threading
 from pathlib import Path
 
 import jax
+import prometheus_client
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 from store_cases import BACKBONE, chunk_of, file_of, patch_of
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Statistics, prometheus_text
+from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Statistics, StatisticsCollector, prometheus_text
 from kvpatch_jax.store.counters import BOUNDS, Counters, Histogram
 
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
@@ -25,14 +28,15 @@ def parse(text: str) -> tuple[dict[str, str], Samples]:
     types: dict[str, str] = {}
     helped: set[str] = set()
     samples: Samples = {}
-    assert text.endswith("\n")
-    for line in text[:-1].split("\n"):
+    *lines, rest = text.split("\n")
+    assert rest == "", "every line ends; a page without metrics is empty"
+    for line in lines:
         if line.startswith("# "):
-            _, word, name, rest = line.split(" ", 3)
-            assert rest
+            _, word, name, told = line.split(" ", 3)
+            assert told
             assert word in ("HELP", "TYPE")
             assert name not in (helped if word == "HELP" else types), "a family that is opened twice"
-            helped.add(name) if word == "HELP" else types.update({name: rest})
+            helped.add(name) if word == "HELP" else types.update({name: told})
             continue
         match = SAMPLE.fullmatch(line)
         assert match, line
@@ -42,7 +46,7 @@ def parse(text: str) -> tuple[dict[str, str], Samples]:
             assert types[family] == "histogram"
         assert family == list(types)[-1], "samples of one family lie together"
         assert family in helped
-        key = (match[1], tuple(LABEL.findall(match[2] or "")))
+        key = (match[1], tuple(sorted(LABEL.findall(match[2] or ""))))  # their order means nothing
         assert key not in samples
         samples[key] = float(match[3])
     return types, samples
@@ -139,7 +143,7 @@ def test_buckets_hold_what_was_observed(seconds: list[float]):
     for bound in (*BOUNDS, math.inf):
         within = sum(each <= bound for each in seconds)
         written = repr(bound) if bound < math.inf else "+Inf"
-        key = ("kvpatch_store_seconds_bucket", (("operation", "get"), ("tier", "disk"), ("le", written)))
+        key = ("kvpatch_store_seconds_bucket", (("le", written), ("operation", "get"), ("tier", "disk")))
         assert samples.get(key, 0) == within
     assert latencies.get(("get", "disk"), Histogram((), 0.0)).total == pytest.approx(sum(seconds))
 
@@ -171,3 +175,29 @@ def test_what_raises_is_not_timed_and_names_of_others_get_through(unchecked: Non
     for label in ("tier", "le", "1x", "__name"):
         with pytest.raises(InputError, match="expected words"):
             prometheus_text(Statistics({}, {}, {}), **{label: "x"})
+
+
+def test_a_registry_serves_all_stores_of_a_page(tmp_path: Path):
+    """Each metric is opened once on the page, whatever the number of stores, and Prometheus's own reader takes it."""
+    registry = prometheus_client.CollectorRegistry()
+    with ChunkStore(tmp_path, tenant="one") as one, ChunkStore(tmp_path, tenant="two") as two:
+        stores = {"one": one, "two": two}
+        registry.register(StatisticsCollector(lambda: [(s.statistics(), {"tenant": t}) for t, s in stores.items()]))
+        for store in stores.values():
+            store.put(chunk_of())
+        two.get("B", BACKBONE)
+        text = prometheus_client.generate_latest(registry).decode()
+    _, samples = parse(text)
+    assert samples["kvpatch_store_puts_total", (("tenant", "one"),)] == 1
+    assert samples["kvpatch_store_hits_total", (("tenant", "two"), ("tier", "disk"))] == 1
+    assert ("kvpatch_store_hits_total", (("tenant", "one"), ("tier", "disk"))) not in samples
+    read = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert read == {name for name, _ in samples}
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match="extra `operate`"):
+        prometheus_text(Statistics({}, {}, {}))
+    with pytest.raises(ImportError, match="extra `operate`"):
+        StatisticsCollector(lambda: []).collect()
