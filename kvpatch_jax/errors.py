@@ -90,6 +90,14 @@ class StoreIOError(StoreError):
     """Any other failure of the file system. What was being put is not acknowledged."""
 
 
+class StoreUnreachableError(StoreIOError):
+    """The remote store did not answer in time, or failed in a way that may pass, or was not asked (`asked`)."""
+
+    def __init__(self, message: str, asked: bool = True):
+        super().__init__(message)
+        self.asked = asked
+
+
 class StoreKeyError(StoreError):
     """Encrypted objects without their key, or with another. They are left as they are."""
 

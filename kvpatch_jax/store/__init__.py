@@ -15,6 +15,7 @@ from .libraries import StaticLibrary as StaticLibrary
 from .linker import Linked as Linked
 from .linker import LinkedChunk as LinkedChunk
 from .linker import Linker as Linker
+from .patience import Patience as Patience
 from .placement import LayerStream as LayerStream
 from .references import Reference as Reference
 from .references import escape as escape

@@ -154,23 +154,24 @@ def _stamped(raw: bytes) -> bytes:
     return b"".join((raw[:at], b"%08x" % crc32(raw), raw[at + 8 :]))
 
 
-def header_length(opening: bytes, size: int) -> int:
-    """Bytes before the data, from a file's first 8 bytes and its size.
+def header_length(opening: bytes, size: int | None) -> int:
+    """Bytes before the data, from a file's first 8 bytes and its size; None where that is not known.
 
     Raises:
       StoreCorruptError: a length that does not fit the file, or that no header of ours has.
     """
     length = 8 + int.from_bytes(opening[:8], "little")
-    if len(opening) < 8 or length > size or length > LARGEST_HEADER or length % PAGE:
+    most = LARGEST_HEADER if size is None else min(size, LARGEST_HEADER)
+    if len(opening) < 8 or length > most or length % PAGE:
         raise StoreCorruptError(
-            f"object: header of {length} bytes in a file of {size}; expected a multiple of {PAGE} up to "
-            f"{min(size, LARGEST_HEADER)}"
+            f"object: header of {length} bytes in a file of {size}; expected a multiple of {PAGE} up to {most}"
         )
     return length
 
 
-def parse_header(raw: bytes, size: int) -> Header:
-    """Reads a header strictly. `raw`: exactly the bytes before the data. `size`: bytes of the file.
+def parse_header(raw: bytes, size: int | None) -> Header:
+    """Reads a header strictly. `raw`: exactly the bytes before the data. `size`: bytes of the file; None where that is
+    not known, and the header's own word for it has to do, until the leaves are read.
 
     Raises:
       StoreCorruptError: anything that `make_header` would not have written.
@@ -185,7 +186,7 @@ def parse_header(raw: bytes, size: int) -> Header:
         raise StoreCorruptError(f"object: metadata {str(list(metadata))[:200]}; expected texts called {wanted}")
     if metadata["version"] != VERSION:
         raise StoreCorruptError(f"object: version {metadata['version'][:20]!r}; expected {VERSION!r}")
-    leaves = _leaves(tree, _crcs(metadata["crc"]), len(raw), size)
+    leaves, size = _leaves(tree, _crcs(metadata["crc"]), len(raw), size)
     body = _json(metadata["body"], "body")
     _check_depth(body, _DEPTH)
     return Header(metadata["name"], metadata["kind"], _time(metadata["expires"]), body, leaves, len(raw), size, crc)
@@ -258,7 +259,8 @@ def _crcs(text: str) -> dict[str, int]:
     return {name: int(crc, 16) for name, _, crc in pairs}
 
 
-def _leaves(tree: dict[str, Any], crcs: dict[str, int], start: int, size: int) -> dict[str, Leaf]:
+def _leaves(tree: dict[str, Any], crcs: dict[str, int], start: int, size: int | None) -> tuple[dict[str, Leaf], int]:
+    """The leaves, and where the last of them ends."""
     leaves: dict[str, Leaf] = {}
     forms: dict[Any, _Form] = {}  # layers are alike: each form is worked out once
     offset = start
@@ -269,11 +271,11 @@ def _leaves(tree: dict[str, Any], crcs: dict[str, int], start: int, size: int) -
         elif dtype != np.uint8 or nbytes >= ALIGNMENT:
             raise StoreCorruptError(f"object: {name} of {nbytes} bytes {dtype}; expected uint8 below {ALIGNMENT}")
         offset += nbytes
-        if offset > size:
+        if size is not None and offset > size:
             raise StoreCorruptError(f"object: leaf {name} ends at {offset}; expected at most {size}")
-    if offset != size or list(crcs) != list(leaves):
+    if size not in (None, offset) or list(crcs) != list(leaves):
         raise StoreCorruptError(f"object: {len(crcs)} checksums, {offset} bytes; expected {len(leaves)} and {size}")
-    return leaves
+    return leaves, offset
 
 
 type _Form = tuple[np.dtype, tuple[int, ...], int]

@@ -149,7 +149,7 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
         return {}
     places, room = arranged({leaf.name: leaf.nbytes for leaf in leaves})
     data = buffers.lease(room)
-    rooms = [(leaf, data[places[leaf.name] : places[leaf.name] + _padded(leaf.nbytes)]) for leaf in leaves]
+    rooms = [(leaf, data[places[leaf.name] : places[leaf.name] + padded(leaf.nbytes)]) for leaf in leaves]
     data.flags.writeable = False
     if room < _SPLIT or _WORKERS == 1:
         return {name: array for run in _runs(rooms) for name, array in _read_run(fd, run).items()}
@@ -168,7 +168,7 @@ def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     at = 0
     for name in itertools.chain.from_iterable(families.values()):
         places[name] = at
-        at += _padded(sizes[name])
+        at += padded(sizes[name])
     return places, at
 
 
@@ -195,7 +195,8 @@ def _read_run(fd: int, rooms: Sequence[_Room]) -> dict[str, np.ndarray]:
     return {leaf.name: _verified(leaf, room) for leaf, room in rooms}
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Bytes that a leaf takes in a file, with what fills it up."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -217,7 +218,7 @@ def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[st
       StoreCorruptError: a checksum that does not agree, or padding that is not zero.
     """
     starts = ((leaf, leaf.offset - first) for leaf in leaves)
-    return {leaf.name: _verified(leaf, data[at : at + _padded(leaf.nbytes)]) for leaf, at in starts}
+    return {leaf.name: _verified(leaf, data[at : at + padded(leaf.nbytes)]) for leaf, at in starts}
 
 
 def check_name(header: Header, name: str) -> None:

@@ -22,6 +22,8 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
     (r"read_errors", "read_errors", "Reads that the file system failed."),
     (r"expired", "expired", "Reads of objects that were expired."),
     (r"unsealed", "unsealed", "Reads of unencrypted objects by a store with a key."),
+    (r"remote_errors", "remote_errors", "Calls that the remote store failed, its tries included."),
+    (r"remote_skipped", "remote_skipped", "Calls that the remote store was spared, for calls before had failed."),
     (r"promotion_errors", "promotion_errors", "Remote objects that the disk did not take."),
 )
 

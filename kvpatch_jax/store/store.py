@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..chunk import AnyArray, Chunk
-from ..errors import InputError, StoreClosedError, StoreCorruptError, StoreError
+from ..errors import InputError, StoreClosedError, StoreCorruptError, StoreError, StoreIOError
 from ..stamp import Patch, Stamp
+from .beyond import Arriving, Beyond
 from .buffers import Buffers
 from .codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_of, patch_parts, with_encoder
 from .counters import Counters
@@ -90,10 +91,11 @@ class ChunkStore:
         clock: Callable[[], float] = time.time,
     ):
         self.budget = Budget() if budget is None else budget
-        self.counters, self.clock, self._remote = Counters(), clock, remote
+        self.counters, self.clock = Counters(), clock
         self._ttl = checked_ttl(ttl, "store")
         buffers = Buffers(wipe=key is not None if wipe is None else wipe)
         self._seal = Plain() if key is None else AesGcm(key, tenant, buffers)
+        self._remote = None if remote is None else Beyond(remote, self.counters, self._seal)
         self.disk = Disk(os.fspath(root), self.counters, buffers, clock, self._seal)
         self._names = Names(tenant, secret_of(self.disk.root) if secret is None else secret)
         check_key(self.disk.root, self._names.space, self._seal.check)
@@ -166,7 +168,9 @@ class ChunkStore:
     def stream(
         self, id: str, backbone: str, *, encoding: Encoding | None = None, placement: Placement | None = None
     ) -> LayerStream | None:
-        """A canonical layer by layer from the disk, so that layer 0 is used while later ones are read; None: a miss.
+        """A canonical layer by layer, so that layer 0 is used while later ones are read; None: a miss.
+
+        From the disk, or from beyond: then the disk has it too when all of it was read.
 
         Args:
           placement: a sharding or device for one layer's [T, K, H], or one per channel.
@@ -175,19 +179,19 @@ class ChunkStore:
           StoreKeyError: as `get`.
         """
         self._open()
-        stack = contextlib.ExitStack()
-        opening = stack.enter_context(self.disk.reading(self._names.canonical(backbone, id, encoding)))
-        if opening is None:
-            self.counters.add("misses")
-            stack.close()
-            return None
+        name = self._names.canonical(backbone, id, encoding)
+        stack, tier = contextlib.ExitStack(), "disk"
+        opening = stack.enter_context(self.disk.reading(name))
+        if opening is None and (arriving := self._arriving(name)) is not None:
+            opening, tier = (arriving.header, arriving.read), "remote"
+            stack.callback(self._promote, name, arriving)
         try:
-            stream = LayerStream(*opening, placement, stack)
+            stream = None if opening is None else LayerStream(*opening, placement, stack)
         except (StoreError, KeyError, IndexError, TypeError, ValueError, AttributeError):  # as the codec's
+            stream = None
+        self.counters.add("misses" if stream is None else f"{tier}_hits")
+        if stream is None:
             stack.close()
-            self.counters.add("misses")
-            return None
-        self.counters.add("disk_hits")
         return stream
 
     def contains(self, id: str, backbone: str, *, encoding: Encoding | None = None) -> bool:
@@ -204,12 +208,14 @@ class ChunkStore:
         name = self._names.canonical(backbone, id)
         self._host.drop_chunk(_chunk_key(name))
         self._device.drop_chunk(_chunk_key(name))
-        if self._remote is not None:
-            for path in self._remote.paths(f"{name.folder}/{name.chunk}."):
-                self._remote.delete(path)
-        # Canonicals first: whoever looks for one must not find it after part of the chunk is gone.
-        entries = sorted(self.disk.of_chunk(name), key=lambda entry: entry.part.partition(".")[0] != "kv")
-        return any([self.disk.delete(entry.path) for entry in entries])
+        try:
+            if self._remote is not None:  # first, so that nothing comes back from there
+                self._remote.delete(f"{name.folder}/{name.chunk}.")
+        finally:
+            # Canonicals first: whoever looks for one must not find it after part of the chunk is gone.
+            entries = sorted(self.disk.of_chunk(name), key=lambda entry: entry.part.partition(".")[0] != "kv")
+            gone = any([self.disk.delete(entry.path) for entry in entries])
+        return gone
 
     # -------------------------------------------------------------------------------- encoder outputs, patches
 
@@ -305,10 +311,14 @@ class ChunkStore:
                 del self._pins[key]
 
     def collect(self) -> int:
-        """Deletes what of this tenant expired, and what its dead writers left. How many objects. Raises StoreError."""
+        """Deletes what of this tenant expired, and what its dead writers left. How many objects. Raises StoreError.
+
+        Beyond the disk too, by a look at each object there; what the remote store fails to do is left there.
+        """
         self._open()
         self._used.clear()
-        return collect(self.disk, self._names.space)
+        gone = collect(self.disk, self._names.space)
+        return gone + (0 if self._remote is None else self._remote.collect(f"{self._names.space}/"))
 
     def delete_tenant(self) -> Deleted:
         """Deletes everything of this tenant, in every tier, quarantine and the remote store; see `tenants`.
@@ -323,7 +333,7 @@ class ChunkStore:
             self._let_go()
             self._used.clear()
             self._noted = False
-            deleted = delete_tenant(self.disk, self._names, self._remote)
+            deleted = delete_tenant(self.disk, self._names, None if self._remote is None else self._remote.remote)
         return deleted
 
     def statistics(self) -> Statistics:
@@ -405,8 +415,7 @@ class ChunkStore:
             self._fresh.update(dict.fromkeys(("obj", self._names.space), written))
         if self._remote is not None:
             with self.counters.timed("commit", "remote"):
-                for name, blob in items:
-                    self._remote.put(name, blob)
+                self._remote.put(items)
 
     def _note_key(self) -> None:
         """Before anything of the tenant is there, what tells its key."""
@@ -437,7 +446,7 @@ class ChunkStore:
         found = self.disk.get(name)
         if found is not None:
             tier = "disk"
-        elif self._remote is not None and (found := self._from_remote(name)) is not None:
+        elif (found := self._from_remote(name)) is not None:
             tier = "remote"
         held = None if found is None else self._built(name, found, build, rank)
         if held is not None:
@@ -470,31 +479,32 @@ class ChunkStore:
             return None
         return Held(value, header.size, rank, _chunk_key(name), header.expires, found.version)
 
+    def _arriving(self, name: Name) -> Arriving | None:
+        return None if self._remote is None else self._remote.open(name)
+
     def _from_remote(self, name: Name) -> Found | None:
         """An object from beyond, which the disk then has too if there is room for it."""
-        assert self._remote is not None
-        stored = self._remote.get(name)
-        if stored is None:
+        arriving = self._arriving(name)
+        if arriving is None:
             return None
-        header = stored.header
         try:
-            opened = self._seal.opened(header, lambda names: {leaf: stored.arrays[leaf] for leaf in names})
-            found = None if opened is None else Found(opened[0], opened[1](list(opened[0].leaves)))
-        except StoreCorruptError:
-            with contextlib.suppress(StoreError):
-                self._remote.delete(name.path)
+            found = Found(arriving.header, arriving.read(list(arriving.header.leaves)))
+        except (StoreCorruptError, StoreIOError):
             return None
-        if found is None:
-            self.counters.add("unsealed")
-            return None
-        blob = Blob(header.kind, header.body, stored.arrays, header.expires)  # pyright: ignore[reportArgumentType]
+        self._promote(name, arriving)
+        return found
+
+    def _promote(self, name: Name, arriving: Arriving) -> None:
+        """Has the disk keep what came from beyond, once all of it has come."""
+        blob = arriving.blob
+        if blob is None:
+            return
         try:
             self._note_key()
-            self._make_room(lambda: header.size)
+            self._make_room(lambda: arriving.stored.size)
             self.disk.put(name, blob)
         except StoreError:
             self.counters.add("promotion_errors")
-        return found
 
     def _from_device(self, name: Name, placement: Placement) -> Held[Chunk] | None:
         began, key = time.perf_counter(), (name.path, placement_key(placement))

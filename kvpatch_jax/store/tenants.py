@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 
+from .beyond import delete_below
 from .disk import Disk
 from .files import locked, make_directories, sync_directory, typed_errors
 from .ids import Names
@@ -33,12 +34,10 @@ def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Del
       StoreReadOnlyError, StoreIOError: not all of it was deleted; the rest of it was.
     """
     tenant = names.space.rpartition("/")[2]
-    counts = {"remote": 0}
+    beyond = 0
     try:
         if remote is not None:  # first, so that nothing comes back from there
-            for path in remote.paths(f"{names.space}/"):
-                remote.delete(path)
-                counts["remote"] += 1
+            beyond = delete_below(remote, f"{names.space}/")
     finally:
         entries = [*disk.scan(names.space), *disk.scan(names.libraries)]
         with typed_errors("store: delete a tenant"):
@@ -47,7 +46,7 @@ def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Del
             quarantined = _delete_quarantined(disk, tenant)
         disk.sweep(f"{tenant}.")
         finish(disk, f"{tenant}.")
-    return Deleted(len(entries), sum(entry.size for entry in entries), quarantined, counts["remote"])
+    return Deleted(len(entries), sum(entry.size for entry in entries), quarantined, beyond)
 
 
 def _rename_away(disk: Disk, space: str, tenant: str) -> None:

@@ -1,13 +1,20 @@
 """The remote tier, over TensorStore's file and memory drivers."""
 
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorstore
-from store_cases import BACKBONE, chunk_of, name_of, patch_of, same_chunk
+from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
 
-from kvpatch_jax.errors import StoreIOError
-from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
+from kvpatch_jax.errors import InputError, StoreCorruptError, StoreIOError, StoreUnreachableError
+from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Patience, Request, fetch
+from kvpatch_jax.store.patience import Circuit
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -17,9 +24,9 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> KeyValueStore:
     return KeyValueStore({"driver": "file", "path": f"{tmp_path}/remote/"})
 
 
-def machine(folder: Path, remote: KeyValueStore) -> ChunkStore:
+def machine(folder: Path, remote: KeyValueStore, key: bytes | None = None) -> ChunkStore:
     """A store on another machine: its own disk, the same names."""
-    return ChunkStore(folder, budget=Budget(host=0), secret=b"shared by the machines", remote=remote)
+    return ChunkStore(folder, budget=Budget(host=0), secret=b"shared by the machines", remote=remote, key=key)
 
 
 def test_another_machine_finds_what_was_put(remote: KeyValueStore, tmp_path: Path):
@@ -72,7 +79,7 @@ def test_expired_objects_and_failing_services(remote: KeyValueStore, tmp_path: P
         assert two.get("B", BACKBONE) is None
 
         class Failing:
-            def write(self, *_):
+            def write(self, *_, **__):
                 raise ValueError("UNAVAILABLE")
 
             read = list = write
@@ -84,3 +91,273 @@ def test_expired_objects_and_failing_services(remote: KeyValueStore, tmp_path: P
         assert two.get("C", BACKBONE) is None
     with pytest.raises(StoreIOError, match="open"):
         KeyValueStore({"driver": "no such driver"})
+
+
+# ------------------------------------------------------------------------------------- layers, expiry, many at a time
+
+
+def test_layers_come_from_beyond_and_the_disk_has_them_then(remote: KeyValueStore, tmp_path: Path):
+    chunk = chunk_of(hidden={1: np.full((9, 8), 0.5, np.float32)})
+    with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
+        one.put(chunk)
+        stream = two.stream("B", BACKBONE)
+        assert stream is not None
+        with stream:
+            assert same(stream.layer(2)["v"], chunk.kv["v"][2])
+        assert not two.contains("B", BACKBONE)  # one layer is not the object
+        stream = two.stream("B", BACKBONE)
+        assert stream is not None
+        assert same_chunk(stream.chunk(lambda *_: None), chunk)
+        assert two.contains("B", BACKBONE)
+        assert two.counters["remote_hits"] == 2
+        assert same_chunk(two.get("B", BACKBONE), chunk)
+        assert two.counters["disk_hits"] == 1
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32], ids=["plain", "encrypted"])
+def test_a_fetch_that_shows_layers_looks_beyond(remote: KeyValueStore, tmp_path: Path, key: bytes | None):
+    with machine(tmp_path / "one", remote, key=key) as one, machine(tmp_path / "two", remote, key=key) as two:
+        one.put(chunk_of())
+        shown: list[int] = []
+        (found,) = fetch(
+            two, [Request("B", BACKBONE)], compute=lambda _: [], on_layer=lambda _, layer, values: shown.append(layer)
+        )
+        assert found.source == "store"
+        assert same_chunk(found.chunk, chunk_of())
+        assert shown == [0, 1, 2]
+        assert two.contains("B", BACKBONE)
+
+
+def test_a_layer_that_was_damaged_beyond_ends_the_stream_and_the_object(remote: KeyValueStore, tmp_path: Path):
+    with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
+        one.put(chunk_of())
+        name = name_of(one, chunk_of())
+        raw = bytearray(remote._values.read(name.path).result().value)
+        raw[-1] ^= 1
+        remote._values.write(name.path, bytes(raw)).result()
+        stream = two.stream("B", BACKBONE)
+        assert stream is not None
+        with pytest.raises(StoreCorruptError), stream:
+            for _ in stream:
+                pass
+        assert remote.paths(name.path) == []
+        assert not two.contains("B", BACKBONE)
+
+
+@pytest.mark.parametrize("length", [0, 7, 4095, 4096, -1])
+def test_a_remote_object_that_was_cut_is_a_miss_and_goes(remote: KeyValueStore, tmp_path: Path, length: int):
+    with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
+        one.put(chunk_of())
+        name = name_of(one, chunk_of())
+        remote._values.write(name.path, remote._values.read(name.path).result().value[:length]).result()
+        assert two.get("B", BACKBONE) is None
+        assert remote.paths(name.path) == []
+
+
+def test_what_expired_beyond_is_deleted_when_it_is_met_and_by_collect(
+    remote: KeyValueStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
+        for number in range(3):
+            one.put(chunk_of(f"B{number}", number), ttl=5)
+        one.put(chunk_of("kept", 7))
+        monkeypatch.setattr(remote, "_clock", lambda: 1e11)
+        assert two.get("B0", BACKBONE) is None
+        assert len(remote.paths("obj/")) == 3
+        assert two.collect() == 2
+        assert remote.paths("obj/") == [name_of(one, chunk_of("kept")).path]
+        assert same_chunk(two.get("kept", BACKBONE), chunk_of("kept", 7))
+
+
+def test_patches_of_one_put_are_sent_at_the_same_time(remote: KeyValueStore, tmp_path: Path, monkeypatch):
+    busy, most, lock, put = [0], [0], threading.Lock(), remote.put
+
+    def slow(name, blob) -> None:
+        with lock:
+            busy[0] += 1
+            most[0] = max(most[0], busy[0])
+        time.sleep(0.05)
+        put(name, blob)
+        with lock:
+            busy[0] -= 1
+
+    monkeypatch.setattr(remote, "put", slow)
+    with machine(tmp_path, remote) as one:
+        one.put_patches([patch_of(chunk_of(), rank=rank) for rank in range(1, 9)])
+    assert most[0] >= 4
+    assert len(remote.paths("obj/")) == 8
+
+
+# --------------------------------------------------------------------------------------------- services that fail
+
+
+@pytest.fixture(params=["silent", "closed"])
+def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A service that takes connections and says nothing, or one where nobody listens."""
+    with socket.socket() as listening, contextlib.ExitStack() as stack:
+        listening.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        if request.param == "silent":
+            listening.listen(64)
+            taking = threading.Thread(target=take_all, args=(listening, stack))
+            taking.start()
+            stack.callback(taking.join)
+            stack.callback(listening.shutdown, socket.SHUT_RDWR)
+        else:
+            listening.close()
+        yield url
+
+
+def take_all(listening: socket.socket, stack: contextlib.ExitStack) -> None:
+    taken: list[socket.socket] = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(listening.accept()[0])
+    for each in taken:
+        each.close()
+
+
+def unanswering(url: str, **patience: float) -> KeyValueStore:
+    credentials = {"type": "anonymous"}
+    bucket = {"driver": "s3", "bucket": "bucket", "path": "store/", "endpoint": url, "aws_region": "nowhere"}
+    return KeyValueStore({**bucket, "aws_credentials": credentials}, patience=Patience(**patience))
+
+
+def test_a_service_that_does_not_answer_is_a_miss_within_seconds_and_then_at_once(endpoint: str, tmp_path: Path):
+    remote = unanswering(endpoint, timeout=0.3, deadline=0.6, pause=0.01, rest=600)
+    with machine(tmp_path, remote) as store:
+        calls = {
+            "get": lambda: store.get("B", BACKBONE),
+            "stream": lambda: store.stream("B", BACKBONE),
+            "patches": lambda: store.get_patches(patch_of(chunk_of()).stamp) or None,
+            "encoder": lambda: store.get_encoder("B", BACKBONE),
+        }
+        for word, call in calls.items():
+            began = time.monotonic()
+            assert call() is None, word
+            assert time.monotonic() - began < 3, word
+        assert store.counters["remote_errors"] >= 1
+        assert store.counters["remote_skipped"] >= 1
+        began = time.monotonic()
+        with pytest.raises(StoreUnreachableError, match="not asked"):
+            store.put(chunk_of())
+        with pytest.raises(StoreUnreachableError, match="not asked"):
+            store.delete("other", BACKBONE)
+        store.collect()
+        assert time.monotonic() - began < 1
+        assert same_chunk(store.get("B", BACKBONE), chunk_of())  # on this disk, though not acknowledged
+        with pytest.raises(StoreUnreachableError):
+            store.delete("B", BACKBONE)
+        assert not store.contains("B", BACKBONE)  # what could be deleted is
+
+
+def test_a_put_that_nobody_answers_fails_within_its_time(endpoint: str, tmp_path: Path):
+    remote = unanswering(endpoint, timeout=0.3, deadline=0.6, pause=0.01)
+    with machine(tmp_path, remote) as store:
+        began = time.monotonic()
+        with pytest.raises(StoreUnreachableError, match="expected the service to do it"):
+            store.put(chunk_of())
+        ack = store.put_async(chunk_of("C"))
+        assert isinstance(ack.exception(5), StoreUnreachableError)
+        assert time.monotonic() - began < 4
+        with pytest.raises(StoreUnreachableError):
+            store.flush()
+
+
+class Flaky:
+    """A service that fails the next `left` calls."""
+
+    def __init__(self, values, left: int, word: str = "UNAVAILABLE: busy"):
+        self._values, self.left, self.calls, self._word = values, left, 0, word
+
+    def _called(self) -> None:
+        self.calls += 1
+        if self.left:
+            self.left -= 1
+            raise ValueError(self._word)
+
+    def __getattr__(self, name: str):
+        def called(*arguments, **more):
+            self._called()
+            return getattr(self._values, name)(*arguments, **more)
+
+        return called
+
+
+def test_what_passes_is_tried_again_and_what_does_not_is_not(tmp_path: Path):
+    remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context(), patience=Patience(pause=0.001))
+    values = remote._values
+    with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
+        remote._values = flaky = Flaky(values, 2)
+        one.put(chunk_of())
+        assert flaky.calls == 3
+        remote._values = Flaky(values, 2)
+        assert same_chunk(two.get("B", BACKBONE), chunk_of())
+        assert two.counters["remote_errors"] == 0
+        remote._values = flaky = Flaky(values, 1, "PERMISSION_DENIED: not yours")
+        with pytest.raises(StoreIOError, match="PERMISSION_DENIED"):
+            one.put(chunk_of("C"))
+        assert flaky.calls == 1
+
+
+def test_after_failures_in_a_row_one_caller_tries_for_all():
+    now = [0.0]
+    patience = Patience(timeout=1, tries=1, failures=3, rest=10)
+    circuit = Circuit(patience, clock=lambda: now[0], sleep=lambda _: None)
+
+    def fail(_: float) -> None:
+        raise StoreUnreachableError("no")
+
+    for _ in range(3):
+        with pytest.raises(StoreUnreachableError, match="no"):
+            circuit.attempt("get", fail)
+    for now[0] in (0.0, 9.9):
+        with pytest.raises(StoreUnreachableError, match="not asked, for 3 tries") as told:
+            circuit.attempt("get", fail)
+        assert not told.value.asked
+    now[0] = 10.5
+
+    def probe(_: float) -> str:
+        with pytest.raises(StoreUnreachableError, match="not asked"):  # the others wait for what comes of it
+            circuit.attempt("get", lambda _: "second")
+        raise StoreUnreachableError("still no")
+
+    with pytest.raises(StoreUnreachableError, match="still no"):
+        circuit.attempt("get", probe)
+    now[0] = 20.0
+    with pytest.raises(StoreUnreachableError, match="not asked"):
+        circuit.attempt("get", fail)
+    now[0] = 21.0
+    assert circuit.attempt("get", lambda seconds: seconds) == 1
+    assert circuit.attempt("get", lambda _: "all again") == "all again"
+
+
+def test_pauses_grow_and_differ_and_a_deadline_ends_the_tries():
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    circuit = Circuit(Patience(tries=50, pause=1, deadline=20, failures=100), clock=lambda: now[0], sleep=sleep)
+    limits = []
+
+    def fail(seconds: float) -> None:
+        limits.append(seconds)
+        raise StoreUnreachableError("no")
+
+    with pytest.raises(StoreUnreachableError):
+        circuit.attempt("put", fail)
+    assert all(2**n / 2 <= pause <= 2**n for n, pause in enumerate(pauses))
+    assert 3 <= len(pauses) <= 5
+    assert now[0] < 20
+    assert all(0 < limit <= 5 for limit in limits)
+    with pytest.raises(StoreUnreachableError):
+        circuit.attempt("put", fail, nbytes=60_000_000)
+    assert max(limits[len(pauses) :]) > 60  # bytes have their time
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"rest": -1}, {"rate": float("nan")}, {"tries": 0}])
+def test_patience_refuses_what_is_not_above_0(wrong: dict[str, float]):
+    with pytest.raises(InputError, match="expected numbers above 0"):
+        Patience(**wrong)
