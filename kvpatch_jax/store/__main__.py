@@ -29,14 +29,14 @@ def _flags():
                          "refused.", lower_bound=1, flag_values=values)  # fmt: skip
     truth("copy", "export, import: copy files in place of linking them.")
     truth("arrays", "export, import: Orbax arrays, without secret or encryption, in place of a snapshot.")
-    truth("yes", "rm-tenant: do not ask.")
+    truth("yes", "rm-tenant, quarantine purge: do not ask.")
     truth("json", "Print one JSON object.")
     truth("help", "Print this.")
     return values, flags.Error
 
 
 def _usage(values) -> str:
-    rows = "\n".join(f"  {name:<10} {command.help}" for name, command in COMMANDS.items())
+    rows = "\n".join(f"  {name:<16} {command.help}" for name, command in COMMANDS.items())
     return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
 
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     except wrong as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if values.help or len(names) != 1 or names[0] not in COMMANDS or values.root is None:
+    if values.help or " ".join(names) not in COMMANDS or values.root is None:
         print(_usage(values), file=sys.stdout if values.help else sys.stderr)
         return 0 if values.help else 2
     bar = _ByteProgress()
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
                           _file(values["key-file"].value), values.remote, values.budget, values.yes,
                           values.directory, values.copy, values.arrays,
                           values["library-quota"].value)  # fmt: skip
-        outcome = COMMANDS[names[0]].run(options)
+        outcome = COMMANDS[" ".join(names)].run(options)
     except KVPatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -41,8 +41,9 @@ from .portable import (
 from .processes import Together
 from .restore import blob_of, name_of, part_of
 from .shelf import Resource, check_resource, chunk_bytes, resource_of
-from .snapshot import Progress, Summary, name_at, new_directory, read_list, unchanged_libraries, write_list
+from .snapshot import Progress, Summary, name_at, read_list, unchanged_libraries, write_list
 from .store import ChunkStore
+from .unfinished import new_directory
 
 LIST = "EXPORT"
 _PART_BYTES, _GROUP = 1 << 30, 64
@@ -161,7 +162,7 @@ def export_arrays(
     """
     _expect_one_process("export_arrays")
     store.flush()
-    with new_directory(os.fspath(directory)) as unfinished:
+    with new_directory(os.fspath(directory), store.disk.root, store.names.tenant_name) as unfinished:
         export = _Export(store, unfinished, compress, part_bytes)
         with unchanged_libraries(store.disk.root, store.names.libraries):
             export.take(store.names.libraries, None)

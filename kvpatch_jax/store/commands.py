@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InputError
+from . import quarantine
 from .buffers import Buffers
 from .disk import Disk
 from .evict import collect, make_room
@@ -21,6 +22,7 @@ from .snapshot import Progress as ByteProgress
 from .snapshot import Summary
 from .store import Budget, ChunkStore
 from .tenants import delete_tenant, finish
+from .unfinished import sweep_unfinished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +147,43 @@ def _gc(options: Options) -> Outcome:
     finish(disk, below.partition("/")[2])
     collect(disk, below, libraries)
     old_versions = drop_old_versions(disk, libraries)
+    tenant = below.partition("/")[2]
+    left = {"quarantine": disk.collect_quarantine(tenant), "unfinished": sweep_unfinished(disk.root, tenant)}
     if options.budget is not None:
         make_room(disk, options.budget, 0, lambda chunk: False, below)
     after = [entry.size for entry in disk.scan(below)]
     result = {"objects_before": len(before), "bytes_before": sum(before)}
     result |= {"objects": len(after), "bytes": sum(after), "expired": disk.counters["disk_evicted_expired"]}
     result |= {"evicted": disk.counters["disk_evicted_budget"], "entries_before": entries}
-    result |= {"entries": len(disk.scan(libraries)), "old_versions": old_versions}
+    result |= {"entries": len(disk.scan(libraries)), "old_versions": old_versions, **left}
     return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()])
+
+
+def _quarantine_ls(options: Options) -> Outcome:
+    disk = _disk(options)
+    found = [
+        dataclasses.asdict(one) | {"reason": quarantine.reason(disk.root, one)}
+        for one in quarantine.listed(disk.root, _tenant(options, disk))
+    ]
+    lines = [f"{one['nbytes']:>14,}  {_when(one['since']):<20} {one['tenant']} {one['name']}" for one in found]
+    told = [line for each, one in zip(lines, found, strict=True) for line in (each, f"{'':16}{one['reason']}")]
+    return Outcome({"quarantined": found}, [f"{'bytes':>14}  {'since':<20} tenant and name, and why", *told])
+
+
+def _quarantine_purge(options: Options) -> Outcome:
+    disk = _disk(options)
+    whose = "" if options.tenant is None else f" of tenant {options.tenant!r}"
+    question = f"Delete what is in quarantine{whose} in {disk.root}, for good? Type yes: "
+    if not options.yes and options.ask(question).strip() != "yes":
+        return Outcome({"deleted": False}, ["nothing was deleted"], good=False)
+    gone = quarantine.purge(disk.root, _tenant(options, disk))
+    result = {"deleted": True, "objects": len(gone), "bytes": sum(one.nbytes for one in gone)}
+    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()])
+
+
+def _tenant(options: Options, disk: Disk) -> str:
+    """The keyed name of the tenant that a command is about; empty where it is about all."""
+    return "" if options.tenant is None else _names(options, disk).tenant_name
 
 
 def _rm_tenant(options: Options) -> Outcome:
@@ -222,7 +253,13 @@ COMMANDS: dict[str, Command] = {
     "ls": Command("Lists objects and libraries' entries: bytes, kind, last use, expiry, keyed name.", _ls),
     "stat": Command("Sums: objects and bytes by kind and tenant, quarantine, what is left over.", _stat),
     "verify": Command("Reads every object; damaged ones go to quarantine, and the exit status is 1.", _verify),
-    "gc": Command("Deletes what expired, what dead writers and readers left; with --budget, evicts down to it.", _gc),
+    "gc": Command(
+        "Deletes what expired, what dead writers, readers and snapshots left, what was in quarantine for long; with "
+        "--budget, evicts down to it.",
+        _gc,
+    ),
+    "quarantine ls": Command("Lists what did not verify: bytes, since when, keyed name, and why.", _quarantine_ls),
+    "quarantine purge": Command("Deletes what is in quarantine; asks unless --yes.", _quarantine_purge),
     "export": Command(
         "Makes a snapshot of the objects as --directory; with --arrays, Orbax arrays of --tenant.", _export
     ),

@@ -52,6 +52,8 @@ from .files import (
 from .header import OPENING_BYTES, Header, opening_crc, parse_header
 from .ids import Name
 from .objects import Blob, check_name, read_header, read_leaves, write_blob
+from .quarantine import BYTES as QUARANTINE_BYTES
+from .quarantine import keep_within
 from .seal import Plain, Read, Seal
 from .threads import Threads
 
@@ -92,6 +94,7 @@ class Disk:
       root: the store's directory; made where it is not there.
       clock: seconds since the epoch; for expiry only.
       seal: how objects that are read were kept; what is written comes sealed.
+      quarantine: bytes that what did not verify may take, of each tenant; None sets no bound.
 
     Raises:
       StoreReadOnlyError, StoreFullError, StoreIOError: the directory cannot be made.
@@ -104,10 +107,11 @@ class Disk:
         buffers: Buffers | None = None,
         clock: Callable[[], float] = time.time,
         seal: Seal | None = None,
+        quarantine: int | None = QUARANTINE_BYTES,
     ):
         self.root = os.path.abspath(root)
         self.seal: Seal = Plain() if seal is None else seal
-        self.clock = clock
+        self.clock, self._quarantine_bytes = clock, quarantine
         self.counters = Counters() if counters is None else counters
         self.buffers = Buffers() if buffers is None else buffers
         self._durable: set[str] = set()
@@ -369,6 +373,16 @@ class Disk:
                 os.rename(source, target)
                 with open(f"{target}.reason", "w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(reason)
+        with contextlib.suppress(StoreError):
+            keep_within(self.root, name.tenant, self._quarantine_bytes)
+
+    def collect_quarantine(self, tenant: str = "") -> int:
+        """Deletes what has been in quarantine too long, is past its time or beyond the budget. How many objects.
+
+        Raises:
+          StoreReadOnlyError, StoreIOError.
+        """
+        return len(keep_within(self.root, tenant, self._quarantine_bytes, self.expires, self.clock()))
 
     def delete(self, path: str, still: Still | None = None) -> bool:
         """Takes one object away, durably. `still`: only if this says so of its path. Whether it was there, and went.

@@ -149,6 +149,11 @@ class Names:
         """The tenant's directory, below the store's root."""
         return f"obj/{self._name(16, 'space')}"
 
+    @property
+    def tenant_name(self) -> str:
+        """The keyed name of the tenant, which its files in the store's shared directories begin with."""
+        return self.space.removeprefix("obj/")
+
     def _place(self, backbone: str, chunk: str, rest: str, kind: Literal["kv", "patch", "encoder"]) -> Name:
         name = self._name(_BYTES, "chunk", backbone, chunk)
         folder = f"{self.space}/{self._name(16, 'backbone', backbone)}/{name[:2]}"
@@ -171,7 +176,7 @@ class Names:
     @property
     def libraries(self) -> str:
         """The directory of the tenant's libraries, below the store's root."""
-        return f"lib/{self.space.removeprefix('obj/')}"
+        return f"lib/{self.tenant_name}"
 
     def entry(self, library: str, *fields: str, version: int | None = None) -> Name:
         """Of a library's entry, over the library's and the entry's names; with a version in a dynamic library."""

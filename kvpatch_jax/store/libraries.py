@@ -129,6 +129,7 @@ class StaticLibrary:
         """
         own = self._shelf.name(*check_name(kind, name))
         with self._shelf.changing():
+            self._shelf.purge(own)
             listed = next((entry for entry in self._shelf.listed() if entry.path == own.path), None)
             if listed is None:
                 return False
@@ -216,6 +217,7 @@ class DynamicLibrary:
         """Publishes that there is no such reference any more. Whether there was one. Readers keep what they hold."""
         kind, name = check_name(kind, name)
         with self._shelf.changing():
+            self._shelf.purge(self._shelf.name(kind, name))
             versions = self._shelf.versions(kind, name)
             if not versions or self._shelf.read(self._shelf.name(kind, name, versions[-1])) is None:
                 return False

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import StoreCorruptError, StoreKeyError
+from . import quarantine
 from .codec import chunk_of, patch_parts
 from .disk import Disk, Entry
 from .files import identity_of, opened, try_lock, typed_errors, unnoticed
@@ -89,6 +90,7 @@ def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
       StoreIOError: the root cannot be read.
     """
     tenant, listed, now = below[0].partition("/")[2], listing(disk, below), disk.clock()
+    quarantined = quarantine.listed(disk.root, tenant)
     return {
         "objects": len(listed),
         "bytes": sum(one.nbytes for one in listed),
@@ -97,7 +99,9 @@ def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
         "unreadable": sum(one.encrypted is None for one in listed),
         "kinds": _sums((one.kind, one.nbytes) for one in listed),
         "tenants": _sums((one.tenant, one.nbytes) for one in listed),
-        "quarantined": sum(not file.endswith(".reason") for file in _files(disk, "quarantine", tenant)),
+        "quarantined": len(quarantined),
+        "quarantined_bytes": sum(one.nbytes for one in quarantined),
+        "unfinished_snapshots": len(_files(disk, "unfinished", tenant)),
         "temporaries": len(_files(disk, "tmp", tenant)),
         "being_deleted": len(_files(disk, "deleted", tenant)),
     }

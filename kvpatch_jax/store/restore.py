@@ -38,13 +38,13 @@ from .snapshot import (
     Summary,
     header_crc,
     name_at,
-    new_directory,
     read_manifest,
     read_whole,
     reading,
     write_snapshot,
 )
 from .store import Budget, ChunkStore
+from .unfinished import WHOLE, new_directory
 
 _GROUP, _GROUP_BYTES = 64, 64 << 20
 
@@ -71,8 +71,8 @@ def save_snapshot(
     """
     root, directory = os.fspath(root), os.fspath(directory)
     _expect_store(root)
-    with new_directory(directory) as unfinished:
-        names = None if tenant is None else Names(tenant, read_secret(root) if secret is None else secret)
+    names = None if tenant is None else Names(tenant, read_secret(root) if secret is None else secret)
+    with new_directory(directory, root, WHOLE if names is None else names.tenant_name) as unfinished:
         return write_snapshot(Disk(root), names, unfinished, copy=copy, progress=progress)
 
 

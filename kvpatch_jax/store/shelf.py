@@ -24,6 +24,7 @@ from .files import Identity, locked, make_directories, typed_errors
 from .header import Header
 from .ids import Name, Names, chunk_id
 from .objects import Blob
+from .quarantine import purge
 from .references import Kind, Reference, check_name
 from .store import ChunkStore
 
@@ -376,6 +377,10 @@ class Shelf:
         """Deletes a chunk that an entry had, where no other entry of this library has it."""
         if chunk is not None and all(other.chunk != chunk for other in self.listed()):
             self.store.delete(chunk[1], chunk[0])
+
+    def purge(self, name: Name) -> None:
+        """Deletes what is in quarantine of an entry, in any version. Raises StoreError."""
+        purge(self.store.disk.root, name.tenant, name.chunk)
 
     def remove_expired(self) -> int:
         """Takes away what is past its time (the chunks have the same one, and go by it). How many entries."""

@@ -19,13 +19,12 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import InputError, StoreCorruptError, StoreSnapshotError
+from ..errors import StoreCorruptError, StoreSnapshotError
 from .buffers import Buffers
 from .disk import Disk, Entry
 from .files import (
@@ -296,27 +295,3 @@ def _parsed(directory: str, tree: Any) -> Manifest:
         return Manifest(tree["scope"], objects, secret)
     except (ValueError, KeyError, TypeError) as error:
         raise StoreSnapshotError(f"snapshot {directory}: {MANIFEST}: {str(error)[:200]}; expected version 1") from error
-
-
-@contextlib.contextmanager
-def new_directory(directory: str) -> Iterator[str]:
-    """A directory beside `directory` to fill, durably; it gets that name if nothing is raised, else it is removed.
-
-    Raises:
-      InputError: `directory` is there already. StoreReadOnlyError, StoreIOError, StoreFullError.
-    """
-    import shutil
-
-    directory = os.path.abspath(directory)
-    if os.path.lexists(directory):
-        raise InputError(f"snapshot {directory}: it is there; expected a name that is free")
-    temporary = f"{directory}.unfinished-{secrets.token_hex(8)}"
-    try:
-        with typed_errors(f"snapshot {directory}: write"):
-            os.makedirs(os.path.dirname(directory), exist_ok=True)
-            os.mkdir(temporary, 0o700)
-            yield temporary
-            os.rename(temporary, directory)
-            sync_directory(os.path.dirname(directory))
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -26,11 +26,14 @@ from .ids import Encoding, Name, Names, Served
 from .memory import CANONICAL, DERIVED, ENCODER, Held, MemoryTier, Policy
 from .objects import Blob, file_size
 from .placement import LayerStream, Placement, place_chunk, placement_key
+from .quarantine import BYTES as QUARANTINE_BYTES
+from .quarantine import purge
 from .remote import Remote
 from .seal import AesGcm, Plain
 from .settings import check_key, secret_of
 from .statistics import Statistics
 from .tenants import Deleted, delete_tenant
+from .unfinished import sweep_unfinished
 from .writer import Ack, Writer, joined
 
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
@@ -39,13 +42,15 @@ type Build[T] = Callable[[Mapping[str, Any], Any], T]
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """Bytes per tier. `disk` is for the whole root, all tenants, and `tenant` for this one's share of it; None sets no
-    bound. `library` is the quota of this tenant's static library, which a restore keeps to as well."""
+    bound. `library` is the quota of this tenant's static library, which a restore keeps to as well; `quarantine` is for
+    what of this tenant did not verify, beside `disk`: the oldest goes first, and all of it after a week."""
 
     device: int = 0
     host: int = 1 << 30
     disk: int | None = None
     tenant: int | None = None
     library: int | None = None
+    quarantine: int | None = QUARANTINE_BYTES
 
 
 class ChunkStore:
@@ -96,7 +101,7 @@ class ChunkStore:
         buffers = Buffers(wipe=key is not None if wipe is None else wipe)
         self._seal = Plain() if key is None else AesGcm(key, tenant, buffers)
         self._remote = None if remote is None else Beyond(remote, self.counters, self._seal)
-        self.disk = Disk(os.fspath(root), self.counters, buffers, clock, self._seal)
+        self.disk = Disk(os.fspath(root), self.counters, buffers, clock, self._seal, self.budget.quarantine)
         self._names = Names(tenant, secret_of(self.disk.root) if secret is None else secret)
         check_key(self.disk.root, self._names.space, self._seal.check)
         self._noted = False
@@ -199,7 +204,7 @@ class ChunkStore:
         return os.path.exists(f"{self.disk.root}/{self._names.canonical(backbone, id, encoding).path}")
 
     def delete(self, id: str, backbone: str) -> bool:
-        """Deletes a chunk with all its encodings, patches and encoder output. Whether there was any.
+        """Deletes a chunk with all its encodings, patches and encoder output, in quarantine too. Whether there was any.
 
         Raises:
           StoreReadOnlyError, StoreIOError.
@@ -215,6 +220,7 @@ class ChunkStore:
             # Canonicals first: whoever looks for one must not find it after part of the chunk is gone.
             entries = sorted(self.disk.of_chunk(name), key=lambda entry: entry.part.partition(".")[0] != "kv")
             gone = any([self.disk.delete(entry.path) for entry in entries])
+            purge(self.disk.root, name.tenant, name.chunk)
         return gone
 
     # -------------------------------------------------------------------------------- encoder outputs, patches
@@ -311,13 +317,16 @@ class ChunkStore:
                 del self._pins[key]
 
     def collect(self) -> int:
-        """Deletes what of this tenant expired, and what its dead writers left. How many objects. Raises StoreError.
+        """Deletes what of this tenant expired, what its dead writers left (snapshots that were not finished too), and
+        what has been in its quarantine for too long. How many objects expired or were left. Raises StoreError.
 
         Beyond the disk too, by a look at each object there; what the remote store fails to do is left there.
         """
         self._open()
         self._used.clear()
         gone = collect(self.disk, self._names.space)
+        self.disk.collect_quarantine(self._names.tenant_name)
+        sweep_unfinished(self.disk.root, self._names.tenant_name)
         return gone + (0 if self._remote is None else self._remote.collect(f"{self._names.space}/"))
 
     def delete_tenant(self) -> Deleted:

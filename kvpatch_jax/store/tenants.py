@@ -10,7 +10,9 @@ from .beyond import delete_below
 from .disk import Disk
 from .files import locked, make_directories, sync_directory, typed_errors
 from .ids import Names
+from .quarantine import purge
 from .remote import Remote
+from .unfinished import WHOLE, sweep_unfinished
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Deleted:
 
 
 def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Deleted:
-    """Deletes all that a tenant has: remote objects, then those on the disk, in quarantine, and what dead writers left.
+    """Deletes all that a tenant has: remote objects, then those on the disk, in quarantine, and what dead writers left,
+    snapshots that were not finished among it.
 
     The tenant's directories (libraries, then chunks) are renamed away first, so that a crash leaves all or nothing of
     each to be seen; what is left to remove is removed by the next call, or by `finish`. Doing it again is allowed.
@@ -33,7 +36,7 @@ def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Del
     Raises:
       StoreReadOnlyError, StoreIOError: not all of it was deleted; the rest of it was.
     """
-    tenant = names.space.rpartition("/")[2]
+    tenant = names.tenant_name
     beyond = 0
     try:
         if remote is not None:  # first, so that nothing comes back from there
@@ -43,8 +46,10 @@ def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Del
         with typed_errors("store: delete a tenant"):
             for space in (names.libraries, names.space):
                 _rename_away(disk, space, tenant)
-            quarantined = _delete_quarantined(disk, tenant)
+            quarantined = len(purge(disk.root, tenant))
         disk.sweep(f"{tenant}.")
+        for left in (tenant, WHOLE):  # a whole store's snapshot has the tenant's objects too
+            sweep_unfinished(disk.root, left)
         finish(disk, f"{tenant}.")
     return Deleted(len(entries), sum(entry.size for entry in entries), quarantined, beyond)
 
@@ -55,16 +60,6 @@ def _rename_away(disk: Disk, space: str, tenant: str) -> None:
         os.rename(f"{disk.root}/{space}", f"{disk.root}/deleted/{tenant}.{os.getpid()}-{time.time_ns()}")
         sync_directory(os.path.dirname(f"{disk.root}/{space}"))
         sync_directory(f"{disk.root}/deleted")
-
-
-def _delete_quarantined(disk: Disk, tenant: str) -> int:
-    folder = f"{disk.root}/quarantine"
-    with locked(f"{disk.root}/names.lock", shared=False):
-        own = [name for name in os.listdir(folder) if name.startswith(f"{tenant}.")]
-        for name in own:
-            os.unlink(f"{folder}/{name}")
-        sync_directory(folder)
-    return sum(not name.endswith(".reason") for name in own)
 
 
 def finish(disk: Disk, tenant: str = "") -> int:
