@@ -204,7 +204,8 @@ class DynamicLibrary:
         """
         bare, content = _reference(name, content, chunk, kind)
         with self._shelf.changing():
-            version = max(self._shelf.versions(bare.kind, bare.name), default=0) + 1
+            least = self._shelf.least(bare.kind, bare.name)
+            version = max([least, *self._shelf.versions(bare.kind, bare.name)]) + 1
             reference = Reference(bare.kind, bare.name, version)
             blob = entry_blob(reference, content, chunk, vector, metadata or {}, None)
             if chunk is not None:
@@ -218,8 +219,12 @@ class DynamicLibrary:
         kind, name = check_name(kind, name)
         with self._shelf.changing():
             self._shelf.purge(self._shelf.name(kind, name))
-            versions = self._shelf.versions(kind, name)
-            if not versions or self._shelf.read(self._shelf.name(kind, name, versions[-1])) is None:
+            least, versions = self._shelf.least(kind, name), self._shelf.versions(kind, name)
+            if (
+                not versions
+                or versions[-1] < least
+                or self._shelf.read(self._shelf.name(kind, name, versions[-1])) is None
+            ):
                 return False
             version = versions[-1] + 1
             blob = withdrawn_blob(Reference(kind, name, version))
@@ -230,14 +235,22 @@ class DynamicLibrary:
     def open(self, kind: str, name: str, version: int | None = None) -> HeldReference | None:
         """A version, by default the current one, held until it is closed; None where it is not there (any more).
 
+        In an encrypted library no version is the current one that is below one that was published or withdrawn.
+
         Raises:
           InputError: a kind or name that no reference has. StoreIOError.
         """
         kind, name = check_name(kind, name)
         while True:
+            least = (
+                self._shelf.least(kind, name) if version is None else 0
+            )  # first: a version is there before its floor
             versions = self._shelf.versions(kind, name)
             wanted = version if version is not None else max(versions, default=None)
             if wanted is None or wanted not in versions:
+                return None
+            if wanted < least:
+                self.store.counters.add("replayed")
                 return None
             own = self._shelf.name(kind, name, wanted)
             with contextlib.ExitStack() as stack:
@@ -293,10 +306,7 @@ class DynamicLibrary:
 
     def entries(self) -> list[Listed]:
         """The current version of every reference that was not withdrawn."""
-        newest: dict[tuple[str, str], Listed] = {}
-        for entry in sorted(self._shelf.listed(), key=lambda entry: entry.reference.version or 0):
-            newest[entry.reference.kind, entry.reference.name] = entry
-        current = [entry for entry in newest.values() if not entry.withdrawn]
+        current = [entry for entry in self._shelf.newest().values() if not entry.withdrawn]
         return sorted(current, key=lambda entry: str(entry.reference))
 
     def vectors(self) -> Iterator[tuple[str, np.ndarray]]:

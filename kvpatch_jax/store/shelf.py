@@ -21,6 +21,7 @@ from ..chunk import AnyArray, Chunk
 from ..errors import InputError, NotFiniteError, StoreCorruptError, StoreError
 from .entries import Entry
 from .files import Identity, locked, make_directories, typed_errors
+from .floor import Floor, Floors, number_of
 from .header import Header
 from .ids import Name, Names, chunk_id
 from .objects import Blob
@@ -47,6 +48,7 @@ class Listed:
       chunk: (backbone, id) of the chunk that was put with it, or None.
       withdrawn: whether this version says that there is none any more.
       path: from the store's root.
+      number: of an encrypted entry: older ones of its name have lower numbers.
     """
 
     reference: Reference
@@ -55,6 +57,7 @@ class Listed:
     chunk: tuple[str, str] | None = dataclasses.field(repr=False)
     withdrawn: bool
     path: str
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -227,7 +230,8 @@ def _reference_and_chunk(body: Mapping[str, Any]) -> tuple[Reference, tuple[str,
 def _listed(header: Header, path: str) -> Listed:
     reference, chunk = _reference_and_chunk(header.body)
     nbytes = header.size + chunk_bytes(header.body)
-    return Listed(reference, nbytes, header.expires, chunk, header.body["withdrawn"], path)
+    number = number_of(header.body)
+    return Listed(reference, nbytes, header.expires, chunk, header.body["withdrawn"], path, number)
 
 
 def chunk_bytes(body: Mapping[str, Any]) -> int:
@@ -253,6 +257,7 @@ def entry_name(names: Names, body: Mapping[str, Any]) -> Name:
         texts = (kind, name, body["content"], body["digest"])
         whole = all(type(text) is str for text in texts) and isinstance(body["metadata"], dict)
         whole = whole and check_name(kind, name) == (kind, name) and type(body["withdrawn"]) is bool
+        whole = whole and type(body.get("number", 0)) is int
         whole = whole and (version is None or (type(version) is int and 0 < version < _MOST_VERSIONS))
         whole = whole and (chunk is None or ([type(part) for part in chunk] == [str, str, int] and chunk[2] >= 0))
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -298,6 +303,7 @@ class Shelf:
         self.folder = os.path.dirname(store.names.entry(library).folder)
         _make_folder(store.disk.root, self.folder)
         self._seen: dict[str, _Seen] = {}
+        self._floors = Floors(store.disk)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -316,20 +322,45 @@ class Shelf:
         return sorted(int(entry.part[1:]) for entry in entries if entry.part[1:].isdecimal())
 
     def read(self, name: Name) -> Resource | None:
-        """A resource, verified; None where it is absent, expired, withdrawn, or damaged (then quarantined)."""
+        """A resource, verified; None where it is absent, expired, withdrawn, or damaged (then quarantined).
+
+        None too where an encrypted static library had a later one of its name. It stays where it is.
+        """
+        floor = self._floors.of(name.folder)  # first: an entry is there before its floor
         found = self.store.disk.get(name)
         if found is None or found.header.body["withdrawn"]:
+            return None
+        body = found.header.body
+        if floor is not None and body["version"] is None and not floor.takes(name.chunk, number_of(body)):
+            self.store.counters.add("replayed")
             return None
         return resource_of(found.header.body, found.arrays, found.header.expires)
 
     def listed(self) -> list[Listed]:
-        """Every entry that is there and has not expired, in no order. Headers are read once each."""
-        now = self.store.clock()
-        return [
-            seen.listed
-            for seen in self._scan().values()
-            if seen.listed is not None and (seen.expires is None or now < seen.expires)
-        ]
+        """Every entry that is there and has not expired, in no order. Headers are read once each.
+
+        Of an encrypted static library without those that had been replaced or deleted and were put back.
+        """
+        now, floors = self.store.clock(), self._floors.all(self.folder)
+        found: list[Listed] = []
+        for seen in self._scan().values():
+            if seen.listed is not None and (seen.expires is None or now < seen.expires):
+                held = seen.listed.reference.version is not None  # an older version that somebody reads, maybe
+                found += [seen.listed] if held or _taken(seen.listed, floors) else []
+        return found
+
+    def newest(self) -> dict[tuple[str, str], Listed]:
+        """The newest version of every dynamic reference, by kind and name; none that is below its floor."""
+        floors, newest = self._floors.all(self.folder), dict[tuple[str, str], Listed]()
+        for entry in sorted(self.listed(), key=lambda entry: entry.reference.version or 0):
+            newest[entry.reference.kind, entry.reference.name] = entry
+        return {key: entry for key, entry in newest.items() if _taken(entry, floors)}
+
+    def least(self, kind: str, name: str) -> int:
+        """The lowest version of an encrypted dynamic reference that may be the current one."""
+        own = self.name(kind, name)
+        floor = self._floors.of(own.folder)
+        return 0 if floor is None else floor.numbers.get(own.chunk, 0)
 
     def _scan(self) -> dict[str, "_Seen"]:
         seen: dict[str, _Seen] = {}
@@ -365,11 +396,13 @@ class Shelf:
         """
         self.store._open()
         self.store._note_key()
-        self.store.disk.put(name, self.store._seal.sealed(blob, name.file))
+        self._floors.put(name, blob)
 
     def remove(self, listed: Listed) -> bool:
         """Takes an entry away, and the chunk that was put with it where no other entry of this library has it."""
         gone = self.store.disk.delete(listed.path)
+        if listed.reference.version is None:
+            self._floors.removed([listed.path])
         self.release(listed.chunk)
         return gone
 
@@ -386,7 +419,16 @@ class Shelf:
         """Takes away what is past its time (the chunks have the same one, and go by it). How many entries."""
         now = self.store.clock()
         paths = [path for path, seen in self._scan().items() if seen.expires is not None and now >= seen.expires]
-        return sum(self.store.disk.delete(path, self.store.disk.has_expired) for path in paths)
+        gone = [path for path in paths if self.store.disk.delete(path, self.store.disk.has_expired)]
+        self._floors.removed(gone)
+        return len(gone)
+
+
+def _taken(listed: Listed, floors: Mapping[str, Floor]) -> bool:
+    """Whether an entry is not one that had been replaced, withdrawn or deleted before."""
+    name = _name_at(listed.path)
+    floor = floors.get(name.folder)
+    return floor is None or floor.takes(name.chunk, listed.number)
 
 
 @dataclasses.dataclass(frozen=True)

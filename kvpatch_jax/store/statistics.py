@@ -21,6 +21,7 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
     (r"quarantined", "quarantined", "Objects that did not verify and were moved away."),
     (r"read_errors", "read_errors", "Reads that the file system failed."),
     (r"expired", "expired", "Reads of objects that were expired."),
+    (r"replayed", "replayed", "Reads of library entries that had been replaced, withdrawn or deleted, and put back."),
     (r"unsealed", "unsealed", "Reads of unencrypted objects by a store with a key."),
     (r"remote_errors", "remote_errors", "Calls that the remote store failed, its tries included."),
     (r"remote_skipped", "remote_skipped", "Calls that the remote store was spared, for calls before had failed."),

@@ -22,6 +22,7 @@ from .counters import Counters
 from .disk import Disk, Found
 from .evict import collect, make_room
 from .expiry import Seconds, checked_ttl, expires_at
+from .floor import Floors
 from .ids import Encoding, Name, Names, Served
 from .memory import CANONICAL, DERIVED, ENCODER, Held, MemoryTier, Policy
 from .objects import Blob, file_size
@@ -294,7 +295,14 @@ class ChunkStore:
         self._note_key()
         self._make_room(lambda: need)
         sealed = lambda name, item: self._seal.sealed(item, name.file) if isinstance(item, Blob) else item
-        added = self.disk.add_all(([(name, sealed(name, item)) for name, item in group] for group in groups), copy)
+        floors, noted = Floors(self.disk), dict[str, int]()
+
+        def coming() -> Iterator[list[tuple[Name, Blob | str]]]:
+            for group in groups:
+                floors.admit(group, noted)
+                yield [(name, sealed(name, item)) for name, item in group]
+
+        added = self.disk.add_all(coming(), copy)
         with self._room:
             self._fresh.update(dict.fromkeys(("obj", self._names.space), need))
         return added
