@@ -5,20 +5,27 @@ is never part of a compiled program.
 """
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
+from .checksum import examine
 from .errors import InputError, NotFiniteError, PositionError, ShapeError
 from .layout import KVLayout, check_positions
 
 AnyArray = jax.Array | np.ndarray
 
+COMPUTED = "kv:"
+"""What a content begins with that was computed from kv."""
 
-@dataclasses.dataclass(frozen=True, eq=False)
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Chunk:
     """The canonical KV of one unit, with what is needed to place it anywhere.
 
@@ -32,10 +39,15 @@ class Chunk:
       backbone: fingerprint of the model that made it.
       encoder: the vision (or audio) tower's output, [T', D], or None.
       hidden: the residual stream at some layers' inputs, {layer: [T, D]}, or None.
+      content: a digest of what the chunk shows, by which two chunks of one id are told apart; who makes it from inputs
+        gives theirs. None takes a checksum of kv, "kv:…", computed in the pass that looks for NaN, and again wherever
+        a chunk is made of this one's fields. It finds mistakes and not forgeries. A digest that was given is believed.
+
+    NumPy arrays that could still be written to are copied; what changes in them later does not change the chunk.
 
     Raises:
       LayoutError, ShapeError, DtypeError: kv does not fit the layout. PositionError: local or span out of range.
-      NotFiniteError: NaN or infinity in kv. InputError: length out of range or an empty id.
+      NotFiniteError: NaN or infinity in kv. InputError: length out of range, an empty id or an empty content.
     """
 
     kv: Mapping[str, Float[AnyArray, "L T _ _"]]
@@ -47,6 +59,7 @@ class Chunk:
     backbone: str
     encoder: Float[AnyArray, "..."] | None = None
     hidden: Mapping[int, Float[AnyArray, "T D"]] | None = None
+    content: str | None = None
 
     def __post_init__(self) -> None:
         self.layout.check(self.kv, f"chunk {self.id!r}")
@@ -64,12 +77,37 @@ class Chunk:
         if self.span < 0:
             raise PositionError(f"chunk {self.id!r}: span {self.span}; expected 0 or more")
         check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
-        check_finite(self.kv, f"chunk {self.id!r}")
+        if self.content == "":
+            raise InputError(f"chunk {self.id!r}: content {self.content!r}; expected a digest, or None")
+        self._settle()
+
+    def _settle(self) -> None:
+        """Looks at every number once, and takes hold of what could change."""
+        for word in ("kv", "local", "encoder", "hidden"):
+            object.__setattr__(self, word, _kept(getattr(self, word)))
+        computed, finite = examine(self.kv, self.length)
+        if not finite:
+            check_finite(self.kv, f"chunk {self.id!r}")
+        if self.content is None or self.content.startswith(COMPUTED):
+            object.__setattr__(self, "content", COMPUTED + computed)
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in self.kv.items())
+        return (
+            f"Chunk({self.id!r}, {self.length} tokens, span {self.span}: {kinds}, backbone {self.backbone[:16]!r}, "
+            f"content {self.content!r:.24})"
+        )
 
     @property
     def tokens(self) -> int:
         """Padded number of tokens, T."""
         return self.kv[self.layout.names[0]].shape[1]
+
+    @functools.cached_property
+    def places(self) -> str:
+        """A digest of the local positions of its tokens, whatever their dtype: 16 hexadecimal digits."""
+        positions = np.ascontiguousarray(np.asarray(self.local)[: self.length], np.float32)
+        return hashlib.blake2b(positions.tobytes(), digest_size=8).hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +131,37 @@ class Chunk:
 
         hidden = None if self.hidden is None else {layer: grow(value, 0) for layer, value in self.hidden.items()}
         kv = {name: grow(value, 1) for name, value in self.kv.items()}
-        return dataclasses.replace(self, kv=kv, local=grow(self.local, 0), hidden=hidden)
+        return trusted(self, kv=kv, local=grow(self.local, 0), hidden=hidden)
+
+
+def _kept(value: Any) -> Any:
+    """The same arrays, copied where somebody could still write to them; mappings are copied, not their arrays."""
+    if isinstance(value, Mapping):
+        return {key: _kept(each) for key, each in value.items()}
+    owner = value
+    while isinstance(owner, np.ndarray) and not owner.flags.writeable:
+        owner = owner.base
+    if not isinstance(owner, np.ndarray):
+        return value
+    copy = np.array(value)
+    copy.flags.writeable = False
+    return copy
+
+
+def trusted(chunk: Chunk, **changes: Any) -> Chunk:
+    """The same chunk with some fields changed, of the same content, whose values are not looked at again."""
+    copy = object.__new__(Chunk)
+    for field in dataclasses.fields(Chunk):
+        object.__setattr__(copy, field.name, changes.get(field.name, getattr(chunk, field.name)))
+    return copy
+
+
+def content_of(chunk: Chunk) -> str:
+    """A chunk's content; one that came without (from a store, unlooked at) is computed now, and known from then on."""
+    if chunk.content is None:
+        object.__setattr__(chunk, "content", COMPUTED + examine(chunk.kv, chunk.length)[0])
+    assert chunk.content is not None
+    return chunk.content
 
 
 def check_finite(values: Mapping[str, Num[AnyArray, "..."]], what: str) -> None:

@@ -160,6 +160,34 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
     return start.astype(jnp.int32)
 
 
+def one_start(rope: Rope, start: Start, what: str) -> Int[AnyArray, "..."]:
+    """A start as `as_start` makes it, of one chunk: a scalar, or [A] with sections.
+
+    Raises:
+      PositionError: as `as_start`, or several starts.
+    """
+    place = as_start(rope, start)
+    if place.ndim != (0 if rope.axes is None else 1):
+        raise PositionError(f"{what}: start of shape {place.shape}; expected a scalar, or one per axis of the rope")
+    return place
+
+
+def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray, "..."]) -> None:
+    """Refuses positions that are not one per token, or starts that are not one per sequence of kv [L, ..., T, K, H].
+
+    Raises:
+      PositionError: either; they would be broadcast over tokens or layers.
+    """
+    shape, axes = kv[layout.names[0]].shape, layout.rope.axes
+    batch, tokens = shape[1:-3], shape[-3]
+    places = local.shape if axes is None else local.shape[:-1]
+    if not places or places[-1] != tokens:
+        raise PositionError(f"local positions of shape {local.shape}; expected one for each of {tokens} tokens")
+    for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
+        if len(found) > len(batch):
+            raise PositionError(f"{what} of shape {found}; expected one for each of {batch} sequences, or one for all")
+
+
 def _turn(layout: KVLayout, kv: KV, cos: Array, sin: Array) -> dict[str, Array]:
     return {
         channel.name: rotate(jnp.asarray(kv[channel.name]), cos, sin, layout.rope.cached)
@@ -185,6 +213,7 @@ jitted_place = jax.jit(_place, static_argnames=("layout", "back"))
 def _placed(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
     layout.check(kv)
     start = as_start(layout.rope, start)
+    check_places(layout, kv, local, start)
     check_positions(layout.rope, local, start)
     turning = {channel.name: jnp.asarray(kv[channel.name]) for channel in layout.channels if channel.rotates}
     turned = jitted_place(layout, turning, jnp.asarray(local), jnp.asarray(start), back=back)

@@ -67,7 +67,7 @@ def value_of(leaf: Leaf) -> Num[Array, "..."]:
     return leaf
 
 
-def is_low_rank(factors: ChannelFactors) -> bool:
+def is_low_rank(factors: ChannelFactors | tuple | np.ndarray) -> bool:
     """Whether a channel holds (u, v) rather than a dense correction."""
     return isinstance(factors, tuple) and not isinstance(factors, Quantised)
 

@@ -14,14 +14,14 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from . import ops
-from .chunk import AnyArray, Chunk, check_finite
+from .chunk import AnyArray, Chunk, check_finite, content_of
 from .errors import InputError, PatchMismatchError, RankError, ShapeError
-from .layout import KVLayout, Start, as_start, check_positions, to_engine
+from .layout import KVLayout, Start, as_start, check_positions, one_start, to_engine
 from .ops import ChannelFactors, FormPlan, Heads, PatchFrame, is_low_rank, value_of
 from .resize import keep_layers as keep_layers
 from .resize import quantise as quantise
 from .resize import truncate as truncate
-from .stamp import Base, Patch, Stamp, check_layout, check_stamp, same_storage
+from .stamp import Base, Patch, Stamp, check_chunk, check_layout, check_stamp, patch_digest
 from .stamp import patch_bytes as patch_bytes
 
 Rank = int | Mapping[str, int]
@@ -59,8 +59,15 @@ def _sides(layout: KVLayout, names: Sequence[str], chunk: Chunk, heads: Heads, s
     }
 
 
-def _check_ranks(layout: KVLayout, rank: Rank, chunk: Chunk, heads: Heads, shared: bool) -> tuple:
-    """(channel, rank or None for dense) of the channels that get a patch."""
+Ranks = tuple[tuple[str, int | None], ...]
+Asked = tuple[tuple[str, int], ...] | None
+
+
+def _chosen_ranks(layout: KVLayout, rank: Rank, chunk: Chunk, heads: Heads, shared: bool) -> tuple[Ranks, Asked]:
+    """(channel, rank or None for dense) of the channels that get a patch, and what was asked for beyond that.
+
+    A rank that the chunk's tokens or the features do not have is brought down to what they do: the whole deficit.
+    """
     if isinstance(rank, Mapping):
         for name in rank:
             layout.channel(name)
@@ -74,16 +81,14 @@ def _check_ranks(layout: KVLayout, rank: Rank, chunk: Chunk, heads: Heads, share
     sides = _sides(layout, tuple(wanted), chunk, heads, shared)
     chosen: list[tuple[str, int | None]] = []
     for name, size in wanted.items():
-        limit = min(chunk.length, sides[name])
-        if not 1 <= size <= limit:
-            raise RankError(
-                f"patch: rank {size} for channel {name!r}; expected 1 to {limit} ({chunk.length} tokens, {sides[name]} "
-                "features)"
-            )
+        if size < 1:
+            raise RankError(f"patch: rank {size} for channel {name!r}; expected at least 1")
+        size = min(size, chunk.length, sides[name])
         tokens = chunk.tokens
         dense = size * (tokens + sides[name]) >= tokens * sides[name]
         chosen.append((name, None if dense else size))
-    return tuple(chosen)
+    beyond = tuple((name, size) for name, size in wanted.items() if size > min(chunk.length, sides[name]))
+    return tuple(chosen), beyond or None
 
 
 def form_patch(
@@ -108,7 +113,8 @@ def form_patch(
       layout: of the chunk.
       conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} of the chunk's shapes.
       chunk: the canonical.
-      rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch).
+      rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). At most min(T, F):
+        more is brought down to that, and `stamp.asked` says so.
       antecedent: ids of the chunks in front, in order.
       heads: one factorisation over all KV heads, or one per head.
       method: "randomised" (deterministic by `key`) or "exact".
@@ -123,7 +129,7 @@ def form_patch(
       A Patch. Where factors would not be smaller than the deficit, M·(T + F) ≥ T·F, that channel is stored dense.
 
     Raises:
-      RankError: a rank below 1 or beyond min(T, F). LayoutError, ShapeError, DtypeError, NotFiniteError: `conditioned`
+      RankError: a rank below 1. LayoutError, ShapeError, DtypeError, NotFiniteError: `conditioned`
       or the chunk do not fit. InputError: layers out of range, or an engine frame without start.
     """
     check_layout(layout, chunk)
@@ -133,9 +139,10 @@ def form_patch(
         raise InputError(
             f"patch: frame {frame!r}, start {start}; expected a start with the engine frame, and only then"
         )
-    place = as_start(layout.rope, 0 if start is None else start)
+    place = as_start(layout.rope, 0) if start is None else one_start(layout.rope, start, "patch")
+    ranks, asked = _chosen_ranks(layout, rank, chunk, heads, shared_left)
     plan = FormPlan(
-        ranks=_check_ranks(layout, rank, chunk, heads, shared_left),
+        ranks=ranks,
         heads=heads,
         method=method,
         layers=None if len(kept) == layout.layers else kept,
@@ -153,17 +160,17 @@ def form_patch(
         place,
         plan=plan,
     )
-    stamp = Stamp(
-        chunk=chunk.id,
-        base="canonical",
-        antecedent=tuple(antecedent),
-        backbone=chunk.backbone,
-        layout=layout,
+    stamp = _stamp(
+        layout,
+        chunk,
+        "canonical",
+        antecedent,
         layers=kept,
         heads=heads,
         shared_left=shared_left,
         frame=frame,
         start=None if start is None else tuple(int(number) for number in np.asarray(place).ravel()),
+        asked=asked,
     )
     return Patch(factors, stamp)
 
@@ -176,9 +183,10 @@ def _from_delta(
     layout: KVLayout, delta: Mapping[str, Array], chunk: Chunk, rank: Rank, stamp: Stamp, method: Method, key, dtype
 ) -> Patch:
     """A joint-head, phase-free patch from a deficit that is at hand."""
-    ranks = _check_ranks(layout, rank, chunk, "joint", False)
+    ranks, asked = _chosen_ranks(layout, rank, chunk, "joint", False)
     plan = FormPlan(ranks=ranks, method=method, dtype=_factor_dtype(chunk, dtype))
     key = jax.random.key(0) if key is None else key
+    stamp = dataclasses.replace(stamp, asked=asked)
     return Patch(ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan), stamp)
 
 
@@ -189,8 +197,9 @@ def _stamp(layout: KVLayout, chunk: Chunk, base: Base, antecedent: Sequence[str]
         antecedent=tuple(antecedent),
         backbone=chunk.backbone,
         layout=layout,
-        layers=tuple(range(layout.layers)),
-        **more,
+        content=content_of(chunk),
+        local=chunk.places,
+        **({"layers": tuple(range(layout.layers))} | more),
     )
 
 
@@ -215,7 +224,8 @@ def apply_patch(
       antecedent: ids in front of the chunk here; must be what the patch was formed behind.
       base: for a removal patch, the conditioned KV (phase-free) it is added to, in place of the canonical.
       base_antecedent: what `base` was conditioned on.
-      allow_stale: serve the patch behind another antecedent. Chunk, base, layout and backbone must agree all the same.
+      allow_stale: serve the patch behind another antecedent. Chunk, base and what that was conditioned on, layout and
+        backbone must agree all the same.
 
     Returns:
       {channel: [L, T, K, H]} in the engine frame and the chunk's dtype.
@@ -225,7 +235,7 @@ def apply_patch(
       start.
     """
     check_layout(layout, chunk)
-    place = as_start(layout.rope, start)
+    place = one_start(layout.rope, start, "apply_patch")
     check_positions(layout.rope, chunk.local, place)
     if base is not None:
         _check_conditioned(layout, base, chunk, f"base of chunk {chunk.id!r}")
@@ -246,14 +256,14 @@ def apply_patch(
 
 def check_factor_shapes(patch: Patch, chunk: Chunk) -> None:
     """Raises ShapeError where a patch's factors have another number of tokens than the chunk."""
-    for name, factors in patch.factors.items():
-        low_rank = is_low_rank(factors)
-        tokens = value_of(factors[0]).shape[-2] if low_rank else value_of(factors).shape[-3]  # pyright: ignore
-        if tokens != chunk.tokens:
-            raise ShapeError(f"patch[{name!r}]: {tokens} tokens; expected the chunk's {chunk.tokens}")
+    if patch.tokens not in (None, chunk.tokens):
+        raise ShapeError(
+            f"patch of chunk {chunk.id!r}: {patch.tokens} tokens; expected the chunk's {chunk.tokens} (`Patch.pad` "
+            "pads a patch as `Chunk.pad` its chunk)"
+        )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Accumulated:
     """The running sum of a chunk's deficits over orderings of an antecedent set.
 
@@ -265,6 +275,9 @@ class Accumulated:
     chunk: Chunk
     antecedent: tuple[str, ...] | None = None
 
+    def __repr__(self) -> str:
+        return f"Accumulated({self.count} orderings of {self.antecedent} in front of {self.chunk!r})"
+
 
 def accumulate(
     acc: Accumulated | None, conditioned: KVArrays, chunk: Chunk, antecedent: Iterable[str] | None = None
@@ -275,22 +288,34 @@ def accumulate(
       acc: what came before, of the same chunk.
       conditioned: KV(B|A) behind this ordering, phase-free.
       chunk: the canonical.
-      antecedent: ids of the antecedent; every ordering must hold the same set.
+      antecedent: ids of the antecedent; every ordering must hold the same set. None, then for all orderings, leaves it
+        to `orbit_patch` to be told.
 
     Raises:
       PatchMismatchError: another chunk or antecedent set than before. ShapeError, NotFiniteError: bad `conditioned`.
     """
+    check_layout(chunk.layout, chunk)
     _check_conditioned(chunk.layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
     members = None if antecedent is None else tuple(sorted(antecedent))
     if acc is None:
         total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in chunk.kv.items()}
         acc = Accumulated(total, 0, chunk, members)
-    if acc.chunk.id != chunk.id:
-        raise PatchMismatchError(f"accumulate: chunk {chunk.id!r}; expected {acc.chunk.id!r}")
-    if members is not None and acc.antecedent is not None and members != acc.antecedent:
+    else:
+        _check_same_chunk(acc.chunk, chunk)
+    if members != acc.antecedent:
         raise PatchMismatchError(f"accumulate: antecedent {members}; expected an ordering of {acc.antecedent}")
     total = ops.jitted_accumulate(dict(acc.total), _arrays(conditioned), _arrays(chunk.kv), jnp.int32(chunk.length))
-    return Accumulated(total, acc.count + 1, acc.chunk, acc.antecedent if members is None else members)
+    return Accumulated(total, acc.count + 1, acc.chunk, members)
+
+
+def _check_same_chunk(first: Chunk, second: Chunk) -> None:
+    for word in ("id", "backbone", "layout", "length", "content"):
+        found, expected = getattr(second, word), getattr(first, word)
+        if None not in (found, expected) and found != expected:
+            what = "chunk" if word == "id" else f"chunk {first.id!r}: {word}"
+            raise PatchMismatchError(f"accumulate: {what} {found!r}; expected {expected!r}")
+    if first.tokens != second.tokens:
+        raise ShapeError(f"accumulate: {second.tokens} tokens; expected the {first.tokens} of the chunk before")
 
 
 def orbit_patch(
@@ -372,62 +397,74 @@ def correction_patch(
     It is small to ship; `update_patch` folds it into the stored patch, and nothing else takes it.
 
     Raises:
-      PatchMismatchError: `patch` is of another chunk, base, frame or layout. Else as `form_patch`.
+      PatchMismatchError: `patch` is of another chunk or layout, or one that `update_patch` does not take. Else as
+      `form_patch`.
     """
     check_layout(layout, chunk)
-    stamp = patch.stamp
-    if stamp.chunk != chunk.id or stamp.base != "canonical" or stamp.frame != "phase_free":
-        raise PatchMismatchError(
-            f"patch: chunk {stamp.chunk!r}, base {stamp.base!r}, frame {stamp.frame!r}; expected {chunk.id!r}, "
-            "'canonical', 'phase_free'"
-        )
-    if not same_storage(stamp.layout, layout) or stamp.backbone != chunk.backbone:
-        raise PatchMismatchError(f"patch: layout {stamp.layout} of {stamp.backbone!r}; expected {layout}")
+    check_chunk(patch.stamp, layout, chunk, "canonical")
+    _check_updatable(patch.stamp, "correction_patch")
     _check_conditioned(layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
     check_factor_shapes(patch, chunk)
-    have = ops.correction(layout, dict(patch.factors), layers=stamp.layers, heads=stamp.heads)
+    have = ops.correction(layout, dict(patch.factors), layers=patch.stamp.layers, heads=patch.stamp.heads)
     delta = ops.deficit(_arrays(conditioned), _arrays(chunk.kv), jnp.int32(chunk.length))
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
-    new = _stamp(layout, chunk, "patched", antecedent, base_antecedent=stamp.antecedent)
+    corrected = {"base_antecedent": patch.stamp.antecedent, "corrects": patch_digest(patch)}
+    new = _stamp(layout, chunk, "patched", antecedent, **corrected)
     return _from_delta(layout, delta, chunk, rank, new, method, key, dtype)
+
+
+def _check_updatable(stamp: Stamp, what: str) -> None:
+    """Raises PatchMismatchError for a patch that cannot be updated."""
+    whole = stamp.layers == tuple(range(stamp.layout.layers))
+    plain = (stamp.base, stamp.frame, stamp.heads) == ("canonical", "phase_free", "joint")
+    if plain and whole and not stamp.shared_left:
+        return
+    raise PatchMismatchError(
+        f"{what}: patch with base {stamp.base!r}, frame {stamp.frame!r}, heads {stamp.heads!r}, layers {stamp.layers}, "
+        f"shared_left {stamp.shared_left}; expected 'canonical', 'phase_free', 'joint', all {stamp.layout.layers} "
+        "layers, no shared left factor"
+    )
 
 
 def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> Patch:
     """Folds a correction into a stored patch and brings it back to rank m, forming neither densely. Kamera App. D.
 
     Args:
-      patch: joint-head patch of all layers. correction: from `correction_patch` of that patch.
+      patch: joint-head patch of all layers. correction: from `correction_patch` of that very patch: not of it at
+        another rank or in another dtype.
       rank: of the result, per channel or for all; None keeps each channel's rank.
 
     Returns:
-      A patch stamped with the correction's antecedent.
+      A patch stamped with the correction's antecedent, in the dtype that `patch` has.
 
     Raises:
       PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
+      LayoutError: a rank for a channel that is not there.
     """
     old, new = patch.stamp, correction.stamp
-    if new.base != "patched" or (new.chunk, new.backbone, new.base_antecedent) != (
-        old.chunk,
-        old.backbone,
-        old.antecedent,
-    ):
+    _check_updatable(old, "update_patch")
+    digest = patch_digest(patch)
+    if new.base != "patched" or new.chunk != old.chunk or new.corrects != digest:
         raise PatchMismatchError(
-            f"update: correction of chunk {new.chunk!r}, base {new.base!r} behind {new.base_antecedent}; expected "
-            f"{old.chunk!r}, 'patched', {old.antecedent}"
+            f"update_patch: correction of chunk {new.chunk!r}, base {new.base!r}, of the patch {new.corrects}; "
+            f"expected {old.chunk!r}, 'patched', {digest}, which this patch has"
         )
-    if old.heads != "joint" or old.layers != new.layers or old.shared_left:
-        raise PatchMismatchError(
-            f"update: patch with heads {old.heads!r}, layers {old.layers}, shared_left {old.shared_left}; expected "
-            f"joint heads, layers {new.layers}, no shared left factor"
-        )
+    for name in rank if isinstance(rank, Mapping) else ():
+        old.layout.channel(name)
     factors = {}
     for name in old.layout.names:
         wanted = rank.get(name) if isinstance(rank, Mapping) else rank
         merged = _merge(patch.factors.get(name), correction.factors.get(name), wanted, name)
         if merged is not None:
             factors[name] = merged
-    stamp = dataclasses.replace(old, antecedent=new.antecedent, orbit=False, layout=new.layout)
-    return Patch(factors, stamp)
+    stamp = dataclasses.replace(old, antecedent=new.antecedent, orbit=False, layout=new.layout, asked=None)
+    return _as_stored(Patch(factors, stamp), patch)
+
+
+def _as_stored(patch: Patch, like: Patch) -> Patch:
+    """The patch in the dtype of another's first factor."""
+    leaf = next(iter(jax.tree.leaves(dict(like.factors))), None)
+    return patch if leaf is None else quantise(patch, leaf.dtype)
 
 
 def _merge(
@@ -442,7 +479,7 @@ def _merge(
         if not 1 <= rank <= limit:
             raise RankError(f"update: rank {rank} for channel {name!r}; expected 1 to {limit}")
         u, v = ops.jitted_merge((u1, v1), (u2, v2), rank)
-        return u.astype(u1.dtype), v.astype(v1.dtype)
+        return u, v
     dense = [factors for factors in (first, second) if not is_low_rank(factors)]
     shape = value_of(dense[0]).shape  # pyright: ignore[reportArgumentType]
     total = jnp.zeros(shape, jnp.float32)
@@ -452,4 +489,4 @@ def _merge(
             total = total + jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST).reshape(shape)
         else:
             total = total + value_of(factors)  # pyright: ignore[reportArgumentType]
-    return total.astype(value_of(dense[0]).dtype)  # pyright: ignore[reportArgumentType]
+    return total

@@ -17,8 +17,8 @@ from pallas_kernels.splice import check_slots, padded_width
 
 from . import ops
 from .chunk import AnyArray, Chunk
-from .errors import DtypeError, LayoutError, PoolError, PositionError, ShapeError
-from .layout import Channel, KVLayout, Start, as_start, check_positions
+from .errors import DtypeError, LayoutError, PoolError, ShapeError
+from .layout import Channel, KVLayout, Start, check_positions, one_start
 from .patch import check_factor_shapes
 from .rope import rope_tables
 from .stamp import Patch, check_layout, check_stamp
@@ -65,8 +65,10 @@ def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[in
       padded: whether channels may be padded to whole lanes.
 
     Raises:
-      LayoutError: other channels. ShapeError: other shapes, or channels with unequal pages. DtypeError: not floats.
+      LayoutError: other channels. ShapeError: other shapes, or channels with unequal pages. DtypeError: not floats, or
+      no arrays of ours. PoolError: a pool that was donated.
     """
+    check_held(pool)
     if set(pool) != set(layout.names):
         raise LayoutError(f"pool: channels {sorted(pool)}; expected {sorted(layout.names)}")
     paging = None
@@ -87,6 +89,22 @@ def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[in
     return paging  # pyright: ignore[reportReturnType]
 
 
+def check_held(pool: Pool) -> None:
+    """Refuses what is no pool of arrays, and a pool that was given away.
+
+    Raises:
+      LayoutError: no mapping. DtypeError: not NumPy's arrays nor jax's. PoolError: arrays that were donated.
+    """
+    if not isinstance(pool, Mapping):
+        raise LayoutError(f"pool of type {type(pool).__name__}; expected arrays by channel, as `make_pool` gives them")
+    for name, value in pool.items():
+        if not hasattr(value, "dtype") or not isinstance(getattr(value, "shape", None), tuple):
+            kind = type(value).__name__
+            raise DtypeError(f"pool[{name!r}] of type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
+            raise PoolError(f"pool[{name!r}] was donated, and is gone; expected the pool that the last operation gave")
+
+
 def splice(
     pool: Pool,
     slots: Slots,
@@ -99,6 +117,7 @@ def splice(
     base: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
     base_antecedent: Sequence[str] = (),
     allow_stale: bool = False,
+    allocator: "SlotAllocator | None" = None,
 ) -> dict[str, Float[Array, "L P O _ _"]]:
     """Writes R(start + local) · (KV + u v) into the pool, in place: `apply_patch`, with pages for a destination.
 
@@ -108,17 +127,22 @@ def splice(
       slots: int32 [T] of the chunk's padded length, in any order; those from the chunk's length on are not looked at
         and their tokens are written nowhere.
       layout, chunk, patch, start, antecedent, base, base_antecedent, allow_stale: as in `apply_patch`.
+      allocator: the pool's books. With them, slots that are written must have exactly one owner: what several share is
+        not overwritten. Without, whoever calls sees to that.
 
     Raises:
-      KernelSlotError: a slot out of range, or named twice. DtypeError: the chunk's dtype is not the pool's. ShapeError:
+      KernelSlotError: a slot out of range, or named twice. PoolError: slots that by the books are shared or nobody's;
+      or a pool that was donated. DtypeError: the chunk's dtype is not the pool's. ShapeError:
       slots that are not one per token. KernelShapeError: a rank beyond a channel's width. Else as `apply_patch`. All of
       it before anything is written.
     """
+    check_layout(layout, chunk)
     kv = chunk.kv if base is None else base
+    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     _check_splice(pool, slots, layout, chunk, kv)
-    place = as_start(layout.rope, start)
-    if place.ndim != (0 if layout.rope.axes is None else 1):
-        raise PositionError(f"splice: start of shape {place.shape}; expected a scalar, or one per axis of the rope")
+    if allocator is not None:
+        allocator.check_sole_owner(slots[: chunk.length], pool)
+    place = one_start(layout.rope, start, "splice")
     check_positions(layout.rope, chunk.local, place)
     factors, plan = {}, {}
     if patch is not None:
@@ -135,14 +159,13 @@ def splice(
 
 def _check_splice(pool: Pool, slots: Slots, layout: KVLayout, chunk: Chunk, kv: Mapping[str, AnyArray]) -> None:
     pages, page_size = check_pool(layout, pool)
-    check_layout(layout, chunk)
     layout.check(kv, f"kv of chunk {chunk.id!r}")
     for name, value in kv.items():
         if value.shape != chunk.kv[name].shape:
             raise ShapeError(f"splice: {name!r} of shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
         if value.dtype != pool[name].dtype:
             raise DtypeError(f"splice: {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
-    if slots.shape != (chunk.tokens,):
+    if slots.dtype.kind in "iu" and slots.shape != (chunk.tokens,):
         raise ShapeError(f"splice: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
     check_slots(slots, pages * page_size, chunk.length)
 
@@ -186,8 +209,9 @@ def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict
       layout: of the pool; cuts off its padding. None reads rows as they lie.
 
     Raises:
-      LayoutError, ShapeError, DtypeError: another pool than the layout's.
+      LayoutError, ShapeError, DtypeError: another pool than the layout's. PoolError: a pool that was donated.
     """
+    check_held(pool)
     if layout is not None:
         check_pool(layout, pool)
     rows = {name: _flat(jnp.asarray(value))[:, jnp.asarray(slots)] for name, value in pool.items()}
@@ -201,8 +225,10 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
     do not depend on slots.
 
     Raises:
-      ShapeError: unequal numbers of slots. KernelSlotError: out of range, or a destination named twice.
+      ShapeError: unequal numbers of slots. KernelSlotError: out of range, or a destination named twice. PoolError: a
+      pool that was donated.
     """
+    check_held(pool)
     shape = next(iter(pool.values())).shape
     total = shape[1] * shape[2]
     if old.shape != new.shape:
@@ -343,8 +369,32 @@ class SlotAllocator:
         self._count[self._owned(slots, "release")] -= 1
         self._aligned &= (self._by_page() > 0).any(1)
 
+    def check_sole_owner(self, slots: Slots, pool: Pool) -> None:
+        """Refuses slots that have not exactly one owner, and a pool of other pages than these books.
+
+        Raises:
+          PoolError: either.
+        """
+        pages = next(iter(pool.values())).shape[1:3]
+        if pages != (self.pages, self.page_size):
+            raise PoolError(
+                f"pool: {pages[0]} pages of {pages[1]}, unlike its books; expected {self.pages} pages of "
+                f"{self.page_size}"
+            )
+        slots = np.asarray(slots)
+        wrong = slots[self._count[slots] != 1]
+        if wrong.size:
+            owners = int(self._count[wrong[0]])
+            raise PoolError(f"splice: slot {int(wrong[0])} has {owners} owners; expected 1, the chunk's own")
+
     def _owned(self, slots: Slots, word: str) -> np.ndarray:
         slots = np.asarray(slots)
+        if not slots.size:
+            return slots.astype(np.int32)
+        if slots.dtype.kind not in "iu" or slots.ndim != 1:
+            raise PoolError(
+                f"{word}: slots of dtype {slots.dtype} and shape {slots.shape}; expected distinct integers in one row"
+            )
         if np.unique(slots).size != slots.size or ((slots < 0) | (slots >= self._count.size)).any():
             raise PoolError(f"{word}: slots {slots}; expected distinct numbers from 0 to {self._count.size - 1}")
         bare = slots[self._count[slots] == 0]

@@ -27,8 +27,15 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
       rank: for every low-rank channel, or per channel (channels left out stay). Dense channels stay dense.
 
     Raises:
-      RankError: below 1 or above what the patch has.
+      RankError: below 1 or above what the patch has, or several for channels that share their left factor. LayoutError:
+      a channel that is not there.
     """
+    for name in rank if isinstance(rank, Mapping) else ():
+        patch.stamp.layout.channel(name)
+    if patch.stamp.shared_left and isinstance(rank, Mapping):
+        left = {name: rank.get(name, have) for name, have in patch.ranks.items() if have}
+        if len(set(left.values())) > 1:
+            raise RankError(f"truncate: ranks {left} with a shared left factor; expected one rank for all of them")
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
         wanted = rank.get(name) if isinstance(rank, Mapping) else rank

@@ -1,16 +1,19 @@
 """Patches as host containers: factors, the stamp that says what they are for, and the checks of it."""
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from .checksum import examine
 from .chunk import Chunk
-from .errors import LayoutError, PatchMismatchError, StalePatchError
+from .errors import InputError, LayoutError, PatchMismatchError, ShapeError, StalePatchError
 from .layout import KVLayout
-from .ops import ChannelFactors, Heads, PatchFrame, Quantised, is_low_rank
+from .ops import ChannelFactors, Heads, Leaf, PatchFrame, Quantised, is_low_rank
 
 Base = Literal["canonical", "conditioned", "patched"]
 
@@ -31,6 +34,11 @@ class Stamp:
       frame, start: "phase_free" (any start), or "engine" at exactly `start`.
       base_antecedent: what the base itself was conditioned on; None for the canonical.
       backbone, layout: of the chunk.
+      content: of the chunk, so that another chunk of the same id is told apart; None in stamps of earlier versions.
+      local: digest of the chunk's local positions; None likewise.
+      corrects: of a correction, the digest of the patch that it corrects (`patch_digest`); else None.
+      asked: (channel, rank) where a larger rank was asked for than the chunk's tokens or features allow, which is then
+        what the patch has (or it is dense, where that is smaller); None where no rank was.
     """
 
     chunk: str
@@ -45,19 +53,64 @@ class Stamp:
     frame: PatchFrame = "phase_free"
     start: tuple[int, ...] | None = None
     base_antecedent: tuple[str, ...] | None = None
+    content: str | None = None
+    local: str | None = None
+    corrects: str | None = None
+    asked: tuple[tuple[str, int], ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Patch:
     """Low-rank (or dense) factors per channel, with their stamp.
 
     `factors` is a pytree of arrays, the only part that enters jitted code: {channel: (u, v)} with u [L', T, M] and
     v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}, L' = len(stamp.layers).
     u carries the singular values and v's rows are orthonormal (until quantised). A channel left out gets no correction.
+
+    Raises:
+      ShapeError: factors of other layers, heads or features than the stamp says, or that do not fit each other.
+      LayoutError: a channel that the layout does not have. InputError: layers likewise.
     """
 
     factors: Mapping[str, ChannelFactors]
     stamp: Stamp
+
+    def __post_init__(self) -> None:
+        check_factors(self.factors, self.stamp)
+
+    def __repr__(self) -> str:
+        stamp, asked = self.stamp, dict(self.stamp.asked or ())
+        ranks = ", ".join(
+            f"{name} {'dense' if rank is None else f'rank {rank}'}{f' ({asked[name]} asked)' if name in asked else ''}"
+            for name, rank in self.ranks.items()
+        )
+        kind = f"{'orbit, ' if stamp.orbit else ''}{stamp.base}, {stamp.frame}"
+        return (
+            f"Patch({stamp.chunk!r} behind {stamp.antecedent}: {ranks}, {len(stamp.layers)} of {stamp.layout.layers} "
+            f"layers, {kind}, {self.nbytes} bytes)"
+        )
+
+    @property
+    def tokens(self) -> int | None:
+        """Padded number of tokens; None of a patch without factors."""
+        for factors in self.factors.values():
+            return (_shape(factors[0])[-2:] if is_low_rank(factors) else _shape(factors)[-3:])[0]  # pyright: ignore
+        return None
+
+    def pad(self, tokens: int) -> "Patch":
+        """The same patch for its chunk padded to `tokens`, as `Chunk.pad` does it: nothing is added to padding.
+
+        Raises:
+          ShapeError: `tokens` below what the patch has.
+        """
+        more = tokens - (tokens if self.tokens is None else self.tokens)
+        if more < 0:
+            raise ShapeError(f"patch of chunk {self.stamp.chunk!r}: pad to {tokens}; expected at least {self.tokens}")
+        factors = {
+            name: (_longer(own[0], -2, more), own[1]) if is_low_rank(own) else _longer(own, -3, more)  # pyright: ignore
+            for name, own in self.factors.items()
+        }
+        return Patch(factors, self.stamp)  # pyright: ignore[reportArgumentType]
 
     @property
     def ranks(self) -> dict[str, int | None]:
@@ -77,6 +130,65 @@ class Patch:
     def nbytes(self) -> int:
         """Bytes of the factors, scales included; a shared left factor counts once."""
         return patch_bytes(self)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return (leaf.values if isinstance(leaf, Quantised) else leaf).shape
+
+
+def _longer(leaf: Leaf, axis: int, more: int) -> Leaf:
+    """Zeros behind the tokens; scales are those of whole directions, or of each token."""
+    if isinstance(leaf, Quantised):
+        per_token = leaf.scale.shape[axis] != 1
+        return Quantised(_longer(leaf.values, axis, more), _longer(leaf.scale, axis, more if per_token else 0))
+    widths = [(0, 0)] * leaf.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(leaf, widths)
+
+
+def check_factors(factors: Mapping[str, Any], stamp: Stamp) -> None:
+    """Refuses factors, on the host or on devices, that do not fit their stamp, by their shapes alone.
+
+    Raises:
+      As `Patch`.
+    """
+    layout, layers = stamp.layout, stamp.layers
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
+        raise InputError(f"patch: layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
+    lefts, tokens = set(), set()
+    for name, own in factors.items():
+        channel = layout.channel(name)
+        per_head = stamp.heads == "separate"
+        before = (len(layers), channel.heads) if per_head else (len(layers),)
+        if is_low_rank(own):
+            u, v = map(_shape, own)
+            _check_shape(u, (*before, None, None), f"u of {name!r}", "layers, tokens, rank")
+            _check_shape(v, (*before, u[-1], channel.width if per_head else channel.features), f"v of {name!r}", "rank")
+            lefts.add(u)
+            tokens.add(u[-2])
+        else:
+            dense = _shape(own)
+            _check_shape(dense, (len(layers), None, channel.heads, channel.width), f"{name!r}", "layers, tokens, heads")
+            tokens.add(dense[1])
+        for leaf in own if is_low_rank(own) else (own,):
+            if isinstance(leaf, Quantised):
+                _check_scale(leaf, name)
+    if len(tokens) > 1:
+        raise ShapeError(f"patch of chunk {stamp.chunk!r}: {sorted(tokens)} tokens; expected as many in every channel")
+    if stamp.shared_left and len(lefts) > 1:
+        raise ShapeError(f"patch of chunk {stamp.chunk!r}: shapes {sorted(lefts)} of u; expected one left factor")
+
+
+def _check_shape(found: tuple[int, ...], wanted: tuple[int | None, ...], what: str, axes: str) -> None:
+    if len(found) != len(wanted) or any(size not in (None, own) for own, size in zip(found, wanted, strict=True)):
+        sizes = ", ".join("any" if size is None else str(size) for size in wanted)
+        raise ShapeError(f"patch: {what} of shape {found}; expected [{sizes}] ({axes}, …)")
+
+
+def _check_scale(leaf: Quantised, name: str) -> None:
+    values, scale = leaf.values.shape, leaf.scale.shape
+    if len(scale) != len(values) or any(one not in (1, own) for one, own in zip(scale, values, strict=True)):
+        raise ShapeError(f"patch: scale of shape {scale} for values {values} of {name!r}; expected 1 or as many each")
 
 
 def patch_bytes(patch: Patch) -> int:
@@ -103,10 +215,56 @@ def same_storage(first: KVLayout, second: KVLayout) -> bool:
     return plain(first) == plain(second)
 
 
+def patch_digest(patch: Patch) -> str:
+    """32 hexadecimal digits over the bits of a patch's factors and all that its stamp says of what they are.
+
+    One pass on the device over the factors. Equal for the same patch after storing; another for it truncated, quantised
+    or padded.
+    """
+    stamp = patch.stamp
+    said = {field.name: getattr(stamp, field.name) for field in dataclasses.fields(Stamp)}
+    for word in ("layout", "asked"):
+        del said[word]
+    leaves = {}
+    for name, factors in patch.factors.items():
+        leaves |= {f"{name}.{place}": leaf for place, leaf in enumerate(jax.tree.leaves(factors))}
+    tokens = max((leaf.shape[1] for leaf in leaves.values()), default=0)
+    found = examine(leaves, tokens)[0]
+    return hashlib.blake2b(f"{found}\0{sorted(said.items())}".encode(), digest_size=16).hexdigest()
+
+
 def check_layout(layout: KVLayout, chunk: Chunk) -> None:
-    """Raises LayoutError where a chunk is of another layout."""
+    """Raises LayoutError where a chunk is of another layout, and InputError where it is no chunk."""
+    if not isinstance(chunk, Chunk):
+        raise InputError(f"chunk of type {type(chunk).__name__}; expected a Chunk")
     if not same_storage(layout, chunk.layout):
         raise LayoutError(f"chunk {chunk.id!r} is of layout {chunk.layout}; expected {layout}")
+
+
+def check_chunk(stamp: Stamp, layout: KVLayout, chunk: Chunk, base: Base) -> None:
+    """Raises PatchMismatchError where a patch is of another chunk, base, backbone or layout.
+
+    Contents are compared where both are known: nothing is computed for it but a digest of few positions, once.
+    """
+    for word, found, expected in (
+        ("chunk", stamp.chunk, chunk.id),
+        ("base", stamp.base, base),
+        ("backbone", stamp.backbone, chunk.backbone),
+    ):
+        if found != expected:
+            raise PatchMismatchError(f"patch: {word} {found!r}; expected {expected!r}")
+    if not same_storage(stamp.layout, layout):
+        raise PatchMismatchError(f"patch: layout {stamp.layout}; expected {layout}")
+    if None not in (stamp.content, chunk.content) and stamp.content != chunk.content:
+        raise PatchMismatchError(
+            f"patch: formed of chunk {chunk.id!r} with content {stamp.content!r}; expected {chunk.content!r}, which "
+            "this chunk of the same id has"
+        )
+    if stamp.local is not None and stamp.local != chunk.places:
+        raise PatchMismatchError(
+            f"patch: formed of chunk {chunk.id!r} with local positions {stamp.local}; expected {chunk.places}, "
+            "which this chunk has"
+        )
 
 
 def check_stamp(
@@ -120,23 +278,19 @@ def check_stamp(
 ) -> None:
     """Raises PatchMismatchError or StalePatchError, with found and expected values, where a patch does not belong.
 
-    `base_antecedent` is None where the patch would be added to the canonical.
+    `base_antecedent` is None where the patch would be added to the canonical. `allow_stale` overrides `antecedent`.
     """
     stamp = patch.stamp
-    base = "canonical" if base_antecedent is None else "conditioned"
-    for word, found, expected in (
-        ("chunk", stamp.chunk, chunk.id),
-        ("base", stamp.base, base),
-        ("backbone", stamp.backbone, chunk.backbone),
-    ):
-        if found != expected:
-            raise PatchMismatchError(f"patch: {word} {found!r}; expected {expected!r}")
-    if not same_storage(stamp.layout, layout):
-        raise PatchMismatchError(f"patch: layout {stamp.layout}; expected {layout}")
+    check_chunk(stamp, layout, chunk, "canonical" if base_antecedent is None else "conditioned")
     if stamp.frame == "engine":
         found = tuple(int(number) for number in np.asarray(start).ravel())
         if found != stamp.start:
             raise PatchMismatchError(f"patch: formed in the engine frame at {stamp.start}; expected {found}")
+    if base_antecedent is not None and tuple(base_antecedent) != stamp.base_antecedent:
+        raise StalePatchError(
+            f"patch of chunk {chunk.id!r}: its base was conditioned on {stamp.base_antecedent}; expected "
+            f"{tuple(base_antecedent)}"
+        )
     if allow_stale:
         return
     wanted = tuple(sorted(antecedent)) if stamp.orbit else tuple(antecedent)
@@ -144,9 +298,4 @@ def check_stamp(
         kind = "any ordering of " if stamp.orbit else ""
         raise StalePatchError(
             f"patch of chunk {chunk.id!r}: formed behind {kind}{stamp.antecedent}; expected {tuple(antecedent)}"
-        )
-    if base_antecedent is not None and tuple(base_antecedent) != stamp.base_antecedent:
-        raise StalePatchError(
-            f"patch of chunk {chunk.id!r}: its base was conditioned on {stamp.base_antecedent}; expected "
-            f"{tuple(base_antecedent)}"
         )

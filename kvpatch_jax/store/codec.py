@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..chunk import Chunk
+from ..chunk import Chunk, trusted
 from ..errors import KVPatchError, ShapeError, StoreCorruptError
 from ..layout import Channel, KVLayout
 from ..ops import Quantised, is_low_rank
 from ..rope import Rope
 from ..scaling import Scaling
-from ..stamp import Patch, Stamp
+from ..stamp import Patch, Stamp, check_factors
 from .header import dtype_word
 from .ids import Encoding
 from .objects import Arrays, Blob
@@ -116,7 +116,20 @@ def chunk_body(chunk: Chunk) -> dict[str, Any]:
         "layout": layout_body(chunk.layout),
         "dtypes": {name: str(chunk.kv[name].dtype) for name in chunk.layout.names},
         "hidden": None if chunk.hidden is None else sorted(int(layer) for layer in chunk.hidden),
+        "content": chunk.content,
     }
+
+
+def content_in(body: Mapping[str, Any]) -> str | None:
+    """A canonical's content, by its header; None in files of earlier versions, which did not say.
+
+    Raises:
+      StoreCorruptError: it is no text.
+    """
+    content = body.get("content")
+    if content is not None and (not isinstance(content, str) or not content):
+        raise StoreCorruptError(f"object: content of type {type(content).__name__}; expected a digest")
+    return content
 
 
 def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]:
@@ -171,6 +184,7 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
             backbone=body["backbone"],
             encoder=None,
             hidden=None if hidden is None else {layer: arrays[f"hidden.{layer}"] for layer in hidden},
+            content=content_in(body),
         )
 
     return _rebuilt(build, "chunk")
@@ -193,11 +207,7 @@ def unchecked_chunk(**fields: Any) -> Chunk:
 
 def with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:
     """The same chunk with a tower's output."""
-    copy = object.__new__(Chunk)
-    for field in dataclasses.fields(chunk):
-        object.__setattr__(copy, field.name, getattr(chunk, field.name))
-    object.__setattr__(copy, "encoder", output)
-    return copy
+    return trusted(chunk, encoder=output)
 
 
 def stack_views(parts: list[np.ndarray]) -> np.ndarray:
@@ -267,11 +277,15 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
         stamp["layout"] = layout_of(stamp["layout"])
         for name in ("antecedent", "layers", "start", "base_antecedent"):
             stamp[name] = None if stamp[name] is None else tuple(stamp[name])
+        if stamp.get("asked") is not None:  # not there in files of earlier versions, as some texts are not
+            stamp["asked"] = tuple((name, rank) for name, rank in stamp["asked"])
         factors: dict[str, Any] = {}
         for name, parts in body["forms"].items():
             leaves = tuple(leaf(name, part, shared) for part in parts)
             factors[name] = leaves if len(leaves) == 2 else leaves[0]
-        return factors, Stamp(**stamp)
+        made = Stamp(**stamp)
+        check_factors(factors, made)
+        return factors, made
 
     return _rebuilt(build, "patch")
 

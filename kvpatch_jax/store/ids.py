@@ -104,7 +104,10 @@ class Name:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What a patch serves: the fields of its `Stamp` that say so, with the same meaning. It does not print ids."""
+    """What a patch serves: the fields of its `Stamp` that say so, with the same meaning. It does not print ids.
+
+    `content` is that of the chunk which will be patched; None takes that of the canonical that the store has.
+    """
 
     chunk: str = dataclasses.field(repr=False)
     backbone: str
@@ -114,6 +117,7 @@ class Served:
     base_antecedent: tuple[str, ...] | None = dataclasses.field(default=None, repr=False)
     frame: PatchFrame = "phase_free"
     start: tuple[int, ...] | None = None
+    content: str | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxtyping import Num
 from ..chunk import AnyArray, Chunk
 from ..errors import InputError, StoreCorruptError
 from ..layout import KVLayout
-from .codec import layer_names, layer_of, layout_of, unchecked_chunk
+from .codec import content_in, layer_names, layer_of, layout_of, unchecked_chunk
 from .header import Header
 
 Target = jax.sharding.Sharding | jax.Device
@@ -137,6 +137,7 @@ class LayerStream:
             backbone=self._header.body["backbone"],
             encoder=None,
             hidden=None if kept is None else {layer: arrays[f"hidden.{layer}"] for layer in kept},
+            content=content_in(self._header.body),
         )
 
     def close(self) -> None:

@@ -13,36 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
+from ..checksum import bits_of, mixed
 from ..chunk import AnyArray, Chunk
 from ..errors import StoreCorruptError
-from .codec import chunk_body, decode, layout_of, unchecked_chunk
+from .codec import chunk_body, content_in, decode, layout_of, unchecked_chunk
 from .header import DTYPES, dtype_word
 from .ids import Encoding
 from .objects import Blob
 
 _BLOCK = 1 << 14
-_FIRST, _SECOND, _THIRD, _FOURTH = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
+_SECOND = 0x85EBCA77
 
 
 # ----------------------------------------------------------------------------------------------------------- sums
 
 
-def _mixed(bits: Any, place: Any) -> Any:
-    """A word per element, of its bits and its place; for a given place different bits give different words."""
-    number = lambda value: np.uint32(value)
-    word = bits * number(_FIRST) + place
-    word = (word ^ (word >> number(16))) * number(_THIRD)
-    word = (word ^ (word >> number(13))) * number(_FOURTH)
-    return word ^ (word >> number(16))
-
-
 @jax.jit
 def _device_sum(value: Array) -> UInt32[Array, ""]:
-    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}")).astype(jnp.uint32)
     index = jnp.zeros(value.shape, jnp.uint32)
     for axis, size in enumerate(value.shape):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, value.shape, axis)
-    return jnp.sum(_mixed(bits, index * np.uint32(_SECOND)), dtype=jnp.uint32)
+    return jnp.sum(mixed(bits_of(value), index * np.uint32(_SECOND)), dtype=jnp.uint32)
 
 
 def _host_sum(value: np.ndarray) -> int:
@@ -53,7 +44,7 @@ def _host_sum(value: np.ndarray) -> int:
     for start in range(0, flat.size, _BLOCK):
         bits = flat[start : start + _BLOCK].astype(np.uint32)
         place = places[: len(bits)] + np.uint32(start * _SECOND & 0xFFFFFFFF)
-        total += int(_mixed(bits, place).sum(dtype=np.uint32))
+        total += int(mixed(bits, place).sum(dtype=np.uint32))
     return total & 0xFFFFFFFF
 
 
@@ -173,7 +164,8 @@ def chunk_of_entry(entry: Entry) -> tuple[Encoding | None, Chunk]:
         hidden = None if body["hidden"] is None else {layer: arrays[f"hidden.{layer}"] for layer in body["hidden"]}
         fields = {word: body[word] for word in ("span", "length", "id", "backbone")}
         local = np.asarray(arrays["local"])
-        chunk = unchecked_chunk(kv=kv, local=local, layout=layout, encoder=None, hidden=hidden, **fields)
+        fields |= {"encoder": None, "hidden": hidden, "content": content_in(body)}
+        chunk = unchecked_chunk(kv=kv, local=local, layout=layout, **fields)
     except (KeyError, TypeError, ValueError) as error:
         raise StoreCorruptError(f"export: the body does not make a chunk ({type(error).__name__})") from None
     return entry.about["part"].partition(".")[2] or None, chunk

@@ -17,7 +17,7 @@ from ..errors import InputError, StoreClosedError, StoreCorruptError, StoreError
 from ..stamp import Patch, Stamp
 from .beyond import Arriving, Beyond
 from .buffers import Buffers
-from .codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_of, patch_parts, with_encoder
+from .codec import chunk_blob, chunk_of, content_in, encoder_blob, patch_blob, patch_of, patch_parts, with_encoder
 from .counters import Counters
 from .disk import Disk, Found
 from .evict import collect, make_room
@@ -253,12 +253,35 @@ class ChunkStore:
     def get_patches(self, served: Served | Stamp) -> list[Patch]:
         """Every stored patch that serves this chunk, antecedent, base and frame, largest first.
 
-        Whatever their ranks, layers and dtypes; an orbit patch for any order of its antecedent. Factors are
-        on the default device.
+        Whatever their ranks, layers and dtypes; an orbit patch for any order of its antecedent. Not those of another
+        content than the chunk has: where `served` does not say which, than its canonicals on the disk. Factors are on
+        the default device.
         """
         self._open()
-        found = [self._load(name, patch_parts, DERIVED) for name in self._beginning(self._names.patches(served))]
-        return sorted((patch_of(held.value) for held in found if held is not None), key=lambda patch: -patch.nbytes)
+        loaded = [self._load(name, patch_parts, DERIVED) for name in self._beginning(self._names.patches(served))]
+        found = [held.value for held in loaded if held is not None]
+        if any(stamp.content is not None for _, stamp in found):
+            wanted = self._contents(served)
+            if wanted and None not in wanted:
+                found = [(own, stamp) for own, stamp in found if stamp.content in (None, *wanted)]
+        return sorted(map(patch_of, found), key=lambda patch: -patch.nbytes)
+
+    def _contents(self, served: Served | Stamp) -> set[str | None]:
+        """What the chunk may show: by who asks, else by the headers of its canonicals. None where one does not say.
+
+        What cannot be read says nothing: a patch that is served all the same is checked where it is applied.
+        """
+        if served.content is not None:
+            return {served.content}
+        canonical = self._names.canonical(served.backbone, served.chunk)
+        found: set[str | None] = set()
+        with contextlib.suppress(StoreError):
+            for entry in self.disk.of_chunk(canonical):
+                if entry.part.partition(".")[0] == "kv":
+                    own = dataclasses.replace(canonical, file=entry.path.rpartition("/")[2])
+                    with self.disk.reading(own) as opened:
+                        found |= set() if opened is None else {content_in(opened[0].body)}
+        return found
 
     def _beginning(self, prefix: Name) -> list[Name]:
         """The objects on the disk or beyond it whose files begin as `prefix.file` does; a failing listing is a miss."""

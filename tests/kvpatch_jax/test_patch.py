@@ -220,8 +220,8 @@ def test_refuses_bad_ranks_and_input(unchecked):
     form = lambda rank=4, conditioned=conditioned, **more: kvp.form_patch(
         chunk.layout, conditioned, chunk, rank, A, **more
     )
-    for rank in (0, -1, 25, {"k": 33}):
-        with pytest.raises(RankError, match="expected 1 to 24"):
+    for rank in (0, -1, {"k": -1}):
+        with pytest.raises(RankError, match="expected at least 1"):
             form(rank)
     with pytest.raises(RankError, match="shared"):
         form({"k": 2, "v": 3}, shared_left=True)

@@ -14,6 +14,8 @@ from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import (
     DtypeError,
+    InputError,
+    KernelDtypeError,
     KernelSlotError,
     LayoutError,
     PatchMismatchError,
@@ -409,3 +411,74 @@ def test_masked_tails_do_not_reach_an_attention():
     attend = lambda k, v, mask: jax.nn.dot_product_attention(query[None], k[None], v[None], mask=mask)
     masked = attend(whole["k"], whole["v"], mask[None, None, None])
     np.testing.assert_allclose(masked, attend(exact["k"][0], exact["v"][0], None), atol=1e-6)
+
+
+def test_a_donated_pool_is_refused_by_name():
+    chunk = chunk_of("gqa")
+    layout, slots = chunk.layout, slots_of(24)
+    pool = pool_of(layout)
+    after = kvp.splice(pool, slots, layout, chunk, None, 4)
+    for use in (
+        lambda: kvp.splice(pool, slots, layout, chunk, None, 4),
+        lambda: kvp.read_slots(pool, slots),
+        lambda: kvp.read_slots(pool, slots, layout),
+        lambda: kvp.move_slots(pool, np.array([1]), np.array([2])),
+        lambda: kvp.to_paged_attention(layout, pool),
+    ):
+        with pytest.raises(PoolError, match=r"donated.*expected the pool that"):
+            use()
+    kvp.read_slots(after, slots)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"pool": np.zeros((3, 6, 8, 2, 16), np.float32)}, LayoutError, "ndarray"),
+        ({"pool": {"k": [[0.0]], "v": [[0.0]]}}, DtypeError, "list"),
+        ({"chunk": kv_of(LAYOUTS["gqa"], 24)}, InputError, "dict; expected a Chunk"),
+        ({"chunk": kv_of(LAYOUTS["gqa"], 24)["k"]}, InputError, "expected a Chunk"),
+        ({"slots": np.linspace(0, 1, 24)}, KernelDtypeError, "float64"),
+        ({"slots": None}, KernelDtypeError, "object"),
+    ],
+)
+def test_refuses_foreign_arrays(unchecked, change, error, words):
+    chunk = chunk_of("gqa")
+    arguments = {"pool": pool_of(chunk.layout), "slots": slots_of(24), "layout": chunk.layout, "chunk": chunk}
+    with pytest.raises(error, match=words):
+        kvp.splice(**arguments | {"patch": None, "start": 4} | change)
+    if "chunk" in change:
+        with pytest.raises(error, match=words):
+            kvp.apply_patch(chunk.layout, change["chunk"], None, 4)
+
+
+def test_shared_slots_are_not_overwritten():
+    chunk = chunk_of("gqa")
+    layout, books = chunk.layout, kvp.SlotAllocator(PAGES, PAGE_SIZE)
+    pool, slots = pool_of(layout), books.allocate(24)
+    put = lambda: kvp.splice(pool, slots, layout, chunk, None, 4, allocator=books)
+    books.share(slots[5:6])  # a fork reads it too
+    with pytest.raises(PoolError, match=f"slot {slots[5]} has 2 owners; expected 1"):
+        put()
+    books.release(slots[5:6])
+    books.release(slots[23:])
+    with pytest.raises(PoolError, match=f"slot {slots[23]} has 0 owners; expected 1"):
+        put()
+    with pytest.raises(PoolError, match=r"6 pages of 8.*expected 5 pages of 8"):
+        kvp.splice(pool, slots, layout, chunk, None, 4, allocator=kvp.SlotAllocator(5, 8))
+    assert not any(value.is_deleted() for value in pool.values())
+    short = chunk_of("gqa", length=23)
+    after = kvp.splice(pool, slots, layout, short, None, 4, allocator=books)  # the padding's slot is nobody's
+    assert set(after) == set(pool)
+
+
+def test_books_of_no_slots(unchecked):
+    books = kvp.SlotAllocator(2, 4)
+    slots = books.allocate(3, aligned=True)
+    for none in ([], np.array([]), np.array([], np.int32), slots[:0]):
+        books.release(none)
+        books.share(none)
+    assert (books.counts[slots] == 1).all()
+    for bad in (np.array([0.0]), np.array([True]), np.array([[0]])):
+        with pytest.raises(PoolError, match="expected distinct"):
+            books.release(bad)
+    assert books.free_pages == 1

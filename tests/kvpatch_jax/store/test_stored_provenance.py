@@ -1,0 +1,144 @@
+"""What a chunk shows is stored with it: patches of another version are not served, and files from before are read."""
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportPrivateUsage=false
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import PatchMismatchError, StoreCorruptError
+from kvpatch_jax.store import ChunkStore
+from kvpatch_jax.store import codec as codecs
+from kvpatch_jax.store.ids import Served
+from kvpatch_jax.store.portable import blob_of_entry, chunk_of_entry, entry_of, entry_of_chunk
+
+SERVED = Served("B", BACKBONE, ("A",))
+KEY = b"k" * 32
+
+
+@pytest.fixture(params=[None, KEY], ids=["plain", "encrypted"])
+def store(tmp_path, request):
+    with ChunkStore(tmp_path / "root", key=request.param) as own:
+        yield own
+
+
+def formed(chunk: kvp.Chunk, **more) -> kvp.Patch:
+    conditioned = {name: value + np.float32(1) for name, value in chunk.kv.items()}
+    return kvp.form_patch(chunk.layout, conditioned, chunk, 2, ("A",), **more)
+
+
+def test_patches_of_an_older_version_are_not_served(store: ChunkStore):
+    first, second = chunk_of(seed=0), chunk_of(seed=1)
+    store.put(first)
+    store.put_patches([formed(first)])
+    assert len(store.get_patches(SERVED)) == 1
+    store.put(second)
+    assert store.get_patches(SERVED) == []
+    key = KEY if store._seal.check is not None and type(store._seal).__name__ == "AesGcm" else None
+    with ChunkStore(store.disk.root, key=key) as again:
+        assert again.get_patches(SERVED) == []
+        (old,) = again.get_patches(dataclasses.replace(SERVED, content=first.content))
+        assert again.get_patches(dataclasses.replace(SERVED, content=second.content)) == []
+    with pytest.raises(PatchMismatchError, match="content"):
+        kvp.apply_patch(second.layout, store.get("B", BACKBONE), old, 0, ("A",))
+    store.put_patches([formed(second, dtype=jnp.bfloat16)])
+    (found,) = store.get_patches(SERVED)
+    kvp.apply_patch(second.layout, store.get("B", BACKBONE), found, 0, ("A",))
+
+
+@pytest.mark.parametrize("encoding", [None, "bfloat16", "int8"])
+def test_what_a_chunk_shows_comes_back_with_it(store: ChunkStore, encoding):
+    chunk = chunk_of(hidden={1: np.ones((9, 4), np.float32)})
+    given = dataclasses.replace(chunk, id="C", content="digest of the inputs")
+    device = jax.devices()[0]
+    for own in (chunk, given):
+        store.put(own, encoding=encoding)
+        patch = formed(own)
+        store.put_patches([patch])
+        get = lambda **more: store.get(own.id, BACKBONE, encoding=encoding, **more)  # noqa: B023
+        streamed = store.stream(own.id, BACKBONE, encoding=encoding).chunk(lambda *_: None)
+        for found in (get(), get(placement=device), get(encoder=True), streamed, get().pad(12)):
+            assert found.content == own.content
+        (back,) = store.get_patches(dataclasses.replace(SERVED, chunk=own.id))
+        assert back.stamp == patch.stamp
+        kvp.apply_patch(own.layout, get(), back, 3, ("A",))
+        kvp.apply_patch(own.layout, get().pad(12), back.pad(12), 3, ("A",))
+
+
+def test_what_a_chunk_shows_travels_in_exports():
+    chunk = chunk_of(content="digest")
+    for entry in (entry_of_chunk(chunk), entry_of(codecs.chunk_blob(chunk), "kv")):
+        assert chunk_of_entry(entry)[1].content == "digest"
+        blob = blob_of_entry(entry)
+        assert codecs.chunk_of(blob.body, blob.arrays).content == "digest"
+
+
+def test_corrections_and_what_was_asked_come_back(store: ChunkStore):
+    chunk = chunk_of()
+    patch = kvp.form_patch(chunk.layout, {n: v + v**2 for n, v in chunk.kv.items()}, chunk, {"k": 2, "v": 40}, ("A",))
+    changed = {name: value * 2 for name, value in chunk.kv.items()}
+    correction = kvp.correction_patch(chunk.layout, patch, changed, chunk, 3, ("C",))
+    store.put_patches([patch, correction])
+    (own,), (change,) = store.get_patches(patch.stamp), store.get_patches(correction.stamp)
+    assert own.stamp.asked == (("v", 40),)
+    assert (own.stamp, change.stamp) == (patch.stamp, correction.stamp)
+    updated = kvp.update_patch(own, change)
+    assert updated.stamp.antecedent == ("C",)
+    with pytest.raises(PatchMismatchError, match="update"):
+        kvp.update_patch(kvp.truncate(own, {"k": 1}), change)
+
+
+def test_files_of_earlier_versions_stay_readable(store: ChunkStore, monkeypatch):
+    """Headers without the new words, as they were written before: read, served and applied."""
+    chunk, stamps = chunk_of(), ("content", "local", "corrects", "asked")
+    body_of, blob_of = codecs.chunk_body, codecs.patch_blob
+
+    def older_patch(patch, expires=None):
+        blob = blob_of(patch, expires)
+        stamp = {word: value for word, value in blob.body["stamp"].items() if word not in stamps}
+        return dataclasses.replace(blob, body=blob.body | {"stamp": stamp})
+
+    with monkeypatch.context() as before:
+        before.setattr(codecs, "chunk_body", lambda chunk: {n: v for n, v in body_of(chunk).items() if n != "content"})
+        before.setattr("kvpatch_jax.store.store.patch_blob", older_patch)
+        store.put(chunk)
+        store.put_patches([formed(chunk)])
+    found = store.get("B", BACKBONE)
+    assert same_chunk(found, chunk)
+    assert found.content is None
+    (patch,) = store.get_patches(SERVED)
+    assert (patch.stamp.content, patch.stamp.local, patch.stamp.asked) == (None, None, None)
+    kvp.apply_patch(chunk.layout, found, patch, 0, ("A",))
+    own = formed(found)  # which needs to know the content, and learns it
+    assert own.stamp.content == found.content == chunk.content
+    store.put_patches([formed(chunk, dtype=jnp.bfloat16)])
+    assert len(store.get_patches(SERVED)) == 2  # the canonical does not say what it shows
+    store.put(chunk_of(seed=1))
+    assert len(store.get_patches(SERVED)) == 1  # and this one does
+
+
+def test_headers_that_lie_about_it_make_no_chunk():
+    blob = codecs.chunk_blob(chunk_of())
+    for content in (3, "", ["a"]):
+        with pytest.raises(StoreCorruptError):
+            codecs.chunk_of({**blob.body, "content": content}, blob.arrays)
+    blob = codecs.patch_blob(patch_of(chunk_of()))
+    body = json.loads(json.dumps(blob.body))
+    for change in ({"layers": [0]}, {"asked": [["k"]]}, {"asked": 3}, {"heads": "separate"}):
+        with pytest.raises(StoreCorruptError):
+            codecs.patch_parts({**body, "stamp": body["stamp"] | change}, blob.arrays)
+
+
+def test_a_damaged_canonical_says_nothing(store: ChunkStore):
+    chunk = chunk_of()
+    store.put(chunk)
+    store.put_patches([formed(chunk)])
+    raw = bytearray(file_of(store, chunk).read_bytes())
+    raw[40] ^= 1
+    file_of(store, chunk).write_bytes(raw)
+    assert len(store.get_patches(SERVED)) == 1  # nobody says otherwise, and whoever applies it checks

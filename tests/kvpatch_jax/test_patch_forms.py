@@ -1,0 +1,201 @@
+"""Factors that do not fit their stamp, ranks beyond a chunk, padding, smaller forms, and how containers print."""
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, RankError, ShapeError
+from kvpatch_jax.ops import Quantised
+
+A = ("A1", "A2")
+
+
+def worst(found: dict, wanted: dict) -> float:
+    return max(float(jnp.abs(found[name] - wanted[name]).max()) for name in wanted)
+
+
+def form(chunk: kvp.Chunk, rank: int = 4, **more) -> kvp.Patch:
+    return kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, rank, A, **more)
+
+
+# ----------------------------------------------------------------------------------------------------- factors
+
+
+def test_factors_fit_their_stamp(unchecked):
+    patch = form(chunk_of("gqa"))
+    u, v = patch.factors["k"]
+    dense = jnp.zeros((3, 24, 2, 16))
+    scales = lambda leaf, shape: Quantised(leaf.astype(jnp.int8), jnp.ones(shape))
+    for change, words in (
+        ({"k": (u[:1], v[:1])}, r"expected \[3"),  # one layer under a stamp of three
+        ({"k": (u[:1], v)}, r"expected \[3"),
+        ({"k": (u, v[..., :1])}, r"4, 32\]"),
+        ({"k": (u[..., :1], v)}, "rank"),
+        ({"k": (u[:, :1], v)}, "tokens"),
+        ({"k": dense[:1]}, r"expected \[3"),
+        ({"k": dense[:, :1]}, "tokens"),
+        ({"k": dense[..., :1]}, "16"),
+        ({"k": (u[0], v[0])}, "shape"),
+        ({"k": (scales(u, (3, 24, 5)), v)}, "scale"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            kvp.Patch({**patch.factors, **change}, patch.stamp)
+    separate = form(chunk_of("gqa"), heads="separate")
+    u, v = separate.factors["k"]
+    with pytest.raises(ShapeError, match=r"expected \[3, 2"):
+        kvp.Patch({**separate.factors, "k": (u[:, :1], v[:, :1])}, separate.stamp)
+    shared = form(chunk_of("gqa"), shared_left=True)
+    u, v = shared.factors["k"]
+    with pytest.raises(ShapeError, match="left factor"):
+        kvp.Patch({**shared.factors, "k": (u[..., :2], v[:, :2])}, shared.stamp)
+
+
+def test_channels_and_layers_are_the_layouts():
+    patch = form(chunk_of("gqa"))
+    with pytest.raises(LayoutError, match="'q'"):
+        kvp.Patch({**patch.factors, "q": patch.factors["k"]}, patch.stamp)
+    for layers in ((0, 1, 7), (1, 0, 2), ()):
+        with pytest.raises(InputError, match="layers"):
+            kvp.Patch(patch.factors, dataclasses.replace(patch.stamp, layers=layers))
+    with pytest.raises(LayoutError, match="'q'"):
+        kvp.truncate(patch, {"q": 2})
+    correction = kvp.correction_patch(
+        patch.stamp.layout, patch, conditioned_of(chunk_of("gqa"), seed=2), chunk_of("gqa"), 4, ("C",)
+    )
+    with pytest.raises(LayoutError, match="'q'"):
+        kvp.update_patch(patch, correction, {"k": 4, "q": 4})
+
+
+def test_a_shared_left_factor_is_cut_for_all_or_none():
+    patch = form(chunk_of("gqa"), 6, shared_left=True)
+    for rank in ({"k": 2, "v": 5}, {"k": 2}):
+        with pytest.raises(RankError, match="one rank"):
+            kvp.truncate(patch, rank)
+    for rank in (2, {"k": 2, "v": 2}):
+        assert kvp.truncate(patch, rank).ranks == {"k": 2, "v": 2}
+
+
+# ------------------------------------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": "separate"}, {"shared_left": True}])
+def test_a_rank_beyond_the_chunk_is_capped_and_the_patch_says_so(options: dict):
+    chunk = chunk_of("gqa", tokens=14)
+    conditioned = conditioned_of(chunk, rank=14)
+    patch = kvp.form_patch(chunk.layout, conditioned, chunk, 16, A, **options)
+    assert patch.stamp.asked == (("k", 16), ("v", 16))
+    found = kvp.apply_patch(chunk.layout, chunk, patch, 3, A)
+    assert worst(found, kvp.to_engine(chunk.layout, conditioned, chunk.local, 3)) < 2e-5
+    assert "16" in repr(patch)
+    assert kvp.form_patch(chunk.layout, conditioned, chunk, 4, A).stamp.asked is None
+    for rank in (0, -1):
+        with pytest.raises(RankError, match="expected at least 1"):
+            kvp.form_patch(chunk.layout, conditioned, chunk, rank, A)
+
+
+def test_ranks_are_capped_wherever_patches_are_formed():
+    chunk = chunk_of("gqa", tokens=14)
+    one, two = conditioned_of(chunk, seed=1), conditioned_of(chunk, seed=2)
+    patches = [
+        kvp.orbit_patch(kvp.accumulate(None, one, chunk, A), 16),
+        kvp.removal_patch(chunk.layout, one, two, chunk, 16, A, ("A0",)),
+        kvp.correction_patch(chunk.layout, form(chunk), two, chunk, 16, ("C",)),
+        kvp.form_patch(chunk.layout, one, chunk, {"k": 15, "v": 3}, A),
+    ]
+    asked = [dict(patch.stamp.asked) for patch in patches]
+    assert asked == [{"k": 16, "v": 16}] * 3 + [{"k": 15}]
+    long = chunk_of("mla", tokens=40)
+    assert form(long, 24).stamp.asked == (("kpe", 24),)  # 16 features
+
+
+# ----------------------------------------------------------------------------------------------------- padding
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": "separate"}, {"shared_left": True}, {"rank": 24}])
+@pytest.mark.parametrize("dtype", [None, jnp.int8])
+def test_a_patch_is_padded_with_its_chunk(options: dict, dtype):
+    chunk = chunk_of("gqa")
+    patch = form(chunk, **options)
+    patch = patch if dtype is None else kvp.quantise(patch, dtype)
+    wide = kvp.apply_patch(chunk.layout, chunk.pad(32), patch.pad(32), 3, A)
+    narrow = kvp.apply_patch(chunk.layout, chunk, patch, 3, A)
+    for name in narrow:
+        np.testing.assert_allclose(wide[name][:, :24], narrow[name], atol=1e-6)
+        assert not wide[name][:, 24:].any()
+    assert patch.pad(24).ranks == patch.ranks
+    with pytest.raises(ShapeError, match="at least 24"):
+        patch.pad(12)
+    with pytest.raises(ShapeError, match="24 tokens; expected the chunk's 32"):
+        kvp.apply_patch(chunk.layout, chunk.pad(32), patch, 3, A)
+
+
+# ----------------------------------------------------------------------------------------------- sums, updates
+
+
+def test_orderings_with_and_without_a_set_do_not_mix():
+    chunk = chunk_of("gqa")
+    one = conditioned_of(chunk)
+    known, unknown = kvp.accumulate(None, one, chunk, A), kvp.accumulate(None, one, chunk)
+    for acc, antecedent in ((known, None), (unknown, A)):
+        with pytest.raises(PatchMismatchError, match=r"antecedent .*expected"):
+            kvp.accumulate(acc, one, chunk, antecedent)
+    assert kvp.orbit_patch(kvp.accumulate(unknown, one, chunk), 4, A).stamp.antecedent == A
+
+
+def test_a_chunk_of_one_token_is_not_broadcast():
+    chunk = chunk_of("gqa")
+    acc = kvp.accumulate(None, conditioned_of(chunk), chunk, A)
+    short = chunk_of("gqa", tokens=1)
+    with pytest.raises(PatchMismatchError, match="length 1; expected 24"):
+        kvp.accumulate(acc, conditioned_of(short, 1), short, A)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
+def test_an_update_keeps_the_patchs_dtype(dtype):
+    chunk = chunk_of("gqa", tokens=48)
+    new = conditioned_of(chunk, 2, seed=2)
+    patch = kvp.quantise(kvp.form_patch(chunk.layout, conditioned_of(chunk, 2), chunk, 4, A), dtype)
+    correction = kvp.correction_patch(chunk.layout, patch, new, chunk, 6, ("C",))
+    updated = kvp.update_patch(patch, correction)
+    kinds = lambda patch: jax.tree.map(lambda leaf: leaf.dtype, dict(patch.factors))
+    assert jax.tree.leaves(kinds(updated)) == jax.tree.leaves(kinds(patch))
+    assert jax.tree.structure(kinds(updated)) == jax.tree.structure(kinds(patch))
+    assert updated.nbytes == patch.nbytes
+    found = kvp.apply_patch(chunk.layout, chunk, updated, 3, ("C",))
+    wanted = kvp.to_engine(chunk.layout, new, chunk.local, 3)
+    size = max(float(jnp.abs(value).max()) for value in wanted.values())
+    assert worst(found, wanted) < 0.05 * size
+
+
+def test_an_update_keeps_the_dtype_of_channels_that_are_dense_or_were_not_there():
+    chunk = chunk_of("gqa")
+    patch = kvp.quantise(form(chunk, {"k": 24}), jnp.int8)
+    correction = kvp.correction_patch(chunk.layout, patch, conditioned_of(chunk, seed=2), chunk, 4, ("C",))
+    updated = kvp.update_patch(patch, correction)
+    assert isinstance(updated.factors["k"], Quantised)
+    assert all(isinstance(leaf, Quantised) for leaf in updated.factors["v"])
+
+
+# ---------------------------------------------------------------------------------------------------- printing
+
+
+def test_containers_print_as_one_line():
+    for name in LAYOUTS:
+        chunk = chunk_of(name, length=20, encoder=np.ones((4, 6), np.float32))
+        patch = form(chunk)
+        acc = kvp.accumulate(None, kv_of(chunk.layout, 24), chunk, A)
+        for value in (chunk, patch, acc, kvp.quantise(patch, jnp.int8), kvp.truncate(patch, 2)):
+            text = repr(value)
+            assert str(value) == text
+            assert "\n" not in text
+            assert len(text) < 300, text
+            assert "B0" in text
+        assert "20" in repr(chunk)
+        assert "A1" in repr(patch)
+    assert "24 tokens" in repr(chunk_of("gqa"))
