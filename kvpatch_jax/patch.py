@@ -6,7 +6,7 @@ that one patch serves every position at a lower rank. ``frame="engine"`` keeps t
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -190,7 +190,8 @@ def _from_delta(
     return Patch(ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan), stamp)
 
 
-def _stamp(layout: KVLayout, chunk: Chunk, base: Base, antecedent: Sequence[str], **more) -> Stamp:
+def _stamp(layout: KVLayout, chunk: Chunk, base: Base, antecedent: Sequence[str], **more: Any) -> Stamp:
+    given: dict[str, Any] = {"layers": tuple(range(layout.layers))} | more
     return Stamp(
         chunk=chunk.id,
         base=base,
@@ -199,7 +200,7 @@ def _stamp(layout: KVLayout, chunk: Chunk, base: Base, antecedent: Sequence[str]
         layout=layout,
         content=content_of(chunk),
         local=chunk.places,
-        **({"layers": tuple(range(layout.layers))} | more),
+        **given,
     )
 
 
@@ -408,7 +409,7 @@ def correction_patch(
     have = ops.correction(layout, dict(patch.factors), layers=patch.stamp.layers, heads=patch.stamp.heads)
     delta = ops.deficit(_arrays(conditioned), _arrays(chunk.kv), jnp.int32(chunk.length))
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
-    corrected = {"base_antecedent": patch.stamp.antecedent, "corrects": patch_digest(patch)}
+    corrected: dict[str, Any] = {"base_antecedent": patch.stamp.antecedent, "corrects": patch_digest(patch)}
     new = _stamp(layout, chunk, "patched", antecedent, **corrected)
     return _from_delta(layout, delta, chunk, rank, new, method, key, dtype)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import splice as splice_kernel
@@ -101,7 +102,7 @@ def check_held(pool: Pool) -> None:
         if not hasattr(value, "dtype") or not isinstance(getattr(value, "shape", None), tuple):
             kind = type(value).__name__
             raise DtypeError(f"pool[{name!r}] of type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
-        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
             raise PoolError(f"pool[{name!r}] was donated, and is gone; expected the pool that the last operation gave")
 
 

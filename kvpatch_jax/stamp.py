@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from .checksum import examine
 from .chunk import Chunk
@@ -137,13 +138,17 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _longer(leaf: Leaf, axis: int, more: int) -> Leaf:
-    """Zeros behind the tokens; scales are those of whole directions, or of each token."""
-    if isinstance(leaf, Quantised):
-        per_token = leaf.scale.shape[axis] != 1
-        return Quantised(_longer(leaf.values, axis, more), _longer(leaf.scale, axis, more if per_token else 0))
-    widths = [(0, 0)] * leaf.ndim
+    """Zeros behind the tokens. Scales are one for whole directions, or one for each token."""
+    if not isinstance(leaf, Quantised):
+        return _with_zeros(leaf, axis, more)
+    scales = more if leaf.scale.shape[axis] != 1 else 0
+    return Quantised(_with_zeros(leaf.values, axis, more), _with_zeros(leaf.scale, axis, scales))
+
+
+def _with_zeros(value: Array, axis: int, more: int) -> Array:
+    widths = [(0, 0)] * value.ndim
     widths[axis] = (0, more)
-    return jnp.pad(leaf, widths)
+    return jnp.pad(value, widths)
 
 
 def check_factors(factors: Mapping[str, Any], stamp: Stamp) -> None:

@@ -101,7 +101,7 @@ def test_files_of_earlier_versions_stay_readable(store: ChunkStore, monkeypatch)
     def older_patch(patch, expires=None):
         blob = blob_of(patch, expires)
         stamp = {word: value for word, value in blob.body["stamp"].items() if word not in stamps}
-        return dataclasses.replace(blob, body=blob.body | {"stamp": stamp})
+        return dataclasses.replace(blob, body={**blob.body, "stamp": stamp})
 
     with monkeypatch.context() as before:
         before.setattr(codecs, "chunk_body", lambda chunk: {n: v for n, v in body_of(chunk).items() if n != "content"})
