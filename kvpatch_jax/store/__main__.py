@@ -1,6 +1,9 @@
 """The operator's command line: `python -m kvpatch_jax.store ls --root=DIR`. Needs the extra `operate`."""
 
+import difflib
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -82,16 +85,19 @@ def _file(path: str | None) -> bytes | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one command. 0: all is well; 1: something is not (`verify`), or was not done; 2: it could not be run."""
+    """Runs one command. 0: all is well; 1: something is not (`verify`), or was not done, or there is nothing of the
+    tenant; 2: it could not be run; 141: nobody read what it printed."""
     values, wrong = _flags()
     try:
         names = values([_PROGRAM, *arguments])[1:]
     except wrong as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if values.help or " ".join(names) not in COMMANDS or values.root is None:
-        print(_usage(values), file=sys.stdout if values.help else sys.stderr)
-        return 0 if values.help else 2
+    if values.help:
+        return _printed(_usage(values))
+    if wrongly := _wrongly_called(names, values.root):
+        print(f"error: {wrongly}\n\n{_usage(values)}", file=sys.stderr)
+        return 2
     bar = _ByteProgress()
     try:
         options = Options(values.root, _progress, bar, _ask, values.tenant, _file(values["secret-file"].value),
@@ -104,8 +110,33 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     finally:
         bar.close()
-    print(json.dumps(outcome.result) if values.json else "\n".join(outcome.lines))
-    return 0 if outcome.good else 1
+    for warning in outcome.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return _printed(json.dumps(outcome.result) if values.json else "\n".join(outcome.lines), 0 if outcome.good else 1)
+
+
+def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
+    """What is wrong with a call before anything is run; None where nothing is."""
+    every, command = ", ".join(COMMANDS), " ".join(names)
+    if not names:
+        return f"no command; expected one of {every}"
+    if command not in COMMANDS and names[0] in COMMANDS:
+        return f"{' '.join(map(repr, names[1:]))} behind the command; expected flags alone"
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        return f"unknown command {command!r}; expected " + (f"{near[0]!r}?" if near else f"one of {every}")
+    return None if root else "no root; expected --root=DIR"
+
+
+def _printed(text: str, status: int = 0) -> int:
+    """Prints, and gives the status; where nobody reads any more (`ls | head`), that of a program that SIGPIPE ended."""
+    try:
+        print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return 128 + signal.SIGPIPE
+    return status
 
 
 if __name__ == "__main__":

@@ -11,19 +11,21 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import LibraryFullError
-from .disk import Disk
+from .disk import Disk, Elsewhere
+from .files import open_regular, typed_errors
 from .ids import Name
 from .shelf import Shelf, changing
 from .store import ChunkStore
 
 
-def is_there(disk: Disk, name: Name, source: str | None = None) -> bool:
+def is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
     """Whether the store has a whole object of that name, or `source` under it.
 
     A damaged one goes to quarantine, and one that has expired is deleted. Raises StoreError.
     """
-    same = source is not None and _same_file(f"{disk.root}/{name.path}", source)
-    header = disk.examine(name, leaves=not same)
+    same = source is not None and _is_same(Elsewhere(disk.root, name.path), source)
+    with typed_errors("store: add"):
+        header = disk.examine(name, leaves=not same)
     if header is None:
         return False
     if header.expires is None or disk.clock() < header.expires:
@@ -32,11 +34,15 @@ def is_there(disk: Disk, name: Name, source: str | None = None) -> bool:
     return False
 
 
-def _same_file(path: str, other: str) -> bool:
-    try:
-        return os.path.samefile(path, other)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+def _is_same(one: Elsewhere, other: Elsewhere) -> bool:
+    """Whether what is there is what comes in, one file with two names."""
+    with (
+        contextlib.suppress(OSError),
+        open_regular(*one, unnoticed=True) as first,
+        open_regular(*other, unnoticed=True) as second,
+    ):
+        return os.path.sameopenfile(first, second)
+    return False
 
 
 def is_entry(name: Name) -> bool:

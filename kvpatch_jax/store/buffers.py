@@ -5,12 +5,49 @@ that looks into it is gone, whoever holds it.
 """
 
 import collections
+import errno
+import os
 import threading
 import weakref
 
 import numpy as np
 
+from .threads import tell_of_forks
+
 _ALIGNMENT = 4096
+_LARGE = 256 << 20
+"""Bytes. Before more is taken at once, the system is asked whether it has them."""
+
+
+def expect_memory(size: int) -> None:
+    """Refuses what the machine has no memory for: a file may say that it is of any size, and take no room on a disk.
+
+    Raises:
+      OSError: ENOMEM, as a read that fails now and may pass.
+    """
+    if size > _LARGE and size > (free := available_memory()):
+        raise OSError(errno.ENOMEM, f"{size} bytes to read into {free} bytes of free memory")
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping: of the machine, or of the control group that the process is in."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = _text("/proc/meminfo").splitlines()
+    free = min([free, *(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))])
+    groups = [line[3:] for line in _text("/proc/self/cgroup").splitlines() if line.startswith("0::")]
+    for group in groups:
+        most, used = (_text(f"/sys/fs/cgroup{group}/memory.{word}").strip() for word in ("max", "current"))
+        if most.isdecimal() and used.isdecimal():
+            free = min(free, max(0, int(most) - int(used)))
+    return free
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 class Buffers:
@@ -27,13 +64,27 @@ class Buffers:
         self._idle: collections.OrderedDict[int, list[np.ndarray]] = collections.OrderedDict()
         self._bytes = 0
         self._lock = threading.RLock()  # a collection inside may give a buffer back
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Lets nobody who is not there hold the lock; idle buffers, whose count may be cut off halfway, go."""
+        self._lock, self._bytes = threading.RLock(), 0
+        self._idle.clear()
 
     def lease(self, size: int) -> np.ndarray:
-        """uint8 [size], aligned to 4096 bytes, of unknown content; it comes back by itself."""
+        """uint8 [size], aligned to 4096 bytes, of unknown content; it comes back by itself.
+
+        Raises:
+          OSError: ENOMEM, there is no memory for it.
+        """
         room = -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
         block = self._take(room)
         if block is None:
-            raw = np.empty(room + _ALIGNMENT, np.uint8)
+            expect_memory(room)
+            try:
+                raw = np.empty(room + _ALIGNMENT, np.uint8)
+            except MemoryError as error:
+                raise OSError(errno.ENOMEM, f"no memory for {size} bytes") from error
             start = -raw.ctypes.data % _ALIGNMENT
             block = raw[start : start + room]
         # Views of `leased` keep it alive and not `block`: its memory belongs to no array, so that numpy stops there.

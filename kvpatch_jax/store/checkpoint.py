@@ -5,11 +5,15 @@ the versions that it was held against. Orbax syncs array data and not its own sm
 module acknowledges was synced afterwards, for which `make_durable` is there too.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import os
+import secrets
+import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +25,10 @@ from ..chunk import AnyArray, Chunk
 from ..errors import InputError, StoreCorruptError, StoreFullError, StoreIOError, StoreSnapshotError
 from ..stamp import Patch
 from .arrivals import changing_libraries, check_library, entries_last, is_entry, is_there
+from .buffers import expect_memory
 from .codec import encoder_blob, patch_blob, patch_of, patch_parts
-from .files import sync_directory, sync_file_system, typed_errors
+from .files import make_private, sync_directory, sync_file_system, typed_errors
+from .header import MALFORMED
 from .ids import Encoding, Name
 from .item import local_path
 from .objects import Blob, file_size
@@ -30,11 +36,13 @@ from .placement import Placement, target_of
 from .portable import (
     Entry,
     blob_of_entry,
+    check_about,
     check_entry,
     chunk_of_entry,
     empty_array,
     entry_of,
     entry_of_chunk,
+    nbytes_of,
     outline,
     specs_of,
 )
@@ -47,6 +55,8 @@ from .unfinished import new_directory
 
 LIST = "EXPORT"
 _PART_BYTES, _GROUP = 1 << 30, 64
+_MOST_COMPRESSED = 1000
+"""Times as many bytes of arrays as files have: KV compresses by a fifth, a file that says more is made to mislead."""
 
 
 def make_durable(directory: str | os.PathLike[str]) -> None:
@@ -108,9 +118,40 @@ def save_arrays(
         entries += [entry_of(patch_blob(patch), "p") for patch in patches]
         if not entries:
             raise InputError("save_arrays: 0 chunks and patches; expected some")
-        _save(path, entries, compress)
-        if "://" not in path:
-            make_durable(path)
+    if "://" in path:
+        with Together().agreeing(f"export {path}"):
+            _save(path, entries, compress)
+        return
+    with _made_private(os.path.abspath(path)) as unfinished:
+        _save(unfinished, entries, compress)
+
+
+@contextlib.contextmanager
+def _made_private(path: str) -> Iterator[str]:
+    """A name for Orbax to write to, in a directory that others cannot enter, for it makes files as umask says.
+
+    What is made there gets its own name when it is its owner's alone, and durable; in all processes or in none.
+    """
+    together = Together()
+    unfinished = f"{path}.unfinished-{together.shared(secrets.token_bytes(16)).hex()}"
+    first = together.index == 0
+    try:
+        with together.agreeing(f"export {path}"), typed_errors(f"export {path}: write"):
+            if os.path.lexists(path):
+                raise InputError(f"export {path}: it is there; expected a name that is free")
+            if first:
+                os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+                os.mkdir(unfinished, 0o700)
+        with together.agreeing(f"export {path}"):
+            yield f"{unfinished}/arrays"
+        with together.agreeing(f"export {path}"), typed_errors(f"export {path}: write"):
+            if first:
+                make_private(unfinished)
+                os.rename(f"{unfinished}/arrays", path)
+                make_durable(path)
+    finally:
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def load_arrays(directory: str | os.PathLike[str], placement: Placement | None = None) -> Loaded:
@@ -316,11 +357,15 @@ def _digest(text: bytes) -> bytes:
 
 def _parts(directory: str) -> list[str]:
     """The checkpoints of an export."""
-    if not os.path.exists(f"{directory}/{LIST}"):
+    if not os.path.lexists(f"{directory}/{LIST}"):
         return [directory]
     found = read_list(f"{directory}/{LIST}")
-    if not isinstance(found, dict) or found.get("version") != 1 or not isinstance(found.get("parts"), int):
-        raise StoreSnapshotError(f"export {directory}: {LIST} {str(found)[:80]}; expected version 1")
+    parts = found.get("parts") if isinstance(found, dict) and found.get("version") == 1 else None
+    there = sum(name.startswith("part-") for name in os.listdir(directory))
+    if type(parts) is not int or not 0 <= parts <= there:
+        raise StoreSnapshotError(
+            f"export {directory}: {LIST} {str(found)[:80]}; expected version 1, of at most {there} parts"
+        )
     return [f"{directory}/part-{number:05d}" for number in range(found["parts"])]
 
 
@@ -335,15 +380,42 @@ def _read(path: str, template: Mapping[str, Any]) -> dict[str, Any]:
 
 def _about(path: str) -> list[dict[str, Any]]:
     """What a checkpoint says of its entries, verified."""
+    size = _file_bytes(path)  # before anything is opened
     found = _read(path, {"objects": None})["objects"]
     try:
         text = found["json"].tobytes()
         tree = json.loads(text) if found["digest"].tobytes() == _digest(text) else {}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except MALFORMED:
         tree = {}
-    if tree.get("version") != 1:
+    if not isinstance(tree, dict) or tree.get("version") != 1 or not isinstance(tree.get("objects"), list):
         raise StoreSnapshotError(f"export {path}: its list does not agree with its digest; expected version 1")
+    try:
+        for about in tree["objects"]:
+            check_about(about)
+        nbytes = sum(map(nbytes_of, tree["objects"]))
+        if size is not None and nbytes > _MOST_COMPRESSED * size:
+            raise StoreCorruptError(f"{nbytes} bytes of arrays in files of {size}")
+    except StoreCorruptError as error:
+        raise StoreSnapshotError(f"export {path}: {error}; expected what was exported") from error
     return tree["objects"]
+
+
+def _file_bytes(path: str) -> int | None:
+    """Bytes of all files of a checkpoint; none leads elsewhere or hangs who opens it. None: not on this machine.
+
+    Raises:
+      StoreSnapshotError.
+    """
+    if "://" in path:
+        return None
+    total = 0
+    for _, folders, names, fd in os.fwalk(path):
+        for name in folders + names:
+            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                raise StoreSnapshotError(f"export {path}: {name} is neither a file nor a directory; expected one")
+            total += found.st_size
+    return total
 
 
 def _load(path: str, placement: Placement | None) -> list[Entry]:
@@ -352,6 +424,9 @@ def _load(path: str, placement: Placement | None) -> list[Entry]:
     bad: list[str] = []
     with Together().agreeing(f"export {path}"):
         abouts = _about(path)
+        if placement is None:
+            with typed_errors(f"export {path}: read"):
+                expect_memory(sum(map(nbytes_of, abouts)))
         template = {_key(index): _template(about, placement) for index, about in enumerate(abouts)}
         tree = _read(path, {"arrays": {key: value for key, value in template.items() if value}})["arrays"]
         for index, about in enumerate(abouts):

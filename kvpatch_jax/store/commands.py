@@ -13,7 +13,7 @@ from .buffers import Buffers
 from .disk import Disk
 from .evict import collect, make_room
 from .ids import Names
-from .operate import ALL, Progress, drop_old_versions, listing, totals, verify
+from .operate import ALL, Progress, drop_old_versions, listing, names_in, totals, verify
 from .remote import KeyValueStore
 from .restore import load_snapshot, save_snapshot
 from .seal import AesGcm
@@ -50,11 +50,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found: as JSON, and as lines to read. `good`: whether all is well."""
+    """What a command found: as JSON, and as lines to read. `good`: whether all is well. `warnings` are for stderr."""
 
     result: dict[str, Any]
     lines: list[str]
     good: bool = True
+    warnings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +97,39 @@ def _below(options: Options, disk: Disk) -> tuple[str, str]:
     return names.space, names.libraries
 
 
+def _has_tenant(options: Options, disk: Disk) -> bool:
+    """Whether anything is there of the tenant; True where none is asked for."""
+    if options.tenant is None:
+        return True
+    below = _below(options, disk)
+    own = f"{below[0].partition('/')[2]}."
+    return any(os.path.isdir(f"{disk.root}/{each}") for each in below) or any(
+        names_in(disk, each, own) for each in ("quarantine", "deleted", "tmp")
+    )
+
+
+def _about_tenant(command: Callable[[Options], Outcome]) -> Callable[[Options], Outcome]:
+    """The command, which says so where nothing is there of the tenant it is asked about: its name may be mistyped."""
+
+    def checked(options: Options) -> Outcome:
+        known = _has_tenant(options, _disk(options))
+        outcome = command(options)
+        return outcome if known else dataclasses.replace(outcome, good=False, warnings=(_unknown(options),))
+
+    return checked
+
+
+def _unknown(options: Options) -> str:
+    return (
+        f"tenant {options.tenant!r}: nothing of it in {options.root}; expected a tenant that put something there "
+        "(under the secret that names were made with)"
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------- commands
 
 
+@_about_tenant
 def _ls(options: Options) -> Outcome:
     disk = _disk(options)
     found = listing(disk, _below(options, disk), options.progress)
@@ -120,6 +151,7 @@ def _when(seconds: float | None) -> str:
         return f"{seconds:.3g} s"
 
 
+@_about_tenant
 def _stat(options: Options) -> Outcome:
     disk = _disk(options)
     found = totals(disk, _below(options, disk))
@@ -131,15 +163,18 @@ def _stat(options: Options) -> Outcome:
     return Outcome(found, lines)
 
 
+@_about_tenant
 def _verify(options: Options) -> Outcome:
     disk = _disk(options)
     found = verify(disk, _below(options, disk), options.progress)
     lines = [f"{found.good} good, {found.nbytes:,} bytes read", f"{found.unopened} encrypted: checksums agree, no key"]
     lines += [f"bad, in quarantine: {path}" for path in found.bad]
+    lines += [f"bad, could not be moved to quarantine: {path}" for path in found.left]
     lines += [f"could not be read: {path}" for path in found.unreadable]
-    return Outcome(dataclasses.asdict(found), lines, not found.bad and not found.unreadable)
+    return Outcome(dataclasses.asdict(found), lines, not (found.bad or found.left or found.unreadable))
 
 
+@_about_tenant
 def _gc(options: Options) -> Outcome:
     disk = _disk(options)
     below, libraries = _below(options, disk)
@@ -193,9 +228,12 @@ def _rm_tenant(options: Options) -> Outcome:
     if not options.yes and options.ask(question).strip() != "yes":
         return Outcome({"deleted": False}, ["nothing was deleted"], good=False)
     remote = None if options.remote is None else KeyValueStore(_spec(options.remote))
+    known = _has_tenant(options, disk)
     deleted = delete_tenant(disk, names, remote)
-    result = {"deleted": True, **dataclasses.asdict(deleted)}
-    return Outcome(result, [f"{key}: {value}" for key, value in result.items()])
+    some = known or any(dataclasses.asdict(deleted).values())
+    result = {"deleted": some, **dataclasses.asdict(deleted)}
+    lines = [f"{key}: {value}" for key, value in result.items()]
+    return Outcome(result, lines, some, () if some else (_unknown(options),))
 
 
 def _spec(text: str) -> Any:
@@ -204,7 +242,8 @@ def _spec(text: str) -> Any:
 
 def _export(options: Options) -> Outcome:
     directory = _directory(options)
-    _disk(options)
+    if not _has_tenant(options, _disk(options)):
+        raise InputError(_unknown(options))
     if options.arrays:
         from .checkpoint import export_arrays
 

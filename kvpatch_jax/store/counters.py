@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from .threads import tell_of_forks
+
 BOUNDS = (25e-6, 1e-4, 2.5e-4, 1e-3, 2.5e-3, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0)
 """Upper bounds of the latencies' buckets, in seconds; there is one more bucket, for what took longer."""
 
@@ -36,6 +38,11 @@ class Counters:
     def __init__(self) -> None:
         self._values: collections.Counter[str] = collections.Counter()
         self._latencies: dict[tuple[str, str], list[float]] = {}
+        self._lock = threading.Lock()
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Lets nobody who is not there hold the lock."""
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: int = 1) -> None:

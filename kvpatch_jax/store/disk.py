@@ -22,6 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,30 +33,37 @@ from .entries import Entry, Removal, Still, entry_of
 from .expiry import may_have_expired, shown_time, shows
 from .files import (
     Identity,
+    NotRegularError,
     copy_into,
+    folder,
     identity,
     identity_of,
     link,
     locked,
     make_directories,
     make_root,
-    opened,
+    open_regular,
+    open_regular_in,
+    rename,
     start_writing,
-    sync_directory,
     sync_files,
     try_lock,
     typed,
     typed_errors,
-    unnoticed,
+    write_all,
     written,
 )
 from .header import OPENING_BYTES, Header, opening_crc, parse_header
-from .ids import Name
+from .ids import Name, is_object
 from .objects import Blob, check_name, read_header, read_leaves, write_blob
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within
 from .seal import Plain, Read, Seal
+from .settings import check_key
 from .threads import Threads
+
+_DEPTH = 4
+"""Folders above an object: obj/tenant/backbone/xx."""
 
 _KNOWN = 256
 _LARGEST_KNOWN = 64 << 10
@@ -85,6 +93,24 @@ class Found:
     def version(self) -> Version:
         """Which version of the object it is."""
         return Version(self.file, self.header.crc)
+
+
+class _Place(NamedTuple):
+    """A name in an open directory."""
+
+    folder: int
+    name: str
+
+
+type _Placing[T] = Callable[[int, str, int, str], T]
+"""Gives a file in one open directory a name in another."""
+
+
+class Elsewhere(NamedTuple):
+    """A file that is an object already: the directory that holds what it belongs to, and the path below it."""
+
+    root: str
+    path: str
 
 
 class Disk:
@@ -135,16 +161,17 @@ class Disk:
 
         Raises:
           StoreFullError, StoreReadOnlyError, StoreIOError: none of them is acknowledged; none is there in part.
+          StoreKeyError: the tenant's objects were encrypted under another key meanwhile.
         """
         with typed_errors(f"store: put {len(items)} objects"), contextlib.ExitStack() as stack:
             written = self._written_all(items, stack)
             sync_files([fd for _, _, fd, _ in written])
             with locked(f"{self.root}/names.lock", shared=True):
+                for space in sorted({f"obj/{name.tenant}" for name, _ in items}):
+                    check_key(self.root, space, self.seal.check, note=True)  # a deletion may have taken it away
                 for name, temporary, _, _ in written:
-                    self._publish(name, temporary, os.rename)
-            # Without the lock: it is not fair, so that syncs under it could keep whoever deletes waiting for long.
-            for folder in sorted({name.folder for name, _ in items}):
-                sync_directory(f"{self.root}/{folder}")
+                    self._publish(name, *temporary, rename)
+            self._sync_names(items)
         total = sum(header.size for *_, header in written)
         self.counters.add("puts", len(items))
         self.counters.add("put_bytes", total)
@@ -152,12 +179,13 @@ class Disk:
 
     def _written_all(
         self, items: Sequence[tuple[Name, Blob]], stack: contextlib.ExitStack
-    ) -> list[tuple[Name, str, int, Header]]:
-        """Temporary files that hold objects, several at a time, until the stack is left. Name, path, file, header."""
+    ) -> list[tuple[Name, "_Place", int, Header]]:
+        """Temporary files that hold objects, several at a time, until the stack is left. Name, place, file, header."""
+        aside = stack.enter_context(self._temporaries())
 
-        def written(name: Name, blob: Blob) -> tuple[Name, str, int, Header]:
+        def written(name: Name, blob: Blob) -> tuple[Name, _Place, int, Header]:
             write = functools.partial(write_blob, blob=blob, name=name.file)
-            return (name, *stack.enter_context(self._written(name, write)))
+            return (name, *stack.enter_context(self._written(name, aside, write)))
 
         if len(items) == 1:
             return [written(*items[0])]
@@ -165,11 +193,19 @@ class Disk:
         concurrent.futures.wait(jobs)  # all of them, before the stack takes away what they made
         return [job.result() for job in jobs]
 
-    def add(self, items: Sequence[tuple[Name, Blob | str]], added: dict[str, Identity], *, copy: bool = False) -> None:
+    def _sync_names(self, items: Sequence[tuple[Name, object]]) -> None:
+        """Without the lock: it is not fair, so that syncs under it could keep whoever deletes waiting for long."""
+        for each in sorted({name.folder for name, _ in items}):
+            with folder(self.root, each) as fd:
+                os.fsync(fd)
+
+    def add(
+        self, items: Sequence[tuple[Name, Blob | Elsewhere]], added: dict[str, Identity], *, copy: bool = False
+    ) -> None:
         """Puts objects in one commit under names that nothing has yet; what is there stays.
 
         Args:
-          items: blobs, or paths of files that are objects of that name already, which get a second name here.
+          items: blobs, or files that are objects of that name already, which get a second name here.
           added: filled with path and file (`written`) of every object that was added, so that a caller can take it
             away again.
           copy: copies files instead. So does a file system that refuses to link.
@@ -177,23 +213,25 @@ class Disk:
         Raises:
           StoreFullError, StoreReadOnlyError, StoreIOError: nothing is acknowledged; `added` says what is there.
         """
-        refused: list[tuple[Name, Blob | str]] = []
+        refused: list[tuple[Name, Blob | Elsewhere]] = []
         with typed_errors(f"store: add {len(items)} objects"), contextlib.ExitStack() as stack:
-            sources = [stack.enter_context(self._source(name, item, copy)) for name, item in items]
+            aside = stack.enter_context(self._temporaries())
+            sources = [stack.enter_context(self._source(name, item, aside, copy)) for name, item in items]
             sync_files([fd for _, fd in sources])
             with locked(f"{self.root}/names.lock", shared=True):
+                for space in sorted({f"obj/{name.tenant}" for name, _ in items} if self.seal.check else ()):
+                    check_key(self.root, space, self.seal.check, note=True)
                 for (name, item), (source, fd) in zip(items, sources, strict=True):
                     with contextlib.suppress(FileExistsError):
-                        if self._publish(name, source, link):
+                        if self._publish(name, *source, link):
                             added[name.path] = written(os.fstat(fd))
                         else:
                             refused.append((name, item))
-            for folder in sorted({name.folder for name, _ in items}):
-                sync_directory(f"{self.root}/{folder}")
+            self._sync_names(items)
         if refused:
             self.add(refused, added, copy=True)
 
-    def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | str]]], copy: bool) -> int:
+    def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], copy: bool) -> int:
         """`add` of every group; what was added is taken away again if anything is raised. How many were added."""
         added: dict[str, Identity] = {}
         try:
@@ -202,53 +240,65 @@ class Disk:
         except BaseException:
             for path, file in added.items():
                 with contextlib.suppress(StoreError):
-                    self.delete(path, lambda path, file=file: written(os.lstat(path)) == file)
+                    self.delete(path, _was_written(file))
             raise
         return len(added)
 
     @contextlib.contextmanager
-    def _source(self, name: Name, item: Blob | str, copy: bool) -> Iterator[tuple[str, int]]:
+    def _source(self, name: Name, item: Blob | Elsewhere, aside: int, copy: bool) -> Iterator[tuple["_Place", int]]:
         """A file to link from: the caller's, or a temporary one."""
-        if not isinstance(item, str):
+        if isinstance(item, Blob):
             write = functools.partial(write_blob, blob=item, name=name.file)
         elif copy:
-            write = functools.partial(copy_into, source=item)
+            write = functools.partial(copy_into, root=item.root, path=item.path)
         else:
-            with opened(item, os.O_RDONLY | os.O_NOFOLLOW) as fd:
-                yield item, fd
+            above, _, file = item.path.rpartition("/")
+            with folder(item.root, above) as parent, open_regular_in(parent, file) as fd:
+                yield _Place(parent, file), fd
             return
-        with self._written(name, write) as (temporary, fd, _):
+        with self._written(name, aside, write) as (temporary, fd, _):
             yield temporary, fd
 
     @contextlib.contextmanager
-    def _written[T](self, name: Name, write: Callable[[int], T]) -> Iterator[tuple[str, int, T]]:
+    def _temporaries(self) -> Iterator[int]:
+        """The directory of what is being written, made again where somebody removed it."""
+        with contextlib.ExitStack() as stack:
+            try:
+                fd = stack.enter_context(folder(self.root, "tmp"))
+            except FileNotFoundError:
+                fd = stack.enter_context(folder(self.root, "tmp", make=True))
+            yield fd
+
+    @contextlib.contextmanager
+    def _written[T](self, name: Name, aside: int, write: Callable[[int], T]) -> Iterator[tuple["_Place", int, T]]:
         """A temporary file that holds an object, gone on the way out unless it was given its name."""
         while True:
-            unique = f"{name.tenant}.{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
-            temporary = f"{self.root}/tmp/{unique}"
-            with opened(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+            temporary = (
+                f"{name.tenant}.{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
+            )
+            with open_regular_in(aside, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 if os.fstat(fd).st_nlink == 0:
                     continue  # a sweep came between the two calls
                 try:
                     told = write(fd)
                     start_writing(fd)
-                    yield temporary, fd, told
+                    yield _Place(aside, temporary), fd, told
                 finally:
                     with contextlib.suppress(OSError):
-                        os.unlink(temporary)
+                        os.unlink(temporary, dir_fd=aside)
                 return
 
-    def _publish[T](self, name: Name, temporary: str, place: Callable[[str, str], T]) -> T:
+    def _publish[T](self, name: Name, source: int, temporary: str, place: "_Placing[T]") -> T:
         if name.folder not in self._durable:
             make_directories(self.root, name.folder)
             self._durable.add(name.folder)
-        target = f"{self.root}/{name.path}"
         try:
-            return place(temporary, target)
+            with folder(self.root, name.folder) as target:
+                return place(source, temporary, target, name.file)
         except FileNotFoundError:  # the folder was removed meanwhile
-            make_directories(self.root, name.folder)
-            return place(temporary, target)
+            with folder(self.root, name.folder, make=True) as target:
+                return place(source, temporary, target, name.file)
 
     # ----------------------------------------------------------------------------------------------- reading
 
@@ -285,9 +335,7 @@ class Disk:
 
     def _opened(self, name: Name, stack: contextlib.ExitStack, noticed: bool) -> tuple[int | None, Header | None]:
         try:
-            path = f"{self.root}/{name.path}"
-            file = opened(path, os.O_RDONLY | os.O_NOFOLLOW) if noticed else unnoticed(path)
-            fd = stack.enter_context(file)
+            fd = stack.enter_context(open_regular(self.root, name.path, unnoticed=not noticed))
             header = read_header(fd, self._parse)
             check_name(header, name.file)
         except (FileNotFoundError, NotADirectoryError):
@@ -363,18 +411,28 @@ class Disk:
 
     # ------------------------------------------------------------------------------------------ taking away
 
-    def quarantine(self, name: Name, file: Identity, reason: str) -> None:
-        """Moves a damaged object out of the way, unless it is not that file any more: a good one may have its place."""
-        self.counters.add("quarantined")
-        source = f"{self.root}/{name.path}"
-        target = f"{self.root}/quarantine/{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}"
-        with contextlib.suppress(OSError), locked(f"{self.root}/names.lock", shared=False):
-            if identity(os.lstat(source)) == file:
-                os.rename(source, target)
-                with open(f"{target}.reason", "w", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(reason)
+    def quarantine(self, name: Name, file: Identity, reason: str) -> bool:
+        """Moves a damaged object out of the way, unless it is not that file any more: a good one may have its place.
+
+        Returns:
+          Whether it was moved: on a medium that may only be read it stays where it is.
+        """
+        aside, moved = f"{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}", False
+        with (
+            contextlib.suppress(OSError),
+            locked(f"{self.root}/names.lock", shared=False),
+            folder(self.root, name.folder) as source,
+        ):
+            if identity(os.stat(name.file, dir_fd=source, follow_symlinks=False)) == file:
+                with folder(self.root, "quarantine", make=True) as target:
+                    rename(source, name.file, target, aside)
+                    moved = True
+                    self.counters.add("quarantined")
+                    with open_regular_in(target, f"{aside}.reason", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+                        write_all(fd, [reason.encode(errors="backslashreplace")], 0)
         with contextlib.suppress(StoreError):
             keep_within(self.root, name.tenant, self._quarantine_bytes)
+        return moved
 
     def collect_quarantine(self, tenant: str = "") -> int:
         """Deletes what has been in quarantine too long, is past its time or beyond the budget. How many objects.
@@ -400,9 +458,9 @@ class Disk:
         with typed_errors("store: delete"):
             with locked(f"{self.root}/names.lock", shared=False):
                 yield removal
-            for folder in sorted(removal.folders):
-                with contextlib.suppress(FileNotFoundError):  # its tenant was deleted
-                    sync_directory(folder)
+            for each in sorted(removal.folders):
+                with contextlib.suppress(FileNotFoundError), folder(self.root, each) as fd:  # its tenant was deleted
+                    os.fsync(fd)
 
     def examine(self, name: Name, *, leaves: bool = True) -> Header | None:
         """An object's header, when every byte of it as it lies was verified, or with `leaves` off those of the header.
@@ -410,7 +468,7 @@ class Disk:
         None where it is not there, or where it was damaged and is in quarantine now. Raises OSError.
         """
         try:
-            with unnoticed(f"{self.root}/{name.path}") as fd, self._verifying(name, fd):
+            with open_regular(self.root, name.path, unnoticed=True) as fd, self._verifying(name, fd):
                 header = read_header(fd)
                 check_name(header, name.file)
                 if leaves:
@@ -426,29 +484,39 @@ class Disk:
           tenant: only of the tenant with this keyed name, and settings, which are nobody's.
         """
         swept, mine = 0, (tenant, "settings-")
-        with typed_errors("store: sweep"):
-            for path in [entry.path for entry in os.scandir(f"{self.root}/tmp") if entry.name.startswith(mine)]:
-                with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDWR) as fd:
-                    if try_lock(fd) and os.stat(path).st_ino == os.fstat(fd).st_ino:
-                        os.unlink(path)
+        with typed_errors("store: sweep"), self._temporaries() as aside:
+            for name in [name for name in os.listdir(aside) if name.startswith(mine)]:
+                with (
+                    contextlib.suppress(FileNotFoundError, NotRegularError),
+                    open_regular_in(aside, name, os.O_RDWR) as fd,
+                ):
+                    if (
+                        try_lock(fd)
+                        and os.stat(name, dir_fd=aside, follow_symlinks=False).st_ino == os.fstat(fd).st_ino
+                    ):
+                        os.unlink(name, dir_fd=aside)
                         swept += 1
         return swept
 
     # ---------------------------------------------------------------------------------------------- listing
 
     def scan(self, below: str = "obj") -> list[Entry]:
-        """Every object below a folder, in no order. What vanishes meanwhile is left out. Raises StoreError."""
+        """Every object below a folder, in no order. What vanishes meanwhile is left out. Raises StoreError.
+
+        So is what no object is called, and what lies deeper than objects do. What has an object's name and is a link, a
+        FIFO or the like is in it, so that it can be seen and taken away; nothing reads it.
+        """
         found: list[Entry] = []
         waiting = [below]
         while waiting:
-            folder = waiting.pop()
+            each = waiting.pop()
             try:
-                with os.scandir(f"{self.root}/{folder}") as entries:
+                with folder(self.root, each) as fd, os.scandir(fd) as entries:
                     for entry in entries:
-                        path = f"{folder}/{entry.name}"
+                        path = f"{each}/{entry.name}"
                         if entry.is_dir(follow_symlinks=False):
-                            waiting.append(path)
-                        elif entry.name.endswith(".safetensors"):
+                            waiting += [path] if path.count("/") < _DEPTH else []
+                        elif is_object(path):
                             with contextlib.suppress(FileNotFoundError):
                                 stat = entry.stat(follow_symlinks=False)
                                 found.append(entry_of(path, stat))
@@ -468,7 +536,7 @@ class Disk:
             file = identity(os.lstat(path))
             if file == known.file:
                 return known
-            with unnoticed(path) as fd:
+            with open_regular(self.root, name.path, unnoticed=True) as fd:
                 file = identity(os.fstat(fd))
                 return Version(file, known.crc) if opening_crc(os.pread(fd, OPENING_BYTES, 0)) == known.crc else None
         except OSError:
@@ -480,27 +548,36 @@ class Disk:
 
     def expires(self, path: str) -> float | None:
         """When an object expires, by its header; None where it does not, or cannot be read."""
-        return _expires(f"{self.root}/{path}")
+        above, _, file = path.rpartition("/")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, above) as fd:
+            return _expires(fd, file)
+        return None
 
-    def has_expired(self, path: str) -> bool:
-        """Whether the object in a file has expired, by its header; not where that cannot be read."""
-        expires = _expires(path)
+    def has_expired(self, fd: int, file: str) -> bool:
+        """Whether the object in a file of an open directory has expired, by its header, if that can be read."""
+        expires = _expires(fd, file)
         return expires is not None and self.clock() >= expires
 
     def looked_at(self, entry: Entry) -> tuple[Entry, bool]:
         """An object of `scan` and whether it has expired. It is opened only if it looks so, and its look set right."""
         if not may_have_expired(entry.shown, self.clock()):
             return entry, False
-        expired = self.has_expired(f"{self.root}/{entry.path}")
-        with contextlib.suppress(OSError):
-            entry = entry_of(entry.path, os.lstat(f"{self.root}/{entry.path}"))
+        above, _, file = entry.path.rpartition("/")
+        expired = False
+        with contextlib.suppress(OSError), folder(self.root, above) as fd:
+            expired = self.has_expired(fd, file)
+            entry = entry_of(entry.path, os.stat(file, dir_fd=fd, follow_symlinks=False))
         return entry, expired
 
 
-def _expires(path: str) -> float | None:
+def _was_written(file: Identity) -> Still:
+    return lambda fd, name: written(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file
+
+
+def _expires(parent: int, file: str) -> float | None:
     """When an object expires, by its header; None where that cannot be read. Sets the look of its file right."""
     try:
-        with unnoticed(path) as fd:
+        with open_regular_in(parent, file, unnoticed=True) as fd:
             expires = read_header(fd).expires
             stat = os.fstat(fd)
             if not shows(stat.st_mtime_ns, expires):  # written by an older version, or copied without its times

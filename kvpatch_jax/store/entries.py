@@ -1,10 +1,11 @@
 """What a directory shows of objects without opening them, and taking them away."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
 
-from .files import Identity, identity
+from .files import Identity, folder, identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +35,16 @@ def entry_of(path: str, stat: os.stat_result) -> Entry:
     return Entry(path, stat.st_size, stat.st_atime, identity(stat), stat.st_mtime_ns)
 
 
-Still = Callable[[str], bool]
-"""Says of a path, while nobody can put anything else there, whether the object there is the one that is meant."""
+Still = Callable[[int, str], bool]
+"""Says of a name in an open directory, while nobody can put anything else there, whether the object that has it is the
+one that is meant."""
 
 
 class Removal:
     """Takes away objects of a root, by their paths from there; made by `Disk.removing`.
 
     Attributes:
-      folders: where objects were; to be synced.
+      folders: where objects were, from the root; to be synced.
     """
 
     def __init__(self, root: str):
@@ -51,21 +53,27 @@ class Removal:
 
     def is_there(self, path: str, still: Still | None = None) -> bool:
         """Whether there is an object, and the one that is meant."""
-        try:
-            os.lstat(f"{self.root}/{path}")
-            return still is None or still(f"{self.root}/{path}")
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        above, _, file = path.rpartition("/")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, above) as fd:
+            return _is_meant(fd, file, still)
+        return False
 
     def remove(self, path: str, still: Still | None = None) -> bool:
         """Takes an object away, if it is the one that is meant. Whether it did."""
-        if not self.is_there(path, still):
-            return False
-        os.unlink(f"{self.root}/{path}")
-        self.folders.add(os.path.dirname(f"{self.root}/{path}"))
-        return True
+        above, _, file = path.rpartition("/")
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, above) as fd:
+            if _is_meant(fd, file, still):
+                os.unlink(file, dir_fd=fd)
+                self.folders.add(above)
+                return True
+        return False
+
+
+def _is_meant(fd: int, file: str, still: Still | None) -> bool:
+    os.stat(file, dir_fd=fd, follow_symlinks=False)
+    return still is None or still(fd, file)
 
 
 def same_file(file: Identity) -> Still:
-    """Whether a path leads to the same file, which nobody has used or linked meanwhile."""
-    return lambda path: identity(os.lstat(path)) == file
+    """Whether a name is that of the same file, which nobody has used or linked meanwhile."""
+    return lambda fd, name: identity(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file

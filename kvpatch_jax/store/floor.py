@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import StoreCorruptError, StoreError, StoreFullError
-from .disk import Disk
+from .disk import Disk, Elsewhere
 from .header import Header
 from .ids import Name
 from .objects import Blob, read_leaves
@@ -90,12 +90,12 @@ class Floors:
         return {}
 
     def _there(self, folder: str) -> Floor | None:
-        path = f"{self._disk.root}/{_floor_name(folder).path}"
+        root, path = self._disk.root, _floor_name(folder).path
         try:
             before = self._read.get(folder)
-            if before is not None and before[0] == _which(os.stat(path)):
+            if before is not None and before[0] == _which(os.lstat(f"{root}/{path}")):
                 return before[1]
-            with reading(path) as (fd, header):
+            with reading(root, path) as (fd, header):
                 which = _which(os.fstat(fd))
                 read: Read = lambda names: read_leaves(fd, header, names, self._disk.buffers)
                 opened = self._disk.seal.opened(header, read)
@@ -138,11 +138,11 @@ class Floors:
                 with contextlib.suppress(StoreFullError):
                     self._write(folder, self._raised(floor, numbers, max([floor.base, *gone])))
 
-    def admit(self, coming: Sequence[tuple[Name, Blob | str]], noted: dict[str, int]) -> None:
+    def admit(self, coming: Sequence[tuple[Name, Blob | Elsewhere]], noted: dict[str, int]) -> None:
         """Before entries come in from elsewhere, wanted by the owner: lets the floors take them, older ones too.
 
         Args:
-          coming: blobs, or paths of files that are sealed entries.
+          coming: blobs, or files that are sealed entries.
           noted: the numbers of what came with them before, by keyed name; of several versions the highest counts.
         """
         if not self.kept:
@@ -156,10 +156,10 @@ class Floors:
             floor = self.of(folder) or self._found(folder)
             self._write(folder, self._raised(floor, {**floor.numbers, **numbers}, floor.base))
 
-    def _body(self, item: Blob | str) -> Mapping[str, Any]:
+    def _body(self, item: Blob | Elsewhere) -> Mapping[str, Any]:
         if isinstance(item, Blob):
             return item.body
-        with reading(item) as (fd, header):
+        with reading(*item) as (fd, header):
             opened = self._disk.seal.opened(header, lambda names: read_leaves(fd, header, names, self._disk.buffers))
         if opened is None:
             raise StoreCorruptError("object: an entry that is not encrypted; expected it to be")

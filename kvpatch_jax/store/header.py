@@ -25,6 +25,9 @@ ALIGNMENT = 64
 LARGEST_HEADER = 1 << 22
 """Bytes. A longer header is refused unread."""
 
+MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+"""What Python raises of a description that is not what ours are: texts for numbers, numbers that no array has, …"""
+
 LARGEST_ARRAY = 1 << 56
 """Elements. More are refused, whatever the file's size."""
 
@@ -188,7 +191,7 @@ def parse_header(raw: bytes, size: int | None) -> Header:
         raise StoreCorruptError(f"object: version {metadata['version'][:20]!r}; expected {VERSION!r}")
     leaves, size = _leaves(tree, _crcs(metadata["crc"]), len(raw), size)
     body = _json(metadata["body"], "body")
-    _check_depth(body, _DEPTH)
+    check_depth(body, _DEPTH)
     return Header(metadata["name"], metadata["kind"], _time(metadata["expires"]), body, leaves, len(raw), size, crc)
 
 
@@ -222,13 +225,13 @@ def _json(text: bytes | str, what: str) -> dict[str, Any]:
     return value
 
 
-def _check_depth(value: Any, left: int) -> None:
-    """Refuses what is nested deeper than ours, before anything walks through it."""
+def check_depth(value: Any, left: int) -> None:
+    """Refuses what is nested deeper than ours, before anything walks through it. Raises StoreCorruptError."""
     if not left:
         raise StoreCorruptError(f"object: body nested deeper than {_DEPTH}; expected at most that")
     for inner in value.values() if isinstance(value, dict) else value:
         if isinstance(inner, dict | list):
-            _check_depth(inner, left - 1)
+            check_depth(inner, left - 1)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -23,6 +24,16 @@ Content = np.ndarray | jax.Array | str | bytes | Sequence[int]
 Encoding = Literal["bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"]
 ENCODINGS: tuple[str, ...] = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 _BYTES = 32
+_PATH = re.compile(
+    r"(?:obj/[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.(?:kv|enc|p)(?:\.[a-z0-9_]{1,40}){0,2}"
+    r"|lib/[0-9a-f]{32}/(?:static/[0-9a-f]{2}/[0-9a-f]{64}\.entry|dynamic/[0-9a-f]{2}/[0-9a-f]{64}\.v[0-9]{9}))"
+    r"\.safetensors"
+)
+
+
+def is_object(path: str) -> bool:
+    """Whether objects or libraries' entries have such paths below a root."""
+    return _PATH.fullmatch(path) is not None
 
 
 def _digest(fields: Iterable[bytes], key: bytes = b"", size: int = _BYTES) -> str:
@@ -33,9 +44,23 @@ def _digest(fields: Iterable[bytes], key: bytes = b"", size: int = _BYTES) -> st
     return digest.hexdigest()
 
 
+def encoded(text: str) -> bytes:
+    """A text in UTF-8. The error does not say what is in it.
+
+    Raises:
+      InputError: half of a surrogate pair, which stands for nothing alone.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"text with a lone surrogate at place {error.start}; expected text that UTF-8 can hold"
+        ) from None
+
+
 def _fields(content: Content) -> list[bytes]:
     if isinstance(content, str):
-        return [b"text", content.encode()]
+        return [b"text", encoded(content)]
     if isinstance(content, bytes):
         return [b"bytes", content]
     value = np.asarray(content)
@@ -67,7 +92,7 @@ def chunk_id(backbone: str, *content: Content) -> str:
         raise InputError(
             f"chunk_id: backbone {backbone!r}, {len(content)} contents; expected a fingerprint and content"
         )
-    return _digest([b"chunk", backbone.encode(), *(field for part in content for field in _fields(part))])
+    return _digest([b"chunk", encoded(backbone), *(field for part in content for field in _fields(part))])
 
 
 def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> str:
@@ -78,8 +103,8 @@ def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> 
     """
     if not backbone or not request:
         raise InputError(f"encoder_id: backbone {backbone!r}, {len(request)} arrays; expected a fingerprint and arrays")
-    fields = [field for name in sorted(request) for field in (name.encode(), *_fields(request[name]))]
-    return _digest([b"encoder", backbone.encode(), *fields])
+    fields = [field for name in sorted(request) for field in (encoded(name), *_fields(request[name]))]
+    return _digest([b"encoder", encoded(backbone), *fields])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +168,10 @@ class Names:
 
     @functools.cached_property
     def _key(self) -> bytes:
-        return bytes.fromhex(_digest([b"tenant", self.tenant.encode()], hashlib.blake2b(self.secret).digest()))
+        return bytes.fromhex(_digest([b"tenant", encoded(self.tenant)], hashlib.blake2b(self.secret).digest()))
 
     def _name(self, size: int, *fields: str) -> str:
-        return _digest([field.encode() for field in fields], self._key, size)
+        return _digest([encoded(field) for field in fields], self._key, size)
 
     @functools.cached_property
     def space(self) -> str:

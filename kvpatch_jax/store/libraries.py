@@ -16,7 +16,7 @@ from jaxtyping import Float
 from ..chunk import AnyArray, Chunk
 from ..errors import InputError, LibraryFullError, StoreReadOnlyError
 from .expiry import Seconds, checked_ttl, expires_at
-from .files import opened, try_lock, typed
+from .files import NotRegularError, open_regular, try_lock, typed, typed_errors
 from .ids import Name
 from .objects import file_size
 from .references import Kind, Reference, check_name
@@ -47,7 +47,12 @@ class StaticLibrary:
 
     def __init__(self, store: ChunkStore, *, quota: int | None = None, ttl: Seconds | None = None):
         quota = store.budget.library if quota is None else quota
-        if quota is None or quota < 1:
+        if quota is None:
+            raise InputError(
+                "static library: no quota, and its store has no Budget(library=...); expected quota=BYTES, or a store "
+                "with that budget"
+            )
+        if quota < 1:
             raise InputError(f"static library: quota {quota}; expected bytes above 0")
         self.store, self.quota, self._ttl = store, quota, checked_ttl(ttl, "static library")
         self._shelf = Shelf(store, "static")
@@ -267,7 +272,7 @@ class DynamicLibrary:
     def _hold(self, own: Name, stack: contextlib.ExitStack) -> bool:
         """Holds a file by a shared lock, which whoever would drop it asks for alone. False: it is gone."""
         try:
-            fd = stack.enter_context(opened(f"{self.store.disk.root}/{own.path}", os.O_RDONLY | os.O_NOFOLLOW))
+            fd = stack.enter_context(open_regular(self.store.disk.root, own.path))
             fcntl.flock(fd, fcntl.LOCK_SH)
             return os.fstat(fd).st_nlink > 0
         except FileNotFoundError:
@@ -293,8 +298,11 @@ class DynamicLibrary:
         dropped = 0
         for version in self._shelf.versions(kind, name)[:-1]:
             own = self._shelf.name(kind, name, version)
-            path = f"{self.store.disk.root}/{own.path}"
-            with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+            with (
+                typed_errors("library dynamic: drop"),
+                contextlib.suppress(FileNotFoundError, NotRegularError),
+                open_regular(self.store.disk.root, own.path) as fd,
+            ):
                 if try_lock(fd):
                     listed = next((entry for entry in self._shelf.listed() if entry.path == own.path), None)
                     dropped += self.store.disk.delete(own.path) if listed is None else self._shelf.remove(listed)

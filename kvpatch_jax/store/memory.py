@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal
 
 from .counters import Counters
+from .threads import tell_of_forks
 
 Policy = Literal["lru", "slru"]
 PROTECTED_SHARE = 0.8
@@ -64,6 +65,11 @@ class MemoryTier[V]:
         self._chunks: dict[str, set[Hashable]] = {}
         self._asked: collections.Counter[Hashable] = collections.Counter()
         self._bytes = 0
+        self._lock = threading.RLock()
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Lets nobody who is not there hold the lock."""
         self._lock = threading.RLock()
 
     @property

@@ -13,7 +13,7 @@ from ..errors import StoreCorruptError, StoreKeyError
 from . import quarantine
 from .codec import chunk_of, patch_parts
 from .disk import Disk, Entry
-from .files import identity_of, opened, try_lock, typed_errors, unnoticed
+from .files import NotRegularError, folder, identity, identity_of, open_regular, try_lock, typed_errors
 from .header import Header
 from .ids import Name
 from .objects import check_name, read_header, read_leaves
@@ -24,7 +24,7 @@ ALL = ("obj", "lib")
 """The folders of all tenants: of their chunks, and of their libraries."""
 
 type Progress = Callable[[list[Entry]], Iterable[Entry]]
-Verdict = Literal["good", "bad", "unreadable", "unopened", "gone"]
+Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "gone"]
 
 
 def _quiet(entries: list[Entry]) -> Iterable[Entry]:
@@ -62,7 +62,7 @@ def _scan(disk: Disk, below: Sequence[str]) -> list[Entry]:
 
 def _listed(disk: Disk, entry: Entry) -> Listed:
     try:
-        with unnoticed(f"{disk.root}/{entry.path}") as fd:
+        with open_regular(disk.root, entry.path, unnoticed=True) as fd:
             header = read_header(fd)
         expires, encrypted = header.expires, is_sealed(header)
     except (OSError, StoreCorruptError):
@@ -77,10 +77,10 @@ def _kind(entry: Entry) -> str:
 
 
 def _name(entry: Entry) -> Name:
-    folder, _, file = entry.path.rpartition("/")
+    above, _, file = entry.path.rpartition("/")
     kind = {"p": "patch", "enc": "encoder"}.get(entry.part.partition(".")[0], "kv")
-    kind = "entry" if folder.startswith("lib/") else kind
-    return Name(folder, file.partition(".")[0], file, kind)  # pyright: ignore[reportArgumentType]
+    kind = "entry" if above.startswith("lib/") else kind
+    return Name(above, file.partition(".")[0], file, kind)  # pyright: ignore[reportArgumentType]
 
 
 def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
@@ -101,9 +101,9 @@ def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
         "tenants": _sums((one.tenant, one.nbytes) for one in listed),
         "quarantined": len(quarantined),
         "quarantined_bytes": sum(one.nbytes for one in quarantined),
-        "unfinished_snapshots": len(_files(disk, "unfinished", tenant)),
-        "temporaries": len(_files(disk, "tmp", tenant)),
-        "being_deleted": len(_files(disk, "deleted", tenant)),
+        "unfinished_snapshots": len(names_in(disk, "unfinished", tenant)),
+        "temporaries": len(names_in(disk, "tmp", tenant)),
+        "being_deleted": len(names_in(disk, "deleted", tenant)),
     }
 
 
@@ -115,10 +115,15 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
     return dict(sorted(sums.items()))
 
 
-def _files(disk: Disk, folder: str, tenant: str) -> list[str]:
-    with typed_errors(f"store {disk.root}: list"):
-        path = f"{disk.root}/{folder}"
-        return [name for name in os.listdir(path) if name.startswith(tenant)] if os.path.isdir(path) else []
+def names_in(disk: Disk, below: str, tenant: str) -> list[str]:
+    """What lies in a folder of the root and belongs to a tenant, by its keyed name. Raises StoreError."""
+    with (
+        typed_errors(f"store {disk.root}: list"),
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        folder(disk.root, below) as fd,
+    ):
+        return [name for name in os.listdir(fd) if name.startswith(tenant)]
+    return []
 
 
 def drop_old_versions(disk: Disk, below: str = "lib") -> int:
@@ -131,10 +136,10 @@ def drop_old_versions(disk: Disk, below: str = "lib") -> int:
     """
     dropped = 0
     folders = {entry.path.rpartition("/")[0].rpartition("/")[0] for entry in disk.scan(below)}
-    for folder in sorted(folder for folder in folders if folder.endswith("/dynamic")):
-        with changing(disk.root, folder):
+    for library in sorted(each for each in folders if each.endswith("/dynamic")):
+        with changing(disk.root, library):
             versions: dict[str, list[str]] = collections.defaultdict(list)
-            for entry in disk.scan(folder):
+            for entry in disk.scan(library):
                 versions[entry.chunk].append(entry.path)
             old = [path for paths in versions.values() for path in sorted(paths)[:-1]]
             dropped += sum(_dropped(disk, path) for path in old)
@@ -142,9 +147,12 @@ def drop_old_versions(disk: Disk, below: str = "lib") -> int:
 
 
 def _dropped(disk: Disk, path: str) -> bool:
-    flags = os.O_RDONLY | os.O_NOFOLLOW
-    with typed_errors("store: gc"), contextlib.suppress(FileNotFoundError), opened(f"{disk.root}/{path}", flags) as fd:
-        return try_lock(fd) and disk.delete(path)
+    with typed_errors("store: gc"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            with open_regular(disk.root, path) as fd:
+                return try_lock(fd) and disk.delete(path)
+        except NotRegularError:  # which nobody can hold
+            return disk.delete(path)
     return False
 
 
@@ -158,13 +166,15 @@ class Verified:
     Attributes:
       good, nbytes: how many objects are whole, and their bytes.
       unopened: encrypted, and their key was not given: every checksum agreed, the authentication was not tried.
-      bad: in quarantine now. unreadable: the file system failed the read; they are where they were.
+      bad: in quarantine now. left: damaged too, and where they were, for they could not be moved.
+      unreadable: the file system failed the read, or no file of ours is there; they are where they were.
     """
 
     good: int
     nbytes: int
     unopened: int
     bad: list[str]
+    left: list[str]
     unreadable: list[str]
 
 
@@ -176,13 +186,14 @@ def verify(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) 
         verdict = _verdict(disk, entry)
         paths[verdict].append(entry.path)
         nbytes += entry.size if verdict in ("good", "unopened") else 0
-    return Verified(len(paths["good"]), nbytes, len(paths["unopened"]), sorted(paths["bad"]), paths["unreadable"])
+    bad, left, unreadable = (sorted(paths[verdict]) for verdict in ("bad", "left", "unreadable"))
+    return Verified(len(paths["good"]), nbytes, len(paths["unopened"]), bad, left, unreadable)
 
 
 def _verdict(disk: Disk, entry: Entry) -> Verdict:
     name = _name(entry)
     try:
-        with unnoticed(f"{disk.root}/{entry.path}") as fd:
+        with open_regular(disk.root, entry.path, unnoticed=True) as fd:
             try:
                 header = read_header(fd)
                 check_name(header, name.file)
@@ -190,9 +201,11 @@ def _verdict(disk: Disk, entry: Entry) -> Verdict:
             except StoreKeyError:
                 return "unopened"
             except StoreCorruptError as error:
-                disk.quarantine(name, identity_of(fd), str(error))
-                return "bad"
-    except FileNotFoundError:
+                file = identity_of(fd)
+                if disk.quarantine(name, file, str(error)):
+                    return "bad"
+                return "left" if identity(os.lstat(f"{disk.root}/{entry.path}")) == file else "gone"
+    except (FileNotFoundError, NotADirectoryError):
         return "gone"
     except OSError:
         return "unreadable"

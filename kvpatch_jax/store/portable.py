@@ -5,8 +5,10 @@ how, so that each is verified where it lies.
 """
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +19,15 @@ from ..checksum import bits_of, mixed
 from ..chunk import AnyArray, Chunk
 from ..errors import StoreCorruptError
 from .codec import chunk_body, content_in, decode, layout_of, unchecked_chunk
-from .header import DTYPES, dtype_word
+from .header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
 from .ids import Encoding
-from .objects import Blob
+from .objects import Blob, Kind
 
 _BLOCK = 1 << 14
 _SECOND = 0x85EBCA77
+_DEPTH = 12
+_MOST_LAYERS = 1 << 16
+_PART = re.compile(r"(?:kv|enc|p|entry|v[0-9]{9})(?:\.[a-z0-9_]{1,40}){0,2}")
 
 
 # ----------------------------------------------------------------------------------------------------------- sums
@@ -106,6 +111,54 @@ def entry_of_chunk(chunk: Chunk) -> Entry:
     return _described(
         "kv", "kv", chunk_body(chunk), None, leaves + [name for name in arrays if "hidden" in name], arrays
     )
+
+
+_WORDS = {"kind": str, "part": str, "body": dict, "leaves": list, "arrays": dict}
+
+
+def check_about(about: Any) -> None:
+    """Refuses a description that `_described` would not have made, before anything is made from it.
+
+    Raises:
+      StoreCorruptError.
+    """
+    try:
+        whole = set(about) == {*_WORDS, "expires"} and all(type(about[word]) is kind for word, kind in _WORDS.items())
+        whole = whole and about["kind"] in get_args(Kind) and _PART.fullmatch(about["part"]) is not None
+        whole = whole and (about["expires"] is None or math.isfinite(float(about["expires"])))
+        whole = whole and all(map(_is_array, about["arrays"].values()))
+        whole = whole and _leaves_of(about["arrays"]) == sorted(about["leaves"])
+        check_depth(about["body"], _DEPTH)
+    except MALFORMED:
+        whole = False
+    if not whole:
+        raise StoreCorruptError("export: a description that no object has; expected kind, part, body, leaves, arrays")
+
+
+def _is_array(spec: Any) -> bool:
+    """Dtype, shape and sum, of an array that one could have."""
+    word, shape, total = spec
+    natural = all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
+    whole = word in DTYPES and type(shape) is list and len(shape) <= 9 and natural and type(total) is int
+    return whole and math.prod(size or 1 for size in shape) <= LARGEST_ARRAY
+
+
+def _leaves_of(arrays: Mapping[str, Any]) -> list[str]:
+    """The leaves of a file that are in some arrays: of stacked ones as many as there are layers, which are few."""
+    leaves: list[str] = []
+    for name, (_, shape, _) in arrays.items():
+        if not name.startswith("layers."):
+            leaves.append(name)
+        elif not shape or shape[0] > _MOST_LAYERS:
+            raise StoreCorruptError(f"export: {name} of shape {shape}; expected at most {_MOST_LAYERS} layers")
+        else:
+            leaves += [f"layer.{layer}.{name.removeprefix('layers.')}" for layer in range(shape[0])]
+    return sorted(leaves)
+
+
+def nbytes_of(about: Mapping[str, Any]) -> int:
+    """Bytes of an entry's arrays."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs_of(about).values())
 
 
 def specs_of(about: Mapping[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:

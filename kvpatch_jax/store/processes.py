@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ..errors import InputError, StoreIOError, StoreReadOnlyError
-from .files import opened
+from .files import open_regular
 
 TIMEOUT = 1200
 """Seconds that processes wait for one another, unless told otherwise."""
@@ -99,11 +99,11 @@ class Together:
             return
         with contextlib.ExitStack() as stack:
             token = bytes(_TOKEN) if self.index else secrets.token_bytes(_TOKEN)
-            path = f"{root}/tmp/settings-{token.hex()}"
+            path = f"tmp/settings-{token.hex()}"
             if self.index == 0:
                 try:
-                    fd = stack.enter_context(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-                    stack.callback(os.unlink, path)
+                    fd = stack.enter_context(open_regular(root, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+                    stack.callback(os.unlink, f"{root}/{path}")
                     fcntl.flock(fd, fcntl.LOCK_EX)  # a sweep takes what nobody holds
                 except OSError:
                     token = bytes(_TOKEN)

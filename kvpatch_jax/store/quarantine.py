@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
-from .files import locked, opened, sync_directory, typed_errors
+from .files import folder, locked, open_regular, remove, typed_errors
 
 BYTES = 256 << 20
 """What a tenant's quarantine may take, unless told otherwise."""
@@ -45,25 +45,29 @@ class Quarantined:
 def listed(root: str, tenant: str = "") -> list[Quarantined]:
     """What is in quarantine: all of it, or of the tenant with this keyed name; the oldest first. Raises StoreError."""
     found: list[Quarantined] = []
-    with typed_errors(f"store {root}: quarantine"):
-        for file in os.listdir(f"{root}/quarantine") if os.path.isdir(f"{root}/quarantine") else ():
+    with (
+        typed_errors(f"store {root}: quarantine"),
+        contextlib.suppress(FileNotFoundError),
+        folder(root, "quarantine") as fd,
+    ):
+        for file in os.listdir(fd):
             if file.startswith(f"{tenant}." if tenant else "") and not file.endswith(_REASON):
                 with contextlib.suppress(FileNotFoundError):
-                    found.append(_at(root, file))
+                    found.append(_at(fd, file))
     return sorted(found, key=lambda one: (one.since, one.path))
 
 
-def _at(root: str, file: str) -> Quarantined:
+def _at(parent: int, file: str) -> Quarantined:
     tenant, _, rest = file.partition(".")
     when, _, rest = rest.partition("-")
-    stat = os.lstat(f"{root}/quarantine/{file}")
+    stat = os.stat(file, dir_fd=parent, follow_symlinks=False)
     since = int(when) / 1e9 if when.isdecimal() else stat.st_mtime
     return Quarantined(f"quarantine/{file}", tenant, rest.partition("-")[2], stat.st_size, since)
 
 
 def reason(root: str, one: Quarantined) -> str:
     """Why it is there; empty where nobody says."""
-    with contextlib.suppress(OSError), opened(f"{root}/{one.path}{_REASON}", os.O_RDONLY | os.O_NOFOLLOW) as fd:
+    with contextlib.suppress(OSError), open_regular(root, f"{one.path}{_REASON}") as fd:
         return os.read(fd, 1 << 12).decode(errors="backslashreplace")
     return ""
 
@@ -110,12 +114,12 @@ def keep_within(
 
 
 def _delete(root: str, gone: Iterable[Quarantined]) -> None:
-    paths = [f"{root}/{one.path}{ending}" for one in gone for ending in ("", _REASON)]
-    if not paths:
+    names = [f"{os.path.basename(one.path)}{ending}" for one in gone for ending in ("", _REASON)]
+    if not names:
         return
-    with typed_errors(f"store {root}: quarantine"):
+    with typed_errors(f"store {root}: quarantine"), folder(root, "quarantine") as fd:
         with locked(f"{root}/names.lock", shared=False):
-            for path in paths:
+            for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-        sync_directory(f"{root}/quarantine")
+                    remove(fd, name)
+        os.fsync(fd)

@@ -5,7 +5,6 @@ get new names (they say what they are) and are written again. A whole store goes
 a new one, which then has that secret.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -20,16 +19,15 @@ from ..errors import InputError, StoreCorruptError, StoreIOError, StoreSnapshotE
 from .arrivals import changing_libraries, check_library, entries_last, is_entry, is_there
 from .buffers import Buffers
 from .codec import patch_of, patch_parts
-from .disk import Disk
-from .files import typed_errors, unnoticed
-from .header import Header
+from .disk import Disk, Elsewhere
+from .files import typed_errors
+from .header import MALFORMED, Header
 from .ids import Name, Names
 from .objects import Blob, file_size
 from .seal import Plain, Seal, is_sealed
 from .settings import SECRETS, check_key, find_secret, holds_objects, put_secret, read_secret, secret_digest
 from .shelf import check_resource, chunk_bytes, entry_name
 from .snapshot import (
-    KEY,
     MANIFEST,
     UNTOLD,
     Kept,
@@ -163,12 +161,14 @@ def load_objects(
 class _Incoming:
     """One object on its way in: where it is in the snapshot, its name in the store, whether the file stays as it is.
 
-    `counts`: bytes that it counts for in a static library, its chunk included; 0 where there is no bound on them.
+    `check`: of the key that it is encrypted under, None where it is not. `counts`: bytes that it counts for in a static
+    library, its chunk included; 0 where there is no bound on them.
     """
 
     kept: Kept
     name: Name
     as_it_is: bool
+    check: str | None
     counts: int = 0
 
 
@@ -228,7 +228,7 @@ def _verify(
 
 def _incoming(directory: str, kept: Kept, into: _Into, buffers: Buffers) -> _Incoming | None:
     """An object with its name in the store, after every byte of it was verified. None: it is expired."""
-    with reading(f"{directory}/{kept.path}") as (fd, header):
+    with reading(directory, kept.path) as (fd, header):
         if header.size != kept.size or header_crc(fd, header) != kept.crc:
             raise StoreCorruptError(f"object: header of other bytes than {MANIFEST} says; expected {kept.crc:08x}")
         arrays = read_whole(fd, header, buffers)
@@ -237,17 +237,26 @@ def _incoming(directory: str, kept: Kept, into: _Into, buffers: Buffers) -> _Inc
         return None
     own = into.names is None or kept.path.startswith((f"{into.names.space}/", f"{into.names.libraries}/"))
     counted = into.bounded and part_of(name.file) == "entry"
+    check = _check_of(header)
     if into.names is None or (own and is_sealed(header) and not keyed and not counted):
-        return _Incoming(kept, name, True)
+        return _Incoming(kept, name, True, check)
     plain, arrays = _unsealed(header, arrays, into.seal)
     if plain.kind == "entry":
         check_resource(plain.body, arrays, plain.expires)
     name = name_of(into.names, plain.kind, part_of(plain.name), plain.body, arrays)
     as_it_is = name.path == kept.path and is_sealed(header) == keyed
     if not counted:
-        return _Incoming(kept, name, as_it_is)
+        return _Incoming(kept, name, as_it_is, check)
     size = kept.size if as_it_is else file_size(into.seal.sealed(blob_of(plain, arrays), name.file), name.file)
-    return _Incoming(kept, name, as_it_is, size + chunk_bytes(plain.body))
+    return _Incoming(kept, name, as_it_is, check, size + chunk_bytes(plain.body))
+
+
+def _check_of(header: Header) -> str | None:
+    """What an encrypted object says of its key."""
+    check = header.body.get("check") if is_sealed(header) else None
+    if check is not None and not (isinstance(check, str) and re.fullmatch("[0-9a-f]{1,64}", check)):
+        raise StoreCorruptError("object: encrypted under no key that there is; expected hexadecimal digits")
+    return check
 
 
 def _unsealed(header: Header, arrays: Mapping[str, np.ndarray], seal: Seal) -> tuple[Header, Mapping[str, np.ndarray]]:
@@ -265,13 +274,15 @@ def _add(store: ChunkStore, directory: str, verified: _Verified, copy: bool) -> 
     with changing_libraries(store.disk, [each.name for each in verified.coming]) as has:
 
         def lacks(each: _Incoming) -> bool:
-            source = f"{directory}/{each.kept.path}"
+            source = Elsewhere(directory, each.kept.path)
             return not (has(each.name) if is_entry(each.name) else is_there(store.disk, each.name, source))
 
         coming = entries_last(filter(lacks, verified.coming), lambda each: each.name)
         check_library(store, sum(each.counts for each in coming))
-        for tenant in sorted({each.name.tenant for each in coming if each.as_it_is}):
-            _note_key_check(directory, store.disk.root, f"obj/{tenant}")
+        for tenant, check in sorted(
+            {(each.name.tenant, each.check) for each in coming if each.as_it_is and each.check}
+        ):
+            check_key(store.disk.root, f"obj/{tenant}", check, note=True)
         need = sum(each.kept.size for each in coming if not is_entry(each.name))
         added = store.add(_groups(store, directory, coming), need, copy=copy)
     nbytes = sum(each.kept.size for each in coming)
@@ -301,19 +312,21 @@ def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays:
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])
         return names.patch(patch_of(patch_parts(body, arrays)))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise StoreCorruptError(
             f"object: {kind} without a name of its own ({type(error).__name__}); expected one"
         ) from None
 
 
-def _groups(store: ChunkStore, directory: str, coming: Sequence[_Incoming]) -> Iterator[list[tuple[Name, Blob | str]]]:
+def _groups(
+    store: ChunkStore, directory: str, coming: Sequence[_Incoming]
+) -> Iterator[list[tuple[Name, Blob | Elsewhere]]]:
     """What goes in together: linked or copied where the name stays, else read and written again."""
-    group: list[tuple[Name, Blob | str]] = []
+    group: list[tuple[Name, Blob | Elsewhere]] = []
     nbytes = 0
     for each in coming:
-        path = f"{directory}/{each.kept.path}"
-        group.append((each.name, path if each.as_it_is else _blob(store.disk, path)))
+        file = Elsewhere(directory, each.kept.path)
+        group.append((each.name, file if each.as_it_is else _blob(store.disk, file)))
         nbytes += each.kept.size
         if len(group) == _GROUP or nbytes >= _GROUP_BYTES:
             yield group
@@ -327,12 +340,14 @@ def blob_of(header: Header, arrays: Mapping[str, np.ndarray]) -> Blob:
     return Blob(header.kind, header.body, arrays, header.expires)  # pyright: ignore[reportArgumentType]
 
 
-def _blob(disk: Disk, path: str) -> Blob:
+def _blob(disk: Disk, file: Elsewhere) -> Blob:
     try:
-        with typed_errors("snapshot: read"), reading(path) as (fd, header):
+        with typed_errors("snapshot: read"), reading(*file) as (fd, header):
             return blob_of(*_unsealed(header, read_whole(fd, header, disk.buffers), disk.seal))
     except StoreCorruptError as error:
-        raise StoreSnapshotError(f"snapshot: {path} changed while it was read ({error}); expected it not to") from error
+        raise StoreSnapshotError(
+            f"snapshot: {file.path} changed while it was read ({error}); expected it not to"
+        ) from error
 
 
 # -------------------------------------------------------------------------------------------------- the secret
@@ -341,14 +356,6 @@ def _blob(disk: Disk, path: str) -> Blob:
 def _expect_store(root: str) -> None:
     if not os.path.isdir(f"{root}/obj"):
         raise StoreIOError(f"store {root}: no objects there; expected a store")
-
-
-def _note_key_check(directory: str, root: str, space: str) -> None:
-    """Takes over what tells the key of encrypted objects. Raises StoreKeyError where the root has another."""
-    with contextlib.suppress(FileNotFoundError), unnoticed(f"{directory}/{space}/{KEY}") as fd:
-        check = os.pread(fd, 1 << 10, 0).decode(errors="replace")
-        if re.fullmatch("[0-9a-f]{1,64}", check):
-            check_key(root, space, check, note=True)
 
 
 def _secret_of(directory: str, manifest: Manifest, given: bytes | None) -> bytes | None:

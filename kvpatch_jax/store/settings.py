@@ -12,12 +12,13 @@ import os
 import secrets
 
 from ..errors import StoreCorruptError, StoreError, StoreIOError, StoreKeyError
-from .files import make_directories, publish_once, replace_file, typed_errors
+from .files import NotRegularError, publish_once, read_small, replace_file, typed_errors
 
 SECRETS = ("STORE.json", "STORE.copy.json")
 """The files that hold the secret, alike."""
 
 _LARGEST = 1 << 12
+"""Bytes. Longer settings are refused unread."""
 
 
 def secret_of(root: str) -> bytes:
@@ -66,7 +67,7 @@ def find_secret(folder: str, *, mend: bool = True) -> bytes | None:
     Raises:
       StoreCorruptError: it cannot be read, or there are two. StoreError.
     """
-    found = [_read(f"{folder}/{name}") for name in SECRETS]
+    found = [_read(folder, name) for name in SECRETS]
     good = [each for each in found if each is not None and each.secret is not None]
     if not good:
         if any(each is not None for each in found):
@@ -114,14 +115,15 @@ class _Kept:
     summed: bool
 
 
-def _read(path: str) -> _Kept | None:
+def _read(folder: str, name: str) -> _Kept | None:
     """What a file of a secret holds; None where it is not there."""
-    with typed_errors(f"{path}: read"):
+    with typed_errors(f"{folder}/{name}: read"):
         try:
-            with open(path, "rb") as file:
-                text = file.read(_LARGEST)
+            text = read_small(folder, name, _LARGEST)
         except FileNotFoundError:
             return None
+        except (NotRegularError, StoreCorruptError):
+            return _Kept(None, False)
     try:
         secret = bytes.fromhex(json.loads(text)["secret"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -134,11 +136,11 @@ def _read(path: str) -> _Kept | None:
 
 def _replace(root: str, name: str, secret: bytes) -> None:
     with typed_errors(f"store {root}: write {name}"):
-        replace_file(f"{root}/{name}", secret_text(secret), _temporary(root))
+        replace_file(root, name, secret_text(secret), _temporary())
 
 
-def _temporary(root: str) -> str:
-    return f"{root}/tmp/settings-{secrets.token_hex(8)}"
+def _temporary() -> str:
+    return f"tmp/settings-{secrets.token_hex(8)}"
 
 
 def check_key(root: str, space: str, check: str | None, note: bool = False) -> None:
@@ -149,11 +151,10 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
     Raises:
       StoreKeyError: encrypted under another key, or encrypted and `check` is None.
     """
-    path = f"{root}/{space}/KEY"
-    if note and check is not None and not os.path.exists(path):
+    if note and check is not None and not os.path.lexists(f"{root}/{space}/KEY"):
         _publish_once(root, f"{space}/KEY", check.encode())
-    with typed_errors(f"store {root}: open"), contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        found = file.read(1 << 10).decode(errors="replace")
+    with typed_errors(f"store {root}: open"), contextlib.suppress(FileNotFoundError):
+        found = read_small(root, f"{space}/KEY", _LARGEST).decode(errors="replace")
         if found != check:
             what = "no key" if check is None else "another key"
             raise StoreKeyError(f"store {root}: opened with {what}; expected the one of this tenant's objects")
@@ -161,8 +162,5 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
 
 def _publish_once(root: str, relative: str, text: bytes) -> None:
     """A small file, whole and durable, unless there is one of that name already."""
-    folder, _, _ = f"{root}/{relative}".rpartition("/")
     with typed_errors(f"store {root}: open"):
-        if folder != root:
-            make_directories(root, relative.rpartition("/")[0])
-        publish_once(f"{root}/{relative}", text, _temporary(root))
+        publish_once(root, relative, text, _temporary())

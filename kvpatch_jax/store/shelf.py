@@ -22,8 +22,8 @@ from ..errors import InputError, NotFiniteError, StoreCorruptError, StoreError
 from .entries import Entry
 from .files import Identity, locked, make_directories, typed_errors
 from .floor import Floor, Floors, number_of
-from .header import Header
-from .ids import Name, Names, chunk_id
+from .header import MALFORMED, Header
+from .ids import Name, Names, chunk_id, encoded
 from .objects import Blob
 from .quarantine import purge
 from .references import Kind, Reference, check_name
@@ -202,7 +202,7 @@ def _array_of(reference: Reference, content: Content | None) -> tuple[str, np.nd
     if isinstance(content, np.ndarray):
         word, array = "array", content
     elif isinstance(content, str | bytes):
-        raw = content.encode() if isinstance(content, str) else content
+        raw = encoded(content) if isinstance(content, str) else content
         word, array = type(content).__name__, np.frombuffer(raw, np.uint8)
     else:
         word, array = "tokens", np.asarray(list(content), np.int64)
@@ -228,6 +228,8 @@ def _reference_and_chunk(body: Mapping[str, Any]) -> tuple[Reference, tuple[str,
 
 
 def _listed(header: Header, path: str) -> Listed:
+    """Raises StoreCorruptError where the object is no entry."""
+    _check_body(header.body)
     reference, chunk = _reference_and_chunk(header.body)
     nbytes = header.size + chunk_bytes(header.body)
     number = number_of(header.body)
@@ -247,11 +249,14 @@ def resource_of(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expir
 
 
 def entry_name(names: Names, body: Mapping[str, Any]) -> Name:
-    """The name that a tenant's entry has by what it says about itself.
+    """The name that a tenant's entry has by what it says about itself. Raises StoreCorruptError as `_check_body`."""
+    _check_body(body)
+    library = "static" if body["version"] is None else "dynamic"
+    return names.entry(library, body["kind"], body["name"], version=body["version"])
 
-    Raises:
-      StoreCorruptError: it does not say what an entry says.
-    """
+
+def _check_body(body: Mapping[str, Any]) -> None:
+    """Raises StoreCorruptError where an object does not say what an entry says."""
     try:
         kind, name, version, chunk = (body[word] for word in ("kind", "name", "version", "chunk"))
         texts = (kind, name, body["content"], body["digest"])
@@ -260,18 +265,17 @@ def entry_name(names: Names, body: Mapping[str, Any]) -> Name:
         whole = whole and type(body.get("number", 0)) is int
         whole = whole and (version is None or (type(version) is int and 0 < version < _MOST_VERSIONS))
         whole = whole and (chunk is None or ([type(part) for part in chunk] == [str, str, int] and chunk[2] >= 0))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except MALFORMED:
         whole = False
     if not whole:
         raise StoreCorruptError("object: an entry that does not say what entries say; expected kind, name, version, …")
-    return names.entry("static" if version is None else "dynamic", kind, name, version=version)
 
 
 def check_resource(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expires: float | None) -> None:
     """Raises StoreCorruptError where an entry's leaves are not what its body says."""
     try:
         resource_of(body, arrays, expires)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except MALFORMED as error:
         kind = type(error).__name__  # the error itself may hold content
         raise StoreCorruptError(f"object: the body does not make an entry ({kind}); expected one that does") from None
 
@@ -280,7 +284,7 @@ def check_resource(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], ex
 def changing(root: str, folder: str) -> Iterator[None]:
     """Alone, among the threads and processes that change the library in a folder. Raises StoreError."""
     _make_folder(root, folder)  # the tenant may have been deleted
-    with typed_errors("library: lock"), locked(f"{root}/{folder}/lock", shared=False):
+    with typed_errors("library: lock"), locked(root, below=f"{folder}/lock", shared=False):
         yield
 
 
@@ -328,13 +332,23 @@ class Shelf:
         """
         floor = self._floors.of(name.folder)  # first: an entry is there before its floor
         found = self.store.disk.get(name)
-        if found is None or found.header.body["withdrawn"]:
+        if found is None:
             return None
-        body = found.header.body
+        header = found.header
+        try:
+            _check_body(header.body)
+            check_resource(header.body, found.arrays, header.expires)
+        except StoreCorruptError as error:  # whole, and no entry: somebody else wrote it
+            if found.file is not None:
+                self.store.disk.quarantine(name, found.file, str(error))
+            return None
+        body = header.body
+        if body["withdrawn"]:
+            return None
         if floor is not None and body["version"] is None and not floor.takes(name.chunk, number_of(body)):
             self.store.counters.add("replayed")
             return None
-        return resource_of(found.header.body, found.arrays, found.header.expires)
+        return resource_of(body, found.arrays, header.expires)
 
     def listed(self) -> list[Listed]:
         """Every entry that is there and has not expired, in no order. Headers are read once each.
@@ -375,7 +389,10 @@ class Shelf:
     def _look(self, entry: Entry) -> "_Seen":
         with self.store.disk.reading(_name_at(entry.path), noticed=False) as opening:
             if opening is not None:
-                return _Seen(entry.file, opening[0].expires, _listed(opening[0], entry.path))
+                try:
+                    return _Seen(entry.file, opening[0].expires, _listed(opening[0], entry.path))
+                except StoreCorruptError as error:
+                    self.store.disk.quarantine(_name_at(entry.path), entry.file, str(error))
         return _Seen(entry.file, self.store.disk.expires(entry.path), None)
 
     def vector(self, listed: Listed) -> np.ndarray | None:

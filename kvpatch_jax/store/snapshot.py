@@ -14,32 +14,33 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import glob
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import StoreCorruptError, StoreSnapshotError
-from .buffers import Buffers
+from ..errors import StoreCorruptError, StoreIOError, StoreSnapshotError
+from .buffers import Buffers, expect_memory
 from .disk import Disk, Entry
 from .files import (
+    NotRegularError,
     copy_into,
     crc32,
+    folder,
     link,
-    opened,
+    open_regular,
+    open_regular_in,
     read_into,
+    read_small,
     sync_directory,
     typed_errors,
-    unnoticed,
     write_all,
 )
-from .header import Header
-from .ids import Name, Names
+from .header import MALFORMED, Header
+from .ids import Name, Names, is_object
 from .objects import Kind, check_name, read_header, read_leaves
 from .settings import SECRETS, find_secret, secret_digest, secret_text
 
@@ -49,12 +50,8 @@ Progress = Callable[[int, int], object]
 Scope = Literal["tenant", "store"]
 MANIFEST, KEY = "MANIFEST", "KEY"
 UNTOLD = ""
+LARGEST_KEY = 1 << 10
 _LARGEST_LIST, _DIGEST_BYTES = 1 << 30, 66
-_PATH = re.compile(
-    r"(?:obj/[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.[a-z0-9_.]{2,120}"
-    r"|lib/[0-9a-f]{32}/(?:static/[0-9a-f]{2}/[0-9a-f]{64}\.entry|dynamic/[0-9a-f]{2}/[0-9a-f]{64}\.v[0-9]{9}))"
-    r"\.safetensors"
-)
 _KINDS: dict[str, Kind] = {"kv": "kv", "p": "patch", "enc": "encoder"}
 
 
@@ -98,24 +95,23 @@ class Manifest:
 
 def name_at(path: str) -> Name:
     """The name of an object by its path below the root. Raises StoreCorruptError where no object has such a path."""
-    folder, _, file = path.rpartition("/")
-    whole = _PATH.fullmatch(path) is not None
-    kind = "entry" if path.startswith("lib/") else _KINDS.get(file.split(".")[1]) if whole else None
-    if not whole or kind is None:
+    if not is_object(path):
         raise StoreCorruptError(
             f"object: path {path[:200]!r}; expected obj/tenant/backbone/xx/name.kind.safetensors or a library's"
         )
-    return Name(folder, file.partition(".")[0], file, kind)
+    above, _, file = path.rpartition("/")
+    kind = "entry" if path.startswith("lib/") else _KINDS[file.split(".")[1]]
+    return Name(above, file.partition(".")[0], file, kind)
 
 
 @contextlib.contextmanager
-def reading(path: str) -> Iterator[tuple[int, Header]]:
-    """An open object by its file, with its header, checked against the file's name.
+def reading(root: str, path: str) -> Iterator[tuple[int, Header]]:
+    """An open object by its file below a root, with its header, checked against the file's name.
 
     Raises:
       StoreCorruptError: no object of that name. OSError: it cannot be read.
     """
-    with unnoticed(path) as fd:
+    with open_regular(root, path, unnoticed=True) as fd:
         header = read_header(fd)
         check_name(header, os.path.basename(path))
         yield fd, header
@@ -150,6 +146,7 @@ def write_snapshot(
     """
     libraries, space = ("lib", "obj") if names is None else (names.libraries, names.space)
     with typed_errors(f"snapshot {directory}: write"):
+        os.chmod(directory, 0o700)  # whoever made it
         with unchanged_libraries(disk.root, libraries):
             shelved = _keep_all(disk, libraries, directory, copy, None)
         objects = _keep_all(disk, space, directory, copy, progress)
@@ -159,20 +156,26 @@ def write_snapshot(
         _keep_key_checks(disk.root, directory, {name_at(each.path).tenant for each in kept})
         listed = [[each.path, each.size, f"{each.crc:08x}"] for each in kept]
         write_list(f"{directory}/{MANIFEST}", {"version": 1, "scope": scope, "objects": listed} | told)
-        for folder, _, _ in os.walk(directory):
-            sync_directory(folder)
+        for each, _, _ in os.walk(directory):
+            sync_directory(each)
     return Summary(len(kept), sum(each.size for each in kept), skipped, damaged)
 
 
 @contextlib.contextmanager
 def unchanged_libraries(root: str, below: str) -> Iterator[None]:
     """Keeps the libraries below a folder from changing. Needs to read only, so a root on a read-only medium will do."""
-    folders = f"{below}/*/*" if below == "lib" else f"{below}/*"
+    spaces = [f"{below}/{space}" for space in _listed(root, below)] if below == "lib" else [below]
     with contextlib.ExitStack() as held:
-        for path in sorted(glob.glob(f"{glob.escape(root)}/{folders}/lock")):
-            with contextlib.suppress(FileNotFoundError):  # its tenant was deleted
-                fcntl.flock(held.enter_context(opened(path, os.O_RDONLY | os.O_NOFOLLOW)), fcntl.LOCK_SH)
+        for path in sorted(f"{space}/{library}/lock" for space in spaces for library in _listed(root, space)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # its tenant was deleted
+                fcntl.flock(held.enter_context(open_regular(root, path)), fcntl.LOCK_SH)
         yield
+
+
+def _listed(root: str, below: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(root, below) as fd:
+        return os.listdir(fd)
+    return []
 
 
 def _keep_all(
@@ -199,7 +202,7 @@ def _keep_secret(root: str, directory: str) -> str | None:
     """Takes over the secret of a root, if it keeps one; its digest. Raises StoreCorruptError where it is damaged."""
     secret = find_secret(root)
     for name in SECRETS if secret is not None else ():
-        with opened(f"{directory}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+        with open_regular(directory, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
             write_all(fd, [secret_text(secret)], 0)
             os.fsync(fd)
     return None if secret is None else secret_digest(secret)
@@ -208,41 +211,44 @@ def _keep_secret(root: str, directory: str) -> str | None:
 def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
     """The files that tell under which key tenants' objects are encrypted, and nothing about it."""
     for tenant in tenants:
-        with contextlib.suppress(FileNotFoundError), unnoticed(f"{root}/obj/{tenant}/{KEY}") as fd:
-            check = os.pread(fd, 1 << 10, 0)
-            os.makedirs(f"{directory}/obj/{tenant}", 0o700, exist_ok=True)
-            with opened(f"{directory}/obj/{tenant}/{KEY}", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as target:
+        with contextlib.suppress(FileNotFoundError):
+            check = read_small(root, f"obj/{tenant}/{KEY}", LARGEST_KEY, unnoticed=True)
+            with (
+                folder(directory, f"obj/{tenant}", make=True) as parent,
+                open_regular_in(parent, KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as target,
+            ):
                 write_all(target, [check], 0)
                 os.fsync(target)
 
 
 def _keep(disk: Disk, entry: Entry, directory: str, copy: bool) -> Kept | None:
     """Links or copies one object, and looks at what arrived. None where it went meanwhile, or is expired."""
-    source, target = f"{disk.root}/{entry.path}", f"{directory}/{entry.path}"
-    os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
+    above, _, file = entry.path.rpartition("/")
     keep = False
     try:
-        if copy or not link(source, target):
-            with opened(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-                copy_into(fd, source)
-                os.fsync(fd)
-        with reading(target) as (fd, header):
+        with folder(disk.root, above) as source, folder(directory, above, make=True) as target:
+            if copy or not link(source, file, target, file):
+                expect_memory(entry.size)  # what cannot be verified is not copied
+                with open_regular_in(target, file, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+                    copy_into(fd, disk.root, entry.path)
+                    os.fsync(fd)
+        with reading(directory, entry.path) as (fd, header):
             if header.expires is not None and disk.clock() >= header.expires:
                 return None
             if copy:
                 read_whole(fd, header, disk.buffers)
             keep = True
             return Kept(entry.path, header.size, header_crc(fd, header))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, NotRegularError):  # gone, or no object of ours
         return None
     except OSError as error:
-        if error.errno != errno.ELOOP:  # a symbolic link is no object of ours
+        if error.errno != errno.ENOMEM:
             raise
         return None
     finally:
         if not keep:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(target)
+                os.unlink(f"{directory}/{entry.path}")
 
 
 def _digest(text: bytes) -> str:
@@ -252,7 +258,7 @@ def _digest(text: bytes) -> str:
 def write_list(path: str, tree: Any) -> None:
     """Writes JSON with its digest into a new file, durably but for its name."""
     text = json.dumps(tree, separators=(",", ":")).encode()
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+    with open_regular(*os.path.split(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         write_all(fd, [text, f"\n{_digest(text)}\n".encode()], 0)
         os.fsync(fd)
 
@@ -263,14 +269,22 @@ def read_list(path: str) -> Any:
     Raises:
       StoreSnapshotError: none there, or other bytes than were written. StoreIOError.
     """
-    if not os.path.exists(path):
-        raise StoreSnapshotError(f"{path}: not there; expected a finished snapshot or export")
-    with typed_errors(f"{path}: read"), open(path, "rb") as file:
-        raw = file.read(_LARGEST_LIST)
+    try:
+        with typed_errors(f"{path}: read"):
+            raw = read_small(*os.path.split(path), _LARGEST_LIST)
+    except StoreCorruptError as error:
+        raise StoreSnapshotError(str(error)) from error
+    except StoreIOError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise StoreSnapshotError(f"{path}: not there; expected a finished snapshot or export") from None
+        raise
     text, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
     if digest != f"\n{_digest(text)}\n".encode():
         raise StoreSnapshotError(f"{path}: does not agree with its digest; expected it to")
-    return json.loads(text)
+    try:
+        return json.loads(text)
+    except MALFORMED as error:
+        raise StoreSnapshotError(f"{path}: no JSON ({type(error).__name__}); expected some") from None
 
 
 def read_manifest(directory: str) -> Manifest:
@@ -286,12 +300,14 @@ def _parsed(directory: str, tree: Any) -> Manifest:
     try:
         if tree["version"] != 1 or tree["scope"] not in ("tenant", "store"):
             raise ValueError(f"version {tree['version']}, scope {tree['scope']}")
-        objects = tuple(Kept(path, int(size), int(crc, 16)) for path, size, crc in tree["objects"])
+        objects = tuple(Kept(path, size, int(crc, 16)) for path, size, crc in tree["objects"])
         for each in objects:
             name_at(each.path)
+            if type(each.size) is not int:
+                raise ValueError(f"size {str(each.size)[:40]}")
         secret = tree.get("secret", UNTOLD)
         if not (secret is None or isinstance(secret, str)):
             raise ValueError(f"secret of type {type(secret).__name__}")
         return Manifest(tree["scope"], objects, secret)
-    except (ValueError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise StoreSnapshotError(f"snapshot {directory}: {MANIFEST}: {str(error)[:200]}; expected version 1") from error

@@ -19,7 +19,7 @@ from .beyond import Arriving, Beyond
 from .buffers import Buffers
 from .codec import chunk_blob, chunk_of, content_in, encoder_blob, patch_blob, patch_of, patch_parts, with_encoder
 from .counters import Counters
-from .disk import Disk, Found
+from .disk import Disk, Elsewhere, Found
 from .evict import collect, make_room
 from .expiry import Seconds, checked_ttl, expires_at
 from .floor import Floors
@@ -34,6 +34,7 @@ from .seal import AesGcm, Plain
 from .settings import check_key, secret_of
 from .statistics import Statistics
 from .tenants import Deleted, delete_tenant
+from .threads import tell_of_forks
 from .unfinished import sweep_unfinished
 from .writer import Ack, Writer, joined
 
@@ -105,7 +106,6 @@ class ChunkStore:
         self.disk = Disk(os.fspath(root), self.counters, buffers, clock, self._seal, self.budget.quarantine)
         self._names = Names(tenant, secret_of(self.disk.root) if secret is None else secret)
         check_key(self.disk.root, self._names.space, self._seal.check)
-        self._noted = False
         self._pins: collections.Counter[str] = collections.Counter()
         tier = functools.partial(MemoryTier, policy=policy, pinned=self._pinned, counters=self.counters, clock=clock)
         self._host: MemoryTier[Any] = tier("host", self.budget.host)
@@ -113,8 +113,13 @@ class ChunkStore:
         self._used: dict[str, int] = {}
         self._fresh: collections.Counter[str] = collections.Counter()
         self._room = threading.Lock()
+        tell_of_forks(self)
         self._closed = False
         self._writer = Writer(self._commit, queue)
+
+    def forked(self) -> None:
+        """Lets nobody who is not there hold the lock, in a forked process."""
+        self._room = threading.Lock()
 
     # ----------------------------------------------------------------------------------------------- chunks
 
@@ -300,11 +305,11 @@ class ChunkStore:
 
     # ------------------------------------------------------------------------------- snapshots, checkpoints
 
-    def add(self, groups: Iterable[Sequence[tuple[Name, Blob | str]]], need: int, *, copy: bool = False) -> int:
+    def add(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], need: int, *, copy: bool = False) -> int:
         """Puts objects that come from elsewhere on the disk alone, where there is none of that name: all or none.
 
         Args:
-          groups: each one commit; blobs (encrypted where there is a key), or paths of files that are objects already.
+          groups: each one commit; blobs (encrypted where there is a key), or files that are objects already.
           need: bytes in all, for which room is made first.
           copy: files are copied; else linked where that can be.
 
@@ -320,7 +325,7 @@ class ChunkStore:
         sealed = lambda name, item: self._seal.sealed(item, name.file) if isinstance(item, Blob) else item
         floors, noted = Floors(self.disk), dict[str, int]()
 
-        def coming() -> Iterator[list[tuple[Name, Blob | str]]]:
+        def coming() -> Iterator[list[tuple[Name, Blob | Elsewhere]]]:
             for group in groups:
                 floors.admit(group, noted)
                 yield [(name, sealed(name, item)) for name, item in group]
@@ -372,7 +377,6 @@ class ChunkStore:
         finally:
             self._let_go()
             self._used.clear()
-            self._noted = False
             deleted = delete_tenant(self.disk, self._names, None if self._remote is None else self._remote.remote)
         return deleted
 
@@ -458,10 +462,8 @@ class ChunkStore:
                 self._remote.put(items)
 
     def _note_key(self) -> None:
-        """Before anything of the tenant is there, what tells its key."""
-        if not self._noted:
-            check_key(self.disk.root, self._names.space, self._seal.check, note=True)
-            self._noted = True
+        """Before anything of the tenant is made ready; the disk does it again when nobody can delete the tenant."""
+        check_key(self.disk.root, self._names.space, self._seal.check, note=True)
 
     def _make_room(self, size: Callable[[], int]) -> None:
         """Evicts where this put might not fit: by what was there at the last look, and what was written since."""

@@ -3,12 +3,11 @@
 import contextlib
 import dataclasses
 import os
-import shutil
 import time
 
 from .beyond import delete_below
 from .disk import Disk
-from .files import locked, make_directories, sync_directory, typed_errors
+from .files import folder, locked, remove, rename, typed_errors
 from .ids import Names
 from .quarantine import purge
 from .remote import Remote
@@ -55,11 +54,16 @@ def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Del
 
 
 def _rename_away(disk: Disk, space: str, tenant: str) -> None:
-    make_directories(disk.root, "deleted")
-    with locked(f"{disk.root}/names.lock", shared=False), contextlib.suppress(FileNotFoundError):
-        os.rename(f"{disk.root}/{space}", f"{disk.root}/deleted/{tenant}.{os.getpid()}-{time.time_ns()}")
-        sync_directory(os.path.dirname(f"{disk.root}/{space}"))
-        sync_directory(f"{disk.root}/deleted")
+    above, _, name = space.rpartition("/")
+    with (
+        folder(disk.root, "deleted", make=True) as target,
+        locked(f"{disk.root}/names.lock", shared=False),
+        contextlib.suppress(FileNotFoundError),
+        folder(disk.root, above) as source,
+    ):
+        rename(source, name, target, f"{tenant}.{os.getpid()}-{time.time_ns()}")
+        os.fsync(source)
+        os.fsync(target)
 
 
 def finish(disk: Disk, tenant: str = "") -> int:
@@ -68,13 +72,17 @@ def finish(disk: Disk, tenant: str = "") -> int:
     Raises:
       StoreReadOnlyError, StoreIOError.
     """
-    folder, count = f"{disk.root}/deleted", 0
-    with typed_errors("store: delete a tenant"):
-        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+    count = 0
+    with (
+        typed_errors("store: delete a tenant"),
+        contextlib.suppress(FileNotFoundError),
+        folder(disk.root, "deleted") as fd,
+    ):
+        for name in os.listdir(fd):
             if name.startswith(tenant):
                 with contextlib.suppress(FileNotFoundError):  # another process removes it too
-                    shutil.rmtree(f"{folder}/{name}")
+                    remove(fd, name)
                     count += 1
         if count:
-            sync_directory(folder)
+            os.fsync(fd)
     return count

@@ -1,10 +1,36 @@
-"""Threads that stay for all to come."""
+"""Threads that stay for all to come, and what becomes of threads and locks in a forked process."""
 
 import concurrent.futures
 import functools
 import os
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Forked(Protocol):
+    """Something with threads or locks of its own."""
+
+    def forked(self) -> None:
+        """Called in a forked process, into which threads do not follow: locks that they held stay held for ever."""
+        ...
+
+
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def tell_of_forks(owner: Forked) -> None:
+    """Calls `owner.forked` in every process that is forked while the owner lives."""
+    _living.add(owner)
+
+
+def _tell() -> None:
+    for owner in list(_living):
+        owner.forked()
+
+
+os.register_at_fork(after_in_child=_tell)
 
 
 class Threads:

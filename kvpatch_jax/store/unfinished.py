@@ -12,11 +12,21 @@ import fcntl
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 
 from ..errors import InputError
-from .files import make_directories, opened, sync_directory, try_lock, typed_errors, write_all
+from .files import (
+    NotRegularError,
+    folder,
+    make_directories,
+    make_private,
+    open_regular,
+    open_regular_in,
+    sync_directory,
+    try_lock,
+    typed_errors,
+    write_all,
+)
 
 WHOLE = "store"
 """In place of a tenant's keyed name, for a snapshot of the whole store."""
@@ -45,11 +55,12 @@ def new_directory(directory: str, root: str, tenant: str = WHOLE) -> Iterator[st
             _note(root, f"{tenant}.{token}", temporary, stack)
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         with typed_errors(f"snapshot {directory}: write"):
-            os.makedirs(os.path.dirname(directory), exist_ok=True)
+            os.makedirs(os.path.dirname(directory), 0o700, exist_ok=True)
             os.mkdir(temporary, 0o700)
-            with opened(f"{temporary}/{_MARK}", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            with open_regular(temporary, _MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 write_all(fd, [token.encode()], 0)
             yield temporary
+            make_private(temporary)
             os.rename(temporary, directory)
             with contextlib.suppress(OSError):
                 os.unlink(f"{directory}/{_MARK}")
@@ -60,23 +71,23 @@ def new_directory(directory: str, root: str, tenant: str = WHOLE) -> Iterator[st
 def _note(root: str, name: str, temporary: str, stack: contextlib.ExitStack) -> None:
     """Says in the root where a snapshot is made, until the stack is left; held, so that it is known to be alive."""
     make_directories(root, "unfinished")
-    path = f"{root}/unfinished/{name}"
-    fd = stack.enter_context(opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-    stack.callback(_forget, path)
+    above = stack.enter_context(folder(root, "unfinished"))
+    fd = stack.enter_context(open_regular_in(above, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    stack.callback(_forget, above, name)
     fcntl.flock(fd, fcntl.LOCK_EX)
     write_all(fd, [temporary.encode()], 0)
 
 
-def _forget(path: str) -> None:
+def _forget(above: int, name: str) -> None:
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        os.unlink(name, dir_fd=above)
 
 
 def notes(root: str, tenant: str = "") -> list[str]:
-    """The paths that say of snapshots being made, or left: of one tenant, by its keyed name, or all. Raises OSError."""
-    folder = f"{root}/unfinished"
-    found = os.listdir(folder) if os.path.isdir(folder) else []
-    return [f"{folder}/{name}" for name in sorted(found) if name.startswith(f"{tenant}." if tenant else "")]
+    """The files that say of snapshots being made, or left: of one tenant, by its keyed name, or all. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(root, "unfinished") as fd:
+        return [name for name in sorted(os.listdir(fd)) if name.startswith(f"{tenant}." if tenant else "")]
+    return []
 
 
 def sweep_unfinished(root: str, tenant: str = "") -> int:
@@ -87,12 +98,15 @@ def sweep_unfinished(root: str, tenant: str = "") -> int:
     """
     swept = 0
     with typed_errors(f"store {root}: unfinished snapshots"):
-        for path in notes(root, tenant):
-            if stat.S_ISREG(os.lstat(path).st_mode):  # nothing else is a note of ours
-                with contextlib.suppress(FileNotFoundError), opened(path, os.O_RDWR | os.O_NOFOLLOW) as fd:
-                    if try_lock(fd):
-                        swept += _removed(os.pread(fd, _LONGEST, 0).decode(errors="replace"), path.rpartition(".")[2])
-                        os.unlink(path)
+        for name in notes(root, tenant):
+            with (
+                contextlib.suppress(FileNotFoundError, NotRegularError),  # nothing else is a note of ours
+                folder(root, "unfinished") as above,
+                open_regular_in(above, name, os.O_RDWR) as fd,
+            ):
+                if try_lock(fd):
+                    swept += _removed(os.pread(fd, _LONGEST, 0).decode(errors="replace"), name.rpartition(".")[2])
+                    os.unlink(name, dir_fd=above)
     return swept
 
 
@@ -102,12 +116,12 @@ def _removed(directory: str, token: str) -> bool:
     if not named or "\0" in directory or os.path.islink(directory):
         return False
     try:
-        with opened(f"{directory}/{_MARK}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+        with open_regular(directory, _MARK) as fd:
             ours = os.pread(fd, len(token) + 1, 0) == token.encode()
         if ours:
             shutil.rmtree(directory)
         return ours
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, NotRegularError):
         pass
     with contextlib.suppress(OSError):  # it died before it wrote anything
         os.rmdir(directory)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from ..errors import StoreClosedError
 from .ids import Name
 from .objects import Blob
+from .threads import tell_of_forks
 
 Put = Callable[[Sequence[tuple[Name, Blob]]], object]
 Ack = concurrent.futures.Future[None]
@@ -38,10 +39,24 @@ class Writer:
         self._put, self._room, self._small, self._group, self._patience = put, room, small, group, patience
         self._jobs: collections.deque[_Job] = collections.deque()
         self._bytes = self._busy = 0
+        self._batch: list[_Job] = []
         self._errors: list[BaseException] = []
         self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Begins anew in a forked process. What was queued is its parent's to write, and futures here say so."""
+        orphans = [*self._batch, *self._jobs]
+        self._jobs, self._batch, self._errors = collections.deque(), [], []
+        self._bytes = self._busy = 0
+        self._changed, self._thread = threading.Condition(), None
+        for job in orphans:
+            if not job.future.done():
+                job.future.set_exception(
+                    StoreClosedError("store: put before this process was forked; expected its parent to write it")
+                )
 
     def add(self, name: Name, make: Callable[[], Blob], nbytes: int) -> concurrent.futures.Future[None]:
         """Queues an object; `make` is called on the writer's thread.
@@ -94,7 +109,7 @@ class Writer:
             self._write(batch)
             with self._changed:
                 self._bytes -= sum(job.nbytes for job in batch)
-                self._busy = 0
+                self._busy, self._batch = 0, []
                 self._changed.notify_all()
 
     def _next(self) -> list[_Job]:
@@ -107,7 +122,7 @@ class Writer:
             batch = self._ready()
             for _ in batch:
                 self._jobs.popleft()
-            self._busy = len(batch)
+            self._busy, self._batch = len(batch), batch
             return batch
 
     def _may_grow(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from store_cases import place_of
 
 from kvpatch_jax.store import files
 
@@ -39,8 +40,8 @@ class OneFailure:
         """The call, counted, where it concerns the store's files."""
 
         def counted(*arguments: Any, **more: Any) -> Any:
-            where = arguments[0] if arguments else None
-            outside = isinstance(where, str | os.PathLike) and not os.fspath(where).startswith(self.root)
+            named = bool(arguments) and isinstance(arguments[0], str | os.PathLike)
+            outside = named and not place_of(arguments, more).startswith(self.root)
             if outside or not self._due(name):
                 return call(*arguments, **more)
             if name == "close":

@@ -77,6 +77,15 @@ def file_of(store: ChunkStore, chunk: kvp.Chunk, encoding: str | None = None) ->
     return Path(store.disk.root) / name_of(store, chunk, encoding).path
 
 
+def place_of(call: tuple, more: dict[str, Any]) -> str:
+    """Where a system call's first argument is, for one that names it from an open directory too."""
+    where = call[0] if call else None
+    if isinstance(where, int):
+        return os.readlink(f"/proc/self/fd/{where}")
+    directory = next((more[word] for word in ("dir_fd", "src_dir_fd") if more.get(word) is not None), None)
+    return os.fspath(where) if directory is None else f"{os.readlink(f'/proc/self/fd/{directory}')}/{where}"
+
+
 def child_environment() -> dict[str, str]:
     """For programs of the tests' own that import this module."""
     here = Path(__file__).parent

@@ -19,13 +19,16 @@ from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import StoreFullError
-from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot
 from kvpatch_jax.store.entries import Removal, Still
 from kvpatch_jax.store.evict import make_room
 
 ANTECEDENTS = (("A",), ("other",))
 KEPT = 3 << 20
 """Bytes that the evictor leaves."""
+KEY, SEALED, SHELVED = b"k" * 32, "sealed", "shelved"
+SEALED_IDS = [f"sealed.{number}" for number in range(6)]
+"""What is in the snapshot that is restored."""
 LEAST_ROUNDS = 20
 """Of every thread under stress, five actions each, on however busy a machine."""
 
@@ -85,8 +88,9 @@ def read(root: str, worker: int, output: str, **more: object) -> None:
 
 
 def lines_of(folder: Path, what: str) -> list[str]:
-    """What all processes of one kind said; whole lines only, since one may be killed while it speaks."""
-    texts = [path.read_text(encoding="utf-8") for path in folder.glob(f"{what}.*")]
+    """What all processes of one kind said, in order; whole lines only, since one may be killed while it speaks."""
+    paths = [path for path in folder.glob(f"{what}.*") if path.suffix[1:].isdecimal()]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(paths, key=lambda path: int(path.suffix[1:]))]
     return [line for text in texts for line in text.split("\n")[:-1]]
 
 
@@ -118,6 +122,45 @@ def evict(root: str, **more: object) -> None:
         disk.sweep()
         say("kept")
         time.sleep(0.005)
+
+
+def restore(root: str, **more: object) -> None:
+    """Restores an encrypted snapshot, under another secret, for ever, and removes some of it; says both."""
+    rng = random.Random(time.time_ns())
+    while True:
+        load_snapshot(f"{root}.snapshot", root, tenant=SEALED, key=KEY)
+        for id in SEALED_IDS:
+            say("restored", id)
+        with ChunkStore(root, tenant=SEALED, key=KEY, budget=Budget(host=0)) as store:
+            for id in SEALED_IDS:
+                if whole(store, id) is False:
+                    say("bad", id)
+            for id in rng.sample(SEALED_IDS, 3):
+                say("removing", id)
+                store.delete(id, BACKBONE)
+
+
+def text_of(name: str) -> str:
+    return f"the text of {name}"
+
+
+def shelve(root: str, **more: object) -> None:
+    """Puts entries with chunks into an encrypted library, and deletes some, for ever; says what it does."""
+    store = ChunkStore(root, tenant=SHELVED, key=KEY, budget=Budget(host=0))
+    files, rng, born = StaticLibrary(store, quota=1 << 40), random.Random(time.time_ns()), time.time_ns()
+    for count in itertools.count():
+        name = f"f{born}.{count}"
+        files.put(name, text_of(name), chunk=made(name))
+        say("entry", name)
+        found = files.get("TEXT", name)
+        if found is None or found.content != text_of(name):
+            say("bad", name)
+        listed = [entry.reference.name for entry in files.entries()]
+        if len(listed) > 8:
+            for old in rng.sample(listed, 3):
+                say("deleting", old)
+                files.delete("TEXT", old)
+                say("deleted", old)
 
 
 # ------------------------------------------------------------------------------------------------- until it is done
@@ -230,7 +273,40 @@ def fork(root: str, **more: object) -> None:
     say("forked", same_chunk(store.get("large", BACKBONE), large))
 
 
-WORK = {work.__name__: work for work in (write, read, evict, operate, stress, fork)}
+def fork_queue(root: str, **more: object) -> None:
+    """Puts asynchronously, holds the writer up so that something waits in the queue, and forks."""
+    store = ChunkStore(root, budget=Budget(host=0))
+    store.put_async(made("first")).result()
+    gate, put_group = threading.Event(), store.disk.put_group
+
+    def held(items: Any) -> int:
+        gate.wait(60)
+        return put_group(items)
+
+    store.disk.put_group = held
+    waiting = [store.put_async(made(id)) for id in ("busy", "queued")]
+    while not store._writer._busy:
+        time.sleep(0.001)
+    store.disk.put_group = put_group
+    if os.fork():
+        gate.set()
+        store.flush()
+        store.close()
+        say("parent", *(same_chunk(store_of(root).get(id, BACKBONE), made(id)) for id in ("busy", "queued")))
+        return
+    errors = {type(ack.exception(timeout=60)).__name__ for ack in waiting}
+    store.put_async(made("child")).result(timeout=60)
+    store.flush()
+    store.close()
+    right = [same_chunk(store_of(root).get(id, BACKBONE), made(id)) for id in ("first", "child")]
+    say("child", *right, *errors)
+
+
+def store_of(root: str) -> ChunkStore:
+    return ChunkStore(root, budget=Budget(host=0))
+
+
+WORK = {work.__name__: work for work in (write, read, evict, restore, shelve, operate, stress, fork, fork_queue)}
 
 
 def serve() -> None:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import tensorstore
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of
 
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, KeyValueStore, StaticLibrary
 from kvpatch_jax.store.__main__ import main
 from kvpatch_jax.store.commands import COMMANDS
@@ -65,12 +68,19 @@ def test_ls_and_stat_show_the_operator_all_and_a_tenant_its_own(root: Path, call
     assert sums["kinds"]["kv"]["objects"] == 3
     _, sums = call("stat", "--tenant=two")
     assert (sums["objects"], sums["encrypted"], len(sums["tenants"])) == (4, 4, 1)
-    assert call("ls", "--tenant=nobody") == (0, {"objects": []})
+    assert call("ls", "--tenant=nobody") == (1, {"objects": []})
 
 
 def test_verify_finds_the_damaged_and_says_so_by_its_status(root: Path, call):
     key = f"--key-file={root.parent / 'key'}"
-    assert call("verify")[1] | {"nbytes": 0} == {"good": 3, "unopened": 4, "nbytes": 0, "bad": [], "unreadable": []}
+    assert call("verify")[1] | {"nbytes": 0} == {
+        "good": 3,
+        "unopened": 4,
+        "nbytes": 0,
+        "bad": [],
+        "left": [],
+        "unreadable": [],
+    }
     status, found = call("verify", "--tenant=two", key)
     assert (status, found["good"], found["unopened"]) == (0, 4, 0)
     path = damage(root, "one")
@@ -153,9 +163,13 @@ def test_what_cannot_be_run_says_why(root: Path, capsys, tmp_path: Path):
     wrong.write_bytes(b"w" * 32)
     for arguments, words in (
         (["ls", f"--root={tmp_path}/nowhere"], "no store is there"),
-        (["ls"], "usage"),
-        (["unknown", f"--root={root}"], "usage"),
-        (["ls", "stat", f"--root={root}"], "usage"),
+        (["ls"], "error: no root; expected --root=DIR\n\nusage"),
+        (["unknown", f"--root={root}"], "error: unknown command 'unknown'; expected one of ls, stat"),
+        (["verfy", f"--root={root}"], "error: unknown command 'verfy'; expected 'verify'?\n\nusage"),
+        ([f"--root={root}"], "error: no command; expected one of ls, stat"),
+        (["ls", "stat", f"--root={root}"], "error: 'stat' behind the command; expected flags alone\n\nusage"),
+        (["ls", f"--rot={root}"], "Did you mean: root"),
+        (["export", f"--root={root}", f"--directory={tmp_path}/x", "--tenant=nobody"], "nothing of it in"),
         (["ls", f"--root={root}", "--what=1"], "Unknown command line flag"),
         (["gc", f"--root={root}", "--budget=-1"], "budget"),
         (["verify", f"--root={root}", f"--key-file={wrong}"], "expected --tenant"),
@@ -170,6 +184,40 @@ def test_what_cannot_be_run_says_why(root: Path, capsys, tmp_path: Path):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"  {name} " in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "rm-tenant"])
+def test_a_tenant_of_which_nothing_is_there_is_no_success(root: Path, command: str, capsys):
+    before = sorted(root.rglob("*.safetensors"))
+    assert main([command, f"--root={root}", "--tenant=noone", "--yes", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert "tenant 'noone': nothing of it in" in printed.err
+    assert "expected a tenant that put something there" in printed.err
+    assert json.loads(printed.out).get("deleted") in (None, False)
+    assert sorted(root.rglob("*.safetensors")) == before
+    with ChunkStore(root, tenant="here") as store:
+        store.put(chunk_of())
+        assert main([command, f"--root={root}", "--tenant=here", "--yes", "--json"]) == 0
+        assert capsys.readouterr().err == ""
+
+
+def test_a_library_without_a_quota_says_what_to_give(tmp_path: Path):
+    with ChunkStore(tmp_path) as store:
+        with pytest.raises(InputError, match=r"no quota.*expected quota=BYTES, or a store with that budget"):
+            StaticLibrary(store)
+        with pytest.raises(InputError, match="quota 0"):
+            StaticLibrary(store, quota=0)
+
+
+def test_who_stops_reading_ends_a_listing_quietly(root: Path):
+    """`ls | head -n 0`: no traceback, and the status of a program that SIGPIPE ended."""
+    read, write = os.pipe()
+    os.close(read)
+    program = [PYTHON, "-m", "kvpatch_jax.store", "ls", f"--root={root}"]
+    done = subprocess.run(program, env=child_environment(), stdout=write, stderr=subprocess.PIPE, timeout=300)
+    os.close(write)
+    assert done.stderr == b""
+    assert done.returncode == 128 + signal.SIGPIPE
 
 
 def test_text_for_people(root: Path, capsys):

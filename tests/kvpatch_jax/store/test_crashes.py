@@ -1,4 +1,5 @@
-"""Processes killed at random moments: two writers, two readers, one evictor, over one store."""
+"""Processes killed at random moments over one store: two writers, two readers, an evictor; of tenants that encrypt, one
+that restores a snapshot again and again, and one that puts into a library and deletes from it."""
 
 import random
 import time
@@ -7,20 +8,35 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from store_cases import BACKBONE, same, same_chunk
-from store_child import ANTECEDENTS, lines_of, made, patches_made
+from store_child import (
+    ANTECEDENTS,
+    KEY,
+    SEALED,
+    SEALED_IDS,
+    SHELVED,
+    lines_of,
+    made,
+    patches_made,
+    text_of,
+)
 from store_processes import Process, processes, wait_until
 
-from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
 
-ROLES = [("write", 0), ("write", 1), ("read", 0), ("read", 1), ("evict", 0)]
-OFTEN = [4, 4, 1, 1, 3]
-"""How often each is killed, of 13: those that change something more often."""
+ROLES = [("write", 0), ("write", 1), ("read", 0), ("read", 1), ("evict", 0), ("restore", 0), ("shelve", 0)]
+OFTEN = [4, 4, 1, 1, 3, 4, 4]
+"""How often each is killed, of 21: those that change something more often."""
 
 
 def killed(root: Path, kills: int) -> None:
     """SIGKILLs one process after the other while the rest go on; each is started again at once."""
     rng = random.Random(0)
     running: list[Process] = []
+    with ChunkStore(f"{root}.source", tenant=SEALED, key=KEY) as source:
+        for id in SEALED_IDS:
+            source.put(made(id))
+        StaticLibrary(source, quota=1 << 20).put("restored", "with its chunk", chunk=made(SEALED_IDS[0]))
+    save_snapshot(f"{root}.source", f"{root}.snapshot", tenant=SEALED)
     try:
         running += [processes().start(what, root, worker) for what, worker in ROLES]
         for _ in range(kills):
@@ -48,6 +64,8 @@ def check_all(root: Path) -> tuple[int, int]:
     assert sum(int(words[1]) for words in reads) > 0, "no reader found anything"
     gone = {line.split()[1] for line in lines_of(outputs, "evict") if line.startswith("evicted")}
     acknowledged = [line.split() for line in lines_of(outputs, "write")]
+    check_restored(root, lines_of(outputs, "restore"), gone)
+    check_shelved(root, lines_of(outputs, "shelve"), gone)
     with ChunkStore(root, budget=Budget(host=0)) as store:
         kept = sum(check(store, kind, id, gone) for kind, id in acknowledged)
         store.collect()
@@ -55,11 +73,52 @@ def check_all(root: Path) -> tuple[int, int]:
     assert sorted(path.name for path in root.iterdir()) == NAMES
     assert list((root / "tmp").iterdir()) == []
     assert list((root / "quarantine").iterdir()) == []
-    assert all(path.name.endswith(".safetensors") for path in (root / "obj").rglob("*") if path.is_file())
+    files = [path.name for path in (root / "obj").rglob("*") if path.is_file()]
+    assert all(name.endswith(".safetensors") or name == "KEY" for name in files)
+    assert files.count("KEY") == 2  # of the two tenants that encrypt
     return sum(1 if kind == "kv" else len(ANTECEDENTS) for kind, _ in acknowledged), kept
 
 
-NAMES = ["STORE.copy.json", "STORE.json", "evict.lock", "names.lock", "obj", "quarantine", "tmp"]
+NAMES = ["STORE.copy.json", "STORE.json", "evict.lock", "lib", "names.lock", "obj", "quarantine", "tmp"]
+
+
+def last_words(lines: list[str]) -> dict[str, str]:
+    """What was said last of each thing."""
+    return {thing: word for word, thing in map(str.split, lines) if word != "bad"}
+
+
+def check_restored(root: Path, lines: list[str], gone: set[str]) -> None:
+    """What an encrypted restore brought, and nobody took away since, is there; whatever is there is right."""
+    assert [line for line in lines if line.startswith("bad")] == []
+    assert any(line.startswith("restored") for line in lines), "no restore came to its end"
+    with ChunkStore(root, tenant=SEALED, key=KEY, budget=Budget(host=0)) as store:
+        for id, word in last_words(lines).items():
+            found = store.get(id, BACKBONE)
+            taken = word == "removing" or store.names.canonical(BACKBONE, id).path in gone
+            assert same_chunk(found, made(id)) or (found is None and taken), f"{id}: restored and lost"
+        load_snapshot(f"{root}.snapshot", root, tenant=SEALED, key=KEY)
+        assert all(same_chunk(store.get(id, BACKBONE), made(id)) for id in SEALED_IDS)
+        assert store.counters["quarantined"] == 0
+        store.collect()
+
+
+def check_shelved(root: Path, lines: list[str], gone: set[str]) -> None:
+    """Entries that were acknowledged are there, with their chunks; those whose deletion was acknowledged are not."""
+    assert [line for line in lines if line.startswith("bad")] == []
+    assert any(line.startswith("deleted") for line in lines), "nothing was deleted from a library"
+    with ChunkStore(root, tenant=SHELVED, key=KEY, budget=Budget(host=0)) as store:
+        files = StaticLibrary(store, quota=1 << 40)
+        for name, word in last_words(lines).items():
+            found = files.get("TEXT", name)
+            assert found is None or found.content == text_of(name), f"{name}: a bad read"
+            assert word != "entry" or found is not None, f"{name}: acknowledged and lost"
+            assert word != "deleted" or found is None, f"{name}: deleted and there"
+            if word == "entry" and store.names.canonical(BACKBONE, name).path not in gone:
+                assert same_chunk(store.get(name, BACKBONE), made(name)), f"the chunk of {name}: acknowledged and lost"
+            if word == "deleted":
+                assert store.get(name, BACKBONE) is None, f"the chunk of {name}: deleted and there"
+        assert store.counters["quarantined"] == 0
+        store.collect()
 
 
 def check(store: ChunkStore, kind: str, id: str, gone: set[str]) -> int:

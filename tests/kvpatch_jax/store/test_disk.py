@@ -199,7 +199,7 @@ def test_data_is_synced_before_the_name_and_the_name_before_the_answer(store: Ch
     kind = lambda fd: "directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "data"
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append(kind(fd)) or fsync(fd))
-    monkeypatch.setattr(os, "rename", lambda *names: calls.append("rename") or rename(*names))
+    monkeypatch.setattr(os, "rename", lambda *names, **more: calls.append("rename") or rename(*names, **more))
     store.put(chunk_of())
     assert calls == ["data", "rename", "directory"]
 
@@ -398,8 +398,8 @@ def test_sweep_takes_what_the_dead_left_and_spares_the_living(store: ChunkStore)
     from kvpatch_jax.store.objects import write_blob
 
     write = functools.partial(write_blob, blob=chunk_blob(chunk_of()), name=name.file)
-    with store.disk._written(name, write) as (living, _, _):
+    with store.disk._temporaries() as aside, store.disk._written(name, aside, write) as (living, _, _):
         assert store.disk.sweep() == 1
-        assert os.path.exists(living)
+        assert dead.with_name(living.name).exists()
         assert not dead.exists()
     assert leftovers(store) == []

@@ -253,7 +253,13 @@ def test_no_word_in_a_root_has_anything_else_removed(tmp_path: Path):
         (victims[1] / "UNFINISHED").write_text("another token")
         (tmp_path / f"link.unfinished-{token}").symlink_to(victims[0])
         (victims[0] / "UNFINISHED").write_text(token)
-        named = [*map(str, victims), "/a\0b", str(tmp_path / f"link.unfinished-{token}"), f"precious.unfinished-{token}", ""]
+        named = [
+            *map(str, victims),
+            "/a\0b",
+            str(tmp_path / f"link.unfinished-{token}"),
+            f"precious.unfinished-{token}",
+            "",
+        ]
         (root / "unfinished").mkdir()
         for number, text in enumerate(named):
             ending = "" if text.endswith("-") else token

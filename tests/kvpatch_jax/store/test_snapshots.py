@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of, same, same_chunk
+from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of, place_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, StoreFullError, StoreIOError, StoreKeyError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, Served, load_snapshot, save_snapshot
@@ -78,7 +78,7 @@ def test_another_file_system_gets_copies(tmp_path: Path, monkeypatch: pytest.Mon
     link = os.link
     monkeypatch.setattr(os, "link", refuse)
     save_snapshot(tmp_path / "store", tmp_path / "snapshot", tenant="one")
-    across = lambda source, target, **more: refuse() if "snapshot" in source else link(source, target, **more)
+    across = lambda *names, **more: refuse() if "snapshot" in place_of(names, more) else link(*names, **more)
     monkeypatch.setattr(os, "link", across)
     assert load_snapshot(tmp_path / "snapshot", tmp_path / "other", tenant="one").objects == 4
     assert serves_all(tmp_path / "other")

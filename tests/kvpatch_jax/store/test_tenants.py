@@ -18,7 +18,7 @@ import pytest
 import tensorstore
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same_chunk
+from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, place_of, same_chunk
 
 from kvpatch_jax.errors import StoreError, StoreFullError, StoreIOError
 from kvpatch_jax.store import (
@@ -349,7 +349,7 @@ def test_no_call_of_a_tenant_opens_what_is_anothers(tmp_path: Path, monkeypatch)
             real = getattr(os, call)
 
             def noted(*arguments, real=real, **more):
-                touched.append(str(arguments[0]))
+                touched.append(place_of(arguments, more))
                 return real(*arguments, **more)
 
             monkeypatch.setattr(os, call, noted)
