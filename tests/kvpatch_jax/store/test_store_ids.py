@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_cases import chunk_of, patch_of
 
+import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Served, chunk_id, encoder_id
 from kvpatch_jax.store.ids import Names
@@ -70,7 +71,7 @@ def test_a_patch_is_named_by_what_it_serves_and_its_form():
     orbit = dataclasses.replace(patch, stamp=dataclasses.replace(patch.stamp, orbit=True))
     turned = dataclasses.replace(patch, stamp=dataclasses.replace(patch.stamp, antecedent=("A2", "A1")))
     turned_orbit = dataclasses.replace(turned, stamp=dataclasses.replace(turned.stamp, orbit=True))
-    fewer = dataclasses.replace(patch, stamp=dataclasses.replace(patch.stamp, layers=(1, 2)))
+    fewer = kvp.keep_layers(patch, (1, 2))
     smaller = patch_of(chunk, ("A1", "A2"), rank=1)
     removal = dataclasses.replace(patch, stamp=dataclasses.replace(patch.stamp, base="conditioned"))
     assert NAMES.patch(orbit) == NAMES.patch(turned_orbit)
