@@ -27,7 +27,7 @@ class DtypeError(KVPatchError):
 
 
 class RankError(KVPatchError):
-    """A rank below 1, or beyond what the deficit's shape allows."""
+    """A rank below 1, beyond what a patch has, or one for each of channels that share a factor."""
 
 
 class PositionError(KVPatchError):
@@ -47,7 +47,7 @@ class StalePatchError(KVPatchError):
 
 
 class PatchMismatchError(KVPatchError):
-    """A patch of another chunk, base, layout, backbone, frame or start than the one it is applied to."""
+    """A patch of another chunk, content, base, layout, backbone, frame or start than the one it is applied to."""
 
 
 class WeightsError(KVPatchError):
@@ -63,7 +63,7 @@ class ConfigError(KVPatchError):
 
 
 class PoolError(KVPatchError):
-    """A pool without room, or slots that it does not hold or that an engine's page table cannot express."""
+    """A pool without room, or donated; slots that it does not hold, that are shared or that no page table expresses."""
 
 
 class InputError(KVPatchError):
