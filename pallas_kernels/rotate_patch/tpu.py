@@ -5,6 +5,7 @@ channel of one head is seen as [layers, T, H], which is how XLA lays it out.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,8 +16,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from .._wins import block_of
 from . import reference
+from .tpu_block import LANES, clear_block, write_block
 
-LANES = 128
 RANK_LIMIT = 256
 DTYPES = ("bfloat16", "float32")
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -89,50 +90,8 @@ def _tables(cos: Array, sin: Array, width: int, layout: str) -> tuple[Array, Arr
     return jnp.pad(join(cos, cos), rest, constant_values=1.0), jnp.pad(join(-sin, sin), rest)
 
 
-def _partner(value: Array, rotary: int, layout: str) -> Array:
-    """Each channel's other half of its rotary pair; anything where nothing rotates."""
-    width, axis = value.shape[-1], value.ndim - 1
-    step = rotary // 2 if layout == "half" else 1
-    if layout == "half" and rotary == width:
-        return jnp.concatenate([value[..., step:], value[..., :step]], -1)
-    channel = jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
-    first = channel < step if layout == "half" else channel % 2 == 0
-    ahead = jnp.concatenate([value[..., step:], value[..., :step]], -1)
-    behind = jnp.concatenate([value[..., width - step :], value[..., : width - step]], -1)
-    return jnp.where(first, ahead, behind)
-
-
-def _dot(u: Array, v: Array, scale: Array | None) -> Array:
-    """u v in float32, `scale` [M, 1] between them. Eight-bit numbers are exact in bfloat16; scaled they are not."""
-    if scale is not None:
-        u, v = u.astype(jnp.float32), v.astype(jnp.float32) * scale
-    elif u.dtype != v.dtype:
-        u, v = u.astype(jnp.float32), v.astype(jnp.float32)
-    elif u.dtype.itemsize == 1:
-        u, v = u.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
-    precision = jax.lax.Precision.HIGHEST if u.dtype == jnp.float32 else None
-    return jnp.dot(u, v, precision=precision, preferred_element_type=jnp.float32)
-
-
-def value_of_block(given, rotary: int, layout: str) -> Array:
-    """R · (x + u v + dense) of one block, float32 [tokens, K, H] or [tokens, H]; `given` are references by name."""
-    value = given["x"][...].astype(jnp.float32)
-    if "x_scale" in given:
-        value = value * given["x_scale"][...]
-    if "u" in given:
-        scale = given["scale"][...] if "scale" in given else None
-        value = value + _dot(given["u"][...], given["v"][...], scale).reshape(value.shape)
-    if "dense" in given:
-        value = value + given["dense"][...].astype(jnp.float32)
-    if rotary:
-        cos, sin = given["cos"][...], given["sin"][...]
-        cos, sin = (cos[:, None], sin[:, None]) if value.ndim == 3 else (cos, sin)
-        value = value * cos + _partner(value, rotary, layout) * sin
-    return value
-
-
 def operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale, layout: str) -> dict[str, Array]:
-    """What `value_of_block` reads, by name, leading dimensions merged; a channel of one head as [layers, T, H]."""
+    """What `write_block` reads, by name, leading dimensions merged; a channel of one head as [layers, T, H]."""
     heads, width = x.shape[-2:]
     rows = (lambda leaf: leaf[:, :, 0]) if heads == 1 else (lambda leaf: leaf)
     given = {"x": rows(reference.flat(x, 3))}
@@ -155,39 +114,51 @@ WHOLE = ("v", "x_scale", "scale")
 """Operands that a block of tokens reads whole."""
 
 
-def spec(leaf: Array, name: str, tokens: int, last: int) -> pl.BlockSpec:
+def reach(length: Int[Array, ""] | int, tokens: int, last: int) -> Array:
+    """The length, and the last block of `tokens` that has any of it: made here, for scalars in a kernel are slow."""
+    length = jnp.int32(length)
+    return jnp.stack([length, jnp.clip((length + tokens - 1) // tokens - 1, 0, last)])
+
+
+def spec(leaf: Array, name: str, tokens: int, groups: int) -> pl.BlockSpec:
     """A block of one layer: one block of tokens, or all of it. Blocks past the length are not fetched.
 
-    The grid is (blocks, layers), the length the last prefetched scalar.
+    The grid is (blocks, groups), `reach` the last prefetched array.
     """
-    shared = leaf.shape[0] == 1
-    inner = leaf.shape[1:]
+    layers, *inner = leaf.shape
 
     def index(block, group, *scalars):
-        layer = 0 if shared else group % leaf.shape[0]
+        layer = 0 if layers == 1 else group if layers == groups else group % layers
         if name in WHOLE:
             return (layer, *([0] * len(inner)))
-        needed = jnp.minimum(jnp.maximum((scalars[-1][0] + tokens - 1) // tokens - 1, 0), last)
-        return (layer, jnp.minimum(block, needed), *([0] * (len(inner) - 1)))
+        return (layer, jnp.minimum(block, scalars[-1][1]), *([0] * (len(inner) - 1)))
 
     shape = inner if name in WHOLE else (tokens, *inner[1:])
     return pl.BlockSpec((None, *shape), index)
 
 
-def _body(length_ref, *refs, names: tuple[str, ...], rotary: int, layout: str) -> None:
+def untyped(run: Callable[..., Array], like: Array) -> Callable[..., Array]:
+    """`run`, whose result lies as `like`, traced with no axis of a mesh in types.
+
+    A reference whose type has axes cannot be seen in another shape.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return run
+    return jax.sharding.auto_axes(run, out_sharding=jax.typeof(like).sharding.spec)
+
+
+def _body(length_ref, *refs, names: tuple[str, ...], rotary: int, layout: str, interpret) -> None:
     given, out = dict(zip(names, refs[:-1], strict=True)), refs[-1]
     tokens = out.shape[0]
     start = pl.program_id(0) * tokens
 
     @pl.when(start < length_ref[0])
     def _():
-        value = value_of_block(given, rotary, layout)
-        token = start + jax.lax.broadcasted_iota(jnp.int32, value.shape, 0)
-        out[...] = jnp.where(token < length_ref[0], value, 0.0).astype(out.dtype)
+        write_block(given, out, rotary, layout, interpret, length_ref[0] - start)
 
     @pl.when(start >= length_ref[0])
     def _():
-        out[...] = jnp.zeros(out.shape, out.dtype)
+        clear_block(out)
 
 
 def kernel(
@@ -223,20 +194,21 @@ def kernel(
     last = -(-tokens // block) - 1
     shape = given["x"].shape
     out = pl.BlockSpec((None, block, *shape[2:]), lambda i, g, _: (g, i, *([0] * (len(shape) - 2))))
-    length = jnp.full((1,), tokens, jnp.int32) if length is None else length.reshape(1)
-    result = pl.pallas_call(
-        functools.partial(_body, names=tuple(given), rotary=0 if cos is None else 2 * cos.shape[-1], layout=layout),
+    common = {"names": tuple(given), "rotary": 0 if cos is None else 2 * cos.shape[-1], "layout": layout}
+    run = pl.pallas_call(
+        functools.partial(_body, **common, interpret=interpret),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(last + 1, shape[0]),
-            in_specs=[spec(leaf, name, block, last) for name, leaf in given.items()],
+            in_specs=[spec(leaf, name, block, shape[0]) for name, leaf in given.items()],
             out_specs=out,
         ),
         out_shape=jax.ShapeDtypeStruct(shape, out_dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="rotate_patch",
-    )(length, *given.values())
+    )
+    result = untyped(run, given["x"])(reach(tokens if length is None else length, block, last), *given.values())
     return result.reshape(x.shape)
 
 

@@ -15,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from ..rotate_patch import tpu as rotate_patch
-from ..rotate_patch.tpu import LANES, Tile, configured, operands, spec, value_of_block
+from ..rotate_patch.tpu import Tile, configured, operands, reach, spec, untyped
+from ..rotate_patch.tpu_block import LANES, write_block
 
 UNIT = 32
 """Tokens whose slots, where they are consecutive, are one copy."""
@@ -65,70 +66,54 @@ def _plan(
     return units.reshape(-1), jnp.where(fits.all(1) & (by_unit[:, 0] >= 0), by_unit[:, 0], -1)
 
 
-def _body(slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, layout: str, unit: int) -> None:
-    """Rows of several heads: copies are started here, and awaited when their buffer is wanted again."""
+def _body(slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, layout: str, interpret, unit: int) -> None:
+    """Rows of several heads: copies are started here, and awaited one step later, when the next have been started."""
     given = dict(zip(names, refs[: len(names)], strict=True))
     pool, made, semaphores = refs[len(names) + 1 :]
     rows = made.shape[1]
     layers = pl.num_programs(1)
     step = pl.program_id(0) * layers + pl.program_id(1)
-    steps = pl.num_programs(0) * layers
+    last = step == pl.num_programs(0) * layers - 1
+    block = given["x"].shape[0]
+    wanted = pl.program_id(0) * block < length[0]
 
-    def copies(number, act) -> None:
-        """Acts on every copy of a step."""
-        block, layer, buffer = number // layers, number % layers, number % 2
+    @pl.when(wanted)
+    def _():
+        write_block(given, made.at[step % 2, pl.ds(0, block)], rotary, layout, interpret)
+
+    # Starts the copies of this step, then awaits those of the step before, so that its buffer is free for the next; the
+    # last step leaves nothing on the way. One loop, for the code that finds the copies is long.
+    @pl.loop(jnp.where(wanted, 0, 1), jnp.where(last, 3, 2))
+    def _(turn):
+        number = step - (turn == 1).astype(jnp.int32)
+        buffer = number % 2
 
         def copy(row, slot, count):
             source = made.at[buffer, pl.ds(row, count)]
-            return pltpu.make_async_copy(source, pool.at[layer, pl.ds(slot, count)], semaphores.at[buffer])
+            there = pool.at[pl.program_id(1), pl.ds(slot, count)]
+            moving = pltpu.make_async_copy(source, there, semaphores.at[buffer])
+            pl.when(turn == 0)(moving.start)
+            pl.when(turn > 0)(moving.wait)  # for its size; its place does not matter
 
         def of_unit(index, carry):
-            first = firsts[block * (rows // unit) + index]
-
-            @pl.when(first >= 0)
-            def _():
-                act(copy(index * unit, first, unit))
-
-            @pl.when(first < 0)
-            def _():
-                jax.lax.fori_loop(index * unit, (index + 1) * unit, of_token, 0)
-
+            first, row = firsts[number // layers * (rows // unit) + index], index * unit
+            whole = lambda: copy(row, first, unit)
+            jax.lax.cond(first >= 0, whole, lambda: jax.lax.fori_loop(row, row + unit, of_token, None))
             return carry
 
         def of_token(row, carry):
-            slot = slots[block * rows + row]
-
-            @pl.when(slot >= 0)
-            def _():
-                act(copy(row, slot, 1))
-
+            slot = slots[number // layers * rows + row]
+            pl.when(slot >= 0)(lambda: copy(row, slot, 1))
             return carry
 
-        jax.lax.fori_loop(0, rows // unit, of_unit, 0)
-
-    start, wait = lambda copy: copy.start(), lambda copy: copy.wait()
-
-    @pl.when(step >= 2)
-    def _():
-        copies(step - 2, wait)
-
-    block = given["x"].shape[0]
-
-    @pl.when(pl.program_id(0) * block < length[0])
-    def _():
-        made[step % 2, pl.ds(0, block)] = value_of_block(given, rotary, layout).astype(made.dtype)
-        copies(step, start)
-
-    @pl.when(step == steps - 1)
-    def _():
-        @pl.when(step >= 1)
+        @pl.when(number >= 0)
         def _():
-            copies(step - 1, wait)
-
-        copies(step, wait)
+            jax.lax.fori_loop(0, rows // unit, of_unit, None)
 
 
-def _rows_body(slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, layout: str, group: int) -> None:
+def _rows_body(
+    slots, firsts, length, *refs, names: tuple[str, ...], rotary: int, layout: str, interpret, group: int
+) -> None:
     """Rows of one head: whole tiles are read, changed and written."""
     given = dict(zip(names, refs[: len(names)], strict=True))
     pool, made, tiles, semaphore = refs[len(names) + 1 :]
@@ -174,7 +159,7 @@ def _rows_body(slots, firsts, length, *refs, names: tuple[str, ...], rotary: int
 
     @pl.when(start < length[0])
     def _():
-        made[pl.ds(0, block)] = value_of_block(given, rotary, layout)
+        write_block(given, made.at[pl.ds(0, block)], rotary, layout, interpret)
         made[pl.ds(block, group)] = jnp.zeros((group, width), jnp.float32)
         pl.when(firsts[pl.program_id(0)] >= 0)(straight)
 
@@ -222,8 +207,8 @@ def kernel(
     unit = block if heads == 1 else min(UNIT, block)
     length = jnp.minimum(tokens, jnp.int32(tokens) if length is None else length)
     plan = _plan(slots, total, length, blocks, block, unit, heads == 1)
-    given_specs = [spec(leaf, name, block, blocks - 1) for name, leaf in given.items()]
     common = {"names": tuple(given), "rotary": 0 if cos is None else 2 * cos.shape[-1], "layout": layout}
+    common |= {"interpret": interpret}
     if heads == 1:
         flat = pool.reshape(-1, total, width)
         body = functools.partial(_rows_body, **common, group=group)
@@ -234,12 +219,15 @@ def kernel(
         body = functools.partial(_body, **common, unit=unit)
         rows = -(-block // unit) * unit
         scratch = [pltpu.VMEM((2, rows, heads, width), pool.dtype), pltpu.SemaphoreType.DMA((2,))]
-    result = pl.pallas_call(
+    run = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(blocks, flat.shape[0]),
-            in_specs=[*given_specs, pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[
+                *(spec(leaf, name, block, flat.shape[0]) for name, leaf in given.items()),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=scratch,
         ),
@@ -248,5 +236,6 @@ def kernel(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=interpret,
         name="splice",
-    )(*plan, length.reshape(1), *given.values(), flat)
+    )
+    result = untyped(run, flat)(*plan, reach(length, block, blocks - 1), *given.values(), flat)
     return result.reshape(pool.shape)
