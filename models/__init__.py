@@ -44,24 +44,40 @@ def load(
         from the file straight to its devices. None puts everything on the default device.
 
     Raises:
-      ConfigError: no readable config.json, a layer that keeps no KV, a regime for a rope that has none, an
-        architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a number
-        of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
+      ConfigError: no such directory (names of the Hugging Face hub are not fetched), no readable config.json, a key
+        that is not known for the model or not of its kind, a layer that keeps no KV, a regime for a rope that has none,
+        an architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a
+        number of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
         come out in its type and sharding.
     """
     path = Path(directory) / "config.json"
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} is not there; expected a Hugging Face checkpoint directory") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    names = raw.get("architectures") or [_BY_MODEL_TYPE.get(raw.get("model_type", ""), raw.get("model_type"))]
+    raw = _read(path)
+    names = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(raw.get("model_type")), raw.get("model_type"))]
+    if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: architectures is {names!r}; expected a list of names")
     for name in names:
         if name in FAMILIES:
             return ModelBackbone.from_directory(FAMILIES[name], directory, raw, dtype, angles, regime, buckets, mesh)
     raise ConfigError(f"architectures {names} in {path}; this library knows {sorted(FAMILIES)}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """`config.json` as a table."""
+    if not path.parent.exists():
+        raise ConfigError(
+            f"{str(path.parent)!r} is not there; expected a Hugging Face checkpoint directory on this machine. Names "
+            "of the hub are not fetched: download the checkpoint first and give its directory"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{path} is not there; expected a Hugging Face checkpoint directory") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a {type(raw).__name__}; expected a table")
+    return raw
 
 
 def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str | None = None) -> Path:

@@ -75,6 +75,11 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"chat template {self.name} cannot be used: {error}") from error
 
+    def starts(self, text: str) -> bool:
+        """Whether a rendered text begins with the tokenizer's start token."""
+        start = dict(self.special_tokens).get("bos_token")
+        return bool(start) and text.startswith(start)
+
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write the template, and the special tokens beside it. Returns the template's path."""
         root = Path(directory)

@@ -294,7 +294,7 @@ def read_softmax_experts(raw: Raw) -> ExpertConfig:
             "expected experts in every layer"
         )
     return ExpertConfig(
-        experts=need(raw, "num_experts", "num_local_experts"),
+        experts=need(raw, "num_experts"),
         chosen=need(raw, "num_experts_per_tok"),
         intermediate=need(raw, "moe_intermediate_size"),
         router="softmax",

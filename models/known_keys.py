@@ -350,6 +350,10 @@ ONLY: dict[str, dict[str, Any]] = {
 """By `model_type`: keys of which one value is built; an absent one means that value."""
 
 
+ALIASES = {"num_local_experts": "num_experts", "image_token_id": "image_token_index"}
+"""Two names of one key, where a table knows only the second."""
+
+
 def complete(raw: Any, kind: str, place: str = "config.json", drop: Table | None = None) -> dict[str, Any]:
     """Check a table of `config.json` and fill in what it leaves out.
 
@@ -365,18 +369,19 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Table | None
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{place} is {_short(raw)}; expected a table")
     known, only, found = DEFAULTS[kind], ONLY.get(kind, {}), dict[str, Any]()
-    for key, value in raw.items():
+    for given, value in raw.items():
+        key = given if given in known else ALIASES.get(given, given)
         if key in only:
             if value != only[key] and value is not None:
                 raise ConfigError(f"{place}: {key} {_short(value)} is not built for {kind}; expected {only[key]!r}")
         elif key in known:
             _check(place, key, value)
             found[key] = value
-        elif key in INERT or key in (drop or ()) or value is None:
-            found[key] = value
+        elif given in INERT or given in (drop or ()) or value is None:
+            found[given] = value
         else:
             raise ConfigError(
-                f"{place} has {key!r}: {_short(value)}, which this library does not know for {kind} and which may "
+                f"{place} has {given!r}: {_short(value)}, which this library does not know for {kind} and which may "
                 f"change what the model computes; expected one of {', '.join(sorted(known))}. If it changes nothing, "
                 "take it out of the file"
             )

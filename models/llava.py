@@ -41,7 +41,7 @@ def read_text(
 
 
 def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
-    model = whole(raw, "llava" if architecture == LLAVA else "llava_next", {"image_token_id": None})
+    model = whole(raw, "llava" if architecture == LLAVA else "llava_next")
     text, vision = read_text(model, raw, angles, regime), vision_part(model, "clip_vision_model")
     layer = model["vision_feature_layer"]
     if not isinstance(layer, int):
@@ -68,12 +68,17 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     if architecture == NEXT:
         if not tower.drop_class:
             raise ConfigError("vision_feature_select_strategy 'full' is not built for LLaVA-NeXT; expected 'default'")
-        points = tuple((int(height), int(width)) for height, width in need(model, "image_grid_pinpoints"))
-        tiles = TileConfig(tower.image, tower.side, points)
+        tiles = TileConfig(tower.image, tower.side, tuple(map(_pinpoint, need(model, "image_grid_pinpoints"))))
     bias = model["multimodal_projector_bias"]
     glue = GlueConfig(activation=model["projector_hidden_act"], bias=bias, tiles=tiles)
-    image = need(model, "image_token_id", "image_token_index")
+    image = need(model, "image_token_index")
     return ViTModelConfig(FAMILIES[architecture], text, tower, glue, image, freeze(raw))
+
+
+def _pinpoint(point: Any) -> tuple[int, int]:
+    if not isinstance(point, list | tuple) or len(point) != 2 or any(type(side) is not int for side in point):
+        raise ConfigError(f"image_grid_pinpoints has {point!r}; expected a height and a width")
+    return point[0], point[1]
 
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[Entry]:

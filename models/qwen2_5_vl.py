@@ -33,7 +33,7 @@ from .known_keys import DEFAULTS, ONLY, complete
 from .positions import PositionConfig, get_rope_positions
 from .preprocessing import ImageConfig, preprocess_images
 from .qwen2_5_vl_weights import weight_map
-from .text_families import TEXT_TABLE
+from .text_families import TEXT_TABLE, read_head_dim
 from .vision_common import place_features
 from .vision_qwen2_5 import VisionConfig, VisionTower, plan_patches
 
@@ -74,10 +74,8 @@ class Qwen25VLConfig:
         text = complete(part, TEXT, TEXT_TABLE, drop=DEFAULTS["qwen2_5_vl"])
         if need(text, "hidden_act") != "silu":
             raise ConfigError(f"hidden_act {text['hidden_act']!r} is not known for Qwen2.5-VL; expected 'silu'")
-        head_dim = text.get("head_dim") or need(text, "hidden_size") // need(text, "num_attention_heads")
-        rope = read_rope(text, head_dim, angles=angles, regime=regime, sections=SECTIONS)
+        rope = read_rope(text, read_head_dim(text), angles=angles, regime=regime, sections=SECTIONS)
         decoder = read_decoder(text, rope, attention_bias=True, window=read_window(text))
-        end = text.get("eos_token_id", ())
         vision = vision_part(model, "qwen2_5_vl_vision", "qwen2_5_vl")
         return cls(
             text=decoder,
@@ -86,7 +84,7 @@ class Qwen25VLConfig:
             video_token=need(model, "video_token_id"),
             vision_start_token=need(model, "vision_start_token_id"),
             vision_end_token=need(model, "vision_end_token_id"),
-            end_tokens=tuple(end) if isinstance(end, list | tuple) else () if end is None else (int(end),),
+            end_tokens=_end_tokens(text.get("eos_token_id")),
             tokens_per_second=need(vision, "tokens_per_second"),
         )
 
@@ -149,6 +147,14 @@ class Qwen25VLConfig:
         if window is not None:
             found |= {"sliding_window": window, "max_window_layers": 0}
         return found
+
+
+def _end_tokens(given: Any) -> tuple[int, ...]:
+    """What `eos_token_id` names: a token, several, or none."""
+    tokens = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    if any(type(token) is not int for token in tokens):
+        raise ConfigError(f"eos_token_id is {given!r}; expected a token id or a list of them")
+    return tokens
 
 
 def _rope_entry(rope: Rope) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kvpatch_jax.errors import ConfigError
+
 from .configuration import (
     Raw,
     Regime,
@@ -65,29 +67,33 @@ ReadText = Callable[[Raw, str, Regime], DecoderConfig]
 TEXT_TABLE = "the text part of config.json"
 
 
-def _head_dim(raw: Raw) -> int:
-    return raw.get("head_dim") or need(raw, "hidden_size") // need(raw, "num_attention_heads")
+def read_head_dim(raw: Raw) -> int:
+    """The width of a head, from the configuration or the model's width."""
+    width = raw.get("head_dim") or need(raw, "hidden_size") // need(raw, "num_attention_heads")
+    if width < 1:
+        raise ConfigError(f"head_dim is {width}; expected a positive whole number: hidden_size / num_attention_heads")
+    return width
 
 
 def read_llama(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Llama 2 and 3.1 (also the text towers of LLaVA, DeepSeek-VL and SmolVLM)."""
     raw = complete(raw, "llama", TEXT_TABLE)
     bias = raw["attention_bias"]
-    rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime)
+    rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
     return read_decoder(raw, rope, attention_bias=bias, output_bias=bias, mlp_bias=raw["mlp_bias"])
 
 
 def read_mistral(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Mistral; version 0.1 has a sliding window, within which it is served."""
     raw = complete(raw, "mistral", TEXT_TABLE)
-    rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime)
+    rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
     return read_decoder(raw, rope, window=read_window(raw))
 
 
 def read_qwen2(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Qwen2 and 2.5 (also InternVL3's text tower): biases on query, key and value."""
     raw = complete(raw, "qwen2", TEXT_TABLE)
-    rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime)
+    rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
     return read_decoder(raw, rope, attention_bias=True, window=read_window(raw))
 
 
@@ -100,7 +106,7 @@ def read_qwen3(
     """
     raw = complete(raw, kind, TEXT_TABLE)
     bias, order = raw["attention_bias"], "interleaved"
-    rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime, order=order, sections=sections)
+    rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime, order=order, sections=sections)
     switches = {"head_dim": rope.head_width, "attention_bias": bias, "output_bias": bias, "qk_norm": True}
     return read_decoder(raw, rope, **switches, window=read_window(raw, every_layer="moe" in kind))
 
@@ -116,7 +122,7 @@ def read_qwen3_moe(
 def read_glm(raw: Raw, angles: str, regime: Regime = None, post_norms: bool = False) -> DecoderConfig:
     """GLM-4: the first half of each head rotates, in pairs; the 0414 release has norms behind attention and MLP."""
     raw = complete(raw, "glm4" if post_norms else "glm", TEXT_TABLE)
-    head_dim = _head_dim(raw)
+    head_dim = read_head_dim(raw)
     rope = read_rope(raw, head_dim, angles=angles, regime=regime, partial=0.5, cached="pairs")
     return read_decoder(raw, rope, head_dim=head_dim, attention_bias=raw["attention_bias"], post_norms=post_norms)
 
@@ -127,7 +133,7 @@ def read_phi3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     table = rope_table(raw)
     if table.get("rope_type", table.get("type")) == "yarn":
         raw = {**raw, "rope_scaling": None, "rope_parameters": {**table, "rope_type": "longrope"}}
-    rope = read_rope(raw, _head_dim(raw), angles=angles, regime=regime)
+    rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
     return read_decoder(raw, rope, window=read_window(raw))
 
 

@@ -26,6 +26,14 @@ VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+def check_heads(width: int, heads: int, multiple: int = 1) -> None:
+    """Raises ConfigError where a tower's width is not `heads` heads of a multiple of `multiple` channels each."""
+    if width < 1 or heads < 1 or width % heads or (width // heads) % multiple:
+        raise ConfigError(
+            f"tower of width {width} with {heads} heads; expected heads of equal width, a multiple of {multiple}"
+        )
+
+
 class LayerNorm(nnx.Module):
     """Layer norm over the last axis; statistics, weight and bias in float32."""
 

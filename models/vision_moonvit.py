@@ -23,6 +23,7 @@ from .vision_common import (
     PlainMLP,
     attend_segments,
     axial_tables,
+    check_heads,
     patch_places,
     resample_taps,
     scan_blocks,
@@ -53,6 +54,9 @@ class MoonViTConfig:
     projector_epsilon: float = 1e-5
     fused: bool = True
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads, 4)
 
     @property
     def rotary(self) -> str:

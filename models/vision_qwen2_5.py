@@ -18,7 +18,7 @@ from kvpatch_jax.errors import ShapeError
 from kvpatch_jax.rope import rotate
 
 from .layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
-from .vision_common import attend_segments, scan_blocks
+from .vision_common import attend_segments, check_heads, scan_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,9 @@ class VisionConfig:
     theta: float = 1e4
     norm_epsilon: float = 1e-6
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads, 4)
 
     @property
     def features(self) -> int:

@@ -26,6 +26,7 @@ from .vision_common import (
     PlainMLP,
     attend_segments,
     axial_tables,
+    check_heads,
     patch_places,
     resample_taps,
     scan_blocks,
@@ -57,9 +58,11 @@ class Qwen3VisionConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        check_heads(self.width, self.heads, 4)
         if self.side**2 != self.positions:
             raise ConfigError(f"num_position_embeddings {self.positions}; expected a square")
-        if list(self.deepstack_layers) != sorted({*self.deepstack_layers} & {*range(self.depth)}):
+        inside = {layer for layer in self.deepstack_layers if type(layer) is int and 0 <= layer < self.depth}
+        if list(self.deepstack_layers) != sorted(inside):
             raise ConfigError(f"deepstack layers {self.deepstack_layers}; expected rising layers below {self.depth}")
 
     @property

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Int32
 from kvpatch_jax.errors import ConfigError, ShapeError
 
 from .layers import Linear, attend
-from .vision_common import BlockConfig, LayerNorm, PlainBlock, scan_blocks
+from .vision_common import BlockConfig, LayerNorm, PlainBlock, check_heads, scan_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,9 @@ class ViTConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        check_heads(self.width, self.heads)
+        if not isinstance(self.feature_layer, int):
+            raise ConfigError(f"vision_feature_layer {self.feature_layer!r}; expected one layer")
         if self.final_norm not in ("applied", "kept", "none"):
             raise ConfigError(f"final_norm {self.final_norm!r}; expected 'applied', 'kept' or 'none'")
         if not -self.depth - 1 <= self.feature_layer <= self.depth:

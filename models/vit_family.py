@@ -44,6 +44,10 @@ class GlueConfig:
     def __post_init__(self) -> None:
         if self.kind not in ("mlp", "linear"):
             raise ConfigError(f"projector {self.kind!r}; expected 'mlp' or 'linear'")
+        if self.shuffle < 1:
+            raise ConfigError(
+                f"pixel shuffle of {self.shuffle}; expected a square of at least 1 (downsample_ratio ≤ 1)"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

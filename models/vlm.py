@@ -144,6 +144,9 @@ class ModelBackbone:
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
         """Messages to one prompt's arrays (as `prepare` gives them), by the checkpoint's chat template.
 
+        What the tokenizer itself puts around a text (a start token, mostly) is put around the prompt too, as the
+        family's processor does, unless the template wrote the start token. A text family's tokenizer adds nothing.
+
         Args:
           messages: {"role", "content"} each; a content is a text, or a list of {"type": "text", "text"} and
             {"type": "image", "image": a path, PIL image or uint8 array}.
@@ -157,7 +160,8 @@ class ModelBackbone:
         if self.chat_template is None or self.tokenizer is None:
             raise InputError("chat: this backbone has no chat template or no tokenizer; expected both in its directory")
         text = self.chat_template.render(messages, add_generation_prompt, **variables)
-        ids = list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        own = self.family.vision is not None and not self.chat_template.starts(text)
+        ids = list(self.tokenizer.encode(text, add_special_tokens=own).ids)
         images = images_of(messages)
         arrays = self._process(images) if images else {}
         if self.family.vision is not None:

@@ -8,10 +8,11 @@ rewrites `chat.json`: per family the template, the tokenizer, the messages, the 
 import json
 import string
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     CLIPImageProcessorPil,
     DeepseekVLImageProcessorPil,
@@ -55,6 +56,9 @@ MESSAGES = [
 ]
 CLIP = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
 
+# Families whose released tokenizers add nothing of their own.
+PLAIN = ("qwen2_5_vl",)
+
 # Special tokens that a family's processor asks its tokenizer for by name.
 NAMED = {
     "deepseek_vl": {"image_token": "<image_placeholder>"},
@@ -73,14 +77,19 @@ def draw_image(number: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def build_tokenizer(specials: dict[str, int]) -> Tokenizer:
-    """One token per character (ids from 2), with these special tokens at these ids."""
+def build_tokenizer(specials: dict[str, int], starts: bool) -> Tokenizer:
+    """One token per character (ids from 2), with these special tokens at these ids.
+
+    With `starts` it puts `<s>` in front of what it encodes, as Llama's does, unless told not to.
+    """
     characters = sorted({*string.printable, "Ġ", "Ċ"})
     vocabulary = {"<s>": 0, "</s>": 1, **{c: 2 + n for n, c in enumerate(characters)}, **specials}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], fuse_unk=False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", *specials])
+    if starts:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer
 
 
@@ -94,13 +103,19 @@ def pil(kind, family: str):
     return kind(**known)
 
 
+def with_images() -> list[dict]:
+    """The messages with their images in place."""
+    numbers = iter(range(len(SIZES)))
+    fill = lambda part: {**part, "image": draw_image(next(numbers))} if part["type"] == "image" else part
+    return [{**message, "content": [fill(part) for part in message["content"]]} for message in MESSAGES]
+
+
 def run(family: str, processor, tokenizer: Tokenizer, template: str, tokens: dict) -> dict:
-    text = processor.tokenizer.apply_chat_template(
-        MESSAGES, chat_template=template, add_generation_prompt=True, tokenize=False
-    )
-    images = [draw_image(0), draw_image(1)]
-    nested = [images] if family in ("smolvlm",) else images
-    ids = processor(text=[text], images=nested, add_special_tokens=False)["input_ids"]
+    if family == "smolvlm":
+        processor.video_processor = SimpleNamespace(num_frames=1, fps=1)  # SmolVLM's asks it, images or not
+    render = {"chat_template": template, "add_generation_prompt": True}
+    text = processor.tokenizer.apply_chat_template(MESSAGES, tokenize=False, **render)
+    ids = processor.apply_chat_template(with_images(), tokenize=True, return_dict=True, **render)["input_ids"]
     return {
         "template": template,
         "special_tokens": tokens,
@@ -170,10 +185,10 @@ CASES = {
 }
 
 
-def make_case(family: str) -> dict:
+def make_case(family: str, starts: bool) -> dict:
     """What is stored of one family."""
     make, image, template, specials = CASES[family]
-    template, tokenizer = template.replace("IMAGE", image), build_tokenizer(specials)
+    template, tokenizer = template.replace("IMAGE", image), build_tokenizer(specials, starts)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, extra_special_tokens=NAMED.get(family, {}), **CHAT_TOKENS
     )
@@ -181,7 +196,8 @@ def make_case(family: str) -> dict:
 
 
 def main() -> None:
-    out = {"messages": MESSAGES, "sizes": SIZES, "families": {family: make_case(family) for family in CASES}}
+    families = {family: make_case(family, starts=family not in PLAIN) for family in CASES}
+    out = {"messages": MESSAGES, "sizes": SIZES, "families": families}
     (HERE / "chat.json").write_text(json.dumps(out, ensure_ascii=True) + "\n")
 
 

@@ -1,0 +1,149 @@
+"""Configurations with values that make no sense: a typed error that names them, never one from inside."""
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jaxtyping
+import pytest
+
+from kvpatch_jax.errors import ConfigError, KVPatchError
+from models import FAMILIES, load
+from tests.goldens.load import GOLDENS
+
+CONFIGS = {path.stem: json.loads(path.read_text())["config"] for path in sorted((GOLDENS / "text").glob("*.json"))}
+CONFIGS |= {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*/config.json"))}
+CONFIGS |= {
+    f"{path.parent.name}_release": json.loads(path.read_text()) for path in GOLDENS.glob("*/config_release.json")
+}
+BAD: tuple[Any, ...] = (-1, 0, 1.5, 10**9 + 7, "3", [], ["a"], {}, {"a": 1}, True, None, float("nan"))
+
+
+def reader(raw: dict[str, Any]) -> Any:
+    """What reads a configuration, by its architecture or its model type."""
+    types = {family.model_type: family for family in FAMILIES.values()}
+    return (FAMILIES[raw["architectures"][0]] if raw.get("architectures") else types[raw["model_type"]]).config
+
+
+@pytest.fixture(autouse=True)
+def _unchecked():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def tables(raw: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of every entry, tables inside tables included."""
+    for key, value in raw.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from tables(value, (*path, key))
+
+
+def changed(raw: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    raw = copy.deepcopy(raw)
+    table = raw
+    for key in path[:-1]:
+        table = table[key]
+    table[path[-1]] = value
+    return raw
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_value_of_any_key_gives_an_untyped_error(name):
+    """Every key of every tiny configuration, of each kind of nonsense: read, or refused with a typed error."""
+    raw = CONFIGS[name]
+    read = reader(raw)
+    for path in tables(raw):
+        for value in BAD:
+            try:
+                config = read(changed(raw, path, value), "exact", None)
+            except KVPatchError:
+                continue
+            except Exception as error:
+                pytest.fail(f"{'.'.join(path)} = {value!r}: {type(error).__name__}: {error}")
+            assert config.text.layers > 0
+            assert config.text.heads > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 2.5}, r"num_hidden_layers is 2\.5; expected a positive whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a positive whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; expected a positive whole number"),
+        (
+            {"num_attention_heads": 65, "num_key_value_heads": 65, "head_dim": None},
+            "head_dim is 0; expected a positive whole number",
+        ),
+        ({"rope_parameters": None, "rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected a table"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor is '2'; expected a number"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' has no 'factor'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' has no 'factor'"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral' is not known"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers; expected num_hidden_layers = 3"),
+        ({"attention_sinks": 4}, r"has 'attention_sinks': 4, which this library does not know for llama.*take it out"),
+        ({"quantization_config": {"bits": 4}}, "has 'quantization_config'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; expected a list of names"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, change, message):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["llama2"], **change}))
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+def test_a_key_with_a_null_or_without_meaning_for_the_forward_is_passed_over():
+    raw = {
+        **CONFIGS["llama2"],
+        "some_new_key": None,
+        "torch_dtype": "float32",
+        "_name_or_path": "x",
+        "use_cache": False,
+    }
+    raw |= {"initializer_range": 0.5, "transformers_version": "6"}
+    raw = {key: value for key, value in raw.items() if key != "dtype"}
+    assert FAMILIES["LlamaForCausalLM"].config(raw, "exact", None).text.layers == 3
+
+
+@pytest.mark.parametrize(("text", "message"), [("[]", "holds a list"), ("3", "holds a int"), ("{", "is not JSON")])
+def test_a_configuration_that_is_no_table(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+def test_names_of_the_hub_are_not_fetched(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"'Qwen/Qwen2.5-VL-3B-Instruct' is not there; expected.*directory.*not fetched"
+    ):
+        load("Qwen/Qwen2.5-VL-3B-Instruct")
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ConfigError, match=r"config\.json is not there"):
+            load(place)
+
+
+SLIDING = ["full_attention", "sliding_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen2_5_vl_release"])
+def test_layers_that_slide_must_have_the_window_switched_on(name):
+    """transformers sets the window aside unless `use_sliding_window` is true, and then fails on layers that slide."""
+    raw = CONFIGS[name]
+    read = reader(raw)
+    text = lambda more: (
+        {**raw, "text_config": {**raw["text_config"], **more}} if "text_config" in raw else {**raw, **more}
+    )
+    plain = {"layer_types": None, "sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}
+    for off in (False, None):
+        given = {key: value for key, value in plain.items() if off is False or key != "use_sliding_window"}
+        with pytest.raises(ConfigError, match="'sliding_attention' and use_sliding_window is False; expected true"):
+            read(text(given | {"layer_types": SLIDING}), "exact", None)
+    assert read(text(plain), "exact", None).text.window is None
+    on = plain | {"use_sliding_window": True}
+    assert read(text(on), "exact", None).text.window == 8
+    assert read(text(on | {"layer_types": SLIDING}), "exact", None).text.window == 8
+    assert read(text(on | {"max_window_layers": 3}), "exact", None).text.window == (8 if name == "qwen3_moe" else None)
