@@ -60,7 +60,12 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
 
 
 _SETTINGS = PictureConfig.reader(
-    image_mean=CLIP_MEAN, image_std=CLIP_STD, resample=3, size={"height": 384, "width": 384}, min_size=14
+    only={"do_resize": True, "do_pad": True},
+    image_mean=CLIP_MEAN,
+    image_std=CLIP_STD,
+    resample=3,
+    size={"height": 384, "width": 384},
+    min_size=14,
 )
 FAMILY = Family(
     architecture=ARCHITECTURE,

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.errors import ConfigError, ImageError, InputError
 
-from .preprocessing import CONFIG_FILE, ImageConfig, ImageSource, normalise, read_image
+from .preprocessing import CONFIG_FILE, MAX_ASPECT_RATIO, ImageConfig, ImageSource, normalise, read_image
 from .projectors import best_resolution
 
 Pixels = UInt8[np.ndarray, "H W 3"]
@@ -48,6 +48,11 @@ class PictureConfig:
             raise ConfigError(f"{CONFIG_FILE} has no {name!r}")
         return options[name]
 
+    def option(self, name: str, default: Any) -> Any:
+        """An option of the file, or this where it is absent or null."""
+        value = json.loads(self.options).get(name)
+        return default if value is None else value
+
     def side(self, name: str = "size") -> int:
         """A size given as a number, by its (equal) height and width, or by one edge."""
         value = self[name]
@@ -58,9 +63,22 @@ class PictureConfig:
         return int(values.pop())
 
     @classmethod
-    def reader(cls, **defaults: Any) -> Callable[[str | os.PathLike[str]], "PictureConfig"]:
-        """A function that reads a directory's `preprocessor_config.json`, with these values for what is absent."""
-        return lambda directory: cls.from_dict(defaults | _read(Path(directory) / CONFIG_FILE))
+    def reader(
+        cls, only: Mapping[str, Any] | None = None, **defaults: Any
+    ) -> Callable[[str | os.PathLike[str]], "PictureConfig"]:
+        """A function that reads a directory's `preprocessor_config.json`, with these values for what is absent.
+
+        It raises ConfigError for an option that `only` has another value for: other ones are not built.
+        """
+
+        def read(directory: str | os.PathLike[str]) -> "PictureConfig":
+            options = _read(Path(directory) / CONFIG_FILE)
+            for name, value in (only or {}).items():
+                if options.get(name) not in (None, value):
+                    raise ConfigError(f"{CONFIG_FILE}: {name} {options[name]!r} is not built; expected {value!r}")
+            return cls.from_dict(defaults | options)
+
+        return read
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "PictureConfig":
@@ -106,7 +124,21 @@ def _name(source: ImageSource, number: int) -> str:
 
 
 def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
-    return [read_image(source, _name(source, number)) for number, source in enumerate(images)]
+    """The images as arrays.
+
+    Raises:
+      InputError: none at all. ImageError: one that cannot be read, or is more than 200 times longer than wide.
+    """
+    if not len(images):
+        raise InputError("no images; expected at least one")
+    found = []
+    for number, source in enumerate(images):
+        name = _name(source, number)
+        found.append(read_image(source, name))
+        height, width = found[-1].shape[:2]
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            raise ImageError(f"{name} is {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+    return found
 
 
 def _size(image: np.ndarray) -> tuple[int, int]:
@@ -118,15 +150,65 @@ def _channels_first(image: np.ndarray, config: PictureConfig) -> Float32[np.ndar
 
 
 def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
-    """LLaVA-1.5: shortest edge to `size`, centre crop. Returns pixel_values [n,3,H,W]."""
-    size, crop, out = config.side(), config.side("crop_size"), []
+    """LLaVA-1.5: resized to `size` and cut out in the middle. Returns pixel_values [n,3,H,W].
+
+    `do_resize` and `do_center_crop` may leave a step out; with `do_pad`, LLaVA's own processor first pads to a square
+    with the mean colour (CLIP's would pad what comes out, all of one size).
+
+    Raises:
+      InputError, ImageError: no images, one that cannot be read, or images that do not come out in one size.
+    """
+    square = config.option("do_pad", False) and str(config.option("image_processor_type", "")).startswith("Llava")
+    out = []
     for image in _all(images):
-        height, width = image.shape[:2]
-        long = int(size * max(height, width) / min(height, width))
-        image = resize(image, *((long, size) if width <= height else (size, long)), config)
-        top, left = (image.shape[0] - crop) // 2, (image.shape[1] - crop) // 2
-        out.append(_channels_first(image[top : top + crop, left : left + crop], config))
+        if square:
+            image = _padded_square(image, max(image.shape[:2]), config)
+        if config.option("do_resize", True):
+            image = resize(image, *_clip_size(*_size(image), config), config)
+        if config.option("do_center_crop", True):
+            image = _centre(image, *_height_and_width(config, "crop_size"))
+        out.append(_channels_first(image, config))
+    sizes = {image.shape for image in out}
+    if len(sizes) > 1:
+        raise ImageError(f"images come out in sizes {sorted(sizes)} without a centre crop; expected one size")
     return {"pixel_values": np.stack(out)}
+
+
+def _height_and_width(config: PictureConfig, name: str) -> tuple[int, int]:
+    value = config[name]
+    if isinstance(value, Mapping) and value.get("height") and value.get("width"):
+        return int(value["height"]), int(value["width"])
+    return (config.side(name),) * 2
+
+
+def _clip_size(height: int, width: int, config: PictureConfig) -> tuple[int, int]:
+    """`size` as (height, width): the shortest edge's length, or both."""
+    value = config["size"]
+    if isinstance(value, Mapping) and value.get("height") and value.get("width"):
+        return int(value["height"]), int(value["width"])
+    size = config.side()
+    long = int(size * max(height, width) / min(height, width))
+    return (long, size) if width <= height else (size, long)
+
+
+def _centre(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The middle of an image, with black around it where it is smaller."""
+    rows, columns = max(height, image.shape[0]), max(width, image.shape[1])
+    top, left = -(-(rows - image.shape[0]) // 2), -(-(columns - image.shape[1]) // 2)
+    first, across = (image.shape[0] - height) // 2 + top, (image.shape[1] - width) // 2 + left
+    canvas = np.zeros((rows, columns, 3), np.uint8)
+    canvas[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return canvas[first : first + height, across : across + width]
+
+
+def _padded_square(image: np.ndarray, side: int, config: PictureConfig) -> np.ndarray:
+    """An image in the middle of a square of the mean colour."""
+    square = np.empty((side, side, 3), np.uint8)
+    square[:] = [int(value * 255) for value in config.pixels.image_mean]
+    height, width = image.shape[:2]
+    top, left = (side - height) // 2, (side - width) // 2
+    square[top : top + height, left : left + width] = image
+    return square
 
 
 def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
@@ -135,10 +217,7 @@ def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> di
     for image in _all(images):
         scale = side / max(image.shape[:2])
         height, width = (max(round(edge * scale), config["min_size"]) for edge in image.shape[:2])
-        square = np.empty((max(height, width), max(height, width), 3), np.uint8)
-        square[:] = [int(value * 255) for value in config.pixels.image_mean]
-        top, left = (len(square) - height) // 2, (len(square) - width) // 2
-        square[top : top + height, left : left + width] = resize(image, height, width, config)
+        square = _padded_square(resize(image, height, width, config), max(height, width), config)
         out.append(_channels_first(square, config))
     return {"pixel_values": np.stack(out)}
 
@@ -155,6 +234,8 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
     Returns pixel_values [n,tiles,3,H,W], padded with zeros where images have fewer tiles, and image_sizes [n,2].
     """
     side, points = config.side("crop_size"), [tuple(point) for point in config["image_grid_pinpoints"]]
+    if config.side() != side:
+        raise ConfigError(f"{CONFIG_FILE} has size {config['size']!r}; expected the crop_size, {side}")
     stacks, sizes = [], []
     for image in _all(images):
         height, width = image.shape[:2]

@@ -75,6 +75,7 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
 
 
 _SETTINGS = PictureConfig.reader(
+    only={"do_resize": True},
     image_mean=CLIP_MEAN,
     image_std=CLIP_STD,
     resample=3,

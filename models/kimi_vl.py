@@ -141,7 +141,13 @@ def _entries(config: KimiVLConfig, shapes: Shapes) -> list[Entry]:
 
 
 _SETTINGS = PictureConfig.reader(
-    image_mean=HALVES, image_std=HALVES, resample=3, patch_size=14, merge_kernel_size=[2, 2], in_token_limit=4096
+    only={"do_resize": True},
+    image_mean=HALVES,
+    image_std=HALVES,
+    resample=3,
+    patch_size=14,
+    merge_kernel_size=[2, 2],
+    in_token_limit=4096,
 )
 
 

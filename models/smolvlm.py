@@ -71,6 +71,7 @@ def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, token
 
 
 _SETTINGS = PictureConfig.reader(
+    only={"do_resize": True},
     image_mean=HALVES,
     image_std=HALVES,
     resample=1,

@@ -29,6 +29,7 @@ from kvpatch_jax.rope import check_positions
 
 from .buckets import Buckets, cut_output, pad_context, pad_ids, pad_images, pad_mask, pad_slots, pad_tokens
 from .chat import ChatTemplate, Message, expand_images, images_of
+from .checks import check_ids, check_mask
 from .family import Config, Family, abstract, parameters, with_dtype, with_parameters
 from .sharding import auto_mesh, cache_shardings, check_parameters, parameter_shardings
 from .weights import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
@@ -122,6 +123,7 @@ class ModelBackbone:
             whole prompt), a sequence of token ids, or an image: a path
             (`pathlib.Path`), a PIL image, or a uint8 array [H,W] or [H,W,C]. An image stands between its start and end
             tokens.
+          second_per_grid_ts: Qwen2.5-VL: seconds per temporal patch of each video; `embed` takes it too.
 
         Returns:
           input_ids [1,T], position_ids [1,T] or [1,T,A], and where there are images what the family's processor makes
@@ -132,6 +134,11 @@ class ModelBackbone:
         """
         images = [item for item in items if _is_image(item)]
         arrays = self._process(images) if images else {}
+        if second_per_grid_ts is not None:
+            if not hasattr(self.config, "tokens_per_second"):
+                name = self.family.architecture
+                raise InputError(f"second_per_grid_ts for {name}, whose positions count no seconds; expected None")
+            arrays |= {"second_per_grid_ts": np.asarray(second_per_grid_ts, np.float32)}
         numbers = itertools.count()
         ids: list[int] = []
         for item in items:
@@ -226,7 +233,7 @@ class ModelBackbone:
           InputError: grids that do not match the patches or the placeholders, or images for a text family.
           RopeRegimeError: positions outside the regime that the rope is pinned to.
         """
-        input_ids = np.asarray(input_ids, np.int32)
+        input_ids = check_ids(input_ids, self.config)
         given = {
             "pixel_values": pixel_values,
             "image_grid_thw": image_grid_thw,
@@ -287,6 +294,7 @@ class ModelBackbone:
         hidden_at: tuple[int, ...] = (),
     ) -> Output:
         """See `kvpatch_jax.backbone.Backbone.prefill`."""
+        check_mask(mask)
         self._check_regime(tokens.positions)
         length = tokens.embeddings.shape[1]
         tokens, context, mask = self._pad_call(tokens, context, mask)
@@ -322,6 +330,7 @@ class ModelBackbone:
         return self._write(tokens, cache, slots, keep, mask)
 
     def _write(self, tokens: Tokens, cache: KV, slots: Any, keep: Any, mask: Any) -> Step:
+        check_mask(mask)
         slots, length = jnp.asarray(slots), tokens.embeddings.shape[1]
         if self.buckets is not None:
             tokens = pad_tokens(self.buckets, tokens)
@@ -349,6 +358,7 @@ class ModelBackbone:
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
     ) -> Int[Array, "B steps"]:
         """Greedy continuation: the next `steps` token ids behind tokens and, where given, an engine-frame context."""
+        check_mask(mask)
         self._check_regime(tokens.positions, max(steps - 1, 0))
         last = tokens.embeddings.shape[1] - 1
         tokens, context, mask = self._pad_call(tokens, context, mask)

@@ -31,6 +31,7 @@ from kvpatch_jax.errors import WeightsError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PIECE = 1 << 22  # values read at once where two tensors are compared
+_CACHED = 1 << 16  # values looked at at once
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _INTEGER = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 
@@ -172,7 +173,7 @@ def same_tensors(directory: str | os.PathLike[str], first: str, second: str) -> 
             return False
         step = max(1, _PIECE // max(1, math.prod(shape[1:])))
         try:
-            pieces = (slice(start, start + step) for start in range(0, shape[0], step))
+            pieces = (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
             return all(np.array_equal(*(part[piece] for part in parts)) for piece in pieces)
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsError(f"tensors {first!r} and {second!r} cannot be read: {error}") from error
@@ -376,8 +377,31 @@ def _read(file: Any, tensor: _Tensor, shape: tuple[int, ...], region: Region) ->
         value = file.get_tensor(tensor.name) if whole else file.get_slice(tensor.name)[_file_cut(tensor, spans)]
     except (SafetensorError, OSError, ValueError) as error:
         raise WeightsError(f"tensor {tensor.name!r} cannot be read: {error}") from error
+    _check_finite(tensor.name, value)
     value = value if permute is None else value.transpose(permute)
     return value.reshape(shape)[tuple(slice(*span) for span in region)] if flattened else value
+
+
+_EXPONENTS = {"float64": (8, 0x7FF << 52), "float32": (4, 0xFF << 23), "float16": (2, 0x1F << 10)}
+_EXPONENTS |= {"bfloat16": (2, 0xFF << 7)}
+"""By type: its width in bytes, and the bits of the exponent, which are all set in infinities and NaN alone."""
+
+
+def _check_finite(name: str, value: np.ndarray) -> None:
+    """Raises WeightsError for NaN or infinity. Looks at the bits, a piece in the cache at a time, without a cast."""
+    width, exponent = _EXPONENTS.get(value.dtype.name, (0, 0))
+    if not width:
+        return
+    bits = np.ascontiguousarray(value).reshape(-1).view(f"u{width}")
+    mask = bits.dtype.type(exponent)
+    for start in range(0, len(bits), _CACHED):
+        piece = bits[start : start + _CACHED] & mask
+        if piece.max(initial=0) == mask:
+            place = np.unravel_index(start + int(np.argmax(piece == mask)), value.shape)
+            found = value[place]
+            raise WeightsError(
+                f"tensor {name!r} holds {float(found)} at {[int(index) for index in place]}; expected finite numbers"
+            )
 
 
 def _file_cut(tensor: _Tensor, spans: Region) -> tuple[slice, ...]:

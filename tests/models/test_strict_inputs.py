@@ -1,0 +1,188 @@
+"""What would be served wrong without a word: heads that are not tied, masks to add, ids and weights that are none."""
+
+import json
+
+import jax
+import jaxtyping
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import DtypeError, InputError, WeightsError
+from kvpatch_jax.layout import to_engine
+from models import load, save
+from models.positions import PositionConfig, get_rope_positions
+from tests.goldens.load import golden_arrays, write_checkpoint
+from tests.goldens.load_text import text_arrays, write_text_checkpoint
+
+
+@pytest.fixture
+def unchecked():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory):
+    return load(write_text_checkpoint("llama2", tmp_path_factory.mktemp("text") / "llama2"))
+
+
+def rewritten(directory, change):
+    """The checkpoint with its tensors changed."""
+    path = directory / "model.safetensors"
+    save_file(change(load_file(path)), path)
+    return directory
+
+
+# ---------------------------------------------------------------------------------------------------------- heads
+
+
+def test_a_head_of_its_own_counts_though_the_configuration_ties(tmp_path):
+    """As transformers does: what the file holds is not dropped, and it is saved as untied."""
+    directory, gold = write_text_checkpoint("llama2", tmp_path / "a", tie_word_embeddings=True), text_arrays("llama2")
+    backbone = load(directory)
+    assert not backbone.config.text.tied_embeddings
+    with jax.default_matmul_precision("highest"):
+        logits = backbone.prefill(backbone.embed(gold["input_ids"][None])).logits[0]
+    assert np.abs(logits - gold["logits"]).max() <= 2e-4 * np.abs(gold["logits"]).max()
+    saved = save(backbone, tmp_path / "b")
+    assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] is False
+    np.testing.assert_array_equal(
+        load(saved).parameters["decoder"]["head"]["kernel"], backbone.parameters["decoder"]["head"]["kernel"]
+    )
+
+
+def test_a_head_that_repeats_the_embedding_is_tied(tmp_path):
+    directory = write_text_checkpoint("llama2", tmp_path / "a", tie_word_embeddings=True)
+    rewritten(directory, lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"]})
+    assert load(directory).config.text.tied_embeddings
+
+
+def test_a_head_of_its_own_counts_in_a_family_with_images(tmp_path):
+    directory = write_checkpoint("llava", tmp_path / "llava")
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    backbone = load(directory)
+    assert not backbone.config.text.tied_embeddings
+    assert backbone.config.to_dict()["tie_word_embeddings"] is False
+
+
+# -------------------------------------------------------------------------------------------------- masks and ids
+
+
+def test_a_mask_that_is_added_to_scores_is_refused(backbone, unchecked):
+    ids = np.arange(3, 9)[None]
+    tokens = backbone.embed(ids)
+    own = np.tril(np.ones((6, 6), bool))[None, None]
+    out = backbone.prefill(tokens, mask=own)
+    cache = to_engine(backbone.layout, out.kv, tokens.positions, 0)
+    last = Tokens(tokens.embeddings[:, -1:], tokens.positions[:, -1:])
+    for mask in (np.where(own, 0.0, -np.inf).astype(np.float32), own.astype(np.int32)):
+        for call in (
+            lambda mask=mask: backbone.prefill(tokens, mask=mask),
+            lambda mask=mask: backbone.generate(tokens, 2, mask=mask),
+            lambda mask=mask: backbone.recompute(tokens, cache, np.arange(6)[None], mask=mask),
+            lambda mask=mask: backbone.decode(last, cache, np.array([[5]]), mask[..., -1:, :]),
+        ):
+            with pytest.raises(DtypeError, match=f"mask is {mask.dtype}; expected bool"):
+                call()
+
+
+@pytest.mark.parametrize("wrong", [-1, 300, 2**31, -(2**40)])
+def test_ids_outside_the_vocabulary_are_refused(backbone, wrong, unchecked):
+    with pytest.raises(InputError, match=f"token id {wrong} is outside the vocabulary; expected 0 … 299"):
+        backbone.embed(np.array([[1, 2, wrong]], np.int64))
+
+
+def test_ids_that_are_no_whole_numbers_are_refused(backbone, unchecked):
+    with pytest.raises(InputError, match="input_ids of float32"):
+        backbone.embed(np.array([[1.5]], np.float32))
+    with pytest.raises(InputError, match=r"input_ids of int\d+ \[3\]; expected whole numbers \[rows, tokens\]"):
+        backbone.embed(np.array([1, 2, 3]))
+
+
+# --------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_weights_that_are_not_finite_are_refused(tmp_path, value, kind):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(held):
+        held = {key: tensor.astype(kind) for key, tensor in held.items()}
+        held[name][5, 7] = value
+        return held
+
+    directory = rewritten(write_text_checkpoint("llama2", tmp_path), spoil)
+    with pytest.raises(WeightsError, match=rf"tensor '{name}' holds .*(nan|inf) at \[5, 7\]; expected finite numbers"):
+        load(directory, dtype="float32")
+
+
+def test_the_largest_finite_weights_are_read(tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def fill(held):
+        held[name][0, :2] = np.finfo(np.float32).max, -np.finfo(np.float32).tiny
+        return held
+
+    load(rewritten(write_text_checkpoint("llama2", tmp_path), fill))
+
+
+# -------------------------------------------------------------------------------------- Qwen2.5-VL reads what others do
+
+
+def qwen(directory, text, **more):
+    """The tiny Qwen2.5-VL with these changes to its text part."""
+    raw = json.loads((write_checkpoint("qwen2_5_vl", directory) / "config.json").read_text())
+    raw |= {"text_config": raw["text_config"] | text} | more
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
+def test_video_seconds_move_the_positions(tmp_path):
+    backbone, gold = load(qwen(tmp_path, {})), golden_arrays("qwen2_5_vl", "video")
+    ids, grid = gold["input_ids"], gold["video_grid_thw"]
+    rule = PositionConfig(
+        backbone.config.image_token, backbone.config.video_token, 2, backbone.config.tokens_per_second
+    )
+    given = {"pixel_values": gold["pixel_values"], "video_grid_thw": grid}
+    for seconds in (0.5, 1.0, 3.25):
+        tokens = backbone.embed(ids[None], second_per_grid_ts=np.array([seconds], np.float32), **given)
+        expected = get_rope_positions(ids, None, grid, np.array([seconds], np.float32), rule)[0]
+        np.testing.assert_array_equal(tokens.positions[0], expected)
+    tokens = backbone.embed(ids[None], second_per_grid_ts=gold["second_per_grid_ts"], **given)
+    np.testing.assert_array_equal(tokens.positions[0], gold["position_ids"])
+
+
+def test_video_seconds_without_a_video_are_refused(tmp_path, backbone):
+    vision = load(qwen(tmp_path, {}))
+    with pytest.raises(InputError, match=r"second_per_grid_ts has 1 values; expected one per video \(0\)"):
+        vision.prepare([[1, 2]], second_per_grid_ts=[1.0])
+    with pytest.raises(InputError, match="second_per_grid_ts for LlamaForCausalLM"):
+        backbone.prepare([[1, 2]], second_per_grid_ts=[1.0])
+
+
+def test_a_scaled_rope_of_qwen2_5_vl_is_saved_and_read_again(tmp_path):
+    rope = json.loads((write_checkpoint("qwen2_5_vl", tmp_path / "x") / "config.json").read_text())["text_config"][
+        "rope_parameters"
+    ]
+    for number, more in enumerate(
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "linear", "factor": 3.0},
+        )
+    ):
+        backbone = load(qwen(tmp_path / f"a{number}", {"rope_parameters": rope | more}))
+        scaling = backbone.config.text.rope.scaling
+        assert scaling is not None
+        assert scaling.kind == more["rope_type"]
+        again = load(save(backbone, tmp_path / f"b{number}"))
+        assert again.config.text == backbone.config.text
+    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None}
+    backbone = load(qwen(tmp_path / "c", window))
+    assert backbone.config.text.window == load(save(backbone, tmp_path / "d")).config.text.window == 64
