@@ -41,6 +41,9 @@ def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
         word = (word ^ bits_of(layer)) * np.uint32(_THIRD)
         return (word ^ (word >> np.uint32(15)), wrong | ~jnp.isfinite(layer)), None
 
+    held = jax.typeof(value).sharding
+    if any(held.spec[:1]):  # layers over an explicit mesh, which a scan does not go through
+        value = jax.sharding.reshard(value, jax.NamedSharding(held.mesh, jax.P(None, *held.spec[1:])))
     first = value[0]  # made from it, so that the sums keep to its sharding
     (word, wrong), _ = jax.lax.scan(step, (jnp.zeros_like(bits_of(first)), jnp.zeros_like(first, bool)), value)
     index = jnp.zeros_like(word)

@@ -250,6 +250,7 @@ def test_the_content_is_the_same_over_any_sharding():
     chunk = chunk_of("gqa")
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.make_mesh((1,), ("x",), axis_types=(kind,))
-        place = jax.NamedSharding(mesh, jax.P(None, None, "x"))
-        kv = {name: jax.device_put(value, place) for name, value in chunk.kv.items()}
-        assert dataclasses.replace(chunk, kv=kv).content == chunk.content
+        for axes in (("x",), (None, "x"), (None, None, "x")):
+            place = jax.NamedSharding(mesh, jax.P(*axes))
+            kv = {name: jax.device_put(value, place) for name, value in chunk.kv.items()}
+            assert dataclasses.replace(chunk, kv=kv).content == chunk.content
