@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import StoreCorruptError, StoreError, StoreFullError
 from .disk import Disk, Elsewhere
+from .files import Identity, identity
 from .header import Header
 from .ids import Name
 from .objects import Blob, read_leaves
@@ -63,7 +64,7 @@ class Floors:
     def __init__(self, disk: Disk):
         self._disk = disk
         self._seen: dict[str, Floor] = {}
-        self._read: dict[str, tuple[tuple[int, int, int], Floor]] = {}
+        self._read: dict[str, tuple[Identity, Floor]] = {}
 
     @property
     def kept(self) -> bool:
@@ -93,10 +94,10 @@ class Floors:
         root, path = self._disk.root, _floor_name(folder).path
         try:
             before = self._read.get(folder)
-            if before is not None and before[0] == _which(os.lstat(f"{root}/{path}")):
+            if before is not None and before[0] == identity(os.lstat(f"{root}/{path}")):
                 return before[1]
             with reading(root, path) as (fd, header):
-                which = _which(os.fstat(fd))
+                which = identity(os.fstat(fd))
                 read: Read = lambda names: read_leaves(fd, header, names, self._disk.buffers)
                 opened = self._disk.seal.opened(header, read)
                 if opened is None:
@@ -192,7 +193,3 @@ def _floor_name(folder: str) -> Name:
 
 def _blob(floor: Floor) -> Blob:
     return Blob("entry", {"stamp": floor.stamp, "base": floor.base, "numbers": dict(floor.numbers)}, {"floor": _LEAF})
-
-
-def _which(stat: os.stat_result) -> tuple[int, int, int]:
-    return stat.st_ino, stat.st_ctime_ns, stat.st_size
