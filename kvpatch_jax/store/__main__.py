@@ -26,7 +26,7 @@ def _flags():
     text("secret-file", "File with the secret of the names, where the store was not opened with its own.")
     text("key-file", "File with the master key, so that verify can open what --tenant has encrypted.")
     text("directory", "export, import: where the snapshot is to be, or is.")
-    text("remote", "rm-tenant: a TensorStore key-value spec (JSON or URL) to delete from too.")
+    text("remote", "rm-tenant, gc: a TensorStore key-value spec (JSON or URL) to delete from too.")
     flags.DEFINE_integer("budget", None, "gc, import: bytes to evict down to.", lower_bound=0, flag_values=values)
     flags.DEFINE_integer("library-quota", None, "import: bytes that --tenant's static library may have then; more is "
                          "refused.", lower_bound=1, flag_values=values)  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import InputError
 from . import quarantine
+from .beyond import Beyond
 from .buffers import Buffers
 from .disk import Disk
 from .evict import collect, make_room
@@ -184,6 +185,10 @@ def _gc(options: Options) -> Outcome:
     old_versions = drop_old_versions(disk, libraries)
     tenant = below.partition("/")[2]
     left = {"quarantine": disk.collect_quarantine(tenant), "unfinished": sweep_unfinished(disk.root, tenant)}
+    if options.remote is not None:
+        remote = Beyond(KeyValueStore(_spec(options.remote)), disk.counters, disk.seal)
+        left["remote"] = remote.collect(f"{below}/")
+        left["remote_errors"] = disk.counters["remote_errors"] + disk.counters["remote_skipped"]
     if options.budget is not None:
         make_room(disk, options.budget, 0, lambda chunk: False, below)
     after = [entry.size for entry in disk.scan(below)]

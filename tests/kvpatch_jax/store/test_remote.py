@@ -1,6 +1,7 @@
 """The remote tier, over TensorStore's file and memory drivers."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreIOError, StoreUnreachableError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Patience, Request, fetch
+from kvpatch_jax.store.__main__ import main
 from kvpatch_jax.store.patience import Circuit
 
 
@@ -361,3 +363,16 @@ def test_pauses_grow_and_differ_and_a_deadline_ends_the_tries():
 def test_patience_refuses_what_is_not_above_0(wrong: dict[str, float]):
     with pytest.raises(InputError, match="expected numbers above 0"):
         Patience(**wrong)
+
+
+def test_gc_deletes_what_expired_beyond(tmp_path: Path, capsys):
+    spec = {"driver": "file", "path": f"{tmp_path}/remote/"}
+    remote = KeyValueStore(spec)
+    with machine(tmp_path / "one", remote) as one:
+        one.put(chunk_of(), ttl=0.01)
+        one.put(chunk_of("kept"))
+    time.sleep(0.05)
+    assert main(["gc", f"--root={tmp_path}/one", f"--remote={json.dumps(spec)}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["remote"], found["remote_errors"]) == (1, 0)
+    assert len(remote.paths("obj/")) == 1
