@@ -201,13 +201,13 @@ def _gc(options: Options) -> Outcome:
 
 def _quarantine_ls(options: Options) -> Outcome:
     disk = _disk(options)
-    found = [
-        dataclasses.asdict(one) | {"reason": quarantine.reason(disk.root, one)}
-        for one in quarantine.listed(disk.root, _tenant(options, disk))
-    ]
-    lines = [f"{one['nbytes']:>14,}  {_when(one['since']):<20} {one['tenant']} {one['name']}" for one in found]
-    told = [line for each, one in zip(lines, found, strict=True) for line in (each, f"{'':16}{one['reason']}")]
-    return Outcome({"quarantined": found}, [f"{'bytes':>14}  {'since':<20} tenant and name, and why", *told])
+    lines = [f"{'bytes':>14}  {'since':<20} tenant and name, and why"]
+    found: list[dict[str, Any]] = []
+    for one in quarantine.listed(disk.root, _tenant(options, disk)):
+        reason = quarantine.reason(disk.root, one)
+        found.append(dataclasses.asdict(one) | {"reason": reason})
+        lines += [f"{one.nbytes:>14,}  {_when(one.since):<20} {one.tenant} {one.name}", f"{'':16}{reason}"]
+    return Outcome({"quarantined": found}, lines)
 
 
 def _quarantine_purge(options: Options) -> Outcome:

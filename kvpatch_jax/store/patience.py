@@ -2,6 +2,7 @@
 several failed in a row (a circuit breaker: Nygard, "Release It!")."""
 
 import dataclasses
+import math
 import random
 import threading
 import time
@@ -22,7 +23,7 @@ class Patience:
       failures: tries that fail in a row, after which the store is not asked for `rest` seconds. Then one try decides.
 
     Raises:
-      InputError: a number that is not above 0.
+      InputError: a number that is not finite and above 0, or not whole where tries are counted.
     """
 
     timeout: float | int = 5.0
@@ -34,9 +35,15 @@ class Patience:
     rest: float | int = 30.0
 
     def __post_init__(self) -> None:
-        wrong = {name: value for name, value in dataclasses.asdict(self).items() if not value > 0}
+        given = dataclasses.asdict(self)
+        wrong = {name: value for name, value in given.items() if not 0 < value < math.inf}
+        wrong |= (
+            {name: given[name] for name in ("tries", "failures") if given[name] != int(given[name])}
+            if not wrong
+            else {}
+        )
         if wrong:
-            raise InputError(f"patience: {wrong}; expected numbers above 0")
+            raise InputError(f"patience: {wrong}; expected finite numbers above 0, whole tries and failures")
 
 
 class Circuit:
@@ -65,7 +72,7 @@ class Circuit:
         """
         more = nbytes / self.patience.rate
         until = self._clock() + self.patience.deadline + more
-        for number in range(self.patience.tries):
+        for number in range(int(self.patience.tries)):
             self._admit(what)
             answered = False
             try:

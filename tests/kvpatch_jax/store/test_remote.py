@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,7 +220,7 @@ def take_all(listening: socket.socket, stack: contextlib.ExitStack) -> None:
         each.close()
 
 
-def unanswering(url: str, **patience: float) -> KeyValueStore:
+def unanswering(url: str, **patience: Any) -> KeyValueStore:
     credentials = {"type": "anonymous"}
     bucket = {"driver": "s3", "bucket": "bucket", "path": "store/", "endpoint": url, "aws_region": "nowhere"}
     return KeyValueStore({**bucket, "aws_credentials": credentials}, patience=Patience(**patience))
@@ -359,9 +360,19 @@ def test_pauses_grow_and_differ_and_a_deadline_ends_the_tries():
     assert max(limits[len(pauses) :]) > 60  # bytes have their time
 
 
-@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"rest": -1}, {"rate": float("nan")}, {"tries": 0}])
-def test_patience_refuses_what_is_not_above_0(wrong: dict[str, float]):
-    with pytest.raises(InputError, match="expected numbers above 0"):
+NO_PATIENCE = [
+    {"timeout": 0},
+    {"rest": -1},
+    {"rate": float("nan")},
+    {"tries": 0},
+    {"deadline": float("inf")},
+    {"failures": 2.5},
+]
+
+
+@pytest.mark.parametrize("wrong", NO_PATIENCE)
+def test_patience_refuses_what_is_not_above_0(wrong: dict[str, Any], unchecked: None):
+    with pytest.raises(InputError, match="expected finite numbers above 0"):
         Patience(**wrong)
 
 
