@@ -1,5 +1,6 @@
 """Chunks that outlive requests, processes and machines: a content-addressed, tiered, crash-safe store."""
 
+from .budget import Budget as Budget
 from .fetch import Fetched as Fetched
 from .fetch import Miss as Miss
 from .fetch import Request as Request
@@ -35,6 +36,5 @@ from .snapshot import Summary as Summary
 from .statistics import Statistics as Statistics
 from .statistics import StatisticsCollector as StatisticsCollector
 from .statistics import prometheus_text as prometheus_text
-from .store import Budget as Budget
 from .store import ChunkStore as ChunkStore
 from .tenants import Deleted as Deleted

@@ -53,6 +53,13 @@ class Arriving:
     stored: Header
     kept: Mapping[str, np.ndarray]
 
+    def whole(self) -> dict[str, np.ndarray] | None:
+        """Every leaf; None where it is damaged, or cannot be read now."""
+        try:
+            return self.read(list(self.header.leaves))
+        except (StoreCorruptError, StoreIOError):
+            return None
+
     @property
     def blob(self) -> Blob | None:
         """The object, ready to be written, when every leaf has come."""

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from ..chunk import AnyArray, Chunk
-from ..errors import InputError, StoreClosedError, StoreCorruptError, StoreError, StoreIOError
+from ..errors import InputError, StoreClosedError, StoreCorruptError, StoreError
 from ..stamp import Patch, Stamp
 from .beyond import Arriving, Beyond
+from .budget import Budget as Budget
 from .buffers import Buffers
 from .codec import chunk_blob, chunk_of, content_in, encoder_blob, patch_blob, patch_of, patch_parts, with_encoder
 from .counters import Counters
@@ -27,7 +28,6 @@ from .ids import Encoding, Name, Names, Served
 from .memory import CANONICAL, DERIVED, ENCODER, Held, MemoryTier, Policy
 from .objects import Blob, file_size
 from .placement import LayerStream, Placement, place_chunk, placement_key
-from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import purge
 from .remote import Remote
 from .seal import AesGcm, Plain
@@ -39,20 +39,6 @@ from .unfinished import sweep_unfinished
 from .writer import Ack, Writer, joined
 
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """Bytes per tier. `disk` is for the whole root, all tenants, and `tenant` for this one's share of it; None sets no
-    bound. `library` is the quota of this tenant's static library, which a restore keeps to as well; `quarantine` is for
-    what of this tenant did not verify, beside `disk`: the oldest goes first, and all of it after a week."""
-
-    device: int = 0
-    host: int = 1 << 30
-    disk: int | None = None
-    tenant: int | None = None
-    library: int | None = None
-    quarantine: int | None = QUARANTINE_BYTES
 
 
 class ChunkStore:
@@ -191,18 +177,19 @@ class ChunkStore:
         """
         self._open()
         name = self._names.canonical(backbone, id, encoding)
-        stack, tier = contextlib.ExitStack(), "disk"
-        opening = stack.enter_context(self.disk.reading(name))
-        if opening is None and (arriving := self._arriving(name)) is not None:
-            opening, tier = (arriving.header, arriving.read), "remote"
-            stack.callback(self._promote, name, arriving)
-        try:
-            stream = None if opening is None else LayerStream(*opening, placement, stack)
-        except (StoreError, KeyError, IndexError, TypeError, ValueError, AttributeError):  # as the codec's
-            stream = None
+        stream, tier, held = None, "disk", contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            opening = stack.enter_context(self.disk.reading(name))
+            if opening is None and (arriving := self._arriving(name)) is not None:
+                opening, tier = (arriving.header, arriving.read), "remote"
+                stack.callback(self._promote, name, arriving)
+            with contextlib.suppress(
+                StoreError, KeyError, IndexError, TypeError, ValueError, AttributeError
+            ):  # codec's
+                stream = None if opening is None else LayerStream(*opening, placement, held)
+            if stream is not None:
+                held.push(stack.pop_all())
         self.counters.add("misses" if stream is None else f"{tier}_hits")
-        if stream is None:
-            stack.close()
         return stream
 
     def contains(self, id: str, backbone: str, *, encoding: Encoding | None = None) -> bool:
@@ -527,14 +514,11 @@ class ChunkStore:
     def _from_remote(self, name: Name) -> Found | None:
         """An object from beyond, which the disk then has too if there is room for it."""
         arriving = self._arriving(name)
-        if arriving is None:
-            return None
-        try:
-            found = Found(arriving.header, arriving.read(list(arriving.header.leaves)))
-        except (StoreCorruptError, StoreIOError):
+        arrays = None if arriving is None else arriving.whole()
+        if arriving is None or arrays is None:
             return None
         self._promote(name, arriving)
-        return found
+        return Found(arriving.header, arrays)
 
     def _promote(self, name: Name, arriving: Arriving) -> None:
         """Has the disk keep what came from beyond, once all of it has come."""
