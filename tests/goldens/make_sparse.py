@@ -144,6 +144,23 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...], dict[str, Any], in
         8,
     ),
 }
+# Ropes that must be read whole: scaled under M-RoPE, and the towers' own bases.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+BASE = {"rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}}
+
+
+def with_part(name: str, part: str, more: dict[str, Any]) -> tuple[str, dict[str, Any], tuple[int, ...], dict, int]:
+    """A case whose text or vision part says more."""
+    kind, raw, *rest = IMAGES[name]
+    return (kind, {**raw, part: {**raw[part], **more}}, *rest)
+
+
+IMAGES["qwen2_5_vl_yarn"] = with_part(
+    "qwen2_5_vl", "text_config", {"rope_parameters": {**YARN, "mrope_section": [16, 24, 24]}}
+)
+IMAGES["qwen2_5_vl_base"] = with_part("qwen2_5_vl", "vision_config", BASE)
+IMAGES["qwen3_vl_base"] = with_part("qwen3_vl", "vision_config", BASE)
+IMAGES["kimi_vl_base"] = with_part("kimi_vl", "vision_config", BASE)
 CLASSES = {
     **{kind: name for kind, (name, _) in TEXTS.items()},
     "qwen2_5_vl": "Qwen2_5_VL",
@@ -194,7 +211,7 @@ def build(name: str, raw: dict[str, Any], architecture: str) -> Any:
     kind = getattr(transformers, architecture)
     config = configuration(architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"))
     with tempfile.TemporaryDirectory() as directory:
-        plain = {"save_original_format": False} if name == "kimi_vl" else {}  # else it writes what it cannot read
+        plain = {"save_original_format": False} if name.startswith("kimi") else {}  # else it writes what it cannot read
         kind(config.from_dict(json.loads(json.dumps(raw)))).save_pretrained(directory, **plain)
         path = Path(directory) / "model.safetensors"
         with safe_open(path, "np") as file:
@@ -229,7 +246,7 @@ def make_text(kind: str) -> None:
 def make_image(name: str) -> None:
     kind, raw, shape, extra, count = IMAGES[name]
     architecture = f"{kind}ForConditionalGeneration"
-    model_type = {"kimi_vl": "kimi_k25", "llava_mistral": "llava"}.get(name, name)
+    model_type = configuration(kind).model_type
     model = build(name, {"architectures": [architecture], "model_type": model_type, **raw}, architecture)
     start, end = (303, 304) if "image_grid_thw" in extra else (None, None)
     input_ids = tokens_of([5, (count,), 3], start, end)
