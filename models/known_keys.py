@@ -33,7 +33,8 @@ INERT = _words(
     remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef
     sep_token_id seq_aux size suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
     tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
-    use_bfloat16 use_cache use_image_newline_parameter use_reentrant_checkpointing vision_token_id
+    use_bfloat16 use_cache use_image_newline_parameter use_reentrant_checkpointing video_token_id vision_end_token_id
+    vision_start_token_id vision_token_id
     """
 )
 """Keys that say nothing of what a forward computes, wherever they stand."""
@@ -315,7 +316,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "projection_layer_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
-    "kimi_vl": _PARTS | {"media_placeholder_token_id": None},
+    "kimi_vl": _PARTS
+    | {
+        "media_placeholder_token_id": None,
+        "image_token_id": None,
+        "vision_start_token_id": None,
+        "vision_end_token_id": None,
+    },
     "kimi_k25_vision": _MOONVIT,
     "moonvit": {
         **{key: value for key, value in _MOONVIT.items() if not key.startswith("pos_emb")},

@@ -8,6 +8,7 @@ from typing import Any
 import jaxtyping
 import pytest
 
+from evals.instances import INSTANCES, instance
 from kvpatch_jax.errors import ConfigError, KVPatchError
 from models import FAMILIES, load
 from tests.goldens.load import GOLDENS
@@ -106,6 +107,17 @@ def test_a_key_with_a_null_or_without_meaning_for_the_forward_is_passed_over():
     raw |= {"initializer_range": 0.5, "transformers_version": "6"}
     raw = {key: value for key, value in raw.items() if key != "dtype"}
     assert FAMILIES["LlamaForCausalLM"].config(raw, "exact", None).text.layers == 3
+
+
+def test_every_shipped_and_small_model_is_read():
+    """None of the checkpoints that come with the repository has a key that is not known."""
+    shipped = sorted((GOLDENS.parents[1] / "evals" / "trained").glob("*/config.json"))
+    assert shipped
+    for path in shipped:
+        raw = json.loads(path.read_text())
+        assert reader(raw)(raw, "exact", None).text.layers > 0
+    for name in INSTANCES:
+        assert instance(name).config.text.layers > 0
 
 
 @pytest.mark.parametrize(("text", "message"), [("[]", "holds a list"), ("3", "holds a int"), ("{", "is not JSON")])
