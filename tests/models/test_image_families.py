@@ -256,7 +256,7 @@ def test_kimi_sizes():
         ("llava", {"text_config": None}, "text_config None"),
         ("llava_next", {"image_grid_pinpoints": []}, "image_grid_pinpoints"),
         ("internvl", {"vision_config": {"norm_type": "rms_norm"}}, "norm_type 'rms_norm' is not built"),
-        ("deepseek_vl", {"vision_config": {"vision_use_head": True}}, "vision_use_head=True"),
+        ("deepseek_vl", {"vision_config": {"model_type": "clip_vision_model"}}, "vision_config is of type"),
         ("smolvlm", {"scale_factor": 4}, "expected a multiple of 4"),
         ("qwen3_vl", {"vision_config": {"out_hidden_size": 8}}, "expected the text width 64"),
         ("kimi_vl", {"vision_config": {"pos_emb_width": 7}}, "expected a square"),
