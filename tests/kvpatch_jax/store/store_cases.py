@@ -79,7 +79,7 @@ def file_of(store: ChunkStore, chunk: kvp.Chunk, encoding: str | None = None) ->
 
 def place_of(call: tuple, more: dict[str, Any]) -> str:
     """Where a system call's first argument is, for one that names it from an open directory too."""
-    where = call[0] if call else None
+    where: Any = call[0] if call else ""
     if isinstance(where, int):
         return os.readlink(f"/proc/self/fd/{where}")
     directory = next((more[word] for word in ("dir_fd", "src_dir_fd") if more.get(word) is not None), None)

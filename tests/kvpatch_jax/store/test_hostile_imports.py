@@ -153,13 +153,13 @@ def test_forged_objects_in_a_snapshot_come_whole_or_not_at_all(tmp_path: Path, s
 
 def rewritten(export: Path, target: Path, change: Callable[[list[dict[str, Any]]], Any]) -> Path:
     """The export with other descriptions of its objects, their digest made right."""
-    found = ocp.load_checkpointables(export / "part-00000", {"objects": None, "arrays": None})
+    found = ocp.load_checkpointables(str(export / "part-00000"), {"objects": None, "arrays": None})
     tree = json.loads(found["objects"]["json"].tobytes())
     text = json.dumps({"version": 1, "objects": change(tree["objects"])}).encode()
     about = {"json": np.frombuffer(text, np.uint8), "digest": np.frombuffer(_digest(text), np.uint8)}
     target.mkdir()
     shutil.copy(export / "EXPORT", target / "EXPORT")
-    ocp.save_checkpointables(target / "part-00000", {"objects": about, "arrays": found["arrays"]})
+    ocp.save_checkpointables(str(target / "part-00000"), {"objects": about, "arrays": found["arrays"]})
     return target
 
 

@@ -20,6 +20,7 @@ from kvpatch_jax.store import (
     DynamicLibrary,
     Served,
     StaticLibrary,
+    StoreItem,
     chunk_id,
     encoder_id,
     load_snapshot,
@@ -27,7 +28,7 @@ from kvpatch_jax.store import (
     seal,
 )
 from kvpatch_jax.store.__main__ import main
-from kvpatch_jax.store.checkpoint import StoreItem, export_arrays, load_arrays, save_arrays
+from kvpatch_jax.store.checkpoint import export_arrays, load_arrays, save_arrays
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
@@ -117,7 +118,7 @@ def test_everything_that_is_made_is_its_owners_alone(tmp_path: Path):
         assert store.get("damaged", BACKBONE) is None
         assert any((root / "quarantine").glob("*.reason"))
         export_arrays(store, tmp_path / "export")
-        ocp.save_checkpointables(tmp_path / "step", {"chunk_store": StoreItem(store)})
+        ocp.save_checkpointables(str(tmp_path / "step"), {"chunk_store": StoreItem(store)})
         save_arrays(tmp_path / "arrays", [chunk_of()], [patch_of(chunk_of())])
         store.delete_tenant()
         store.put(chunk_of())
