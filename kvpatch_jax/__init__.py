@@ -8,6 +8,7 @@ from .backbone import Tokens as Tokens
 from .backbone import make_chunk as make_chunk
 from .backbone import moved as moved
 from .chunk import Chunk as Chunk
+from .content import Text as Text
 from .engines import from_latent_rows as from_latent_rows
 from .engines import from_paged_attention as from_paged_attention
 from .engines import from_ragged_paged_attention as from_ragged_paged_attention

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from .chunk import Chunk
+from .content import items_of, one_form
 from .layout import KVLayout
 
 KV = Mapping[str, Array]
@@ -136,19 +137,25 @@ class Backbone(Protocol):
         ...
 
 
-def make_chunk(backbone: Backbone, items: Sequence[Any], id: str) -> Chunk:
+def make_chunk(backbone: Backbone, items: Sequence[Any], id: str | None = None) -> Chunk:
     """Prefill one unit alone and keep its KV position-free: the canonical.
 
     Args:
       items: texts and images as `backbone.prepare` takes them; an image brings its start and end tokens along.
-      id: the chunk's name, which patches are stamped with.
+      id: the chunk's name, which patches are stamped with; None: `store.chunk_id` of the items, as libraries and the
+        linker name the same content.
 
     Returns:
-      A Chunk of one unpadded row; its span is one more than its largest local position.
+      A Chunk of one unpadded row, whose content is the items' digest; its span is one more than its largest local
+      position.
 
     Raises:
       ImageError, InputError: as `prepare`. NotFiniteError: the forward gave NaN or infinity.
     """
+    from .store.ids import chunk_id  # which itself stands on chunks
+
+    items = [one_form(item) for item in items_of(items, "make_chunk")]
+    content = chunk_id(backbone.fingerprint, *items)
     tokens = backbone.embed(**backbone.prepare(items))
     local = np.asarray(tokens.positions)[0]
     return Chunk(
@@ -156,9 +163,10 @@ def make_chunk(backbone: Backbone, items: Sequence[Any], id: str) -> Chunk:
         local=local,
         span=int(local.max()) + 1,
         length=len(local),
-        id=id,
+        id=content if id is None else id,
         layout=backbone.layout,
         backbone=backbone.fingerprint,
+        content=content,
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Num
 
 from .checksum import examine
+from .content import fingerprint_of
 from .errors import InputError, NotFiniteError, PositionError, ShapeError
 from .layout import KVLayout, check_positions
 
@@ -47,7 +48,7 @@ class Chunk:
 
     Raises:
       LayoutError, ShapeError, DtypeError: kv does not fit the layout. PositionError: local or span out of range.
-      NotFiniteError: NaN or infinity in kv. InputError: length out of range, an empty id or an empty content.
+      NotFiniteError: NaN or infinity in kv. InputError: length out of range, an empty id or content, or no fingerprint.
     """
 
     kv: Mapping[str, Float[AnyArray, "L T _ _"]]
@@ -68,6 +69,7 @@ class Chunk:
             raise ShapeError(f"chunk {self.id!r}: kv of shape {shape}; expected [L, T, K, H]")
         if not self.id:
             raise InputError(f"chunk: id {self.id!r}; expected a name")
+        fingerprint_of(self.backbone, f"chunk {self.id!r}")
         if not 1 <= self.length <= shape[1]:
             raise InputError(f"chunk {self.id!r}: length {self.length}; expected 1 to {shape[1]}")
         axes = self.layout.rope.axes

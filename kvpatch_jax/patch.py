@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Key
 
 from . import ops
 from .chunk import AnyArray, Chunk, check_finite, content_of
+from .content import names_of
 from .errors import InputError, PatchMismatchError, RankError, ShapeError
 from .layout import KVLayout, Start, as_start, check_positions, one_start, to_engine
 from .ops import ChannelFactors, FormPlan, Heads, PatchFrame, is_low_rank, value_of
@@ -195,7 +196,7 @@ def _stamp(layout: KVLayout, chunk: Chunk, base: Base, antecedent: Sequence[str]
     return Stamp(
         chunk=chunk.id,
         base=base,
-        antecedent=tuple(antecedent),
+        antecedent=names_of(antecedent, "antecedent"),
         backbone=chunk.backbone,
         layout=layout,
         content=content_of(chunk),
@@ -236,6 +237,8 @@ def apply_patch(
       start.
     """
     check_layout(layout, chunk)
+    antecedent = names_of(antecedent, "antecedent")
+    base_antecedent = names_of(base_antecedent, "base_antecedent")
     place = one_start(layout.rope, start, "apply_patch")
     check_positions(layout.rope, chunk.local, place)
     if base is not None:
@@ -297,7 +300,7 @@ def accumulate(
     """
     check_layout(chunk.layout, chunk)
     _check_conditioned(chunk.layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
-    members = None if antecedent is None else tuple(sorted(antecedent))
+    members = None if antecedent is None else tuple(sorted(names_of(antecedent, "antecedent")))
     if acc is None:
         total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in chunk.kv.items()}
         acc = Accumulated(total, 0, chunk, members)
@@ -338,7 +341,7 @@ def orbit_patch(
     Raises:
       RankError: as in `form_patch`. PatchMismatchError: another set than was accumulated. InputError: no set known.
     """
-    members = None if antecedent is None else tuple(sorted(antecedent))
+    members = None if antecedent is None else tuple(sorted(names_of(antecedent, "antecedent")))
     if members is not None and acc.antecedent is not None and members != acc.antecedent:
         raise PatchMismatchError(f"orbit_patch: antecedent {members}; expected {acc.antecedent}")
     members = acc.antecedent if members is None else members
@@ -377,7 +380,9 @@ def removal_patch(
     _check_conditioned(layout, target, chunk, f"target KV of chunk {chunk.id!r}")
     _check_conditioned(layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
     delta = ops.deficit(_arrays(target), _arrays(conditioned), jnp.int32(chunk.length))
-    stamp = _stamp(layout, chunk, "conditioned", antecedent, base_antecedent=tuple(base_antecedent))
+    stamp = _stamp(
+        layout, chunk, "conditioned", antecedent, base_antecedent=names_of(base_antecedent, "base_antecedent")
+    )
     return _from_delta(layout, delta, chunk, rank, stamp, method, key, dtype)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from .checksum import examine
 from .chunk import Chunk
+from .content import names_of
 from .errors import InputError, LayoutError, PatchMismatchError, ShapeError, StalePatchError
 from .layout import KVLayout
 from .ops import ChannelFactors, Heads, Leaf, PatchFrame, Quantised, is_low_rank
@@ -40,6 +41,9 @@ class Stamp:
       corrects: of a correction, the digest of the patch that it corrects (`patch_digest`); else None.
       asked: (channel, rank) where a larger rank was asked for than the chunk's tokens or features allow, which is then
         what the patch has (or it is dense, where that is smaller); None where no rank was.
+
+    Raises:
+      InputError: a bare str in place of several ids.
     """
 
     chunk: str
@@ -58,6 +62,10 @@ class Stamp:
     local: str | None = None
     corrects: str | None = None
     asked: tuple[tuple[str, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        names_of(self.antecedent, "antecedent")
+        names_of(self.base_antecedent or (), "base_antecedent")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -285,7 +293,8 @@ def check_stamp(
 
     `base_antecedent` is None where the patch would be added to the canonical. `allow_stale` overrides `antecedent`.
     """
-    stamp = patch.stamp
+    stamp, antecedent = patch.stamp, names_of(antecedent, "antecedent")
+    base_antecedent = None if base_antecedent is None else names_of(base_antecedent, "base_antecedent")
     check_chunk(stamp, layout, chunk, "canonical" if base_antecedent is None else "conditioned")
     if stamp.frame == "engine":
         found = tuple(int(number) for number in np.asarray(start).ravel())

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import os
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from einops import repeat
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from kvpatch_jax.errors import ConfigError, ImageError
+from kvpatch_jax.images import ImageSource, decoded, over_white
 
 CONFIG_FILE = "preprocessor_config.json"
 MAX_ASPECT_RATIO = 200
-ImageSource = Any  # a path, a PIL image, or uint8 [H, W], [H, W, 1 | 3 | 4]
 
 _COUNTS = ("patch_size", "merge_size", "temporal_patch_size", "resample")
 _SWITCHES = ("do_resize", "do_rescale", "do_normalize")
@@ -218,79 +217,13 @@ def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H
     """One image as uint8 RGB [H, W, 3]; transparency is laid over white. `name` is what errors call it.
 
     Raises:
-      ImageError: a file that is not there, is not an image or is cut short; an array of another kind; an empty image.
+      ImageError: as `kvpatch_jax.images.decoded`.
     """
-    if isinstance(source, np.ndarray):
-        image = _array_to_rgb(source, name)
-    elif isinstance(source, str | os.PathLike):
-        image = _read_file(Path(source), name)
-    else:
-        image = _pil_to_rgb(source, name)
-    if image.size == 0:
-        raise ImageError(f"{name} is empty: {image.shape[0]}×{image.shape[1]} pixels")
-    return image
+    return over_white(decoded(source, name))
 
 
 def _name(source: ImageSource, number: int) -> str:
     return os.fspath(source) if isinstance(source, str | os.PathLike) else f"image {number}"
-
-
-def _read_file(path: Path, name: str) -> np.ndarray:
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as image:
-            image.load()
-            turned = ImageOps.exif_transpose(image)
-    except FileNotFoundError as error:
-        raise ImageError(f"{name} is not there; expected an image file") from error
-    except Image.UnidentifiedImageError as error:
-        raise ImageError(f"{name} is not an image file that Pillow knows") from error
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
-        raise ImageError(f"{name} is damaged or cut short: {error}") from error
-    return _pil_to_rgb(turned, name)
-
-
-def _pil_to_rgb(source: Any, name: str) -> np.ndarray:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImageError(f"{name} is a {type(source).__name__}; images other than arrays need Pillow") from error
-    if not isinstance(source, Image.Image):
-        raise ImageError(f"{name} is a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
-    if 0 in source.size:
-        raise ImageError(f"{name} is empty: {source.height}×{source.width} pixels")
-    if source.mode.startswith(("I", "F")):
-        raise ImageError(
-            f"{name} has mode {source.mode}, more than 8 bits a value; Pillow would clip it: rescale it first"
-        )
-    try:
-        return _flatten(source)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ImageError(f"{name} (mode {source.mode}) cannot be read as RGB: {error}") from error
-
-
-def _flatten(image: Any) -> np.ndarray:
-    """A PIL image as RGB [H, W, 3], transparency over white."""
-    from PIL import Image
-
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image.convert("RGBA"))
-    return np.array(image.convert("RGB"))
-
-
-def _array_to_rgb(array: np.ndarray, name: str) -> np.ndarray:
-    if array.ndim == 2:
-        array = array[..., None]
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
-        wanted = "expected uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]; normalised values go through patchify"
-        raise ImageError(f"{name} is {array.dtype} {list(array.shape)}; {wanted}")
-    if array.shape[-1] == 4 and array.size:
-        from PIL import Image
-
-        return _flatten(Image.fromarray(array, "RGBA"))
-    return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array[..., :3]
 
 
 def _resize(image: np.ndarray, config: ImageConfig, name: str) -> np.ndarray:

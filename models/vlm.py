@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import KV, Output, Step, Tokens
+from kvpatch_jax.content import items_of, sort_of
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
 from kvpatch_jax.layout import KVLayout, to_engine
 from kvpatch_jax.rope import check_positions
@@ -121,8 +122,8 @@ class ModelBackbone:
         Args:
           items: each a text (needs the directory's tokenizer, whose own start and end tokens then stand around the
             whole prompt), a sequence of token ids, or an image: a path
-            (`pathlib.Path`), a PIL image, or a uint8 array [H,W] or [H,W,C]. An image stands between its start and end
-            tokens.
+            (`pathlib.Path`), a PIL image, a uint8 array [H,W] or [H,W,C], or an encoded file's bytes. An image stands
+            between its start and end tokens. A str that names a file is refused: `kvpatch_jax.Text` makes it text.
           second_per_grid_ts: Qwen2.5-VL: seconds per temporal patch of each video; `embed` takes it too.
 
         Returns:
@@ -132,7 +133,9 @@ class ModelBackbone:
         Raises:
           ImageError: an image that cannot be read. InputError: an item of another kind, or text without a tokenizer.
         """
-        images = [item for item in items if _is_image(item)]
+        items = items_of(items, "prompt")
+        sorts = [sort_of(item) for item in items]
+        images = [item for item, sort in zip(items, sorts, strict=True) if sort == "image"]
         arrays = self._process(images) if images else {}
         if second_per_grid_ts is not None:
             if not hasattr(self.config, "tokens_per_second"):
@@ -141,9 +144,9 @@ class ModelBackbone:
             arrays |= {"second_per_grid_ts": np.asarray(second_per_grid_ts, np.float32)}
         numbers = itertools.count()
         ids: list[int] = []
-        for item in items:
-            ids += self._image_ids(arrays, next(numbers)) if _is_image(item) else self._text_ids(item)
-        if any(isinstance(item, str) for item in items):
+        for item, sort in zip(items, sorts, strict=True):
+            ids += self._image_ids(arrays, next(numbers)) if sort == "image" else self._text_ids(item)
+        if "text" in sorts:
             before, after = self._own_special_tokens()
             ids = [*before, *ids, *after]
         return self._prompt(ids, arrays)
@@ -204,9 +207,7 @@ class ModelBackbone:
                     f"text {item[:40]!r}: this backbone has no {TOKENIZER_FILE}; expected token ids instead"
                 )
             return list(self.tokenizer.encode(item, add_special_tokens=False).ids)
-        if isinstance(item, list | tuple) and all(isinstance(token, int | np.integer) for token in item):
-            return [int(token) for token in item]
-        raise InputError(f"prompt item of type {type(item).__name__}; expected text, token ids or an image")
+        return [int(token) for token in item]
 
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
         """Token ids as text."""
@@ -521,11 +522,6 @@ def _tokenizer(root: Path) -> Any:
         return Tokenizer.from_file(str(path))
     except Exception as error:
         raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
-
-
-def _is_image(item: Any) -> bool:
-    """A path, an array, or a PIL image (told by its `getbands`, so that Pillow need not be there)."""
-    return isinstance(item, os.PathLike | np.ndarray) or hasattr(item, "getbands")
 
 
 def _causal(B: int, T: int, size: int) -> Array:

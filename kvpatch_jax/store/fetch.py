@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..chunk import AnyArray, Chunk
+from ..content import fingerprint_of
 from ..errors import FetchError, InputError, StoreClosedError, StoreError
 from .ids import Encoding
 from .placement import Placement, place_chunk, placement_key
@@ -44,6 +45,9 @@ class Request:
     item: Any = dataclasses.field(default=None, compare=False, repr=False)
     expires: float | None = dataclasses.field(default=None, compare=False)
     shared: ChunkStore | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        fingerprint_of(self.backbone, "request")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

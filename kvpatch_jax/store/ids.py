@@ -5,10 +5,12 @@ same bytes. A name is a digest keyed by the tenant: who does not hold the key ca
 whether two tenants hold the same thing.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -16,11 +18,13 @@ from typing import Literal
 import jax
 import numpy as np
 
-from ..errors import InputError
+from ..content import check_text, fingerprint_of, names_of
+from ..errors import ImageError, InputError
+from ..images import ImageSource, decoded, is_encoded, is_pixels
 from ..ops import PatchFrame
 from ..stamp import Base, Patch, Stamp
 
-Content = np.ndarray | jax.Array | str | bytes | Sequence[int]
+Content = ImageSource | np.ndarray | jax.Array | str | bytes | Sequence[int]
 Encoding = Literal["bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"]
 ENCODINGS: tuple[str, ...] = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 _BYTES = 32
@@ -58,6 +62,22 @@ def encoded(text: str) -> bytes:
         ) from None
 
 
+def _canonical(content: Content) -> Content:
+    """An image in its one form (`images.decoded`), however it is given; other content as it is.
+
+    Bytes that are no image after all, though they begin as one, are bytes.
+    """
+    if isinstance(content, str):
+        check_text(content, "chunk_id")
+        return content
+    if isinstance(content, bytes):
+        with contextlib.suppress(ImageError):
+            return decoded(content) if is_encoded(content) else content
+        return content
+    image = isinstance(content, os.PathLike) or hasattr(content, "getbands") or is_pixels(content)
+    return decoded(content, os.fspath(content) if isinstance(content, os.PathLike) else "image") if image else content
+
+
 def _fields(content: Content) -> list[bytes]:
     if isinstance(content, str):
         return [b"text", encoded(content)]
@@ -82,27 +102,35 @@ def chunk_id(backbone: str, *content: Content) -> str:
 
     Args:
       backbone: the fingerprint (`Backbone.fingerprint`: weights, configuration, preprocessing, rope regime).
-      content: in order, pixels (arrays of any shape), token ids (a list or an integer array) or text. An array's dtype
-        and shape count; a list of token ids counts as int64.
+      content: in order, images, token ids (a list or an integer array), text, or other arrays. An image counts by its
+        pixels (`images.decoded`), so that a path, an encoded file's bytes, a PIL image and an array of the same pixels
+        have one id. Of other arrays dtype and shape count; a list of token ids counts as int64.
 
     Raises:
-      InputError: no content, an empty fingerprint, or an array that holds no numbers.
+      InputError: no content, no fingerprint, a str that names a file (`Text` takes it as text), or an array that holds
+      no numbers. ImageError: an image that cannot be read.
     """
-    if not backbone or not content:
-        raise InputError(
-            f"chunk_id: backbone {backbone!r}, {len(content)} contents; expected a fingerprint and content"
-        )
-    return _digest([b"chunk", encoded(backbone), *(field for part in content for field in _fields(part))])
+    fingerprint_of(backbone, "chunk_id")
+    if not content:
+        raise InputError("chunk_id: no content; expected some")
+    parts = [_canonical(part) for part in content]
+    return _digest([b"chunk", encoded(backbone), *(field for part in parts for field in _fields(part))])
+
+
+def content_digest(content: Content) -> str:
+    """A digest of a content as it stands, whoever reads it: an encoded image counts by its bytes."""
+    return _digest([b"chunk", b"content", *_fields(content)])
 
 
 def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> str:
     """The id of a tower's output: over every array of one prepared request (pixel_values, grids, …), by name.
 
     Raises:
-      InputError: an empty request or fingerprint.
+      InputError: an empty request, or no fingerprint.
     """
-    if not backbone or not request:
-        raise InputError(f"encoder_id: backbone {backbone!r}, {len(request)} arrays; expected a fingerprint and arrays")
+    fingerprint_of(backbone, "encoder_id")
+    if not request:
+        raise InputError("encoder_id: no arrays; expected those of a prepared request")
     fields = [field for name in sorted(request) for field in (encoded(name), *_fields(request[name]))]
     return _digest([b"encoder", encoded(backbone), *fields])
 
@@ -144,6 +172,11 @@ class Served:
     start: tuple[int, ...] | None = None
     content: str | None = dataclasses.field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        fingerprint_of(self.backbone, "served")
+        names_of(self.antecedent, "antecedent")
+        names_of(self.base_antecedent or (), "base_antecedent")
+
 
 @dataclasses.dataclass(frozen=True)
 class Names:
@@ -184,6 +217,9 @@ class Names:
         return self.space.removeprefix("obj/")
 
     def _place(self, backbone: str, chunk: str, rest: str, kind: Literal["kv", "patch", "encoder"]) -> Name:
+        fingerprint_of(backbone, "store")
+        if not isinstance(chunk, str):
+            raise InputError(f"store: id of type {type(chunk).__name__}; expected a str, such as `chunk.id`")
         name = self._name(_BYTES, "chunk", backbone, chunk)
         folder = f"{self.space}/{self._name(16, 'backbone', backbone)}/{name[:2]}"
         return Name(folder, name, f"{name}.{rest}.safetensors", kind)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ..chunk import AnyArray, Chunk
+from ..content import fingerprint_of, names_of
 from ..errors import InputError, LibraryFullError, StoreReadOnlyError
 from .expiry import Seconds, checked_ttl, expires_at
 from .files import NotRegularError, open_regular, try_lock, typed, typed_errors
@@ -25,7 +26,7 @@ from .store import ChunkStore
 
 
 def _reference(name: str, content: Any, chunk: Chunk | None, kind: Kind | None) -> tuple[Reference, Any]:
-    content = None if content is None else as_content(content)
+    content = None if content is None else as_content(content, kind)
     if kind is None:
         kind = "IMAGE" if content is None else kind_of(content)
     return Reference(*check_name(kind, name)), content
@@ -70,7 +71,8 @@ class StaticLibrary:
         """Puts a file under a name, durably when this returns, in place of what had this kind and name.
 
         Args:
-          content: text, an encoded image or other file (bytes), pixels (an array or PIL image), or token ids.
+          content: text, an encoded image or other file (bytes, or its `pathlib.Path`), pixels (an array or PIL image),
+            or token ids. A str that names a file is refused unless `kind` is TEXT.
           chunk: its canonical, where it was computed already; goes into the store. Without content it cannot be
             computed again after it was evicted.
           kind: told from the content by default, IMAGE where there is only a chunk.
@@ -132,7 +134,9 @@ class StaticLibrary:
         Raises:
           StoreReadOnlyError, StoreIOError.
         """
-        own = self._shelf.name(*check_name(kind, name))
+        own, wanted = self._shelf.name(*check_name(kind, name)), names_of(backbones, "library: backbones")
+        for backbone in wanted:
+            fingerprint_of(backbone, "library: backbones")
         with self._shelf.changing():
             self._shelf.purge(own)
             listed = next((entry for entry in self._shelf.listed() if entry.path == own.path), None)
@@ -141,7 +145,7 @@ class StaticLibrary:
             resource = self._shelf.read(own) if backbones else None
             gone = self._shelf.remove(listed)
             if resource is not None and resource.content is not None:
-                for backbone in backbones:
+                for backbone in wanted:
                     self.store.delete(resource.content_id(backbone), backbone)
         return gone
 

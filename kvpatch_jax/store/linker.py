@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, Literal
 
+from ..content import Text, fingerprint_of
 from ..errors import UnknownReferenceError
 from .fetch import Request
 from .libraries import DynamicLibrary, StaticLibrary
@@ -67,7 +68,7 @@ class Linked:
     @property
     def items(self) -> list[Any]:
         """What `Backbone.prepare` takes: the prompt with every content in its place, to prefill it as one."""
-        return [segment if isinstance(segment, str) else segment.resource.item for segment in self.segments]
+        return [Text(segment) if isinstance(segment, str) else segment.resource.item for segment in self.segments]
 
     def close(self) -> None:
         """Lets go of versions and pins. Closing twice is allowed."""
@@ -87,10 +88,13 @@ class Linker:
       backbone: the fingerprint of the model that will read the chunks.
       static: the tenant's library, or None.
       dynamic: the operator's, or None.
+
+    Raises:
+      InputError: no fingerprint.
     """
 
     def __init__(self, backbone: str, static: StaticLibrary | None = None, dynamic: DynamicLibrary | None = None):
-        self.backbone, self.static, self.dynamic = backbone, static, dynamic
+        self.backbone, self.static, self.dynamic = fingerprint_of(backbone, "linker"), static, dynamic
 
     def link(self, prompt: str) -> Linked:
         """A prompt as texts and chunks, in order. See `references` for what a reference looks like, and for escaping.

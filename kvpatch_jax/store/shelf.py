@@ -7,23 +7,25 @@ library holds its lock, among threads and processes; readers hold none.
 
 import contextlib
 import dataclasses
-import io
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
 from ..chunk import AnyArray, Chunk
+from ..content import Text, check_text, sort_of
 from ..errors import InputError, NotFiniteError, StoreCorruptError, StoreError
+from ..images import decoded, is_encoded
 from .entries import Entry
 from .files import Identity, locked, make_directories, typed_errors
 from .floor import Floor, Floors, number_of
 from .header import MALFORMED, Header
-from .ids import Name, Names, chunk_id, encoded
+from .ids import Name, Names, chunk_id, content_digest, encoded
 from .objects import Blob
 from .quarantine import purge
 from .references import Kind, Reference, check_name
@@ -34,7 +36,6 @@ Content = str | bytes | np.ndarray | list[int] | tuple[int, ...]
 
 _MOST_VERSIONS = 10**9  # what a reference can be written for
 _NOTHING = np.zeros(1, np.uint8)  # an object has at least one byte
-_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,45 +98,50 @@ class Resource:
         """`chunk_id` of its content. Raises InputError where there is none."""
         if self.content is None:
             raise InputError(f"{self.reference}: put without content; expected some")
-        return chunk_id(backbone, list(self.content) if isinstance(self.content, tuple) else self.content)
+        return chunk_id(backbone, self.item)
 
     @property
     def item(self) -> Any:
-        """The content as `Backbone.prepare` takes it: an encoded image opened (by Pillow), token ids as a list."""
+        """The content as `Backbone.prepare` takes it: an encoded image as its pixels, token ids as a list, a `Text`."""
         if self.reference.kind == "TOKENS" and self.content is not None:
             return [int(token) for token in self.content]
         if isinstance(self.content, bytes) and self.reference.kind == "IMAGE":
-            from PIL import Image
-
-            return Image.open(io.BytesIO(self.content))
-        return self.content
+            return decoded(self.content, str(self.reference))
+        return Text(self.content) if isinstance(self.content, str) else self.content
 
 
-def as_content(content: Any) -> Content:
-    """A content in one of the forms that are kept: PIL images and jax arrays as NumPy arrays.
+def as_content(content: Any, kind: Kind | None = None) -> Content:
+    """A content in one of the forms that are kept: PIL images and jax arrays as NumPy arrays, a path's file as bytes.
 
     Raises:
-      InputError: content of another type.
+      InputError: content of another type, a str that names a file (unless `kind` is TEXT), or a file that cannot be
+      read.
     """
     if hasattr(content, "getbands"):
-        return np.asarray(content.convert("RGB"))
+        return decoded(content)
     if isinstance(content, jax.Array):
         return np.asarray(content)
+    if isinstance(content, os.PathLike):
+        try:
+            return Path(content).read_bytes()
+        except OSError as error:
+            raise InputError(f"library: {os.fspath(content)!r} cannot be read ({error}); expected a file") from error
+    if isinstance(content, str):
+        if kind != "TEXT":
+            check_text(content, "library")
+        return str(content)  # a `Text` too
     ids = isinstance(content, list | tuple) and bool(content) and all(type(token) is int for token in content)
-    if ids or isinstance(content, str | bytes | np.ndarray):
+    if ids or isinstance(content, bytes | np.ndarray):
         return content
     raise InputError(f"library: content of type {type(content).__name__}; expected text, bytes, an array or token ids")
 
 
 def kind_of(content: Content) -> Kind:
     """The kind of a content where none is given."""
-    if isinstance(content, str):
-        return "TEXT"
-    if isinstance(content, bytes):
-        return "IMAGE" if content.startswith(_MAGIC) else "FILE"
-    if isinstance(content, np.ndarray) and not (content.ndim == 1 and content.dtype.kind in "iu"):
-        return "IMAGE"
-    return "TOKENS"
+    if isinstance(content, bytes) and not is_encoded(content):
+        return "FILE"
+    word = sort_of(Text(content) if isinstance(content, str) else content, "library")
+    return cast(Kind, word.upper())
 
 
 def check_kind(reference: Reference, content: Content) -> None:
@@ -174,7 +180,7 @@ def entry_blob(
         "name": reference.name,
         "version": reference.version,
         "content": word,
-        "digest": "" if content is None else chunk_id("content", content),
+        "digest": "" if content is None else content_digest(content),
         "chunk": None if chunk is None else [chunk.backbone, chunk.id, chunk.nbytes],
         "metadata": _plain(reference, metadata),
         "withdrawn": False,

@@ -1,0 +1,284 @@
+"""Images, texts and token ids are told apart everywhere, images have one form, and bare strings are no sequences."""
+
+import io
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operator_cases import chunk_of, conditioned_of
+from PIL import Image
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import ImageError, InputError
+from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, Request, Served, StaticLibrary, chunk_id, encoder_id
+from models import load
+
+RGB = np.random.default_rng(3).integers(0, 256, (24, 40, 3), np.uint8)
+ALPHA = np.concatenate([RGB, np.random.default_rng(4).integers(0, 255, (24, 40, 1), np.uint8)], axis=2)
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return load(Path(__file__).parents[2] / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
+
+
+@pytest.fixture
+def shot(tmp_path: Path) -> Path:
+    """A file of the pixels RGB."""
+    Image.fromarray(RGB).save(tmp_path / "shot.png")
+    return tmp_path / "shot.png"
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with ChunkStore(tmp_path / "store") as store:
+        yield store
+
+
+def page() -> np.ndarray:
+    """An image that the small backbone takes."""
+    return np.random.default_rng(5).integers(0, 256, (32, 48, 3), np.uint8)
+
+
+# -------------------------------------------------------------------------------------------- a str that names a file
+
+
+def test_a_str_that_names_a_file_is_refused_wherever_text_goes(backbone, store, shot, monkeypatch, unchecked: None):
+    """By a whole path and by a bare name in the working directory; the message says how to pass either."""
+    library, dynamic = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
+    monkeypatch.chdir(shot.parent)
+    for name in (str(shot), "shot.png"):
+        for call in (
+            lambda name=name: backbone.prepare([name]),
+            lambda name=name: backbone.prepare([[1, 2], name]),
+            lambda name=name: kvp.make_chunk(backbone, [name], "page"),
+            lambda name=name: library.put("x", name),
+            lambda name=name: dynamic.publish("x", name),
+            lambda name=name: chunk_id("model", name),
+        ):
+            with pytest.raises(InputError, match=r"shot\.png.*pathlib\.Path\(.*kvpatch_jax\.Text\("):
+                call()
+    assert library.entries() == dynamic.entries() == []
+
+
+def test_a_str_that_names_no_file_is_text_however_odd(shot):
+    for text in ("no such file.png", "a" * 5000, "nul\0inside", "", ".", str(shot.parent), "lone \ud800"[:4]):
+        assert len(chunk_id("model", text)) == 64
+
+
+def test_the_name_of_a_file_can_still_be_text(backbone, store, shot, monkeypatch):
+    monkeypatch.chdir(shot.parent)
+    (shot.parent / "r0").write_text("")  # a word of the small backbone's vocabulary
+    (shot.parent / "x y").write_text("")
+    with pytest.raises(InputError, match="Text"):
+        backbone.prepare(["r0"])
+    prompt = backbone.prepare([kvp.Text("r0")])
+    (shot.parent / "r0").unlink()
+    assert np.array_equal(prompt["input_ids"], backbone.prepare(["r0"])["input_ids"])
+    library = StaticLibrary(store, quota=1 << 20)
+    for reference in (library.put("a", "x y", kind="TEXT"), library.put("b", kvp.Text("x y"))):
+        resource = library.get(reference.kind, reference.name)
+        assert resource is not None
+        assert (reference.kind, resource.content) == ("TEXT", "x y")
+        assert resource.chunk_id("model") == chunk_id("model", kvp.Text("x y"))
+
+
+def test_a_prompt_with_references_is_text_whatever_files_there_are(backbone, store, shot, monkeypatch):
+    """A user's prompt is no path: what a linked prompt says as text goes to `prepare` as text."""
+    monkeypatch.chdir(shot.parent)
+    (shot.parent / "r0").write_text("")
+    library = StaticLibrary(store, quota=1 << 20)
+    library.put("X", [1, 2])
+    with Linker(backbone.fingerprint, library).link("r0") as linked:
+        assert linked.items == ["r0"]
+        assert backbone.prepare(linked.items)["input_ids"].shape == (1, 1)
+
+
+def test_a_path_is_an_image_in_every_place(backbone, store, tmp_path):
+    Image.fromarray(page()).save(tmp_path / "page.png")
+    path, library = tmp_path / "page.png", StaticLibrary(store, quota=1 << 20)
+    by_path, by_pixels = (backbone.prepare([item]) for item in (path, page()))
+    assert all(np.array_equal(by_path[name], by_pixels[name]) for name in by_pixels)
+    reference = library.put("PAGE", path)
+    assert reference.kind == "IMAGE"
+    resource = library.get("IMAGE", "PAGE")
+    assert resource is not None
+    assert resource.content == path.read_bytes()
+    assert np.array_equal(resource.item, page())
+    with pytest.raises(InputError, match=r"gone\.png"):
+        library.put("GONE", tmp_path / "gone.png")
+
+
+def test_token_ids_are_tokens_as_a_list_and_as_a_vector(backbone, unchecked: None):
+    ids = [[5, 9, 12], (5, 9, 12), np.array([5, 9, 12]), jnp.array([5, 9, 12])]
+    prompts = [backbone.prepare([each])["input_ids"].tolist() for each in ids]
+    assert prompts == [[[5, 9, 12]]] * 4
+    for item in (5, 1.5, None, {"image": "page.png"}, b"no image", [1.5], [True]):
+        with pytest.raises(InputError, match="expected text, a list of token ids, or an image"):
+            backbone.prepare([item])
+
+
+# ------------------------------------------------------------------------------------------------- one form of images
+
+
+def encoded(image: Image.Image, form: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, form)
+    return file.getvalue()
+
+
+def test_an_image_has_one_id_however_it_is_given(shot):
+    image = Image.fromarray(RGB)
+    ways = [RGB, jnp.asarray(RGB), image, shot, shot.read_bytes(), encoded(image, "TIFF"), image.convert("RGBA")]
+    ways += [np.dstack([RGB, np.full(RGB.shape[:2], 255, np.uint8)]), RGB.copy(order="F"), Image.open(shot)]
+    assert {chunk_id("model", way) for way in ways} == {chunk_id("model", RGB)}
+    grey = RGB[..., 0]
+    ways = [grey, grey[..., None], Image.fromarray(grey), np.dstack([grey] * 3), encoded(Image.fromarray(grey))]
+    assert len({chunk_id("model", way) for way in ways}) == 1
+    colours = Image.fromarray(RGB).quantize(16)
+    ways = [colours, colours.convert("RGB"), encoded(colours), np.array(colours.convert("RGB"))]
+    assert len({chunk_id("model", way) for way in ways}) == 1
+
+
+def test_other_pixels_have_another_id():
+    other = RGB.copy()
+    other[3, 7, 1] ^= 1
+    seen_through = Image.fromarray(ALPHA, "RGBA")
+    ids = [chunk_id("model", image) for image in (RGB, other, RGB[:, :, ::-1].copy(), RGB.transpose(1, 0, 2), ALPHA)]
+    assert len(set(ids)) == len(ids)
+    assert chunk_id("model", seen_through) == chunk_id("model", ALPHA) == chunk_id("model", encoded(seen_through))
+
+
+def test_a_turned_file_is_the_image_as_it_is_shown(tmp_path):
+    image, exif = Image.fromarray(RGB), Image.Exif()
+    exif[0x0112] = 6  # to be shown turned by a quarter
+    image.save(tmp_path / "turned.png", exif=exif)
+    path = tmp_path / "turned.png"
+    assert chunk_id("model", path) == chunk_id("model", path.read_bytes()) == chunk_id("model", np.rot90(RGB, -1))
+
+
+def test_bytes_that_only_begin_as_an_image_are_bytes():
+    for content in (b"BM", b"BMW is a car", b"\x89PNG", encoded(Image.fromarray(RGB))[:100]):
+        assert len(chunk_id("model", content)) == 64
+
+
+def test_an_image_that_cannot_be_read_has_no_id(tmp_path):
+    for image in (tmp_path / "gone.png", Image.fromarray(np.zeros((4, 4), np.uint16))):
+        with pytest.raises(ImageError, match="expected|rescale"):
+            chunk_id("model", image)
+
+
+def test_ids_come_from_the_content_by_default(backbone, tmp_path):
+    """As a library and the linker name it, so that what was computed by hand is found by its reference."""
+    Image.fromarray(page()).save(tmp_path / "page.png")
+    first = kvp.make_chunk(backbone, [tmp_path / "page.png"])
+    assert first.id == kvp.make_chunk(backbone, [page()]).id == kvp.make_chunk(backbone, [Image.fromarray(page())]).id
+    assert first.id == chunk_id(backbone.fingerprint, page())
+    assert first.id != kvp.make_chunk(backbone, [page()[::-1].copy()]).id
+    assert kvp.make_chunk(backbone, ["r0"]).id == chunk_id(backbone.fingerprint, "r0")
+    assert kvp.make_chunk(backbone, ["r0", [13]]).id == chunk_id(backbone.fingerprint, "r0", [13])
+    assert kvp.make_chunk(backbone, [page()], id="page").id == "page"
+
+
+def test_what_was_computed_by_hand_is_found_by_every_reference(backbone, store, tmp_path):
+    """Put as a file, as its bytes, as a PIL image and as pixels: each reference leads to the one chunk."""
+    Image.fromarray(page()).save(tmp_path / "page.png")
+    store.put(kvp.make_chunk(backbone, [tmp_path / "page.png"]))
+    library, path = StaticLibrary(store, quota=1 << 20), tmp_path / "page.png"
+    ways = {
+        "PATH": path,
+        "BYTES": path.read_bytes(),
+        "PIL": Image.open(path),
+        "PIXELS": page(),
+        "JAX": jnp.asarray(page()),
+    }
+    for name, content in ways.items():
+        library.put(name, content)
+    with Linker(backbone.fingerprint, library).link(" ".join(f"IMAGE#{name}" for name in ways)) as linked:
+        for segment in linked.chunks:
+            assert store.get(segment.id, segment.backbone) is not None, segment.reference.name
+
+
+# --------------------------------------------------------------------------------------- bare strings and single items
+
+
+def test_a_single_item_is_no_sequence_of_items(backbone, unchecked: None):
+    for items in (
+        "a b c",
+        kvp.Text("a b c"),
+        page(),
+        jnp.asarray(page()),
+        Path("page.png"),
+        Image.fromarray(page()),
+        7,
+    ):
+        for call in (
+            lambda items=items: backbone.prepare(items),
+            lambda items=items: kvp.make_chunk(backbone, items, "x"),
+        ):
+            with pytest.raises(InputError, match="expected a sequence of items"):
+                call()
+    with pytest.raises(InputError, match="expected at least one"):
+        backbone.prepare([])
+    assert backbone.prepare(item for item in [[1], [2]])["input_ids"].tolist() == [[1, 2]]
+
+
+def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
+    chunk = chunk_of("gqa")
+    conditioned = conditioned_of(chunk)
+    patch = kvp.form_patch(chunk.layout, conditioned, chunk, 4, ["a", "b", "c"])
+    layout = chunk.layout
+    sum_ = kvp.accumulate(None, conditioned, chunk)
+    for call in (
+        lambda given: kvp.form_patch(layout, conditioned, chunk, 4, given),
+        lambda given: kvp.apply_patch(layout, chunk, patch, 0, given),
+        lambda given: kvp.apply_patch(layout, chunk, None, 0, given),
+        lambda given: kvp.apply_patch(layout, chunk, patch, 0, given, allow_stale=True),
+        lambda given: kvp.apply_patch(layout, chunk, patch, 0, ["a"], base=chunk.kv, base_antecedent=given),
+        lambda given: kvp.accumulate(None, conditioned, chunk, given),
+        lambda given: kvp.orbit_patch(sum_, 4, given),
+        lambda given: kvp.removal_patch(layout, conditioned, chunk.kv, chunk, 4, given, ["a"]),
+        lambda given: kvp.removal_patch(layout, conditioned, chunk.kv, chunk, 4, ["a"], given),
+        lambda given: kvp.correction_patch(layout, patch, conditioned, chunk, 4, given),
+        lambda given: kvp.Stamp("B", "canonical", given, "tiny", layout, (0,)),
+        lambda given: kvp.Stamp("B", "conditioned", ("a",), "tiny", layout, (0,), base_antecedent=given),
+        lambda given: Served("B", "tiny", given),
+    ):
+        for given in ("abc", [chunk], [1], 3):
+            with pytest.raises(InputError, match="antecedent.*expected"):
+                call(given)
+    assert kvp.apply_patch(layout, chunk, patch, 0, iter(["a", "b", "c"]))  # any sequence of names will do
+
+
+def test_a_bare_backbone_is_refused_where_a_library_wants_several(store, unchecked: None):
+    library = StaticLibrary(store, quota=1 << 20)
+    library.put("X", [1, 2])
+    with pytest.raises(InputError, match="backbones.*expected a sequence"):
+        library.delete("TOKENS", "X", backbones="tiny")
+    assert library.get("TOKENS", "X") is not None
+
+
+# ----------------------------------------------------------------------------------------------------- fingerprints
+
+
+def test_a_backbone_in_place_of_its_fingerprint_is_told(backbone, store, unchecked: None):
+    chunk = chunk_of("gqa")
+    fields = {name: getattr(chunk, name) for name in ("kv", "local", "span", "length", "id", "layout")}
+    for call in (
+        lambda given: chunk_id(given, RGB),
+        lambda given: encoder_id(given, {"pixel_values": RGB}),
+        lambda given: store.get("page", given),
+        lambda given: store.contains("page", given),
+        lambda given: store.stream("page", given),
+        lambda given: store.delete("page", given),
+        lambda given: store.put_encoder("page", given, np.ones((2, 3), np.float32)),
+        lambda given: store.get_patches(Served("page", given, ())),
+        lambda given: Request("page", given),
+        lambda given: Linker(given),
+        lambda given: kvp.Chunk(**fields, backbone=given),
+        lambda given: StaticLibrary(store, quota=1 << 20).delete("TEXT", "x", backbones=[given]),
+    ):
+        for given in (backbone, ""):
+            with pytest.raises(InputError, match=r"expected.*(fingerprint|str)"):
+                call(given)
