@@ -5,6 +5,7 @@ from . import errors as errors
 from . import ops as ops
 from .backbone import Backbone as Backbone
 from .backbone import Tokens as Tokens
+from .backbone import joined as joined
 from .backbone import make_chunk as make_chunk
 from .backbone import moved as moved
 from .chunk import Chunk as Chunk

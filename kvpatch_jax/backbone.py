@@ -8,12 +8,17 @@ the engine frame, as an ordinary attention kernel reads it.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from .chunk import Chunk
+from .chunk import AnyArray, Chunk
 from .content import items_of, one_form
-from .layout import KVLayout
+from .errors import InputError, LayoutError, PositionError, ShapeError
+from .frames import EngineKV, expect_frame
+from .layout import KVLayout, Start
 
 KV = Mapping[str, Array]
 
@@ -22,12 +27,13 @@ class Tokens(NamedTuple):
     """A prompt, or part of one, ready for the decoder.
 
     embeddings [B,T,D]: token embeddings with image features in place (or the residual entering `start_layer`).
-    positions [B,T] or [B,T,A]: absolute positions, integer or fractional, one per axis where the layout has axes.
+    positions [B,T] or [B,T,A]: absolute positions, integer or fractional, one per axis where the layout has axes; best
+      kept on the host (NumPy), where looking at them costs nothing.
     deepstack [B,T,n,D] or None: what is added to the residual that leaves layers 0 … n-1 (Qwen3-VL's image features).
     """
 
     embeddings: Array
-    positions: Array
+    positions: Array | np.ndarray
     deepstack: Array | None = None
 
     def take(self, start: int, stop: int) -> "Tokens":
@@ -92,6 +98,10 @@ class Backbone(Protocol):
           mask: True where a token may look, over [context, tokens]; causal behind the whole context when None.
           start_layer: `tokens.embeddings` is the residual entering this layer.
           hidden_at: layers whose entering residual is returned.
+
+        Raises:
+          FrameError: a context that is known to be in another frame. PositionError: tokens that begin at position 0
+          behind a context (`moved` moves them there). InputError, ShapeError: no tokens, or no batch axis.
         """
         ...
 
@@ -170,6 +180,113 @@ def make_chunk(backbone: Backbone, items: Sequence[Any], id: str | None = None) 
     )
 
 
-def moved(tokens: Tokens, start: int) -> Tokens:
-    """The same tokens with every position moved by `start`: to ask behind cached chunks."""
-    return tokens._replace(positions=tokens.positions + start)
+def moved(tokens: Tokens, start: Start) -> Tokens:
+    """The same tokens with every position moved by `start`: to ask behind cached chunks.
+
+    Args:
+      start: for all rows alike, a scalar or (where the rope has axes) one per axis [A]; or for each row its own, [B]
+        without axes and [B,A] with them.
+
+    Raises:
+      PositionError: a start of another shape, or not an integer.
+    """
+    given = start if isinstance(start, jax.Array) else np.asarray(start)
+    rows, axes = tokens.positions.shape[0], tokens.positions.shape[2:]
+    if not jnp.issubdtype(given.dtype, jnp.integer) or given.shape not in ((), axes, (rows, *axes)):
+        raise PositionError(
+            f"moved: start of dtype {given.dtype} and shape {given.shape}; expected integers, one for all, or of shape "
+            f"{(rows, *axes)}" + (f" or {axes}" if axes else "")
+        )
+    if given.shape == (rows, *axes):
+        given = given[:, None]
+    positions = tokens.positions + given
+    return tokens._replace(positions=positions.astype(tokens.positions.dtype))
+
+
+def check_tokens(tokens: Tokens, what: str) -> None:
+    """Refuses what a forward cannot run over.
+
+    Raises:
+      InputError: no `Tokens`, such as a prompt that was not embedded. ShapeError: tokens without a batch axis.
+    """
+    if not isinstance(tokens, Tokens):
+        found = f"a {type(tokens).__name__}" + (f" of {', '.join(tokens)}" if isinstance(tokens, Mapping) else "")
+        raise InputError(f"{what}: {found}; expected Tokens, which backbone.embed(**backbone.prepare(items)) makes")
+    shape, places = tuple(tokens.embeddings.shape), tuple(tokens.positions.shape)
+    if len(shape) != 3 or places[:2] != shape[:2]:
+        raise ShapeError(f"{what}: embeddings {shape} and positions {places}; expected [B, T, D] and [B, T, …]")
+
+
+def check_cached(layout: KVLayout, tokens: Tokens, kv: KV, what: str) -> None:
+    """Refuses a context or cache that is not engine-frame KV of this layout for these tokens' rows.
+
+    Raises:
+      FrameError: another frame. InputError: no KV at all. LayoutError, DtypeError, ShapeError: another model's KV, or KV
+      without a batch axis.
+    """
+    if not isinstance(kv, Mapping):
+        raise InputError(f"{what}: a {type(kv).__name__}; expected KV, {{channel: [L, B, S, K, H]}}")
+    expect_frame(kv, what, "engine")
+    layout.check(kv, what)
+    for name, value in kv.items():
+        if value.ndim != 5 or value.shape[1] != tokens.embeddings.shape[0]:
+            raise ShapeError(
+                f"{what}[{name!r}]: shape {value.shape}; expected [L, B, S, K, H] with the tokens' batch, B = "
+                f"{tokens.embeddings.shape[0]} (value[:, None] gives one chunk's KV a batch of one)"
+            )
+
+
+def check_behind(tokens: Tokens, context: KV, mask: AnyArray | None, what: str) -> None:
+    """Refuses tokens that were not moved behind their context: a row that begins at position 0 and sees it.
+
+    Positions that the host has (as `embed` and `moved` leave them) are looked at for nothing; those on a device are
+    brought here; traced ones pass. Rows that begin with padding at position 0 pass, and so do rows whose first token
+    the mask keeps from the whole context.
+
+    Raises:
+      PositionError: naming the row.
+    """
+    size = next(iter(context.values())).shape[2]
+    if size == 0 or isinstance(tokens.positions, Tracer):
+        return
+    first = np.asarray(tokens.positions)[:, :2]
+    at_start = (first == 0).all(axis=tuple(range(2, first.ndim)))  # [B, 2] or [B, 1]
+    unmoved = at_start[:, 0] & ~at_start[:, 1:].any(axis=1)
+    if unmoved.any() and mask is not None and not isinstance(mask, Tracer):
+        unmoved &= np.asarray(mask)[:, 0, 0, :size].any(axis=-1)
+    if unmoved.any():
+        raise PositionError(
+            f"{what}: row {int(unmoved.argmax())} begins at position 0 behind a context of {size} tokens; expected "
+            "positions behind it: kvpatch_jax.moved(tokens, start), start being where the context's span ends"
+        )
+
+
+def joined(*parts: KV) -> EngineKV:
+    """Joins chunks in the engine frame, in order, to a context of one row.
+
+    Args:
+      parts: {channel: [L, T, K, H]} each, as `apply_patch` and `to_engine` give them, or [L, B, T, K, H] of one batch.
+
+    Returns:
+      {channel: [L, B, S, K, H]}, B = 1 for parts without a batch axis: what `prefill` and `generate` read behind.
+
+    Raises:
+      InputError: no parts. FrameError: a part in another frame. LayoutError, ShapeError: parts that do not fit.
+    """
+    if not parts or not all(isinstance(part, Mapping) for part in parts):
+        found = [type(part).__name__ for part in parts]
+        raise InputError(f"joined: parts {found}; expected KV in the engine frame, {{channel: [L, T, K, H]}}")
+    for part in parts:
+        expect_frame(part, "joined", "engine")
+        if set(part) != set(parts[0]):
+            raise LayoutError(f"joined: channels {sorted(part)}; expected {sorted(parts[0])}")
+    return EngineKV({name: _joined([part[name] for part in parts], name) for name in parts[0]})
+
+
+def _joined(values: list[AnyArray], name: str) -> Array:
+    with_batch = [value[:, None] if value.ndim == 4 else value for value in values]
+    around = lambda value: (*value.shape[:2], *value.shape[3:])
+    for given, value in zip(values, with_batch, strict=True):
+        if value.ndim != 5 or around(value) != around(with_batch[0]):
+            raise ShapeError(f"joined[{name!r}]: shape {given.shape}; expected to go with {values[0].shape}, but for T")
+    return jnp.concatenate(with_batch, axis=2)

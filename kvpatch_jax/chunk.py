@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Num
 from .checksum import examine
 from .content import fingerprint_of
 from .errors import InputError, NotFiniteError, PositionError, ShapeError
+from .frames import PhaseFreeKV, expect_frame
 from .layout import KVLayout, check_positions
 
 AnyArray = jax.Array | np.ndarray
@@ -47,8 +48,9 @@ class Chunk:
     NumPy arrays that could still be written to are copied; what changes in them later does not change the chunk.
 
     Raises:
-      LayoutError, ShapeError, DtypeError: kv does not fit the layout. PositionError: local or span out of range.
-      NotFiniteError: NaN or infinity in kv. InputError: length out of range, an empty id or content, or no fingerprint.
+      FrameError: kv that was turned. LayoutError, ShapeError, DtypeError: kv does not fit the layout.
+      PositionError: local or span out of range. NotFiniteError: NaN or infinity in kv.
+      InputError: length out of range, an empty id or content, or no fingerprint.
     """
 
     kv: Mapping[str, Float[AnyArray, "L T _ _"]]
@@ -63,6 +65,7 @@ class Chunk:
     content: str | None = None
 
     def __post_init__(self) -> None:
+        expect_frame(self.kv, f"chunk {self.id!r}", "phase_free")
         self.layout.check(self.kv, f"chunk {self.id!r}")
         shape = self.kv[self.layout.names[0]].shape
         if len(shape) != 4:
@@ -87,6 +90,7 @@ class Chunk:
         """Looks at every number once, and takes hold of what could change."""
         for word in ("kv", "local", "encoder", "hidden"):
             object.__setattr__(self, word, _kept(getattr(self, word)))
+        object.__setattr__(self, "kv", PhaseFreeKV(self.kv))
         computed, finite = examine(self.kv, self.length)
         if not finite:
             check_finite(self.kv, f"chunk {self.id!r}")

@@ -34,6 +34,10 @@ class PositionError(KVPatchError):
     """A start, position or span that is out of range, or of a shape that the rope does not take."""
 
 
+class FrameError(KVPatchError):
+    """KV in another frame than expected: phase-free where the engine frame belongs, or the other way round."""
+
+
 class RopeRegimeError(KVPatchError):
     """A rope whose frequencies depend on the sequence length, used outside the one regime it was pinned to."""
 

@@ -15,9 +15,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from .errors import DtypeError, LayoutError, PositionError, ShapeError
+from .frames import EngineKV, LocalKV, PhaseFreeKV, expect_frame
+from .frames import Frame as Frame
 from .rope import Rope, check_positions, relocation_tables, rope_tables, rotate
 
-Frame = Literal["phase_free", "local", "engine"]
 AnyArray = jax.Array | np.ndarray
 KV = Mapping[str, Float[AnyArray, "..."]]
 Positions = Num[AnyArray, "..."]
@@ -220,7 +221,7 @@ def _placed(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool
     return {name: turned[name] if name in turned else jnp.asarray(kv[name]) for name in layout.names}
 
 
-def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> dict[str, Float[Array, "..."]]:
+def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> EngineKV:
     """Phase-free → engine frame: keys turned by R(start + local) and multiplied by the rope's attention scaling.
 
     Args:
@@ -230,27 +231,32 @@ def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> dict[
       start: int32, a scalar or one per axis; traced under jit.
 
     Returns:
-      kv of the same shapes and dtypes; channels without phase are returned as they are.
+      {channel: [L, ..., T, K, H]}, of the same shapes and dtypes; channels without phase are returned as they are.
 
     Raises:
-      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: see their own words.
+      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: see their own words. FrameError: kv that was
+      turned already.
     """
-    return _placed(layout, kv, local, start, False)
+    expect_frame(kv, "to_engine", "phase_free")
+    return EngineKV(_placed(layout, kv, local, start, False))
 
 
-def to_local(layout: KVLayout, kv: KV, local: Positions) -> dict[str, Float[Array, "..."]]:
+def to_local(layout: KVLayout, kv: KV, local: Positions) -> LocalKV:
     """Phase-free → local frame: as `to_engine` at start 0. A query turned by R(−start) reads it as it stands."""
-    return to_engine(layout, kv, local, 0)
+    return LocalKV(to_engine(layout, kv, local, 0))
 
 
-def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) -> dict[str, Float[Array, "..."]]:
-    """Engine frame (or, at start 0, local frame) → phase-free: inverts `to_engine`, attention scaling included."""
-    return _placed(layout, kv, local, start, True)
+def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) -> PhaseFreeKV:
+    """Engine frame (or, at start 0, local frame) → phase-free: inverts `to_engine`, attention scaling included.
+
+    Raises:
+      As `to_engine`. FrameError: kv that is phase-free already.
+    """
+    expect_frame(kv, "to_phase_free", "engine", "local")
+    return PhaseFreeKV(_placed(layout, kv, local, start, True))
 
 
-def relocate(
-    layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start
-) -> dict[str, Float[Array, "..."]]:
+def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start) -> EngineKV:
     """Engine frame at `old` → engine frame at `new`, in one rotation. For caches that we did not make.
 
     Args:
@@ -261,7 +267,11 @@ def relocate(
 
     Returns:
       kv as before; no attention scaling is applied, for the keys carry it already.
+
+    Raises:
+      As `to_engine`. FrameError: kv that is phase-free.
     """
+    expect_frame(kv, "relocate", "engine", "local")
     layout.check(kv)
     rope = layout.rope
     sides = []
@@ -278,4 +288,4 @@ def relocate(
         check_positions(rope, array, np.zeros((), np.int32))
         sides.append(array)
     cos, sin = relocation_tables(rope, sides[0], sides[1])
-    return _turn(layout, kv, cos, sin)
+    return EngineKV(_turn(layout, kv, cos, sin))

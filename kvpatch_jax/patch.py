@@ -17,6 +17,7 @@ from . import ops
 from .chunk import AnyArray, Chunk, check_finite, content_of
 from .content import names_of
 from .errors import InputError, PatchMismatchError, RankError, ShapeError
+from .frames import EngineKV, expect_frame
 from .layout import KVLayout, Start, as_start, check_positions, one_start, to_engine
 from .ops import ChannelFactors, FormPlan, Heads, PatchFrame, is_low_rank, value_of
 from .resize import keep_layers as keep_layers
@@ -35,6 +36,7 @@ def _arrays(kv: Mapping[str, AnyArray]) -> dict[str, Array]:
 
 
 def _check_conditioned(layout: KVLayout, conditioned: KVArrays, chunk: Chunk, what: str) -> None:
+    expect_frame(conditioned, what, "phase_free")
     layout.check(conditioned, what)
     for name, value in conditioned.items():
         if value.shape != chunk.kv[name].shape:
@@ -215,7 +217,7 @@ def apply_patch(
     base: KVArrays | None = None,
     base_antecedent: Sequence[str] = (),
     allow_stale: bool = False,
-) -> dict[str, Float[Array, "L T _ _"]]:
+) -> EngineKV:
     """R(start + local) · (KV + u v): the chunk in the engine frame, as the antecedent would have made it. Kamera eq. 1.
 
     Args:
@@ -253,9 +255,8 @@ def apply_patch(
         return to_engine(layout, kv, local, place)
     stamp = patch.stamp
     layers = None if len(stamp.layers) == layout.layers else stamp.layers
-    return ops.jitted_apply(
-        layout, kv, dict(patch.factors), local, place, layers=layers, heads=stamp.heads, frame=stamp.frame
-    )
+    given = {"layers": layers, "heads": stamp.heads, "frame": stamp.frame}
+    return EngineKV(ops.jitted_apply(layout, kv, dict(patch.factors), local, place, **given))
 
 
 def check_factor_shapes(patch: Patch, chunk: Chunk) -> None:

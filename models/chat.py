@@ -8,10 +8,11 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvpatch_jax.content import sort_of
 from kvpatch_jax.errors import ConfigError, InputError
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -166,19 +167,38 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
     """The images of all messages in order: the "image" (or "path") of each content entry of type "image".
 
     Raises:
-      InputError: an entry of type "image" without one.
+      InputError: messages that are not a list of tables, an entry of another type than "text" and "image", or one
+        without what its type says.
     """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise InputError(f"chat: messages of type {type(messages).__name__}; expected a list of {{'role', 'content'}}")
     found = []
     for message in messages:
+        if not isinstance(message, Mapping):
+            raise InputError(f"chat: a message of type {type(message).__name__}; expected {{'role', 'content'}}")
         content = message.get("content")
-        for entry in content if isinstance(content, list | tuple) else ():
-            if not isinstance(entry, Mapping) or entry.get("type") != "image":
-                continue
-            image = entry.get("image", entry.get("path"))
-            if image is None:
-                raise InputError(f"image entry with {sorted(entry)}; expected 'image' (a path, array or PIL image)")
-            found.append(Path(image) if isinstance(image, str) else image)
+        if content is not None and not isinstance(content, str | list | tuple):
+            raise InputError(f"chat: content of type {type(content).__name__}; expected text or a list of entries")
+        for entry in () if content is None or isinstance(content, str) else content:
+            found += _images_in(entry)
     return found
+
+
+def _images_in(entry: Any) -> list[Any]:
+    """The image of a content entry, or nothing for a text."""
+    kind = entry.get("type") if isinstance(entry, Mapping) else type(entry).__name__
+    if kind == "text" and isinstance(entry.get("text"), str):
+        return []
+    if kind != "image":
+        raise InputError(
+            f"chat: a content entry of type {kind!r}" + (" without its text" if kind == "text" else "") + "; expected "
+            "{'type': 'text', 'text': …} or {'type': 'image', 'image': a path, array or PIL image}"
+        )
+    image = entry.get("image", entry.get("path"))
+    image = Path(image) if isinstance(image, str) else image
+    if image is None or sort_of(image, "chat") != "image":
+        raise InputError(f"image entry with {sorted(entry)}; expected 'image' (a path, array or PIL image)")
+    return [image]
 
 
 def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Sequence[int]]) -> list[int]:

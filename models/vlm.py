@@ -22,9 +22,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from kvpatch_jax.backbone import KV, Output, Step, Tokens
+from kvpatch_jax.backbone import KV, Output, Step, Tokens, check_behind, check_cached, check_tokens
 from kvpatch_jax.content import items_of, sort_of
 from kvpatch_jax.errors import ConfigError, InputError, ShapeError
+from kvpatch_jax.frames import EngineKV, PhaseFreeKV
 from kvpatch_jax.layout import KVLayout, to_engine
 from kvpatch_jax.rope import check_positions
 
@@ -33,6 +34,7 @@ from .chat import ChatTemplate, Message, expand_images, images_of
 from .checks import check_ids, check_mask
 from .family import Config, Family, abstract, parameters, with_dtype, with_parameters
 from .sharding import auto_mesh, cache_shardings, check_parameters, parameter_shardings
+from .texts import ids_of_text, unknown_token
 from .weights import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -131,7 +133,8 @@ class ModelBackbone:
           of them (pixel_values, and sizes or grids).
 
         Raises:
-          ImageError: an image that cannot be read. InputError: an item of another kind, or text without a tokenizer.
+          ImageError: an image that cannot be read. InputError: no items, an item of another kind, text without a
+          tokenizer, or text that the tokenizer does not know.
         """
         items = items_of(items, "prompt")
         sorts = [sort_of(item) for item in items]
@@ -164,15 +167,16 @@ class ModelBackbone:
           variables: further names that the template knows.
 
         Raises:
-          InputError: no template or tokenizer, messages that the template refuses, or images that it did not place.
+          InputError: no template or tokenizer, messages that the template refuses, entries of another type than text
+          and image, text that the tokenizer does not know, or images that the template did not place.
           ConfigError: a template that cannot be used. ImageError: an image that cannot be read.
         """
         if self.chat_template is None or self.tokenizer is None:
             raise InputError("chat: this backbone has no chat template or no tokenizer; expected both in its directory")
+        images = images_of(messages)
         text = self.chat_template.render(messages, add_generation_prompt, **variables)
         own = self.family.vision is not None and not self.chat_template.starts(text)
-        ids = list(self.tokenizer.encode(text, add_special_tokens=own).ids)
-        images = images_of(messages)
+        ids = ids_of_text(self.tokenizer, text, self._unknown, own)
         arrays = self._process(images) if images else {}
         if self.family.vision is not None:
             expansions = [self._image_ids(arrays, number) for number in range(len(images))]
@@ -183,6 +187,10 @@ class ModelBackbone:
         input_ids = np.array(ids, np.int32)
         positions = self.family.positions(self.config, input_ids, arrays)
         return {"input_ids": input_ids[None], "position_ids": positions[None], **arrays}
+
+    @functools.cached_property
+    def _unknown(self) -> str | None:
+        return unknown_token(self.tokenizer)
 
     def _own_special_tokens(self) -> tuple[list[int], list[int]]:
         """What the tokenizer itself puts before and behind a text (a start token, mostly)."""
@@ -206,7 +214,7 @@ class ModelBackbone:
                 raise InputError(
                     f"text {item[:40]!r}: this backbone has no {TOKENIZER_FILE}; expected token ids instead"
                 )
-            return list(self.tokenizer.encode(item, add_special_tokens=False).ids)
+            return ids_of_text(self.tokenizer, item, self._unknown)
         return [int(token) for token in item]
 
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
@@ -256,7 +264,7 @@ class ModelBackbone:
             input_ids, pixels, plan = self._pad_prompt(self.buckets, input_ids, pixels, plan)
         embedded = self._embed(self._state, input_ids, pixels, plan)
         embeddings, deepstack = embedded if isinstance(embedded, tuple) else (embedded, None)
-        tokens = Tokens(embeddings, jnp.asarray(position_ids), deepstack)
+        tokens = Tokens(embeddings, _host_positions(position_ids), deepstack)
         if input_ids.shape[1] == length:
             return tokens
         return Tokens(embeddings[:, :length], tokens.positions, None if deepstack is None else deepstack[:, :length])
@@ -295,12 +303,23 @@ class ModelBackbone:
         hidden_at: tuple[int, ...] = (),
     ) -> Output:
         """See `kvpatch_jax.backbone.Backbone.prefill`."""
+        context = self._check_call(tokens, context, mask, "prefill")
         check_mask(mask)
         self._check_regime(tokens.positions)
         length = tokens.embeddings.shape[1]
         tokens, context, mask = self._pad_call(tokens, context, mask)
         layers = {"start_layer": start_layer, "hidden_at": tuple(hidden_at)}
-        return cut_output(self._prefill(self._state, tokens, context, mask, **layers), length)
+        out = cut_output(self._prefill(self._state, tokens, context, mask, **layers), length)
+        return out._replace(kv=PhaseFreeKV(out.kv))
+
+    def _check_call(self, tokens: Tokens, context: KV | None, mask: Any, what: str) -> dict[str, Any] | None:
+        """Refuses what prefill and generate cannot run over; the context as a plain dictionary, one kind of pytree."""
+        check_tokens(tokens, what)
+        if context is None:
+            return None
+        check_cached(self.layout, tokens, context, f"{what}: context")
+        check_behind(tokens, context, mask, what)
+        return dict(context)
 
     def _pad_call(self, tokens: Tokens, context: KV | None, mask: Any) -> tuple[Tokens, KV | None, Any]:
         """What prefill and generate take, padded to its buckets (as it is without buckets)."""
@@ -320,6 +339,7 @@ class ModelBackbone:
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
+        self._check_write(tokens, cache, slots, "recompute")
         if keep is not None and not isinstance(keep, Tracer):
             sets = np.asarray(keep)
             if sets.shape[0] != self.layout.layers or (sets[1:] & ~sets[:-1]).any():
@@ -330,6 +350,13 @@ class ModelBackbone:
         self._check_regime(tokens.positions)
         return self._write(tokens, cache, slots, keep, mask)
 
+    def _check_write(self, tokens: Tokens, cache: KV, slots: Any, what: str) -> None:
+        """Refuses what recompute and decode cannot write into."""
+        check_tokens(tokens, what)
+        check_cached(self.layout, tokens, cache, f"{what}: cache")
+        if np.shape(slots) != tokens.embeddings.shape[:2]:
+            raise ShapeError(f"{what}: slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
+
     def _write(self, tokens: Tokens, cache: KV, slots: Any, keep: Any, mask: Any) -> Step:
         check_mask(mask)
         slots, length = jnp.asarray(slots), tokens.embeddings.shape[1]
@@ -337,8 +364,9 @@ class ModelBackbone:
             tokens = pad_tokens(self.buckets, tokens)
             size = next(iter(cache.values())).shape[2]
             slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, size)
-        step = self._recompute(self._state, tokens, cache, slots, keep, mask)
-        return step if step.logits.shape[1] == length else Step(step.logits[:, :length], step.cache)
+        step = self._recompute(self._state, tokens, dict(cache), slots, keep, mask)
+        written = type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache  # a loop's carry stays alike
+        return Step(step.logits[:, :length] if step.logits.shape[1] != length else step.logits, written)
 
     def decode(
         self,
@@ -348,6 +376,7 @@ class ModelBackbone:
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.decode`."""
+        self._check_write(tokens, cache, slots, "decode")
         self._check_regime(tokens.positions)
         return self._write(tokens, cache, slots, None, mask)
 
@@ -359,6 +388,7 @@ class ModelBackbone:
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
     ) -> Int[Array, "B steps"]:
         """Greedy continuation: the next `steps` token ids behind tokens and, where given, an engine-frame context."""
+        context = self._check_call(tokens, context, mask, "generate")
         check_mask(mask)
         self._check_regime(tokens.positions, max(steps - 1, 0))
         last = tokens.embeddings.shape[1] - 1
@@ -505,6 +535,14 @@ class ModelBackbone:
 
 
 QwenVLBackbone = ModelBackbone
+
+
+def _host_positions(positions: Array | np.ndarray) -> Array | np.ndarray:
+    """Positions where they are, those of the host in 32 bits as a device would have them."""
+    if isinstance(positions, jax.Array):
+        return positions
+    given = np.asarray(positions)
+    return given.astype(np.float32 if given.dtype.kind == "f" else np.int32)
 
 
 def _by_layer(tokens: Tokens) -> Array | None:

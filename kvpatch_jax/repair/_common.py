@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import KV, Backbone, Tokens
 from ..errors import InputError, RankError, ShapeError
+from ..frames import expect_frame
 from ..layout import KVLayout
 
 
@@ -106,11 +107,13 @@ def check_splice(layout: KVLayout, splice: Splice, count: int) -> None:
 
     Raises:
       LayoutError, DtypeError, ShapeError: arrays of other channels, dtypes or shapes than expected.
+      FrameError: cache or conditioned KV of another frame.
       InputError: the count, or (where they are concrete) slots outside the cache.
     """
     B, T = splice.slots.shape
     if not 0 <= count <= T:
         raise InputError(f"repair: count {count}; expected 0 to the chunk's {T} tokens")
+    expect_frame(splice.cache, "repair: cache", "engine")
     layout.check(splice.cache, "repair: cache")
     S = splice.cache[layout.names[0]].shape[2]
     _expect("cache", splice.cache[layout.names[0]].shape[:3], (layout.layers, B, S))
@@ -121,6 +124,7 @@ def check_splice(layout: KVLayout, splice: Splice, count: int) -> None:
     if splice.length is not None:
         _expect("length", splice.length.shape, (B,))
     if splice.conditioned is not None:
+        expect_frame(splice.conditioned, "repair: conditioned", "phase_free")
         layout.check(splice.conditioned, "repair: conditioned")
         _expect("conditioned", splice.conditioned[layout.names[0]].shape[:3], (layout.layers, B, T))
     _check_slots(splice, S)

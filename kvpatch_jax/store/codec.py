@@ -11,6 +11,7 @@ import numpy as np
 
 from ..chunk import Chunk, trusted
 from ..errors import KVPatchError, ShapeError, StoreCorruptError
+from ..frames import PhaseFreeKV
 from ..layout import Channel, KVLayout
 from ..ops import Quantised, is_low_rank
 from ..rope import Rope
@@ -198,7 +199,7 @@ def unchecked_chunk(**fields: Any) -> Chunk:
     """A chunk whose shapes are checked and whose values are trusted, so that reading does not cost a pass over them."""
     fields["layout"].check(fields["kv"], "chunk")
     chunk = object.__new__(Chunk)
-    for name, value in fields.items():
+    for name, value in (fields | {"kv": PhaseFreeKV(fields["kv"])}).items():
         object.__setattr__(chunk, name, value)
     if not 1 <= chunk.length <= chunk.tokens or chunk.span < 0 or len(chunk.local) != chunk.tokens:
         raise StoreCorruptError(f"chunk: length {chunk.length}, span {chunk.span}; expected within its kv")

@@ -2,12 +2,14 @@
 
 import json
 
+import jaxtyping
 import numpy as np
 import pytest
 
 from kvpatch_jax.errors import ConfigError, InputError
 from models import load
-from models.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate, expand_images
+from models.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate, expand_images, images_of
+from models.texts import ids_of_text, unknown_token
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 GOLD = json.loads((GOLDENS / "chat.json").read_text())
@@ -191,3 +193,91 @@ def test_special_tokens_stand_around_the_whole_prompt(checkpoint):
     encode = lambda text: backbone.tokenizer.encode(text, add_special_tokens=False).ids
     assert ids == [0, *[301] * 16, *encode("one"), *encode("two"), 1]
     assert backbone.prepare([[5, 6]])["input_ids"][0].tolist() == [5, 6]
+
+
+# ---------------------------------------------------------------------------------------------- what would be left out
+
+
+def say(*parts) -> list[dict]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (say({"type": "image_url", "image_url": {"url": "page.png"}}), r"'image_url'.*expected.*'type': 'image'"),
+        (say({"type": "video", "video": "film.mp4"}, {"type": "text", "text": "what?"}), "type 'video'"),
+        (say({"text": "hello"}), "type None"),
+        (say("hello"), "type 'str'"),
+        (say({"type": "text"}), "'text' without its text"),
+        (say({"type": "text", "text": 7}), "'text' without its text"),
+        (say({"type": "image", "url": "page.png"}), "expected 'image'"),
+        (say({"type": "image", "image": [1, 2]}), "expected 'image'"),
+        ([{"role": "user", "content": {"type": "text", "text": "hello"}}], "content of type dict"),
+        ([{"role": "user", "content": 7}], "content of type int"),
+        ({"role": "user", "content": "hello"}, "messages of type dict"),
+        ("hello", "messages of type str"),
+        (["hello"], "a message of type str"),
+        (None, "messages of type NoneType"),
+    ],
+)
+def test_what_chat_does_not_know_is_refused(checkpoint, messages, message):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(InputError, match=message):
+            load(checkpoint("qwen2_5_vl")).chat(messages)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_a_message_without_content_is_taken():
+    """Such as an assistant's that only calls a tool."""
+    assert (
+        images_of([{"role": "assistant", "content": None, "tool_calls": []}, {"role": "user", "content": "hi"}]) == []
+    )
+
+
+def word_level(unknown: str = "<pad>"):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({unknown: 0, "<s>": 1, "hello": 2, "page": 3}, unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def test_text_outside_the_vocabulary_is_refused(checkpoint):
+    """Not taken for `<pad>`; a text that says `<pad>` itself may."""
+    backbone = load(checkpoint("qwen2_5_vl"))
+    backbone.tokenizer, backbone.chat_template = word_level(), ChatTemplate("{{ messages[0].content }}")
+    assert backbone.prepare(["hello <pad>  page"])["input_ids"].tolist() == [[2, 0, 3]]
+    assert backbone.chat([{"role": "user", "content": "page hello"}])["input_ids"].tolist() == [[3, 2]]
+    for call in (
+        lambda: backbone.prepare(["hello shot.png"]),
+        lambda: backbone.prepare([[1, 2], "shot.png"]),
+        lambda: backbone.chat([{"role": "user", "content": "hello shot.png"}]),
+    ):
+        with pytest.raises(InputError, match=r"'shot\.png' is not in the tokenizer's vocabulary"):
+            call()
+
+
+def test_what_a_tokenizer_falls_back_to_is_no_unknown_text():
+    """Bytes, composed forms and words of several pieces are known; a Unigram's unknown is told like the others."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by_bytes = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    by_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_bytes.normalizer = normalizers.NFC()
+    table = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    table |= {letter: len(table) + number for number, letter in enumerate("▁abcdefgh")}
+    falling_back = Tokenizer(models.BPE(table, [], unk_token="<unk>", byte_fallback=True))
+    falling_back.pre_tokenizer = pre_tokenizers.Metaspace()
+    for tokenizer in (by_bytes, falling_back):
+        for text in ("hello", "é ü 日本 🎉", "e\u0301x", " a\n\nb\t", "x\0y"):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            assert ids_of_text(tokenizer, text, unknown_token(tokenizer)) == ids
+    pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -2.0)], 0))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    assert ids_of_text(pieces, "a a", unknown_token(pieces)) == [1, 2, 1, 2]
+    with pytest.raises(InputError, match="'é' is not in"):
+        ids_of_text(pieces, "a é", unknown_token(pieces))

@@ -1,0 +1,274 @@
+"""What a newcomer gets wrong over a model is told: KV of another frame, questions not moved, prompts not embedded."""
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import FrameError, InputError, KVPatchError, LayoutError, PositionError, ShapeError
+from models import load
+
+T = 9
+
+
+@pytest.fixture(scope="module")
+def backbone(qwen2_5_vl_directory):
+    """M-RoPE: three axes."""
+    return load(qwen2_5_vl_directory)
+
+
+@pytest.fixture(autouse=True)
+def _unchecked():
+    """Our own typed errors are what these tests see."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def tokens_of(backbone, rows: int = 1, start: int = 0, length: int = T) -> Tokens:
+    ids = np.random.default_rng(rows).integers(0, 40, (rows, length))
+    places = np.broadcast_to((start + np.arange(length))[None, :, None], (rows, length, 3))
+    return backbone.embed(ids, places)
+
+
+@pytest.fixture(scope="module")
+def prefilled(backbone):
+    tokens = tokens_of(backbone)
+    out = backbone.prefill(tokens)
+    return tokens, out, kvp.to_engine(backbone.layout, out.kv, tokens.positions, 0)
+
+
+def chunk_of(backbone) -> kvp.Chunk:
+    return kvp.make_chunk(backbone, [[3, 1, 4, 1, 5]], "B")
+
+
+# ------------------------------------------------------------------------------------------------------------ frames
+
+
+def test_phase_free_kv_is_refused_as_a_context(backbone, prefilled):
+    tokens, out, engine = prefilled
+    rest = kvp.moved(tokens, T)
+    ways = [out.kv, jax.tree.map(lambda value: value * 2, out.kv), jax.jit(lambda kv: kv)(out.kv), out.kv.copy()]
+    ways += [kvp.to_local(backbone.layout, out.kv, tokens.positions)]
+    ways += [jax.tree.map(lambda value: value[:, None], chunk_of(backbone).kv)]
+    for kv in ways:
+        for call in (
+            lambda kv=kv: backbone.prefill(rest, kv),
+            lambda kv=kv: backbone.generate(rest, 2, context=kv),
+            lambda kv=kv: backbone.decode(rest.take(0, 1), kv, np.array([[2]])),
+            lambda kv=kv: backbone.recompute(rest.take(0, 1), kv, np.array([[2]])),
+        ):
+            with pytest.raises(FrameError, match="expected it in the engine frame"):
+                call()
+    assert backbone.prefill(rest, engine).logits.shape[:2] == (1, T)
+    step = backbone.decode(rest.take(0, 1), engine, np.array([[2]]))
+    assert type(step.cache) is type(engine)
+
+
+def test_engine_frame_kv_is_refused_where_phase_free_belongs(backbone, prefilled):
+    tokens, out, _ = prefilled
+    layout, chunk = backbone.layout, chunk_of(backbone)
+    fields = {name: getattr(chunk, name) for name in ("local", "span", "length", "id", "backbone", "layout")}
+    placed = kvp.apply_patch(layout, chunk, None, 3)
+    turned = [placed, kvp.to_engine(layout, chunk.kv, chunk.local, 3), kvp.to_local(layout, chunk.kv, chunk.local)]
+    turned += [jax.vmap(lambda kv: kv)(placed), kvp.relocate(layout, placed, 3, 4)]
+    for kv in turned:
+        for call in (
+            lambda kv=kv: kvp.Chunk(kv=kv, **fields),
+            lambda kv=kv: kvp.form_patch(layout, kv, chunk, 2, ["A"]),
+            lambda kv=kv: kvp.accumulate(None, kv, chunk, ["A"]),
+            lambda kv=kv: kvp.removal_patch(layout, kv, chunk.kv, chunk, 2, ["A"], ["A", "B"]),
+            lambda kv=kv: kvp.removal_patch(layout, chunk.kv, kv, chunk, 2, ["A"], ["A", "B"]),
+            lambda kv=kv: kvp.apply_patch(layout, chunk, None, 3, base=kv),
+            lambda kv=kv: kvp.to_engine(layout, kv, chunk.local, 3),
+            lambda kv=kv: kvp.to_local(layout, kv, chunk.local),
+        ):
+            with pytest.raises(FrameError, match="expected it phase-free"):
+                call()
+    for call in (
+        lambda: kvp.to_phase_free(layout, chunk.kv, chunk.local, 3),
+        lambda: kvp.relocate(layout, out.kv, 0, 3),
+    ):
+        with pytest.raises(FrameError, match="phase-free; expected it in the engine frame or in the local frame"):
+            call()
+    back = kvp.to_phase_free(layout, placed, chunk.local, 3)
+    assert kvp.Chunk(kv=back, **fields).kv.keys() == chunk.kv.keys()
+    plain = {name: value[:, 0] for name, value in kvp.to_engine(layout, out.kv, tokens.positions, 0).items()}
+    assert type(plain) is dict  # of which nothing is known: taken at its word
+    assert kvp.to_engine(layout, plain, np.asarray(tokens.positions[0]), 0)
+
+
+def test_kv_keeps_its_frame_through_a_checkpoint(backbone, prefilled, tmp_path):
+    engine = prefilled[2]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "kv", {"kv": engine})
+        checkpointer.wait_until_finished()
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"kv": engine})
+        again = checkpointer.restore(tmp_path / "kv", like)["kv"]
+    assert type(again) is type(engine)
+    assert all(np.array_equal(again[name], engine[name]) for name in engine)
+
+
+def test_a_known_frame_does_not_compile_again(backbone, prefilled):
+    """KV as it comes and the same as a plain dictionary run one program."""
+    tokens, _, engine = prefilled
+    rest = kvp.moved(tokens, T)
+    counted = [backbone._prefill, backbone._generate, backbone._recompute]
+
+    def use(kv):
+        backbone.prefill(rest, kv)
+        backbone.generate(rest, 2, context=kv)
+        backbone.decode(rest.take(0, 1), kv, np.array([[2]]))
+
+    use(engine)
+    sizes = [function._cache_size() for function in counted]
+    use(dict(engine))
+    assert [function._cache_size() for function in counted] == sizes
+
+
+def test_chunks_join_to_a_context(backbone):
+    layout, chunk = backbone.layout, chunk_of(backbone)
+    first, second = (kvp.apply_patch(layout, chunk, None, start) for start in (0, chunk.span))
+    context = kvp.joined(first, second)
+    for name, value in context.items():
+        expected = np.concatenate([first[name], second[name]], axis=1)[:, None]
+        assert np.array_equal(value, expected)
+    question = kvp.moved(tokens_of(backbone, length=2), 2 * chunk.span)
+    assert backbone.generate(question, 2, context=context).shape == (1, 2)
+    for parts, error in (
+        ((first, chunk.kv), FrameError),
+        ((), InputError),
+        ((first, chunk), InputError),
+        ((first, {"k": first["k"]}), LayoutError),
+        ((first, {name: value[:1] for name, value in first.items()}), ShapeError),
+    ):
+        with pytest.raises(error, match="joined.*expected"):
+            kvp.joined(*parts)
+
+
+# ------------------------------------------------------------------------------------------------ questions not moved
+
+
+def test_a_question_that_was_not_moved_is_refused(backbone, prefilled):
+    tokens, _, engine = prefilled
+    two = jax.tree.map(lambda value: jnp.repeat(value, 2, axis=1), engine)
+    rows = tokens_of(backbone, 2)
+    for question, context in ((tokens, engine), (tokens.take(0, 1), engine), (rows, two)):
+        for positions in (np.asarray(question.positions), jnp.asarray(question.positions)):
+            given = question._replace(positions=positions)
+            for call in (
+                lambda: backbone.prefill(given, context),
+                lambda: backbone.generate(given, 2, context=context),
+            ):
+                with pytest.raises(PositionError, match=rf"row 0.*position 0.*{T} tokens; expected.*moved\("):
+                    call()
+    one = rows._replace(positions=np.stack([rows.positions[0] + T, rows.positions[1]]))
+    with pytest.raises(PositionError, match="row 1 begins at position 0"):
+        backbone.prefill(one, two)
+
+
+def test_what_stands_at_position_0_on_purpose_is_taken(backbone, prefilled):
+    tokens, _, engine = prefilled
+    two = jax.tree.map(lambda value: jnp.repeat(value, 2, axis=1), engine)
+    rows = tokens_of(backbone, 2, T)
+    backbone.prefill(tokens)  # no context at all
+    backbone.prefill(tokens, {name: value[:, :, :0] for name, value in engine.items()})  # nor here
+    padded = rows._replace(positions=rows.positions * np.r_[0, 0, 0, [1] * (T - 3)][:, None])  # padding in front
+    backbone.prefill(padded, two)
+    mask = np.concatenate([np.ones((2, 1, T, T), bool), np.tri(T, dtype=bool)[None, None].repeat(2, 0)], axis=3)
+    mask[0, ..., :T] = False  # the first row has no context: the other's is longer
+    beside = rows._replace(positions=np.stack([rows.positions[0] - T, rows.positions[1]]))
+    for given in (mask, jnp.asarray(mask)):
+        backbone.prefill(beside, two, given)
+        backbone.generate(beside, 2, two, given)
+    swapped = mask[::-1]
+    with pytest.raises(PositionError, match="row 0"):
+        backbone.prefill(beside, two, swapped)
+    one_axis = rows._replace(positions=rows.positions * np.array([1, 0, 1]))  # 0 on one axis is no beginning
+    backbone.prefill(one_axis, two)
+    jax.jit(lambda kv, places: backbone.prefill(tokens._replace(positions=places), kv).logits)(engine, tokens.positions)
+
+
+def test_moving_takes_a_start_for_all_for_each_axis_and_for_each_row(backbone):
+    rows = tokens_of(backbone, 2)
+    was = np.asarray(rows.positions)
+    per_row = np.array([[1, 2, 3], [4, 5, 6]])
+    for start, expected in (
+        (7, was + 7),
+        (np.int64(7), was + 7),
+        (jnp.int32(7), was + 7),
+        (np.array([1, 2, 3]), was + np.array([1, 2, 3])),
+        (per_row, was + per_row[:, None]),
+    ):
+        found = kvp.moved(rows, start).positions
+        assert found.dtype == np.int32
+        assert np.array_equal(found, expected)
+    flat = Tokens(rows.embeddings, was[..., 0])
+    assert np.array_equal(kvp.moved(flat, np.array([5, 6])).positions, was[..., 0] + np.array([[5], [6]]))
+    for tokens, start in ((rows, 1.5), (rows, np.array([1, 2])), (flat, np.arange(T)), (flat, np.array([[1, 2, 3]]))):
+        with pytest.raises(PositionError, match="moved: start.*expected"):
+            kvp.moved(tokens, start)
+
+
+def test_positions_of_the_host_stay_there(backbone):
+    """So that looking at them before a call waits for nothing that a device is at."""
+    prompt = backbone.prepare([[1, 2, 3]])
+    assert isinstance(kvp.moved(backbone.embed(**prompt), 5).positions, np.ndarray)
+
+
+# ---------------------------------------------------------------------------------------------- not tokens, not a cache
+
+
+def test_a_prompt_that_was_not_embedded_is_told(backbone, prefilled):
+    engine, prompt, slots = prefilled[2], backbone.prepare([[1, 2, 3]]), np.array([[2]])
+    for given in (prompt, prompt["input_ids"], [1, 2, 3], None):
+        for call in (
+            lambda given=given: backbone.prefill(given),
+            lambda given=given: backbone.generate(given, 2),
+            lambda given=given: backbone.decode(given, engine, slots),
+            lambda given=given: backbone.recompute(given, engine, slots),
+        ):
+            with pytest.raises(InputError, match=r"expected Tokens, which backbone\.embed\(\*\*backbone\.prepare"):
+                call()
+
+
+def test_a_missing_batch_axis_is_told(backbone, prefilled):
+    tokens, _, engine = prefilled
+    bare = jax.tree.map(lambda value: value[0], tokens)
+    rest = kvp.moved(tokens, T)
+    for call in (
+        lambda: backbone.generate(bare, 2),
+        lambda: backbone.prefill(bare),
+        lambda: backbone.generate(rest, 2, context=jax.tree.map(lambda value: value[:, 0], engine)),
+        lambda: backbone.generate(tokens_of(backbone, 2, T), 2, context=engine),
+        lambda: backbone.decode(rest.take(0, 1), engine, np.array([2])),
+        lambda: backbone.decode(rest.take(0, 1), engine, 2),
+    ):
+        with pytest.raises(ShapeError, match="expected"):
+            call()
+
+
+def test_a_foreign_cache_is_told(backbone, prefilled):
+    tokens, _, engine = prefilled
+    one = kvp.moved(tokens.take(0, 1), T)
+    for cache in (
+        np.zeros((4, 1, 8, 2, 16), np.float32),
+        None,
+        (engine["k"], engine["v"]),
+        {"key": engine["k"], "value": engine["v"]},
+        {"k": engine["k"]},
+        {name: value[:1] for name, value in engine.items()},
+        {name: value[..., :-1] for name, value in engine.items()},
+        {name: value.astype(np.int32) for name, value in engine.items()},
+        {**engine, "v": engine["v"][:, :, :3]},
+    ):
+        for call in (
+            lambda cache=cache: backbone.decode(one, cache, np.array([[2]])),
+            lambda cache=cache: backbone.recompute(one, cache, np.array([[2]])),
+        ):
+            with pytest.raises(KVPatchError, match="(decode|recompute): cache.*expected"):
+                call()
