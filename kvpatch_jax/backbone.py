@@ -221,8 +221,8 @@ def check_cached(layout: KVLayout, tokens: Tokens, kv: KV, what: str) -> None:
     """Refuses a context or cache that is not engine-frame KV of this layout for these tokens' rows.
 
     Raises:
-      FrameError: another frame. InputError: no KV at all. LayoutError, DtypeError, ShapeError: another model's KV, or KV
-      without a batch axis.
+      FrameError: another frame. InputError: no KV at all. LayoutError, DtypeError, ShapeError: another model's KV, or
+      KV without a batch axis.
     """
     if not isinstance(kv, Mapping):
         raise InputError(f"{what}: a {type(kv).__name__}; expected KV, {{channel: [L, B, S, K, H]}}")

@@ -151,10 +151,14 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
+def _is_here(store: ChunkStore, request: Request) -> bool:
+    return store.contains(request.id, request.backbone, encoding=request.encoding)
+
+
 def _may_have(store: ChunkStore, request: Request) -> bool:
     """Whether loading is worth trying: the disk has it, or a remote store might. Raises StoreClosedError."""
     store._open()
-    return store._remote is not None or store.contains(request.id, request.backbone, encoding=request.encoding)
+    return store._remote is not None or _is_here(store, request)
 
 
 class _Round:
@@ -271,8 +275,11 @@ class _Round:
 
     def _streamed(self, store: ChunkStore, request: Request) -> Chunk | None:
         stream = store.stream(request.id, request.backbone, encoding=request.encoding, placement=self.placement)
-        if stream is None:
-            return None
+        if stream is None:  # unless it is on its way to the disk
+            chunk = self._whole(store, request) if _is_here(store, request) else None
+            if chunk is not None:
+                self._show(request, chunk)
+            return chunk
         assert self.on_layer is not None
         return stream.chunk(lambda layer, values: self._call(request, layer, values))
 

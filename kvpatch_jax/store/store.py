@@ -193,8 +193,9 @@ class ChunkStore:
         return stream
 
     def contains(self, id: str, backbone: str, *, encoding: Encoding | None = None) -> bool:
-        """Whether the disk has an object of that name. It is not read, and so may yet turn out a miss."""
-        return os.path.exists(f"{self.disk.root}/{self._names.canonical(backbone, id, encoding).path}")
+        """Whether the disk has an object of that name, or will. It is not read, and so may yet turn out a miss."""
+        name = self._names.canonical(backbone, id, encoding)
+        return self._writer.has(name) or os.path.exists(f"{self.disk.root}/{name.path}")
 
     def delete(self, id: str, backbone: str) -> bool:
         """Deletes a chunk with all its encodings, patches and encoder output, in quarantine too. Whether there was any.
@@ -204,6 +205,7 @@ class ChunkStore:
         """
         self._open()
         name = self._names.canonical(backbone, id)
+        self._writer.settle(f"{name.folder}/{name.chunk}.")  # or what waits would come back
         self._host.drop_chunk(_chunk_key(name))
         self._device.drop_chunk(_chunk_key(name))
         try:
@@ -282,6 +284,7 @@ class ChunkStore:
         except StoreError:
             self.counters.add("read_errors")
             paths = set()
+        paths |= set(self._writer.waiting_paths(prefix.path))
         if self._remote is not None:
             paths |= set(self._remote.paths(prefix.path))
         return [
@@ -468,6 +471,10 @@ class ChunkStore:
     def _load[T](self, name: Name, build: Build[T], rank: int) -> Held[T] | None:
         """An object from the host tier, the disk or beyond, as `build` makes it."""
         began, tier = time.perf_counter(), "none"
+        if (blob := self._writer.waiting(name)) is not None:
+            own = self._own_write(name, blob, build, rank)
+            self._answered("none" if own is None else "host", began)
+            return own
         held: Held[T] | None = self._remembered(self._host, name.path, name)
         if held is not None:
             self._answered("host", began)
@@ -482,6 +489,12 @@ class ChunkStore:
             self._host.put(name.path, held)
         self._answered("none" if held is None else tier, began)
         return held
+
+    def _own_write[T](self, name: Name, blob: Blob, build: Build[T], rank: int) -> Held[T] | None:
+        """An object that was put and is not durable yet, as it will be read then; None where it expired."""
+        if blob.expires is not None and self.clock() >= blob.expires:
+            return None
+        return Held(build(blob.body, blob.arrays), blob.nbytes, rank, _chunk_key(name), blob.expires)
 
     def _remembered(self, tier: MemoryTier[Any], key: Hashable, name: Name) -> Held[Any] | None:
         """What a tier holds of an object, if the disk has the same version: another process may have put a new one."""

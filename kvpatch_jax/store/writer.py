@@ -3,7 +3,9 @@
 import atexit
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +25,16 @@ class _Job:
     make: Callable[[], Blob] = dataclasses.field(repr=False)
     nbytes: int
     future: concurrent.futures.Future[None]
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
+
+    @functools.cached_property
+    def _blob(self) -> Blob:
+        return self.make()
+
+    def blob(self) -> Blob:
+        """The object, made once, whoever of the writer and its readers comes first."""
+        with self.lock:
+            return self._blob
 
 
 class Writer:
@@ -38,6 +50,7 @@ class Writer:
     def __init__(self, put: Put, room: int = 256 << 20, small: int = 4 << 20, group: int = 64, patience: float = 0.005):
         self._put, self._room, self._small, self._group, self._patience = put, room, small, group, patience
         self._jobs: collections.deque[_Job] = collections.deque()
+        self._newest: dict[str, _Job] = {}  # by path, until it is durable or failed
         self._bytes = self._busy = 0
         self._batch: list[_Job] = []
         self._errors: list[BaseException] = []
@@ -70,7 +83,8 @@ class Writer:
             self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + nbytes <= self._room)
             if self._closed:
                 raise StoreClosedError("store: put after close; expected an open store")
-            self._jobs.append(_Job(name, make, nbytes, future))
+            self._jobs.append(job := _Job(name, make, nbytes, future))
+            self._newest[name.path] = job
             self._bytes += nbytes
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvpatch-writer", daemon=True)
@@ -78,6 +92,35 @@ class Writer:
                 atexit.register(self.close)  # what was queued is written before the interpreter ends
             self._changed.notify_all()
         return future
+
+    def has(self, name: Name) -> bool:
+        """Whether an object of that name was queued and is not durable yet."""
+        return name.path in self._newest
+
+    def waiting(self, name: Name) -> Blob | None:
+        """The newest object of a name that was queued and is not durable yet; None too where it cannot be made."""
+        job = self._newest.get(name.path)
+        with contextlib.suppress(Exception):  # the acknowledgement tells
+            return None if job is None else job.blob()
+        return None
+
+    def waiting_paths(self, beginning: str) -> list[str]:
+        """The paths of objects that are not durable yet, of those that begin so."""
+        with self._changed:
+            return [path for path in self._newest if path.startswith(beginning)]
+
+    def settle(self, beginning: str) -> None:
+        """Waits until nothing whose path begins so is on its way. Failures are left for futures and `flush`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(path.startswith(beginning) for path in self._newest))
+
+    def _end(self, jobs: Sequence[_Job]) -> None:
+        """Forgets jobs that came to an end, before their futures tell."""
+        with self._changed:
+            for job in jobs:
+                if self._newest.get(job.name.path) is job:
+                    del self._newest[job.name.path]
+            self._changed.notify_all()
 
     def flush(self) -> None:
         """Waits until everything queued is durable.
@@ -142,16 +185,18 @@ class Writer:
 
     def _write(self, batch: list[_Job]) -> None:
         try:
-            self._put([(job.name, job.make()) for job in batch])
+            self._put([(job.name, job.blob()) for job in batch])
         except BaseException as error:
             if len(batch) == 1:
                 with self._changed:
                     self._errors.append(error)
+                self._end(batch)
                 batch[0].future.set_exception(error)
             else:  # one bad object must not take the others along
                 for job in batch:
                     self._write([job])
         else:
+            self._end(batch)
             for job in batch:
                 job.future.set_result(None)
 

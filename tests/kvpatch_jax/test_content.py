@@ -165,7 +165,7 @@ def test_bytes_that_only_begin_as_an_image_are_bytes():
 
 def test_an_image_that_cannot_be_read_has_no_id(tmp_path):
     for image in (tmp_path / "gone.png", Image.fromarray(np.zeros((4, 4), np.uint16))):
-        with pytest.raises(ImageError, match="expected|rescale"):
+        with pytest.raises(ImageError, match=r"expected|rescale"):
             chunk_id("model", image)
 
 
@@ -246,7 +246,7 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
         lambda given: Served("B", "tiny", given),
     ):
         for given in ("abc", [chunk], [1], 3):
-            with pytest.raises(InputError, match="antecedent.*expected"):
+            with pytest.raises(InputError, match=r"antecedent.*expected"):
                 call(given)
     assert kvp.apply_patch(layout, chunk, patch, 0, iter(["a", "b", "c"]))  # any sequence of names will do
 
@@ -254,7 +254,7 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
 def test_a_bare_backbone_is_refused_where_a_library_wants_several(store, unchecked: None):
     library = StaticLibrary(store, quota=1 << 20)
     library.put("X", [1, 2])
-    with pytest.raises(InputError, match="backbones.*expected a sequence"):
+    with pytest.raises(InputError, match=r"backbones.*expected a sequence"):
         library.delete("TOKENS", "X", backbones="tiny")
     assert library.get("TOKENS", "X") is not None
 

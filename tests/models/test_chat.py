@@ -232,9 +232,10 @@ def test_what_chat_does_not_know_is_refused(checkpoint, messages, message):
 
 def test_a_message_without_content_is_taken():
     """Such as an assistant's that only calls a tool."""
-    assert (
-        images_of([{"role": "assistant", "content": None, "tool_calls": []}, {"role": "user", "content": "hi"}]) == []
-    )
+    calling = {"role": "assistant", "content": None, "tool_calls": []}
+    assert images_of([calling, {"role": "user", "content": "hi"}]) == []
+    calling = {"role": "assistant", "content": None, "tool_calls": []}
+    assert images_of([calling, {"role": "user", "content": "hi"}]) == []
 
 
 def word_level(unknown: str = "<pad>"):

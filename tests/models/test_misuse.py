@@ -146,7 +146,7 @@ def test_chunks_join_to_a_context(backbone):
         ((first, {"k": first["k"]}), LayoutError),
         ((first, {name: value[:1] for name, value in first.items()}), ShapeError),
     ):
-        with pytest.raises(error, match="joined.*expected"):
+        with pytest.raises(error, match=r"joined.*expected"):
             kvp.joined(*parts)
 
 
@@ -161,8 +161,8 @@ def test_a_question_that_was_not_moved_is_refused(backbone, prefilled):
         for positions in (np.asarray(question.positions), jnp.asarray(question.positions)):
             given = question._replace(positions=positions)
             for call in (
-                lambda: backbone.prefill(given, context),
-                lambda: backbone.generate(given, 2, context=context),
+                lambda given=given, kv=context: backbone.prefill(given, kv),
+                lambda given=given, kv=context: backbone.generate(given, 2, context=kv),
             ):
                 with pytest.raises(PositionError, match=rf"row 0.*position 0.*{T} tokens; expected.*moved\("):
                     call()
@@ -210,7 +210,7 @@ def test_moving_takes_a_start_for_all_for_each_axis_and_for_each_row(backbone):
     flat = Tokens(rows.embeddings, was[..., 0])
     assert np.array_equal(kvp.moved(flat, np.array([5, 6])).positions, was[..., 0] + np.array([[5], [6]]))
     for tokens, start in ((rows, 1.5), (rows, np.array([1, 2])), (flat, np.arange(T)), (flat, np.array([[1, 2, 3]]))):
-        with pytest.raises(PositionError, match="moved: start.*expected"):
+        with pytest.raises(PositionError, match=r"moved: start.*expected"):
             kvp.moved(tokens, start)
 
 
@@ -270,5 +270,5 @@ def test_a_foreign_cache_is_told(backbone, prefilled):
             lambda cache=cache: backbone.decode(one, cache, np.array([[2]])),
             lambda cache=cache: backbone.recompute(one, cache, np.array([[2]])),
         ):
-            with pytest.raises(KVPatchError, match="(decode|recompute): cache.*expected"):
+            with pytest.raises(KVPatchError, match=r"(decode|recompute): cache.*expected"):
                 call()

@@ -1,0 +1,162 @@
+"""What a store was given to write is what it reads, before it is durable too."""
+
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
+
+from kvpatch_jax.errors import StoreError, StoreIOError
+from kvpatch_jax.store import Budget, ChunkStore, Request, fetch
+
+REQUESTS = [Request(f"c{number}", BACKBONE) for number in range(3)]
+
+
+class Held:
+    """A store whose writer waits until it is let go."""
+
+    def __init__(self, root: Path, monkeypatch, **more):
+        self.store, self.go = ChunkStore(root, **more), threading.Event()
+        put = self.store.disk.put_group
+
+        def late(items):
+            assert self.go.wait(10)
+            return put(items)
+
+        monkeypatch.setattr(self.store.disk, "put_group", late)
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["no memory", "memory"])
+def held(tmp_path: Path, monkeypatch, request):
+    held = Held(tmp_path / "store", monkeypatch, budget=Budget(host=request.param))
+    yield held
+    held.go.set()
+    held.store.close()
+
+
+def compute(made: list):
+    def computing(misses):
+        made.extend(miss.request.id for miss in misses)
+        return [chunk_of(miss.request.id, int(miss.request.id[1:])) for miss in misses]
+
+    return computing
+
+
+def test_a_second_fetch_does_not_compute_again(held):
+    made: list[str] = []
+    first = fetch(held.store, REQUESTS, compute(made))
+    assert not any(fetched.ack.done() for fetched in first if fetched.ack is not None)
+    second = fetch(held.store, REQUESTS, compute(made))
+    assert made == [request.id for request in REQUESTS]
+    assert all(same_chunk(b.chunk, a.chunk) for a, b in zip(first, second, strict=True))
+    held.go.set()
+    held.store.flush()
+    third = fetch(held.store, REQUESTS, compute(made))
+    assert len(made) == 3
+    assert all(same_chunk(b.chunk, a.chunk) for a, b in zip(first, third, strict=True))
+
+
+def test_a_second_fetch_by_layers_does_not_compute_again(held):
+    made: list[str] = []
+    fetch(held.store, REQUESTS, compute(made))
+    seen: dict[str, list] = {request.id: [] for request in REQUESTS}
+    fetch(held.store, REQUESTS, compute(made), on_layer=lambda request, *layer: seen[request.id].append(layer))
+    assert len(made) == 3
+    for id, layers in seen.items():
+        chunk = chunk_of(id, int(id[1:]))
+        assert [number for number, _ in layers] == [0, 1, 2]
+        assert all(same(values[name], chunk.kv[name][number]) for number, values in layers for name in values)
+
+
+def test_get_hits_before_the_acknowledgement(held):
+    chunk = chunk_of("c1", 1, encoder=np.arange(6, dtype=np.float32).reshape(2, 3))
+    ack = held.store.put_async(chunk)
+    found = held.store.get("c1", BACKBONE, encoder=True)
+    assert not ack.done()
+    assert same_chunk(found, chunk)
+    assert same(found.encoder, chunk.encoder)
+    assert held.store.contains("c1", BACKBONE)
+    placed = held.store.get("c1", BACKBONE, placement=jax.devices()[0])
+    assert same_chunk(placed, chunk)
+    assert held.store.get("c1", "another") is held.store.get("c2", BACKBONE) is None
+    patch = patch_of(chunk)
+    held.store.put_patch_async(patch)
+    (again,) = held.store.get_patches(patch.stamp)
+    assert all(same(x, y) for x, y in zip(*(jax.tree.leaves(dict(p.factors)) for p in (again, patch)), strict=True))
+    held.go.set()
+    ack.result(60)
+    assert same_chunk(held.store.get("c1", BACKBONE), chunk)
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_a_reduced_chunk_reads_the_same_before_and_after(held, encoding):
+    chunk = chunk_of("c1", 1)
+    ack = held.store.put_async(chunk, encoding=encoding)
+    before = held.store.get("c1", BACKBONE, encoding=encoding)
+    assert not ack.done()
+    assert not same_chunk(before, chunk)
+    held.go.set()
+    ack.result(60)
+    assert same_chunk(held.store.get("c1", BACKBONE, encoding=encoding), before)
+    assert held.store.get("c1", BACKBONE) is None
+
+
+def test_the_last_of_several_writes_is_read(held):
+    acks = [held.store.put_async(chunk_of("c1", seed)) for seed in (1, 2, 3)]
+    assert same_chunk(held.store.get("c1", BACKBONE), chunk_of("c1", 3))
+    held.go.set()
+    [ack.result(60) for ack in acks]
+    assert same_chunk(held.store.get("c1", BACKBONE), chunk_of("c1", 3))
+
+
+def test_what_was_deleted_does_not_come_back_by_a_write_that_waited(held):
+    held.store.put_async(chunk_of("c1", 1))
+    held.store.put_async(chunk_of("c2", 2))
+    threading.Timer(0.2, held.go.set).start()
+    assert held.store.delete("c1", BACKBONE)
+    assert held.store.get("c1", BACKBONE) is None
+    held.store.flush()
+    assert held.store.get("c1", BACKBONE) is None
+    assert held.store.get("c2", BACKBONE) is not None
+
+
+def test_what_could_not_be_written_is_a_miss(tmp_path, monkeypatch):
+    with ChunkStore(tmp_path / "store") as store:
+        go = threading.Event()
+
+        def broken(items):
+            assert go.wait(10)
+            raise StoreIOError("no disk; expected one")
+
+        monkeypatch.setattr(store.disk, "put_group", broken)
+        ack = store.put_async(chunk_of("c1", 1))
+        threading.Timer(1, go.set).start()
+        assert store.get("c1", BACKBONE) is not None
+        with pytest.raises(StoreIOError):
+            ack.result(60)
+        assert store.get("c1", BACKBONE) is None
+        assert not store.contains("c1", BACKBONE)
+        with pytest.raises(StoreError):
+            store.flush()
+
+
+def test_what_expired_while_it_waited_is_a_miss(tmp_path, monkeypatch):
+    now = [100.0]
+    held = Held(tmp_path / "store", monkeypatch, clock=lambda: now[0])
+    try:
+        held.store.put_async(chunk_of("c1", 1), ttl=5)
+        assert held.store.get("c1", BACKBONE) is not None
+        now[0] = 105.0
+        assert held.store.get("c1", BACKBONE) is None
+    finally:
+        held.go.set()
+        held.store.close()
+
+
+def test_nobody_else_reads_what_is_not_durable(held):
+    held.store.put_async(chunk_of("c1", 1))
+    for tenant in ("default", "other"):
+        with ChunkStore(held.store.disk.root, tenant=tenant) as other:
+            assert other.get("c1", BACKBONE) is None
