@@ -26,6 +26,7 @@ from models import ModelBackbone, load
 from . import across, probes, small_task
 from . import scene as scenes
 from .figures import draw_all, example_figure
+from .plain import plainly
 from .probes.ledger import Ledger
 from .report import print_summary, write_report
 from .statistics import without_nan
@@ -240,6 +241,8 @@ def main(arguments: list[str]) -> None:
     use_compilation_cache()
     folder, name = Path(_OUT.value), _BACKBONE.value
     if name != "all":
+        with plainly():
+            shipped(name)
         run_backbone(RunConfig(name, _suites_of(name, suite), _SEED.value, **small), folder)
         return
     results = {

@@ -24,6 +24,7 @@ from models import ModelBackbone
 
 from . import small_task
 from .instances import INSTANCES, instance
+from .plain import plainly
 from .small_model import Recipe, draw_batch, image_plan, initialise, loss_of, make_optimiser, make_tokenizer
 
 
@@ -188,7 +189,8 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
     logging.set_verbosity(logging.WARNING)
     recipe = Recipe(**{field.name: getattr(flags.FLAGS, field.name) for field in dataclasses.fields(Recipe)})
-    trainer = Trainer(recipe, Path(flags.FLAGS.out))
+    with plainly():
+        trainer = Trainer(recipe, Path(flags.FLAGS.out))
     began = trainer.resume()
     print(f"training from step {began} to {recipe.steps}; {trainer.folder}")
     trainer.train(recipe.steps)

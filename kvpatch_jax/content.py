@@ -43,7 +43,7 @@ def sort_of(item: Any, what: str = "prompt") -> Sort:
         return "image"
     if isinstance(item, list | tuple) and all(_is_token(token) for token in item):
         return "tokens"
-    raise InputError(f"{what}: item of type {type(item).__name__}; expected text, a list of token ids, or an image")
+    raise InputError(f"{what}: item of type {type(item).__name__}; expected text, token ids or an image")
 
 
 def _is_token(token: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from absl import app, flags
 
+from ..plain import plainly
 from . import backbones, kernels, patch, store
 
 _SUITE = flags.DEFINE_enum("suite", "patch", ["backbones", "kernels", "patch", "store"], "Which benchmark to run.")
@@ -32,6 +33,9 @@ def _run() -> dict[str, Any]:
         return kernels.run(**common)
     if _SUITE.value == "store":
         return store.run(**common, out=_OUT.value, quick=_QUICK.value)
+    with plainly():
+        for name in _ARCHITECTURES.value or ():
+            backbones.tiny_config(name)
     choices = {"torch_python": _TORCH.value, "threads": _THREADS.value, "architectures": _ARCHITECTURES.value}
     return backbones.run(**common, **choices, large=_LARGE.value)
 

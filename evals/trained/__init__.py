@@ -28,4 +28,7 @@ def shipped(name: str) -> Path:
     for path in (ROOT / name, Path(name)):
         if (path / "config.json").exists():
             return path
-    raise InputError(f"backbone {name!r} is neither shipped nor a checkpoint directory; shipped: {shipped_names()}")
+    raise InputError(
+        f"backbone {name!r} is neither shipped nor a checkpoint directory; expected a directory with a config.json, or "
+        f"one of {', '.join(shipped_names())}"
+    )

@@ -1,0 +1,29 @@
+"""A name that there is not ends a program in one plain line, which says the names that there are."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("program", "flag", "known"),
+    [
+        ("evals.run", "--backbone=nope", "qwen2_5_vl_no_window"),
+        ("evals.train", "--backbone=nope", "qwen3_vl_moe"),
+        ("evals.bench", "--architectures=nope", "LlavaForConditionalGeneration"),
+    ],
+)
+def test_an_unknown_name_ends_in_one_line(tmp_path, program, flag, known):
+    more = ["--suite=backbones"] if program == "evals.bench" else []
+    command = [sys.executable, "-m", program, flag, f"--out={tmp_path / 'out'}", *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line]
+    assert len(said) == 1, done.stderr
+    assert "'nope'" in said[0]
+    assert known in said[0]
+    assert not (tmp_path / "out").exists()
