@@ -137,7 +137,7 @@ class Chunk:
 
         hidden = None if self.hidden is None else {layer: grow(value, 0) for layer, value in self.hidden.items()}
         kv = {name: grow(value, 1) for name, value in self.kv.items()}
-        return trusted(self, kv=kv, local=grow(self.local, 0), hidden=hidden)
+        return trusted(self, kv=PhaseFreeKV(kv), local=grow(self.local, 0), hidden=hidden)
 
 
 def _kept(value: Any) -> Any:

@@ -556,7 +556,8 @@ class ChunkStore:
             return None
         placed = place_chunk(host.value, placement)
         held = dataclasses.replace(host, value=placed, nbytes=placed.nbytes)
-        self._device.put(key, held)
+        if host.version is not None:  # it is on the disk, which says for how long this may be served
+            self._device.put(key, held)
         return held
 
 
