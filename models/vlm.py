@@ -465,7 +465,7 @@ class ModelBackbone:
         (final, _), tokens_before = jax.lax.scan(body, (first, cache), jnp.arange(later))
         return jnp.concatenate([tokens_before.T, final[:, None]], axis=1)[:, :steps]
 
-    def _grow(self, kv: KV, positions: Array, context: KV | None, steps: int) -> KV:
+    def _grow(self, kv: KV, positions: Array | np.ndarray, context: KV | None, steps: int) -> KV:
         """Engine-frame cache of context and tokens with room for `steps` more."""
         turned = to_engine(self.layout, kv, positions, 0)
         room = lambda new: jnp.pad(new, ((0, 0), (0, 0), (0, steps), (0, 0), (0, 0)))

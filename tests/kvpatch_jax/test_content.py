@@ -1,4 +1,5 @@
 """Images, texts and token ids are told apart everywhere, images have one form, and bare strings are no sequences."""
+# pyright: reportArgumentType=false
 
 import io
 from pathlib import Path

@@ -1,4 +1,5 @@
 """What a newcomer gets wrong over a model is told: KV of another frame, questions not moved, prompts not embedded."""
+# pyright: reportArgumentType=false
 
 import jax
 import jax.numpy as jnp
