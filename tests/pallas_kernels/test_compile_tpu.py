@@ -2,19 +2,17 @@
 
 import importlib.util
 import math
-import os
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ahead_of_time import SPEC, chunk_of, compile_on, without_the_compilation_cache  # noqa: F401
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice
+from ahead_of_time import SPEC, chunk_of, without_the_compilation_cache  # noqa: F401
 
 import kvpatch_jax as kvp
 from pallas_kernels import rotate_patch, splice
+from pallas_kernels._ahead import compile_for_tpu
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, Shape
 from pallas_kernels.splice.shapes import PRODUCTION as POOLS
 from pallas_kernels.splice.shapes import Shape as PoolShape
@@ -24,23 +22,12 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
 ]
 
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
-
-
 TOPOLOGIES = pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 
 
 def compiled_for(topology: str, function, *arguments, donate: tuple[int, ...] = ()):
     """`function`, compiled for one chip of a TPU that is not there."""
-    os.environ.update(ENVIRONMENT)
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    kind = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
-    return compile_on(device, kind, "tpu", function, arguments, donate)
+    return compile_for_tpu(topology, function, arguments, donate)
 
 
 def copied(text: str) -> list[int]:
