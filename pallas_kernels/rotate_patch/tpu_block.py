@@ -90,20 +90,23 @@ def clear_block(out) -> None:
     tokens = out.shape[0]
     zeros = lambda rows: jnp.zeros((rows, *out.shape[1:]), out.dtype)
 
-    @pl.loop(0, tokens // UNIT)
-    def _(step):
-        out[pl.ds(step * UNIT, UNIT)] = zeros(UNIT)
+    if tokens >= UNIT:
+
+        @pl.loop(0, tokens // UNIT)
+        def _(step):
+            out[pl.ds(step * UNIT, UNIT)] = zeros(UNIT)
 
     if tokens % UNIT:
         out[pl.ds(tokens // UNIT * UNIT, tokens % UNIT)] = zeros(tokens % UNIT)
 
 
 def by_pairs(given, out) -> bool:
-    """Whether a block is taken by pairs of heads: they fill the lanes, and their rows lie without padding."""
+    """Whether a block is taken by pairs of heads: they fill the lanes and lie without padding."""
     if len(out.shape) != 3 or out.shape[2] != LANES or "x_scale" in given:
         return False
-    leaves = [out, *(given[name] for name in ("x", "dense") if name in given)]
-    return (out.shape[1] in (2, 4) or out.shape[1] % 8 == 0) and all(leaf.dtype.itemsize > 1 for leaf in leaves)
+    sizes = {leaf.dtype.itemsize for leaf in (out, *(given[name] for name in ("x", "dense") if name in given))}
+    # Many heads of float32 fill registers as they lie: whole blocks of 32 heads have fewer than half the bundles.
+    return 1 not in sizes and (out.shape[1] in (2, 4, 8) or (out.shape[1] % 8 == 0 and 4 not in sizes))
 
 
 def _write_by_pairs(given, out, rotary: int, layout: str, interpret, count) -> None:
