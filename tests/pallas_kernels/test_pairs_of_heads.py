@@ -133,14 +133,11 @@ def test_a_mesh_whose_axes_are_in_types_is_no_obstacle():
     shape = Shape("pairs", (2,), 9, 4, 128, 128, 3, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
     run = lambda x: rotate_patch(x, *(given[name] for name in NAMES[1:5]), implementation="tpu")
-    pool, slots = jnp.zeros((2, 2, 16, 4, 128), jnp.bfloat16), jnp.arange(9, dtype=jnp.int32)
-    write = lambda pool, x: splice(pool, slots, x, *(given[name] for name in NAMES[1:5]), implementation="tpu")
     with targeting("tpu", True):
-        wanted, written = jax.jit(run)(given["x"]), jax.jit(write)(jnp.copy(pool), given["x"])
+        wanted = jax.jit(run)(given["x"])
         with jax.set_mesh(mesh):
             for spec in (jax.P(), jax.P(None, None, "heads")):
                 placed = jax.device_put(given["x"], jax.NamedSharding(mesh, spec))
                 found = jax.jit(run)(placed)
                 assert jax.typeof(found).sharding.spec == jax.typeof(placed).sharding.spec
                 np.testing.assert_array_equal(found.astype(jnp.float32), wanted.astype(jnp.float32))
-            np.testing.assert_array_equal(jax.jit(write)(jnp.copy(pool), given["x"]), written)
