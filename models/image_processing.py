@@ -178,7 +178,8 @@ def _height_and_width(config: PictureConfig, name: str) -> tuple[int, int]:
     value = config[name]
     if isinstance(value, Mapping) and value.get("height") and value.get("width"):
         return int(value["height"]), int(value["width"])
-    return (config.side(name),) * 2
+    side = config.side(name)
+    return side, side
 
 
 def _clip_size(height: int, width: int, config: PictureConfig) -> tuple[int, int]:

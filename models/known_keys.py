@@ -419,7 +419,8 @@ def _is(kind: str, value: Any) -> bool:
     if kind == "a table":
         return isinstance(value, Mapping)
     if kind == "a positive whole number or a list":
-        return (whole and value > 0) or (_is("a list", value) and all(_is("a positive whole number", x) for x in value))
+        sizes = value if isinstance(value, list | tuple) else [value]
+        return all(_is("a positive whole number", size) for size in sizes)
     if kind == "a whole number or a list":
         return whole or _is("a list", value)
     return isinstance(value, list | tuple)

@@ -151,8 +151,8 @@ BASE = {"rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}}
 
 def with_part(name: str, part: str, more: dict[str, Any]) -> tuple[str, dict[str, Any], tuple[int, ...], dict, int]:
     """A case whose text or vision part says more."""
-    kind, raw, *rest = IMAGES[name]
-    return (kind, {**raw, part: {**raw[part], **more}}, *rest)
+    kind, raw, shape, extra, count = IMAGES[name]
+    return kind, {**raw, part: {**raw[part], **more}}, shape, extra, count
 
 
 IMAGES["qwen2_5_vl_yarn"] = with_part(
