@@ -71,6 +71,8 @@ def test_whatever_lies_in_a_snapshot_is_refused(tmp_path: Path, snapshot: Path, 
     elif place == "entry":
         path = next(mine.rglob("*.entry.safetensors"))
     make(path)
+    if place == "STORE.json":  # alone it would be mended from its copy
+        make(mine / "STORE.copy.json")
     with within(60), pytest.raises(KVPatchError, match="expected"):
         load_snapshot(mine, tmp_path / "other", tenant="one", copy=copy)
     assert nothing_came(tmp_path / "other")
