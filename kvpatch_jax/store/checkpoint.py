@@ -172,13 +172,19 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
         canonicals = [chunk_of_entry(entry) for entry in by_kind("kv")]
         patches = [patch_of(patch_parts(entry.about["body"], _host(entry))) for entry in by_kind("patch")]
         resources = [_resource(entry) for entry in by_kind("entry")]
+        encoders = {
+            (e.about["body"]["backbone"], e.about["body"]["id"]): e.arrays["encoder"] for e in by_kind("encoder")
+        }
     except StoreCorruptError as error:
         raise StoreSnapshotError(f"export {directory}: {error}") from error
+    except MALFORMED as error:
+        kind = type(error).__name__  # the error itself may hold content
+        raise StoreSnapshotError(f"export {directory}: a body that makes no object ({kind}); expected one") from None
     return Loaded(
         tuple(chunk for encoding, chunk in canonicals if encoding is None),
         tuple((encoding, chunk) for encoding, chunk in canonicals if encoding is not None),
         tuple(patches),
-        {(e.about["body"]["backbone"], e.about["body"]["id"]): e.arrays["encoder"] for e in by_kind("encoder")},
+        encoders,
         tuple(resources),
     )
 

@@ -17,7 +17,7 @@ from ..ops import Quantised, is_low_rank
 from ..rope import Rope
 from ..scaling import Scaling
 from ..stamp import Patch, Stamp, check_factors
-from .header import dtype_word
+from .header import MALFORMED, dtype_word
 from .ids import Encoding
 from .objects import Arrays, Blob
 
@@ -300,7 +300,7 @@ def _checked(blob: Blob) -> Blob:
 def _rebuilt[T](build: Callable[[], T], what: str) -> T:
     try:
         return build()
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         # The cause may name ids, so it is not said.
         kind = type(error).__name__ if not isinstance(error, KVPatchError) else "it contradicts itself"
         raise StoreCorruptError(f"object: the body does not make a {what} ({kind}); expected one that does") from None

@@ -219,6 +219,6 @@ def chunk_of_entry(entry: Entry) -> tuple[Encoding | None, Chunk]:
         local = np.asarray(arrays["local"])
         fields |= {"encoder": None, "hidden": hidden, "content": content_in(body)}
         chunk = unchecked_chunk(kv=kv, local=local, layout=layout, **fields)
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise StoreCorruptError(f"export: the body does not make a chunk ({type(error).__name__})") from None
     return entry.about["part"].partition(".")[2] or None, chunk
