@@ -41,6 +41,10 @@ from .writer import Ack, Writer, joined
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
 
 
+_NOT_A_CHUNK = (StoreError, KeyError, IndexError, TypeError, ValueError, AttributeError)
+"""What making a chunk of a body raises that does not make one."""
+
+
 class ChunkStore:
     """Content-addressed objects of one tenant. Any number of threads, processes and tenants may share a root.
 
@@ -183,9 +187,7 @@ class ChunkStore:
             if opening is None and (arriving := self._arriving(name)) is not None:
                 opening, tier = (arriving.header, arriving.read), "remote"
                 stack.callback(self._promote, name, arriving)
-            with contextlib.suppress(
-                StoreError, KeyError, IndexError, TypeError, ValueError, AttributeError
-            ):  # codec's
+            with contextlib.suppress(*_NOT_A_CHUNK):
                 stream = None if opening is None else LayerStream(*opening, placement, held)
             if stream is not None:
                 held.push(stack.pop_all())
