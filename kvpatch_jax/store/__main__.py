@@ -5,11 +5,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import InputError, KVPatchError
-from .commands import COMMANDS, Options
+from .commands import COMMANDS, Options, Outcome
 from .disk import Entry
 
 _PROGRAM = "python -m kvpatch_jax.store"
@@ -84,6 +84,21 @@ def _file(path: str | None) -> bytes | None:
         raise InputError(f"{path}: {error.strerror}; expected a file that can be read") from error
 
 
+def _lines(outcome: Outcome, as_json: bool) -> Iterator[str]:
+    """What a command found, to print; of many rows each as soon as it is there."""
+    name, rows = outcome.rows or (None, iter(()))
+    if not as_json:
+        yield from outcome.lines
+        yield from (line for _, line in rows)
+    elif name is None:
+        yield json.dumps(outcome.result)
+    else:
+        yield f'{{"{name}": ['
+        for number, (row, _) in enumerate(rows):
+            yield ", " * (number > 0) + json.dumps(row)
+        yield "]}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs one command. 0: all is well; 1: something is not (`verify`), or was not done, or there is nothing of the
     tenant; 2: it could not be run; 141: nobody read what it printed."""
@@ -94,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if values.help:
-        return _printed(_usage(values))
+        return _printed([_usage(values)])
     if wrongly := _wrongly_called(names, values.root):
         print(f"error: {wrongly}\n\n{_usage(values)}", file=sys.stderr)
         return 2
@@ -105,14 +120,14 @@ def main(arguments: Sequence[str]) -> int:
                           values.directory, values.copy, values.arrays,
                           values["library-quota"].value)  # fmt: skip
         outcome = COMMANDS[" ".join(names)].run(options)
+        for warning in outcome.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        return _printed(_lines(outcome, values.json), 0 if outcome.good else 1)
     except KVPatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
         bar.close()
-    for warning in outcome.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    return _printed(json.dumps(outcome.result) if values.json else "\n".join(outcome.lines), 0 if outcome.good else 1)
 
 
 def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
@@ -128,10 +143,11 @@ def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
     return None if root else "no root; expected --root=DIR"
 
 
-def _printed(text: str, status: int = 0) -> int:
+def _printed(lines: Iterable[str], status: int = 0) -> int:
     """Prints, and gives the status; where nobody reads any more (`ls | head`), that of a program that SIGPIPE ended."""
     try:
-        print(text)
+        for line in lines:
+            print(line)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more

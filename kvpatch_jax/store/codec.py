@@ -172,19 +172,23 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
         if any(name.endswith(".scale") for name in arrays) or not _as_made(body, arrays):
             each = [layer_of(body, layer, arrays) for layer in layers]
             kv = {name: np.stack([values[name] for values in each]) for name in layout.names}
+            rest = {name: value.copy() for name, value in arrays.items() if not name.startswith("layer.")}
+            for value in rest.values():  # so that what was read is let go, of which these few would keep all
+                value.flags.writeable = False
         else:
+            rest = arrays
             kv = {name: stack_views([arrays[f"layer.{layer}.{name}"] for layer in layers]) for name in layout.names}
         hidden = body["hidden"]
         return unchecked_chunk(
             kv=kv,
-            local=arrays["local"],
+            local=rest["local"],
             span=body["span"],
             length=body["length"],
             id=body["id"],
             layout=layout,
             backbone=body["backbone"],
             encoder=None,
-            hidden=None if hidden is None else {layer: arrays[f"hidden.{layer}"] for layer in hidden},
+            hidden=None if hidden is None else {layer: rest[f"hidden.{layer}"] for layer in hidden},
             content=content_in(body),
         )
 
@@ -204,6 +208,22 @@ def unchecked_chunk(**fields: Any) -> Chunk:
     if not 1 <= chunk.length <= chunk.tokens or chunk.span < 0 or len(chunk.local) != chunk.tokens:
         raise StoreCorruptError(f"chunk: length {chunk.length}, span {chunk.span}; expected within its kv")
     return chunk
+
+
+def memory_of(value: Any) -> int:
+    """Bytes that a chunk, the parts of a patch or an array keep on the host: of whole blocks, each once."""
+    arrays = value
+    if isinstance(value, Chunk):
+        arrays = (dict(value.kv), value.local, value.encoder, dict(value.hidden or {}))
+    blocks = (_block(leaf) for leaf in jax.tree.leaves(arrays) if isinstance(leaf, np.ndarray))
+    return sum({id(block): block.nbytes for block in blocks}.values())
+
+
+def _block(array: np.ndarray) -> np.ndarray:
+    """The array whose memory another one shows."""
+    while isinstance(base := getattr(array.base, "base", None), np.ndarray) or isinstance(array.base, np.ndarray):
+        array = array.base if isinstance(array.base, np.ndarray) else base  # strided views have a base between
+    return array
 
 
 def with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:

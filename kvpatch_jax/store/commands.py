@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import InputError
@@ -14,7 +14,7 @@ from .buffers import Buffers
 from .disk import Disk
 from .evict import collect, make_room
 from .ids import Names
-from .operate import ALL, Progress, drop_old_versions, listing, names_in, totals, verify
+from .operate import ALL, Listed, Progress, drop_old_versions, listing, names_in, totals, verify
 from .remote import KeyValueStore
 from .restore import load_snapshot, save_snapshot
 from .seal import AesGcm
@@ -51,12 +51,16 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found: as JSON, and as lines to read. `good`: whether all is well. `warnings` are for stderr."""
+    """What a command found: as JSON, and as lines to read. `good`: whether all is well. `warnings` are for stderr.
+
+    `rows`: many more of both, under a name in the JSON, which come while they are read.
+    """
 
     result: dict[str, Any]
     lines: list[str]
     good: bool = True
     warnings: tuple[str, ...] = ()
+    rows: tuple[str, Iterator[tuple[dict[str, Any], str]]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +138,14 @@ def _unknown(options: Options) -> str:
 def _ls(options: Options) -> Outcome:
     disk = _disk(options)
     found = listing(disk, _below(options, disk), options.progress)
-    lines = [
-        f"{one.nbytes:>14,}  {one.kind:<18} {_when(one.used)}  {_when(one.expires):<20} "
-        f"{ {True: 'encrypted', False: 'plain', None: 'unreadable'}[one.encrypted]:<10} {one.path}"
-        for one in found
-    ]
     heading = f"{'bytes':>14}  {'kind':<18} {'last used':<20}  {'expires':<20} {'':<10} name"
-    return Outcome({"objects": [dataclasses.asdict(one) for one in found]}, [heading, *lines])
+    return Outcome({}, [heading], rows=("objects", ((dataclasses.asdict(one), _line(one)) for one in found)))
+
+
+def _line(one: Listed) -> str:
+    sealed = {True: "encrypted", False: "plain", None: "unreadable"}[one.encrypted]
+    times = f"{_when(one.used)}  {_when(one.expires):<20}"
+    return f"{one.nbytes:>14,}  {one.kind:<18} {times} {sealed:<10} {one.path}"
 
 
 def _when(seconds: float | None) -> str:

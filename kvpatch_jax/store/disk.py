@@ -30,7 +30,7 @@ from ..errors import StoreCorruptError, StoreError
 from .buffers import Buffers
 from .counters import Counters
 from .entries import Entry, Removal, Still, entry_of
-from .expiry import may_have_expired, shown_time, shows
+from .expiry import expiry_look, shown_time, shows
 from .files import (
     Identity,
     NotRegularError,
@@ -518,8 +518,7 @@ class Disk:
                             waiting += [path] if path.count("/") < _DEPTH else []
                         elif is_object(path):
                             with contextlib.suppress(FileNotFoundError):
-                                stat = entry.stat(follow_symlinks=False)
-                                found.append(entry_of(path, stat))
+                                found.append(entry_of(path, entry.stat(follow_symlinks=False)))
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
@@ -560,7 +559,7 @@ class Disk:
 
     def looked_at(self, entry: Entry) -> tuple[Entry, bool]:
         """An object of `scan` and whether it has expired. It is opened only if it looks so, and its look set right."""
-        if not may_have_expired(entry.shown, self.clock()):
+        if not expiry_look(self.clock())(entry.shown):
             return entry, False
         above, _, file = entry.path.rpartition("/")
         expired = False

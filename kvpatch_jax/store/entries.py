@@ -1,17 +1,16 @@
 """What a directory shows of objects without opening them, and taking them away."""
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 from .files import Identity, folder, identity
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """An object as the directory shows it: path from the root, bytes, when it was last used (seconds), which file, and
-    when it expires (`expiry.may_have_expired`)."""
+    when it expires (`expiry.expiry_look`)."""
 
     path: str
     size: int

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ..errors import StoreFullError
 from .disk import Disk
 from .entries import Entry, same_file
-from .expiry import may_have_expired
+from .expiry import expiry_look
 from .files import locked, typed_errors
 
 SLACK = 0.05
@@ -166,7 +166,7 @@ def collect(disk: Disk, below: str = "obj", libraries: str | None = None) -> int
 
 def _expired(disk: Disk, entries: Iterable[Entry]) -> list[_Unit]:
     """What has expired. Only of chunks of which something looks so is anything opened."""
-    now = disk.clock()
-    chunks = {entry.chunk for entry in entries if may_have_expired(entry.shown, now)}
+    look = expiry_look(disk.clock())
+    chunks = {entry.chunk for entry in entries if look(entry.shown)}
     units = _units(disk, [entry for entry in entries if entry.chunk in chunks], lambda _: False) if chunks else []
     return [unit for unit in units if unit.turn == 0]

@@ -6,6 +6,7 @@ say so, the object never expires, and the rest is when it was written.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,10 +73,14 @@ def shown_time(expires: float | None, now: int) -> int:
     return shown - 1000 if shown % _MILLISECOND == _NEVER else shown
 
 
-def may_have_expired(shown: int, now: float) -> bool:
-    """Whether a file's look says that its object's time has come. Old files, and copies without times, may say so
-    wrongly, and then the header tells; what has expired and was written by this library does say so."""
-    return shown % _MILLISECOND != _NEVER and shown <= int(min(now, 2.0**34) * _SECOND)
+def expiry_look(now: float) -> Callable[[int], bool]:
+    """Whether a file's look says that its object's time has come, for many files.
+
+    Old files, and copies without times, may say so wrongly, and then the header tells; what has expired and was written
+    by this library does say so.
+    """
+    latest = int(min(now, 2.0**34) * _SECOND)
+    return lambda shown: shown <= latest and shown % _MILLISECOND != _NEVER
 
 
 def shows(shown: int, expires: float | None) -> bool:

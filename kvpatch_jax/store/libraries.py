@@ -92,11 +92,8 @@ class StaticLibrary:
         blob = entry_blob(reference, content, chunk, vector, {}, expires)
         own = self._shelf.name(reference.kind, reference.name)
         with self._shelf.changing():
-            self._shelf.remove_expired()
-            entries = {entry.path: entry for entry in self._shelf.listed()}
-            before = entries.pop(own.path, None)
+            before, used = self._shelf.room(own)
             need = file_size(blob, own.file) + (0 if chunk is None else chunk.nbytes)
-            used = sum(entry.nbytes for entry in entries.values())
             if used + need > self.quota:
                 raise LibraryFullError(
                     f"{reference}: {need} bytes, {used} of {self.quota} are taken; expected room within the quota"
@@ -111,7 +108,7 @@ class StaticLibrary:
     @property
     def used(self) -> int:
         """Bytes of all entries that have not expired."""
-        return sum(entry.nbytes for entry in self._shelf.listed())
+        return self._shelf.nbytes
 
     def get(self, kind: str, name: str) -> Resource | None:
         """A file, verified; None where there is none, or where it was damaged. Raises InputError as `put`."""
@@ -139,7 +136,7 @@ class StaticLibrary:
             fingerprint_of(backbone, "library: backbones")
         with self._shelf.changing():
             self._shelf.purge(own)
-            listed = next((entry for entry in self._shelf.listed() if entry.path == own.path), None)
+            listed = self._shelf.at(own)
             if listed is None:
                 return False
             resource = self._shelf.read(own) if backbones else None
@@ -308,7 +305,7 @@ class DynamicLibrary:
                 open_regular(self.store.disk.root, own.path) as fd,
             ):
                 if try_lock(fd):
-                    listed = next((entry for entry in self._shelf.listed() if entry.path == own.path), None)
+                    listed = self._shelf.at(own)
                     dropped += self.store.disk.delete(own.path) if listed is None else self._shelf.remove(listed)
         return dropped
 

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -51,9 +51,13 @@ class Listed:
     encrypted: bool | None
 
 
-def listing(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) -> list[Listed]:
-    """Every object and entry below some folders (a tenant's, or all), by path. What vanishes meanwhile may lack."""
-    return [_listed(disk, entry) for entry in progress(sorted(_scan(disk, below), key=lambda entry: entry.path))]
+def listing(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) -> Iterator[Listed]:
+    """Every object and entry below some folders (a tenant's, or all), by path, each as soon as its header was read.
+
+    What vanishes meanwhile may lack.
+    """
+    for entry in progress(sorted(_scan(disk, below), key=lambda entry: entry.path)):
+        yield _listed(disk, entry)
 
 
 def _scan(disk: Disk, below: Sequence[str]) -> list[Entry]:
@@ -89,7 +93,7 @@ def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
     Raises:
       StoreIOError: the root cannot be read.
     """
-    tenant, listed, now = below[0].partition("/")[2], listing(disk, below), disk.clock()
+    tenant, listed, now = below[0].partition("/")[2], list(listing(disk, below)), disk.clock()
     quarantined = quarantine.listed(disk.root, tenant)
     return {
         "objects": len(listed),

@@ -21,8 +21,9 @@ from ..chunk import AnyArray, Chunk
 from ..content import Text, check_text, sort_of
 from ..errors import InputError, NotFiniteError, StoreCorruptError, StoreError
 from ..images import decoded, is_encoded
+from .contents import Contents, Seen
 from .entries import Entry
-from .files import Identity, locked, make_directories, typed_errors
+from .files import locked, make_directories, typed_errors
 from .floor import Floor, Floors, number_of
 from .header import MALFORMED, Header
 from .ids import Name, Names, chunk_id, content_digest, encoded
@@ -312,7 +313,7 @@ class Shelf:
         self.store, self.library = store, library
         self.folder = os.path.dirname(store.names.entry(library).folder)
         _make_folder(store.disk.root, self.folder)
-        self._seen: dict[str, _Seen] = {}
+        self._contents = Contents(store.disk, self.folder, self._look)
         self._floors = Floors(store.disk)
 
     @contextlib.contextmanager
@@ -363,8 +364,8 @@ class Shelf:
         """
         now, floors = self.store.clock(), self._floors.all(self.folder)
         found: list[Listed] = []
-        for seen in self._scan().values():
-            if seen.listed is not None and (seen.expires is None or now < seen.expires):
+        for seen in self._contents.refresh().values():
+            if seen.listed is not None and _lives(seen.expires, now):
                 held = seen.listed.reference.version is not None  # an older version that somebody reads, maybe
                 found += [seen.listed] if held or _taken(seen.listed, floors) else []
         return found
@@ -382,24 +383,43 @@ class Shelf:
         floor = self._floors.of(own.folder)
         return 0 if floor is None else floor.numbers.get(own.chunk, 0)
 
-    def _scan(self) -> dict[str, "_Seen"]:
-        seen: dict[str, _Seen] = {}
-        for entry in self.store.disk.scan(self.folder):
-            before = self._seen.get(entry.path)
-            if before is None or before.file != entry.file or before.listed is None:
-                before = self._look(entry)
-            seen[entry.path] = before
-        self._seen = seen
-        return seen
+    def at(self, name: Name) -> Listed | None:
+        """An entry by its name, if it is there and has not expired."""
+        return self._alive(self._contents.look(name.path)[0])
 
-    def _look(self, entry: Entry) -> "_Seen":
+    def _alive(self, seen: Seen[Listed] | None) -> Listed | None:
+        if seen is None or seen.listed is None or not _lives(seen.expires, self.store.clock()):
+            return None
+        floor = self._floors.of(os.path.dirname(seen.listed.path)) if seen.listed.reference.version is None else None
+        return seen.listed if floor is None or _taken(seen.listed, {os.path.dirname(seen.listed.path): floor}) else None
+
+    def room(self, name: Name) -> tuple[Listed | None, int]:
+        """An entry by its name, and the bytes of all others, when what has expired was taken away."""
+        seen, nbytes, expiring = self._contents.look(name.path)
+        if self._remove_expired(expiring):
+            seen, nbytes, _ = self._contents.look(name.path)
+        entry = self._alive(seen)
+        if self._floors.kept:  # what was put back does not count
+            nbytes = sum(listed.nbytes for listed in self.listed())
+        return entry, nbytes - (0 if entry is None else entry.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries that have not expired."""
+        _, nbytes, expiring = self._contents.look()
+        now = self.store.clock()
+        if not self._floors.kept and all(now < expires for expires in expiring.values()):
+            return nbytes
+        return sum(listed.nbytes for listed in self.listed())
+
+    def _look(self, entry: Entry) -> Seen[Listed]:
         with self.store.disk.reading(_name_at(entry.path), noticed=False) as opening:
             if opening is not None:
                 try:
-                    return _Seen(entry.file, opening[0].expires, _listed(opening[0], entry.path))
+                    return Seen(entry.file, opening[0].expires, _listed(opening[0], entry.path))
                 except StoreCorruptError as error:
                     self.store.disk.quarantine(_name_at(entry.path), entry.file, str(error))
-        return _Seen(entry.file, self.store.disk.expires(entry.path), None)
+        return Seen(entry.file, self.store.disk.expires(entry.path), None)
 
     def vector(self, listed: Listed) -> np.ndarray | None:
         """What a retriever finds an entry by, [D] float32; its content is not read. None: it has none, or is gone."""
@@ -431,8 +451,9 @@ class Shelf:
 
     def release(self, chunk: tuple[str, str] | None) -> None:
         """Deletes a chunk that an entry had, where no other entry of this library has it."""
-        if chunk is not None and all(other.chunk != chunk for other in self.listed()):
-            self.store.delete(chunk[1], chunk[0])
+        if chunk is None or (self._contents.has_chunk(chunk) and any(each.chunk == chunk for each in self.listed())):
+            return
+        self.store.delete(chunk[1], chunk[0])
 
     def purge(self, name: Name) -> None:
         """Deletes what is in quarantine of an entry, in any version. Raises StoreError."""
@@ -440,8 +461,11 @@ class Shelf:
 
     def remove_expired(self) -> int:
         """Takes away what is past its time (the chunks have the same one, and go by it). How many entries."""
+        return self._remove_expired(self._contents.look()[2])
+
+    def _remove_expired(self, expiring: Mapping[str, float]) -> int:
         now = self.store.clock()
-        paths = [path for path, seen in self._scan().items() if seen.expires is not None and now >= seen.expires]
+        paths = [path for path, expires in expiring.items() if now >= expires]
         gone = [path for path in paths if self.store.disk.delete(path, self.store.disk.has_expired)]
         self._floors.removed(gone)
         return len(gone)
@@ -454,13 +478,8 @@ def _taken(listed: Listed, floors: Mapping[str, Floor]) -> bool:
     return floor is None or floor.takes(name.chunk, listed.number)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Seen:
-    """A file at the last look; `listed` is None where it had expired or could not be read."""
-
-    file: Identity
-    expires: float | None
-    listed: Listed | None
+def _lives(expires: float | None, now: float) -> bool:
+    return expires is None or now < expires
 
 
 def _name_at(path: str) -> Name:

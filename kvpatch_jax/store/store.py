@@ -18,7 +18,17 @@ from ..stamp import Patch, Stamp
 from .beyond import Arriving, Beyond
 from .budget import Budget as Budget
 from .buffers import Buffers
-from .codec import chunk_blob, chunk_of, content_in, encoder_blob, patch_blob, patch_of, patch_parts, with_encoder
+from .codec import (
+    chunk_blob,
+    chunk_of,
+    content_in,
+    encoder_blob,
+    memory_of,
+    patch_blob,
+    patch_of,
+    patch_parts,
+    with_encoder,
+)
 from .counters import Counters
 from .disk import Disk, Elsewhere, Found
 from .evict import collect, make_room
@@ -521,7 +531,8 @@ class ChunkStore:
             if found.file is not None:
                 self.disk.quarantine(name, found.file, str(error))
             return None
-        return Held(value, header.size, rank, _chunk_key(name), header.expires, found.version)
+        nbytes = max(header.size, memory_of(value))  # a reduced encoding is held as wide as it was
+        return Held(value, nbytes, rank, _chunk_key(name), header.expires, found.version)
 
     def _arriving(self, name: Name) -> Arriving | None:
         return None if self._remote is None else self._remote.open(name)

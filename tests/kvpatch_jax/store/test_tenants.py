@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, place_of, same_chunk
 
-from kvpatch_jax.errors import StoreError, StoreFullError, StoreIOError
+from kvpatch_jax.errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError
 from kvpatch_jax.store import (
     Budget,
     ChunkStore,
@@ -370,7 +370,9 @@ def test_a_secret_from_outside_is_not_in_the_root(tmp_path: Path):
     assert name.path in files
     assert "STORE.json" not in files
     assert not any(SECRET in data or SECRET.hex().encode() in data for data in files.values())
-    with ChunkStore(tmp_path, key=KEY) as guess:  # what one can derive from the root
+    with pytest.raises(StoreCorruptError, match="secret"):
+        ChunkStore(tmp_path, key=KEY)
+    with ChunkStore(tmp_path, key=KEY, secret=bytes(32)) as guess:  # what one can derive from the root
         assert guess._names.canonical(BACKBONE, "B0").path not in files
 
 
@@ -403,7 +405,7 @@ def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseExcep
         found = store.disk.get(store._names.canonical("a model of ours", "cat.png"))
         shown += [store, store._names, held, found, found and found.header, patch.stamp.__class__.__name__, store.disk]
         shown += [Served("cat.png", "b", ("before.png",), base_antecedent=("secret text",)), store.statistics()]
-        shown += [prometheus_text(store.statistics()), listing(store.disk), totals(store.disk), store._seal]
+        shown += [prometheus_text(store.statistics()), list(listing(store.disk)), totals(store.disk), store._seal]
         attempt(lambda: store.put(chunk, ttl=-1))
         attempt(lambda: store.put(chunk, encoding="int3"))  # pyright: ignore
         attempt(lambda: store.get("cat.png", "a model of ours", placement={"k": jax.devices()[0]}))

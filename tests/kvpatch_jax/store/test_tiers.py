@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 
+import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.memory import CANONICAL, DERIVED, Held, MemoryTier, Policy
@@ -265,3 +266,48 @@ def test_expiry_and_a_clock_that_jumps_back(tmp_path: Path):
         assert store.collect() == 4
         with pytest.raises(InputError, match="ttl"):
             store.put(chunk_of(), ttl=0)
+
+
+def _memory(value: object) -> int:
+    """Bytes of the memory that arrays keep, each block once, however little of it they show."""
+    spans: list[tuple[int, int]] = []
+    for array in jax.tree.leaves(value):
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        spans.append((array.ctypes.data, array.ctypes.data + array.nbytes))
+    total, end = 0, 0
+    for start, stop in sorted(spans):
+        total, end = total + max(0, stop - max(start, end)), max(end, stop)
+    return total
+
+
+@pytest.mark.parametrize("key", [None, b"one key of the store, 32 bytes at least"], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("encoding", [None, "bfloat16", "float16", "int8", "float8_e4m3fn"])
+def test_memory_counts_what_it_holds(tmp_path: Path, encoding, key):
+    """Reduced encodings are held in the dtype that they had: by the bytes of their files, four times the budget."""
+    chunks = [chunk_of(f"B{number}", number, tokens=400) for number in range(12)]
+    budget = 4 * chunks[0].nbytes + (1 << 14)
+    with ChunkStore(tmp_path, budget=Budget(host=budget), key=key) as store:
+        for chunk in chunks:
+            store.put(chunk, encoding=encoding)
+        for chunk in chunks:
+            assert store.get(chunk.id, BACKBONE, encoding=encoding) is not None
+        held = [each.value for segment in store._host._segments.values() for each in segment.values()]
+        assert 3 <= len(held) <= 4
+        memory = sum(_memory((dict(chunk.kv), chunk.local)) for chunk in held)
+        assert memory <= store.statistics().held["host"] <= budget
+
+
+def test_memory_counts_patches_and_encoder_outputs(tmp_path: Path):
+    chunk = chunk_of(tokens=200, encoder=np.ones((100, 8), np.float32))
+    with ChunkStore(tmp_path, budget=Budget(host=1 << 20)) as store:
+        store.put(chunk)
+        store.put_patches([patch_of(chunk), patch_of(chunk, ("other",))])
+        assert len(store.get_patches(patch_of(chunk).stamp)) == 1
+        assert store.get("B", BACKBONE, encoder=True) is not None
+        held = [each for segment in store._host._segments.values() for each in segment.values()]
+        assert len(held) == 3
+        for each in held:
+            value = (dict(each.value.kv), each.value.local) if isinstance(each.value, kvp.Chunk) else each.value
+            value = value[0] if isinstance(value, tuple) and isinstance(value[0], dict) and "k" in value[0] else value
+            assert _memory(value) <= each.nbytes <= _memory(value) + 16_384
