@@ -7,7 +7,7 @@ from typing import Any
 from absl import app, flags
 
 from ..plain import plainly
-from . import backbones, kernels, patch, store
+from . import backbones, kernels, patch, store, store_growth
 
 _SUITE = flags.DEFINE_enum("suite", "patch", ["backbones", "kernels", "patch", "store"], "Which benchmark to run.")
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
@@ -59,6 +59,7 @@ def main(argv: list[str]) -> None:
         print(store.table(result))
         if _OUT.value:
             (pathlib.Path(_OUT.value) / "bench_store.md").write_text(store.table(result))
+            store_growth.draw(result, pathlib.Path(_OUT.value) / "bench_store.png")
 
 
 if __name__ == "__main__":

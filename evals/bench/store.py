@@ -27,7 +27,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore
 
-from . import fetch, orbax_side, store_data
+from . import fetch, orbax_side, store_data, store_growth
 from .backbones import Turns, take_turns
 from .patch import environment
 from .store_data import BACKBONE
@@ -221,6 +221,8 @@ def patches(bench: Bench) -> Iterator[Row]:
     against = "raw write and sync of one"
     yield row_of("patch put", against, bench.turns({"ours": each, "theirs": raw}), "at most", 2.5)
     yield row_of("patch put, grouped", against, bench.turns({"ours": grouped, "theirs": raw}), "at most", 0.6)
+    turns = store_growth.beside_a_writer(bench.folder, grouped, raw, bench.turns)
+    yield row_of("patch put, grouped, beside a busy writer", f"{against}, beside it too", dict(turns), "at most")
     clear()
 
 
@@ -240,6 +242,12 @@ def opening(bench: Bench) -> Iterator[Row]:
     seconds = bench.turns({"ours": lambda: stopwatch(opened)})
     row = {"metric": f"opening {count} objects", "against": "", "unit": "seconds", "sense": "at most"}
     yield _judged(row | {"ours": statistics.median(seconds["ours"])}, seconds["ours"], 0.25) | {"all": seconds}
+
+
+def growth(bench: Bench) -> Iterator[Row]:
+    """Keeping order among ever more objects, and in a library of many entries."""
+    for row, seconds in store_growth.rows(bench.folder, bench.sizes, bench.repeats, bench.seed):
+        yield _judged(row, seconds, store_growth.BARS.get(row["what"]))
 
 
 def sharded(bench: Bench) -> Iterator[Row]:
@@ -268,7 +276,7 @@ def fetching(bench: Bench) -> Iterator[Row]:
             yield names | kept | bar | {"all": {}}
 
 
-SECTIONS: tuple[Callable[[Bench], Iterator[Row]], ...] = (puts, gets, patches, opening, sharded, fetching)
+SECTIONS: tuple[Callable[[Bench], Iterator[Row]], ...] = (puts, gets, patches, opening, growth, sharded, fetching)
 
 
 # -------------------------------------------------------------------------------------------------------------- run

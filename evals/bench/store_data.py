@@ -12,7 +12,8 @@ BACKBONE = "benchmark"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of all that is timed. `WHOLE`: 58.7 MB of bf16 in 56 leaves, patches of 1.03 MB, 10 000 small objects."""
+    """Of all that is timed. `WHOLE`: 58.7 MB of bf16 in 56 leaves, patches of 1.03 MB, 10 000 small objects, growth to
+    50 000, a library of 4 000 entries."""
 
     layers: int = 28
     tokens: int = 1024
@@ -21,10 +22,12 @@ class Sizes:
     rank: int = 6
     group: int = 64
     objects: int = 10_000
+    growth: tuple[int, ...] = (1_000, 10_000, 50_000)
+    entries: int = 4_000
 
 
 WHOLE = Sizes()
-QUICK = Sizes(layers=4, tokens=64, heads=8, width=16, rank=2, group=4, objects=40)
+QUICK = Sizes(layers=4, tokens=64, heads=8, width=16, rank=2, group=4, objects=40, growth=(20, 40), entries=20)
 
 
 def chunk_of(sizes: Sizes, seed: int, id: str = "large") -> kvp.Chunk:

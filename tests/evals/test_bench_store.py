@@ -21,6 +21,11 @@ METRICS = {
     ("patch put", "raw write and sync of one"): ("at most", 2.5),
     ("patch put, grouped", "raw write and sync of one"): ("at most", 0.6),
     ("opening 40 objects", ""): ("at most", 0.25),
+    ("evicting put, at 20 objects", ""): ("at most", 0.1),
+    ("evicting put, at 40 objects", ""): ("at most", 0.1),
+    ("collect, nothing expired, at 20 objects", ""): ("at most", 1.0),
+    ("collect, nothing expired, at 40 objects", ""): ("at most", 1.0),
+    ("library put, at 20 entries", ""): ("at most", 0.01),
     ("get over heads on 8 devices", "Orbax, layers stacked"): ("at least", 3),
     ("fetch of both halves, disk", "the longer half alone"): ("at most", 1.5),
     ("fetch of both halves, latency", "the longer half alone"): ("at most", 1.15),
@@ -43,7 +48,12 @@ def test_the_suite_runs_from_end_to_end(tmp_path: Path):
     text = (tmp_path / "bench_store.md").read_text()
     assert text.count("\n| ") == len(result["rows"]) + 1
     assert "no measurements" in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench_store.json", "bench_store.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "bench_store.json",
+        "bench_store.md",
+        "bench_store.png",
+    ]
+    assert {"patch put, grouped, beside a busy writer"} <= {row["metric"] for row in result["rows"]}
 
 
 def test_ratios_are_of_neighbours_and_judged_by_their_sense():
