@@ -20,6 +20,7 @@ from .content import fingerprint_of
 from .errors import InputError, NotFiniteError, PositionError, ShapeError
 from .frames import PhaseFreeKV, expect_frame
 from .layout import KVLayout, check_positions
+from .rope import extent
 
 AnyArray = jax.Array | np.ndarray
 
@@ -114,6 +115,11 @@ class Chunk:
         """A digest of the local positions of its tokens, whatever their dtype: 16 hexadecimal digits."""
         positions = np.ascontiguousarray(np.asarray(self.local)[: self.length], np.float32)
         return hashlib.blake2b(positions.tobytes(), digest_size=8).hexdigest()
+
+    @functools.cached_property
+    def extent(self) -> tuple[float, float]:
+        """The least and the greatest local position, on the host, where every placing is checked."""
+        return extent(self.local)
 
     @property
     def nbytes(self) -> int:

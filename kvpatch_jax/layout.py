@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 from .errors import DtypeError, LayoutError, PositionError, ShapeError
 from .frames import EngineKV, LocalKV, PhaseFreeKV, expect_frame
 from .frames import Frame as Frame
-from .rope import Rope, check_positions, relocation_tables, rope_tables, rotate
+from .rope import POSITION_LIMIT, Rope, check_positions, extent, relocation_tables, rope_tables, rotate
 
 AnyArray = jax.Array | np.ndarray
 KV = Mapping[str, Float[AnyArray, "..."]]
@@ -149,11 +149,14 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
     """
     if not isinstance(start, jax.Array):
         given = np.asarray(start)
-        if not np.issubdtype(given.dtype, np.integer) or (given.size and np.abs(given.astype(np.int64)).max() >= 2**30):
+        if not np.issubdtype(given.dtype, np.integer) or max(map(abs, extent(given))) >= POSITION_LIMIT:
             raise PositionError(f"start {start!r}; expected integers below 2**30 in magnitude")
         start = given.astype(np.int32)
     elif not jnp.issubdtype(start.dtype, jnp.integer):
         raise PositionError(f"start of dtype {start.dtype}; expected int32")
+    elif start.dtype != jnp.int32:
+        # What int32 does not hold would be wrapped.
+        check_positions(rope, start, np.zeros((), np.int32))
     if rope.axes is not None and start.ndim == 0:
         return (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, (rope.axes,)).astype(jnp.int32)
     if rope.axes is not None and start.shape[-1] != rope.axes:
@@ -189,15 +192,6 @@ def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray
             raise PositionError(f"{what} of shape {found}; expected one for each of {batch} sequences, or one for all")
 
 
-def _turn(layout: KVLayout, kv: KV, cos: Array, sin: Array) -> dict[str, Array]:
-    return {
-        channel.name: rotate(jnp.asarray(kv[channel.name]), cos, sin, layout.rope.cached)
-        if channel.rotates
-        else jnp.asarray(kv[channel.name])
-        for channel in layout.channels
-    }
-
-
 def _place(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
     cos, sin = rope_tables(layout.rope, local, start)
     scale = layout.rope.attention_scaling
@@ -211,14 +205,41 @@ jitted_place = jax.jit(_place, static_argnames=("layout", "back"))
 """Rotation of the channels that carry phase, compiled once per layout and shape, so that it always rounds alike."""
 
 
-def _placed(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
+def _relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Array) -> dict[str, Array]:
+    cos, sin = relocation_tables(layout.rope, old, new)
+    return {name: rotate(value, cos, sin, layout.rope.cached) for name, value in kv.items()}
+
+
+jitted_relocate = jax.jit(_relocate, static_argnames=("layout",))
+"""One rotation from old to new positions of the channels that carry phase, compiled once per layout and shape."""
+
+
+def on_device(value: AnyArray) -> Array:
+    """A jax array as it is, which `jnp.asarray` takes 30 µs to find out; a NumPy array as one."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def _turning(layout: KVLayout, kv: KV) -> dict[str, Array]:
+    return {channel.name: on_device(kv[channel.name]) for channel in layout.channels if channel.rotates}
+
+
+def _with_still(layout: KVLayout, turned: dict[str, Array], kv: KV) -> dict[str, Array]:
+    """All channels, in order: those that were turned, and the others as they were."""
+    return {name: turned[name] if name in turned else on_device(kv[name]) for name in layout.names}
+
+
+def placed(layout: KVLayout, kv: KV, local: Positions, start: AnyArray, back: bool = False) -> dict[str, Array]:
+    """`to_engine`, or with `back` `to_phase_free`, of what was checked already; start is from `as_start`."""
+    turned = jitted_place(layout, _turning(layout, kv), local, start, back=back)
+    return _with_still(layout, turned, kv)
+
+
+def _checked(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
     layout.check(kv)
     start = as_start(layout.rope, start)
     check_places(layout, kv, local, start)
     check_positions(layout.rope, local, start)
-    turning = {channel.name: jnp.asarray(kv[channel.name]) for channel in layout.channels if channel.rotates}
-    turned = jitted_place(layout, turning, jnp.asarray(local), jnp.asarray(start), back=back)
-    return {name: turned[name] if name in turned else jnp.asarray(kv[name]) for name in layout.names}
+    return placed(layout, kv, local, start, back)
 
 
 def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> EngineKV:
@@ -238,7 +259,7 @@ def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> Engin
       turned already.
     """
     expect_frame(kv, "to_engine", "phase_free")
-    return EngineKV(_placed(layout, kv, local, start, False))
+    return EngineKV(_checked(layout, kv, local, start, False))
 
 
 def to_local(layout: KVLayout, kv: KV, local: Positions) -> LocalKV:
@@ -253,7 +274,7 @@ def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) 
       As `to_engine`. FrameError: kv that is phase-free already.
     """
     expect_frame(kv, "to_phase_free", "engine", "local")
-    return PhaseFreeKV(_placed(layout, kv, local, start, True))
+    return PhaseFreeKV(_checked(layout, kv, local, start, True))
 
 
 def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start) -> EngineKV:
@@ -269,23 +290,23 @@ def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | 
       kv as before; no attention scaling is applied, for the keys carry it already.
 
     Raises:
-      As `to_engine`. FrameError: kv that is phase-free.
+      PositionError: a position that is not finite, or from 2³⁰ on. FrameError: kv that is phase-free. Else as
+      `to_engine`.
     """
     expect_frame(kv, "relocate", "engine", "local")
     layout.check(kv)
-    rope = layout.rope
-    sides = []
-    for side in (old, new):
-        array = side if isinstance(side, jax.Array) else np.asarray(side)
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            array = array.astype(np.float32)
-        elif not isinstance(array, jax.Array):
-            array = as_start(rope, array) if array.ndim == 0 else array.astype(np.int32)
-        if rope.axes is None:
-            array = array[None] if array.ndim == 0 else array
-        elif array.ndim < 2:
-            array = jnp.broadcast_to(jnp.asarray(array), (rope.axes,))[None, :]
-        check_positions(rope, array, np.zeros((), np.int32))
-        sides.append(array)
-    cos, sin = relocation_tables(rope, sides[0], sides[1])
-    return EngineKV(_turn(layout, kv, cos, sin))
+    turned = jitted_relocate(layout, _turning(layout, kv), _side(layout.rope, old), _side(layout.rope, new))
+    return EngineKV(_with_still(layout, turned, kv))
+
+
+def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
+    """A start or full positions, checked as they were given, as `relocation_tables` takes them."""
+    array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    check_positions(rope, array, np.zeros((), np.int32))
+    array = array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)
+    if rope.axes is None:
+        return array[None] if array.ndim == 0 else array
+    if array.ndim > 1:
+        return array
+    numbers = np if isinstance(array, np.ndarray) else jnp
+    return numbers.broadcast_to(array, (rope.axes,))[None, :]

@@ -18,11 +18,12 @@ from .chunk import AnyArray, Chunk, check_finite, content_of
 from .content import names_of
 from .errors import InputError, PatchMismatchError, RankError, ShapeError
 from .frames import EngineKV, expect_frame
-from .layout import KVLayout, Start, as_start, check_positions, one_start, to_engine
+from .layout import KVLayout, Start, as_start, on_device, one_start, placed
 from .ops import ChannelFactors, FormPlan, Heads, PatchFrame, is_low_rank, value_of
 from .resize import keep_layers as keep_layers
 from .resize import quantise as quantise
 from .resize import truncate as truncate
+from .rope import check_extent
 from .stamp import Base, Patch, Stamp, check_chunk, check_layout, check_stamp, patch_digest
 from .stamp import patch_bytes as patch_bytes
 
@@ -32,7 +33,7 @@ KVArrays = Mapping[str, Float[AnyArray, "L T _ _"]]
 
 
 def _arrays(kv: Mapping[str, AnyArray]) -> dict[str, Array]:
-    return {name: jnp.asarray(value) for name, value in kv.items()}
+    return {name: on_device(value) for name, value in kv.items()}
 
 
 def _check_conditioned(layout: KVLayout, conditioned: KVArrays, chunk: Chunk, what: str) -> None:
@@ -242,21 +243,20 @@ def apply_patch(
     antecedent = names_of(antecedent, "antecedent")
     base_antecedent = names_of(base_antecedent, "base_antecedent")
     place = one_start(layout.rope, start, "apply_patch")
-    check_positions(layout.rope, chunk.local, place)
+    check_extent(layout.rope, chunk.extent, place)
     if base is not None:
         _check_conditioned(layout, base, chunk, f"base of chunk {chunk.id!r}")
     kv = _arrays(chunk.kv if base is None else base)
-    local = jnp.asarray(chunk.local)
     if patch is None:
-        return to_engine(layout, kv, local, place)
+        return EngineKV(placed(layout, kv, chunk.local, place))
     check_stamp(patch, layout, chunk, place, antecedent, None if base is None else base_antecedent, allow_stale)
     check_factor_shapes(patch, chunk)
     if not patch.factors:
-        return to_engine(layout, kv, local, place)
+        return EngineKV(placed(layout, kv, chunk.local, place))
     stamp = patch.stamp
     layers = None if len(stamp.layers) == layout.layers else stamp.layers
     given = {"layers": layers, "heads": stamp.heads, "frame": stamp.frame}
-    return EngineKV(ops.jitted_apply(layout, kv, dict(patch.factors), local, place, **given))
+    return EngineKV(ops.jitted_apply(layout, kv, dict(patch.factors), chunk.local, place, **given))
 
 
 def check_factor_shapes(patch: Patch, chunk: Chunk) -> None:

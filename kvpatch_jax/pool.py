@@ -19,9 +19,9 @@ from pallas_kernels.splice import check_slots, padded_width
 from . import ops
 from .chunk import AnyArray, Chunk
 from .errors import DtypeError, LayoutError, PoolError, ShapeError
-from .layout import Channel, KVLayout, Start, check_positions, one_start
+from .layout import Channel, KVLayout, Start, on_device, one_start
 from .patch import check_factor_shapes
-from .rope import rope_tables
+from .rope import check_extent, rope_tables
 from .stamp import Patch, check_layout, check_stamp
 
 Slots = Int[AnyArray, " T"]
@@ -144,7 +144,7 @@ def splice(
     if allocator is not None:
         allocator.check_sole_owner(slots[: chunk.length], pool)
     place = one_start(layout.rope, start, "splice")
-    check_positions(layout.rope, chunk.local, place)
+    check_extent(layout.rope, chunk.extent, place)
     factors, plan = {}, {}
     if patch is not None:
         check_stamp(patch, layout, chunk, place, antecedent, None if base is None else base_antecedent, allow_stale)
@@ -152,10 +152,9 @@ def splice(
         stamp = patch.stamp
         layers = None if len(stamp.layers) == layout.layers else stamp.layers
         factors, plan = dict(patch.factors), {"layers": layers, "heads": stamp.heads, "frame": stamp.frame}
-    own, arrays = ({name: jnp.asarray(value[name]) for name in layout.names} for value in (pool, kv))
-    slots = jnp.asarray(slots, jnp.int32)
-    local = jnp.asarray(chunk.local)
-    return jitted_splice(layout, own, slots, arrays, factors, local, place, np.int32(chunk.length), **plan)
+    own, arrays = ({name: on_device(value[name]) for name in layout.names} for value in (pool, kv))
+    slots = slots.astype(np.int32, copy=False)
+    return jitted_splice(layout, own, slots, arrays, factors, chunk.local, place, np.int32(chunk.length), **plan)
 
 
 def _check_splice(pool: Pool, slots: Slots, layout: KVLayout, chunk: Chunk, kv: Mapping[str, AnyArray]) -> None:

@@ -14,6 +14,7 @@ import functools
 import math
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -215,15 +216,34 @@ def rope_tables(
       cos, sin [..., T, R/2], right to about 2e-7 under ``angles="exact"`` at every int32 position.
 
     Raises:
-      PositionError: shapes that the rope does not take.
+      PositionError: shapes that the rope does not take, or integers beyond int32.
     """
-    local, start = _place(rope, jnp.asarray(positions), jnp.asarray(start, jnp.int32))
+    local, start = _place(rope, _held(positions), jnp.asarray(start, jnp.int32))
     if rope.angles == "float32":
         absolute = start.astype(jnp.float32) + local.astype(jnp.float32)
-        return _engine_cos_sin(rope, absolute)
+        return _made_once(*_engine_cos_sin(rope, absolute))
     whole, fraction = _whole_and_fraction(local, start)
     extra = None if fraction is None else _radians(rope, fraction)
-    return _cos_sin_of_phase(_phase(rope, _by_frequency(rope, whole)), extra)
+    return _made_once(*_cos_sin_of_phase(_phase(rope, _by_frequency(rope, whole)), extra))
+
+
+def _held(positions: Num[Array | np.ndarray, "..."]) -> Array:
+    """Positions on the device; integers that int32 does not hold are refused, for jax would wrap them."""
+    if isinstance(positions, np.ndarray) and positions.dtype.kind in "iu" and positions.dtype.itemsize >= 4:
+        least, greatest = extent(positions)
+        if greatest >= 2**31 or least < -(2**31):
+            raise PositionError(f"rope: positions from {least:.0f} to {greatest:.0f}; expected int32")
+    return jnp.asarray(positions)
+
+
+def _made_once(cos: Array, sin: Array) -> tuple[Array, Array]:
+    """Tables as they are, but on a CPU behind a barrier.
+
+    There XLA fuses what they are made by into the loop over layers and heads that reads them, and computes each cosine
+    again for every one of these. Programs for other platforms are as without it.
+    """
+    barrier = lambda *tables: jax.lax.optimization_barrier(tables)
+    return jax.lax.platform_dependent(cos, sin, cpu=barrier, default=lambda *tables: tables)
 
 
 def _radians(rope: Rope, fraction: Array) -> Array:
@@ -245,18 +265,18 @@ def relocation_tables(
     two angles are the engine's own.
     """
     none = jnp.zeros((), jnp.int32)
-    old, _ = _place(rope, jnp.asarray(old), none)
-    new, _ = _place(rope, jnp.asarray(new), none)
+    old, _ = _place(rope, _held(old), none)
+    new, _ = _place(rope, _held(new), none)
     if rope.angles == "float32":
         cos_old, sin_old = _engine_cos_sin(rope, old.astype(jnp.float32))
         cos_new, sin_new = _engine_cos_sin(rope, new.astype(jnp.float32))
-        return cos_new * cos_old + sin_new * sin_old, sin_new * cos_old - cos_new * sin_old
+        return _made_once(cos_new * cos_old + sin_new * sin_old, sin_new * cos_old - cos_new * sin_old)
     (whole_old, part_old), (whole_new, part_new) = _whole_and_fraction(old, none), _whole_and_fraction(new, none)
     phase = _phase(rope, _by_frequency(rope, whole_new)) - _phase(rope, _by_frequency(rope, whole_old))
     if part_old is None and part_new is None:
-        return _cos_sin_of_phase(phase, None)
+        return _made_once(*_cos_sin_of_phase(phase, None))
     difference = (0.0 if part_new is None else part_new) - (0.0 if part_old is None else part_old)
-    return _cos_sin_of_phase(phase, _radians(rope, jnp.asarray(difference)))
+    return _made_once(*_cos_sin_of_phase(phase, _radians(rope, jnp.asarray(difference))))
 
 
 def rotate(
@@ -277,6 +297,12 @@ def rotate(
     return rotate_patch(x, cos, sin, layout=cached, scale=scale)
 
 
+def extent(positions: Num[Array | np.ndarray, "..."]) -> tuple[float, float]:
+    """The least and the greatest of concrete positions; NaN for both where one is NaN, (0, 0) of none."""
+    values = np.asarray(positions)
+    return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+
+
 def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."]) -> None:
     """Refuses, where values are concrete, positions out of range or outside a pinned regime.
 
@@ -284,15 +310,19 @@ def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: In
       PositionError: not finite, or |start + local| ≥ 2³⁰.
       RopeRegimeError: beyond what a pinned length-dependent scaling serves.
     """
-    if isinstance(local, Tracer) or isinstance(start, Tracer):
+    if not isinstance(local, Tracer) and local.size:
+        check_extent(rope, extent(local), start)
+
+
+def check_extent(rope: Rope, local: tuple[float, float], start: Int[Array | np.ndarray, "..."]) -> None:
+    """`check_positions` of positions whose `extent` is known."""
+    if isinstance(start, Tracer):
         return
-    local64, start64 = np.asarray(local, np.float64), np.asarray(start, np.float64)
-    if not local64.size:
-        return
-    if not np.isfinite(local64).all():
+    if not np.isfinite(local).all():
         raise PositionError("rope: a position is not finite; expected finite positions")
-    farthest = float(np.abs(local64).max() + np.abs(start64).max())
+    least, greatest = extent(start)
+    farthest = max(-local[0], local[1]) + max(-least, greatest)
     if farthest >= POSITION_LIMIT:
         raise PositionError(f"rope: position of magnitude {farthest:.0f}; expected below {POSITION_LIMIT}")
     if rope.scaling is not None:
-        rope.scaling.check_reach(float(local64.max() + start64.max()))
+        rope.scaling.check_reach(local[1] + greatest)

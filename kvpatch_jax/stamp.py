@@ -16,6 +16,7 @@ from .content import names_of
 from .errors import InputError, LayoutError, PatchMismatchError, ShapeError, StalePatchError
 from .layout import KVLayout
 from .ops import ChannelFactors, Heads, Leaf, PatchFrame, Quantised, is_low_rank
+from .rope import Rope
 
 Base = Literal["canonical", "conditioned", "patched"]
 
@@ -222,10 +223,16 @@ def patch_bytes(patch: Patch) -> int:
     return total
 
 
+_STORED = tuple(field.name for field in dataclasses.fields(Rope) if field.name != "angles")
+
+
 def same_storage(first: KVLayout, second: KVLayout) -> bool:
     """Whether two layouts hold the same phase-free KV: all but the way angles are computed agrees."""
-    plain = lambda layout: dataclasses.replace(layout, rope=dataclasses.replace(layout.rope, angles="exact"))
-    return plain(first) == plain(second)
+    if first is second:
+        return True
+    if (first.kind, first.layers, first.channels) != (second.kind, second.layers, second.channels):
+        return False
+    return all(getattr(first.rope, name) == getattr(second.rope, name) for name in _STORED)
 
 
 def patch_digest(patch: Patch) -> str:

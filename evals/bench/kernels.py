@@ -1,4 +1,5 @@
-"""Kernels on this machine: one compiled pass against its steps one by one, splice's cost, the factorisation.
+"""Kernels on this machine: one compiled pass against its steps one by one, splice's cost, the factorisation, and the
+operators over them: CPU time of placing a chunk beside a jitted x · 2, and of the operators' checks.
 
 Rows with a `bar` say whether they pass it. On an accelerator `evals/bench/accelerator.sh` measures more.
 """
@@ -19,6 +20,7 @@ from pallas_kernels import rotate_patch, splice
 from pallas_kernels.factorise.shapes import PRODUCTION, SMALL
 from pallas_kernels.factorise.shapes import Shape as Matrices
 
+from .operators import check_rows, placing_rows
 from .patch import environment, factorise_rows, interleaved
 
 STEPS_BAR = 3.0
@@ -39,6 +41,7 @@ class Sizes:
       spliced: token counts of the chunks that are spliced, into a pool of `splice_layers` layers.
       pages, page_size: of the pool; the large one has 16 times the pages.
       matrices: of the factorisation.
+      placed: tokens of the chunk that the operators place; its layers, heads and width are those above.
     """
 
     layers: int = 28
@@ -51,9 +54,10 @@ class Sizes:
     pages: int = 256
     page_size: int = 64
     matrices: Matrices = PRODUCTION[0]
+    placed: int = 2048
 
 
-TINY = Sizes(2, 16, 2, 16, (0, 4), (8, 16, 32), 2, 4, 16, SMALL[0])
+TINY = Sizes(2, 16, 2, 16, (0, 4), (8, 16, 32), 2, 4, 16, SMALL[0], 16)
 """To see that everything runs; its times say nothing."""
 
 
@@ -179,6 +183,8 @@ def run(*, repeats: int = 5, seed: int = 0, sizes: Sizes | None = None) -> dict[
     rows = pass_rows(sizes, repeats, seed) + splice_rows(sizes, repeats, seed)
     factorised, needed = factorise_rows(sizes.matrices, repeats, seed)
     rows += [row | {"metric": f"factorise {row['metric']}"} for row in factorised]
+    rows += placing_rows(sizes.layers, sizes.placed, sizes.heads, sizes.width, max(repeats, 9), seed)
+    rows += check_rows(repeats, seed)
     config = dataclasses.asdict(sizes) | {"repeats": repeats, "seed": seed, "e90": needed}
     config["matrices"] = sizes.matrices._asdict()
     return {"config": config, "environment": environment(), "rows": rows}

@@ -1,5 +1,7 @@
 """The XLA path of rotate_patch: what every kernel is held against."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
@@ -86,6 +88,32 @@ def rotate_patch(
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """R · (x + u v + dense) in `out_dtype`; tokens from `length` on are zero. Shapes as in `api.rotate_patch`."""
+    plan = {"per_head": per_head, "layout": layout, "out_dtype": x.dtype if out_dtype is None else out_dtype}
+    at_once = functools.partial(_rotate_patch, **plan)
+    arrays = {"cos": cos, "sin": sin, "length": length}
+    layered = {"x": x, "u": u, "v": v, "dense": dense, "x_scale": x_scale, "u_scale": u_scale, "v_scale": v_scale}
+    if u is None or not _by_layer(x, cos, layered):
+        return at_once(**arrays, **layered)
+    # XLA writes a product out in float32. On a CPU that is more memory than all else here touches, and the system has
+    # to give it anew each call; one layer's stays in the cache.
+    return jax.lax.platform_dependent(
+        arrays,
+        layered,
+        cpu=lambda arrays, layered: jax.lax.map(lambda one: at_once(**arrays, **one), layered),
+        default=lambda arrays, layered: at_once(**arrays, **layered),
+    )
+
+
+def _by_layer(x: Array, cos: Array | None, layered: dict[str, Array | None]) -> bool:
+    """Whether the first axis is one of layers, of all that have layers; and not one that is sharded by its type."""
+    whole = x.ndim > 3 and jax.typeof(x).sharding.spec[0] is None and (cos is None or cos.ndim < x.ndim - 1)
+    own = [leaf for name, leaf in layered.items() if leaf is not None]
+    return whole and all(leaf.shape[: x.ndim - 3] == x.shape[:-3] for leaf in own)
+
+
+def _rotate_patch(
+    x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale, *, per_head: bool, layout: str, out_dtype
+) -> Array:
     value = widened(x, x_scale)
     if u is not None and v is not None:
         u, v = _factor(u, u_scale), _factor(v, v_scale)
@@ -96,7 +124,7 @@ def rotate_patch(
         value = rotate(value, cos, sin, layout)
     if length is not None:
         value = jnp.where((jnp.arange(x.shape[-3]) < length)[:, None, None], value, 0.0)
-    return value.astype(x.dtype if out_dtype is None else out_dtype)
+    return value.astype(out_dtype)
 
 
 def _factor(value: Num[Array, "..."], scale: Float[Array, "..."] | None) -> Float[Array, "..."]:

@@ -20,11 +20,15 @@ def test_every_row_is_there(tiny):
         ("splice is linear in tokens", "R²"),
         ("splice into 16 × the pool", "16 tokens"),
     ]
-    assert [name for name, _ in names[4:]] == [
+    assert [name for name, _ in names[4:8]] == [
         "factorise seconds",
         "factorise seconds",
         "factorise speedup",
         "factorise energy_ratio",
+    ]
+    assert [arm for _, arm in names[8:]] == [
+        *("memcpy", "blind", "patched", "spliced", "relocated"),
+        *("apply_patch, blind", "apply_patch", "splice", "relocate"),
     ]
     assert all(math.isfinite(row["value"]) for row in tiny["rows"])
     assert all(row["agrees"] for row in tiny["rows"][:2])
@@ -34,7 +38,7 @@ def test_every_row_is_there(tiny):
 def test_table_counts_what_passed(tiny):
     lines = kernels.table(tiny).splitlines()
     assert len(lines) == 1 + len(tiny["rows"]) + 1
-    assert lines[-1].endswith("of 4 rows within their bars")
+    assert lines[-1].endswith("of 11 rows within their bars")
     row = {"metric": "m", "arm": "a", **kernels._verdict([1.0, 3.0, 2.0], 3.0, lambda value: value >= 3.0)}
     assert (row["value"], row["low"], row["high"], row["passed"]) == (2.0, 1.0, 3.0, False)
     assert kernels.table({"rows": [row]}).splitlines()[1].split()[-1] == "FAIL"

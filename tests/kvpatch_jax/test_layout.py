@@ -53,6 +53,31 @@ def test_relocate_is_the_engine_frame_at_the_new_place(name: str):
         np.testing.assert_allclose(full[channel], there[channel], atol=6e-6)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("far", [2**31, 2**32 + 5, -(2**31) - 1, 2**63, 2**70])
+def test_positions_beyond_int32_are_refused_not_wrapped(far: int):
+    layout = LAYOUTS["gqa"]
+    kv, local = kv_of(layout, 12), local_of(layout, 12)
+    far_away = [far, np.full(12, far)]
+    if -(2**63) <= far < 2**64:
+        far_away += [np.asarray(far), np.arange(12, dtype=np.uint64 if far > 0 else np.int64) + np.asarray(far)]
+    refused = lambda: pytest.raises(PositionError, match="expected")
+    for position in far_away:
+        with refused():
+            kvp.relocate(layout, kv, position, 3)
+        with refused():
+            kvp.relocate(layout, kv, 3, position)
+    for start in far_away[:1] + far_away[2:3]:
+        with refused():
+            kvp.to_engine(layout, kv, local, start)
+    if 0 < far < 2**32:
+        with refused():
+            kvp.to_engine(layout, kv, local, jnp.asarray(far, jnp.uint32))
+    if far_away[1].dtype.kind in "iu":
+        with refused():
+            kvp.rope_tables(layout.rope, far_away[1])
+
+
 def test_attention_scaling_is_in_the_engine_frame_and_not_in_relocation():
     layout = LAYOUTS["yarn"]
     kv, local = kv_of(layout, 12), local_of(layout, 12)

@@ -1,0 +1,116 @@
+"""The operators on this machine: CPU time of placing a chunk over that of a jitted x · 2, and of their checks.
+
+The chunk has channels k and v; x · 2 is of both, and so is the copy. CPU time, since wall time says little on a machine
+that others use; and of the whole process, for XLA's threads are where the work is done.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvpatch_jax as kvp
+from kvpatch_jax import layout, ops, pool
+
+BARS = {"blind": 1.0, "patched": 3.0, "spliced": 4.0}
+"""CPU time of `apply_patch` without a patch and with one, and of `splice` with one, over the chunk's x · 2, jitted."""
+CHECKS_BAR = 150.0
+"""Microseconds of CPU time that the checks of a call may take."""
+RANK, PAGE_SIZE = 16, 64
+
+
+class _Placing:
+    """A chunk, a patch of it, and a pool that is donated and kept."""
+
+    def __init__(self, layers: int, tokens: int, heads: int, width: int, rank: int, seed: int):
+        rng = np.random.default_rng(seed)
+        normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+        self.layout = kvp.KVLayout.gqa(layers, heads, width, kvp.Rope(1e6, width))
+        kv = {name: normal(layers, tokens, heads, width) for name in self.layout.names}
+        local = jnp.arange(tokens, dtype=jnp.float32)
+        # A layout of its own, as a store's reader makes it: equal, not the same.
+        own = kvp.KVLayout.gqa(layers, heads, width, kvp.Rope(1e6, width))
+        self.chunk = kvp.Chunk(kv, local, tokens, tokens, "chunk", own, "none")
+        factors = {name: (normal(layers, tokens, rank), normal(layers, rank, heads * width)) for name in kv}
+        every = tuple(range(layers))
+        self.patch = kvp.Patch(factors, kvp.Stamp("chunk", "canonical", ("other",), "none", self.layout, every))
+        pages = -(-tokens // PAGE_SIZE) + 1
+        self.pool = kvp.make_pool(self.layout, pages, PAGE_SIZE)
+        self.slots = rng.permutation(pages * PAGE_SIZE)[:tokens].astype(np.int32)
+
+    def apply(self, patch: kvp.Patch | None) -> Any:
+        return kvp.apply_patch(self.layout, self.chunk, patch, 7, () if patch is None else ("other",))
+
+    def splice(self, patch: kvp.Patch | None) -> Any:
+        antecedent = () if patch is None else ("other",)
+        self.pool = kvp.splice(self.pool, self.slots, self.layout, self.chunk, patch, 7, antecedent)
+        return self.pool
+
+
+def _cpu_seconds(calls: Mapping[str, Callable[[], Any]], repeats: int, times: int = 1) -> dict[str, list[float]]:
+    """CPU seconds of one call, the process's threads together, the calls in turns; one warm-up first."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(repeats + 1):
+        for name, call in calls.items():
+            begin = time.process_time()
+            for _ in range(times):
+                jax.block_until_ready(call())
+            if round_:
+                taken[name].append((time.process_time() - begin) / times)
+    return taken
+
+
+def _row(metric: str, arm: str, value: float, values: list[float], bar: float | None) -> dict[str, Any]:
+    row = {"metric": metric, "arm": arm, "value": value, "low": min(values), "high": max(values)}
+    return row if bar is None else row | {"bar": bar, "passed": value <= bar}
+
+
+def placing_rows(layers: int, tokens: int, heads: int, width: int, repeats: int, seed: int) -> list[dict[str, Any]]:
+    """CPU time of placing a bfloat16 chunk, over a jitted x · 2 of it in the same run: least by least."""
+    case = _Placing(layers, tokens, heads, width, min(RANK, width // 4), seed)
+    kv = dict(case.chunk.kv)
+    engine = case.apply(None)
+    double = jax.jit(lambda tree: jax.tree.map(lambda value: value * 2, tree))
+    calls = {
+        "x · 2": lambda: double(kv),
+        "memcpy": lambda: [np.asarray(value).copy() for value in kv.values()],
+        "blind": lambda: case.apply(None),
+        "patched": lambda: case.apply(case.patch),
+        "spliced": lambda: case.splice(case.patch),
+        "relocated": lambda: kvp.relocate(case.layout, engine, 7, 99),
+    }
+    taken = _cpu_seconds(calls, repeats)
+    metric = f"placing over x · 2, CPU time, {tokens} × {layers} × {heads} × {width}"
+    rows = []
+    for name, seconds in taken.items():
+        if name == "x · 2":
+            continue
+        ratios = [own / base for own, base in zip(seconds, taken["x · 2"], strict=True)]
+        row = _row(metric, name, min(seconds) / min(taken["x · 2"]), ratios, BARS.get(name))
+        rows.append(row | {"seconds": seconds, "x2_seconds": taken["x · 2"]})
+    return rows
+
+
+def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[dict[str, Any]]:
+    """Microseconds of CPU time that public functions take, the compiled programs that they call put aside."""
+    case = _Placing(2, tokens, 1, 8, 4, seed)
+    engine = case.apply(None)
+    calls = {
+        "apply_patch, blind": lambda: case.apply(None),
+        "apply_patch": lambda: case.apply(case.patch),
+        "splice": lambda: case.splice(case.patch),
+        "relocate": lambda: kvp.relocate(case.layout, engine, 7, 99),
+    }
+    returned = lambda _layout, arrays, *rest, **plan: arrays
+    programs = ((ops, "jitted_apply"), (layout, "jitted_place"), (layout, "jitted_relocate"), (pool, "jitted_splice"))
+    with contextlib.ExitStack() as stack:
+        for module, name in programs:
+            stack.enter_context(mock.patch.object(module, name, returned))
+        taken = _cpu_seconds(calls, max(repeats, 20), times=20)
+    micros = {name: [1e6 * value for value in seconds] for name, seconds in taken.items()}
+    return [_row("checks of a call, µs", name, min(values), values, CHECKS_BAR) for name, values in micros.items()]
