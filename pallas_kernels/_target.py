@@ -5,6 +5,8 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+
 
 class Target(NamedTuple):
     """A platform ("tpu", "gpu", "cpu") that calls are traced for, how kernels are interpreted there, kind of device."""
@@ -39,6 +41,12 @@ def targeting(platform: str, interpret: Any = False, kind: str = "") -> Iterator
 def target() -> Target | None:
     """What `targeting` says; None outside."""
     return _TARGET.get()
+
+
+def platform() -> str:
+    """The platform that calls are traced for: what `targeting` says, else the process's own."""
+    aimed = _TARGET.get()
+    return jax.default_backend() if aimed is None else aimed.platform
 
 
 def interpretation() -> Any:

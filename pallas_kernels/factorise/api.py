@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, Num
 
 from .._dispatch import choose
+from .._target import platform
 from ..errors import KernelShapeError
-from . import reference
+from . import derivative, reference
 
 METHODS = ("randomised", "exact")
 SIDES = ("tokens", "features")
+ORTHONORMAL = ("qr", "cholesky")
 OVERSAMPLE = 32
 ITERATIONS = 3
 
@@ -24,12 +26,14 @@ def factorise(
     key: Key[Array, ""] | None = None,
     oversample: int = OVERSAMPLE,
     iterations: int = ITERATIONS,
+    orthonormal: str | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "*batch T {rank}"], Float[Array, "*batch {rank} F"]]:
     """Thin factors of each matrix: u [..., T, M] and v [..., M, F] with u v ≈ matrix, both float32.
 
     u carries the singular values (U·S, falling from left to right) and v's rows are orthonormal, so a smaller rank is a
-    slice. Rows of zeros in the matrix give rows in u that are zero to rounding.
+    slice. Rows of zeros in the matrix give rows in u that are zero to rounding. Directions down to about 1e-6 of the
+    largest singular value are found; below is float32's rounding. Can be differentiated, zero matrices too.
 
     Args:
       matrix: any float dtype; computed in float32.
@@ -37,10 +41,12 @@ def factorise(
       method: "randomised" (deterministic by `key`) or "exact" (full SVD).
       key: a typed PRNG key; None means `jax.random.key(0)`.
       oversample, iterations: of the randomised range finder.
+      orthonormal: what its iterations orthogonalise by: "qr", or "cholesky" (shifted CholeskyQR2, matrix products
+        mostly). None: "cholesky" on a GPU, "qr" elsewhere.
       implementation: None (best available) or "xla".
 
     Raises:
-      KernelShapeError: rank out of range, or unknown method.
+      KernelShapeError: rank out of range, or unknown `method` or `orthonormal`.
       KernelUnavailableError: unknown or unavailable implementation.
     """
     choose("factorise", implementation)
@@ -49,11 +55,16 @@ def factorise(
     limit = min(matrix.shape[-2:])
     if not 1 <= rank <= limit:
         raise KernelShapeError(f"factorise: rank {rank}; expected 1 to {limit} for a matrix of shape {matrix.shape}")
-    matrix = matrix.astype(jnp.float32)
-    if method == "exact":
-        return reference.exact(matrix, rank)
+    if orthonormal is None:
+        orthonormal = "cholesky" if platform() == "gpu" else "qr"
+    if orthonormal not in ORTHONORMAL:
+        raise KernelShapeError(f"factorise: orthonormal {orthonormal!r}; expected one of {ORTHONORMAL}")
     key = jax.random.key(0) if key is None else key
-    return reference.randomised(matrix, rank, key, oversample, iterations)
+    if method == "exact":
+        find = lambda matrix, key: reference.exact(matrix, rank)
+    else:
+        find = lambda matrix, key: reference.randomised(matrix, rank, key, oversample, iterations, orthonormal)
+    return derivative.factors(matrix.astype(jnp.float32), key, find)
 
 
 def factorise_sharded(
@@ -69,7 +80,8 @@ def factorise_sharded(
     """`factorise`, inside `jax.shard_map`, of a matrix whose tokens or features lie over the mesh axis `axis_name`.
 
     One sum over that axis, of the Gram matrix of the other side: [F, F] float32 per matrix where tokens are sharded,
-    [T, T] where features are.
+    [T, T] where features are. Being float32 it hides directions below 2e-4 of the largest singular value, which
+    `factorise` finds.
 
     Args:
       matrix: what this device holds: some tokens with all features, or all tokens with some features.

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 HIGHEST = jax.lax.Precision.HIGHEST
-GRAM_LIMIT = 1024
-"""Longest shorter side whose Gram matrix is formed."""
+SHIFT = 8.0
+"""What a Gram matrix is shifted by before its Cholesky factorisation, in roundings of its trace."""
 
 
 def _matmul(a: Array, b: Array) -> Array:
@@ -24,32 +24,67 @@ def exact(matrix: Float[Array, "*batch T F"], rank: int) -> tuple[Float[Array, "
 
 
 def randomised(
-    matrix: Float[Array, "*batch T F"], rank: int, key: Key[Array, ""], oversample: int, iterations: int
+    matrix: Float[Array, "*batch T F"],
+    rank: int,
+    key: Key[Array, ""],
+    oversample: int,
+    iterations: int,
+    orthonormal: str = "qr",
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Nearly the best rank-`rank` factors (U·S, Vᵀ).
 
-    A random sketch, sharpened by power iterations on the shorter side that re-orthogonalise every time, then an exact
+    A random sketch, sharpened by power iterations that re-orthogonalise after every product, then an exact
     factorisation of the small projected matrix (Halko, Martinsson & Tropp 2011, algorithms 4.4 and 5.1). The sketch
-    lies on the feature side, so rows of zeros (padding) change nothing. A power step multiplies by the Gram matrix,
-    formed once where it is small; directions below 2e-4 of the largest are then found only roughly.
+    lies on the feature side, so rows of zeros (padding) change nothing. No Gram matrix of the matrix itself is formed:
+    in float32 it would hide directions below 2e-4 of the largest; so only those at rounding (1e-7) are.
+
+    `orthonormal` says how the iterations orthogonalise: "qr" by Householder's, "cholesky" by `cholesky_qr2`.
     """
     tokens, features = matrix.shape[-2:]
     size = min(rank + oversample, tokens, features)
     basis = jax.random.normal(key, (features, size), jnp.float32)
     wide = features > tokens
     long = _transpose(matrix) if wide else matrix
+    spread = _orthonormal if orthonormal == "qr" else cholesky_qr2
     if wide:
-        basis = jnp.linalg.qr(_matmul(matrix, basis))[0]
-    gram = _matmul(_transpose(long), long) if long.shape[-1] <= GRAM_LIMIT else None
-    for _ in range(iterations):
-        step = _matmul(_transpose(long), _matmul(long, basis)) if gram is None else _matmul(gram, basis)
-        basis = jnp.linalg.qr(step)[0]
+        basis = spread(_matmul(matrix, basis))
+    for step in range(iterations):
+        other = spread(_matmul(long, basis))
+        # The last basis is what the right factor is made of, and must be orthonormal whatever the matrix.
+        last = _orthonormal if step == iterations - 1 else spread
+        basis = last(_matmul(_transpose(long), other))
+    if not iterations:
+        basis = _orthonormal(basis)
     other, small = jnp.linalg.qr(_matmul(long, basis))
     u, s, vt = jnp.linalg.svd(small, full_matrices=False)
     left, right = _matmul(other, u[..., :rank]), _matmul(vt[..., :rank, :], _transpose(basis))
     if wide:
         left, right = _transpose(right), _transpose(left)
     return left * s[..., None, :rank], right
+
+
+def _orthonormal(a: Array) -> Array:
+    return jnp.linalg.qr(a)[0]
+
+
+def cholesky_qr2(a: Float[Array, "*batch T N"]) -> Float[Array, "*batch T N"]:
+    """A basis of the columns' span, by two Cholesky factorisations of shifted Gram matrices (Fukaya et al. 2020).
+
+    Matrix products and triangular solves of [N, N] where Householder's QR goes column by column, which GPUs are slow
+    at. The shift keeps the Gram matrix positive whatever its rank; each pass brings up what lies below it, so that
+    two leave directions down to 1e-5 of the largest with length near one. Those further below, of deficient columns
+    too, come out short, not orthonormal.
+    """
+    size = a.shape[-1]
+    for _ in range(2):
+        # Products may only overflow where the matrix itself nearly does.
+        a = a / jnp.maximum(jnp.max(jnp.abs(a), axis=(-2, -1), keepdims=True), 1e-30)
+        whole = _matmul(_transpose(a), a)
+        trace = jnp.trace(whole, axis1=-2, axis2=-1)[..., None, None]
+        shift = SHIFT * jnp.finfo(jnp.float32).eps * trace + 1e-30
+        lower = jnp.linalg.cholesky(whole + shift * jnp.eye(size), symmetrize_input=False)
+        a = jax.lax.linalg.triangular_solve(lower, a, left_side=False, lower=True, transpose_a=True)
+    return a
 
 
 def gram(

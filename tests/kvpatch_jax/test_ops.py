@@ -4,6 +4,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
 
 from kvpatch_jax import ops
@@ -96,3 +97,25 @@ def test_accumulate_masks_padding():
     np.testing.assert_allclose(total["k"][:, :4], 2 * (other["k"] - kv["k"])[:, :4], rtol=1e-6)
     assert not total["k"][:, 4:].any()
     assert local_of(LAYOUT, 6).shape == (6,)
+
+
+@pytest.mark.parametrize("heads", ["joint", "separate"])
+@pytest.mark.parametrize("case", ["zero", "padded", "one token"])
+def test_form_can_be_differentiated_where_the_deficit_is_zero_or_padded(case: str, heads):
+    layout = LAYOUTS["gqa"]
+    base = kv_of(layout, 24)
+    conditioned = base if case == "zero" else kv_of(layout, 24, seed=1)
+    length = {"zero": 24, "padded": 9, "one token": 1}[case]
+    plan = ops.FormPlan(ranks=(("k", 4), ("v", 2)), heads=heads)
+    none = jnp.zeros((), jnp.int32)
+
+    def energy(conditioned):
+        factors = ops.form(layout, conditioned, base, length, jax.random.key(0), jnp.arange(24.0), none, plan=plan)
+        return sum((value**2).sum() for value in ops.correction(layout, factors, heads=heads).values())
+
+    value, gradient = jax.value_and_grad(energy)(conditioned)
+    assert jnp.isfinite(value)
+    for name, own in gradient.items():
+        assert jnp.isfinite(own).all()
+        assert not own[:, length:].any()
+        assert (case == "zero") or own[:, :length].any(), name
