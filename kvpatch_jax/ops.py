@@ -26,7 +26,7 @@ PatchFrame = Literal["phase_free", "engine"]
 
 
 class Quantised(NamedTuple):
-    """Integers and the float32 scale that they are multiplied by."""
+    """int8 or float8 values and the float32 scale that they are multiplied by."""
 
     values: Array
     scale: Array
@@ -48,7 +48,7 @@ class FormPlan:
       layers: the layers to keep, or None for all.
       shared_left: one left factor for all listed channels, which then have one rank.
       frame: where the deficit is taken: "phase_free", or "engine" (the paper's order, as a control).
-      dtype: of the factors.
+      dtype: of the factors; one of 8 bits gets a scale per direction.
     """
 
     ranks: tuple[tuple[str, int | None], ...]
@@ -109,7 +109,11 @@ def _thin(
     if length is not None:
         length = jnp.asarray(length)
         u = jnp.where(_token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
-    return u.astype(plan.dtype), v.astype(plan.dtype)
+    return u, v
+
+
+def _stored_pair(u: Array, v: Array, plan: FormPlan) -> tuple[Leaf, Leaf]:
+    return stored(u, plan.dtype, -2), stored(v, plan.dtype, -1)
 
 
 def factorise_deficit(
@@ -123,20 +127,21 @@ def factorise_deficit(
     if plan.layers is not None:
         delta = {name: value[np.asarray(plan.layers)] for name, value in delta.items()}
     thin = [(name, rank) for name, rank in plan.ranks if rank is not None]
-    factors: Factors = {name: delta[name].astype(plan.dtype) for name, rank in plan.ranks if rank is None}
+    factors: Factors = {name: stored(delta[name], plan.dtype, -1) for name, rank in plan.ranks if rank is None}
     if plan.shared_left and thin:
         matrices = [flatten_heads(delta[name]) for name, _ in thin]
         u, v = _thin(jnp.concatenate(matrices, axis=-1), thin[0][1], plan, key, length, False)
         edges = np.cumsum([matrix.shape[-1] for matrix in matrices])[:-1].tolist()
         for (name, _), part in zip(thin, jnp.split(v, edges, axis=-1), strict=True):
-            factors[name] = (u, part)
+            factors[name] = _stored_pair(u, part, plan)
         return factors
     for index, (name, rank) in enumerate(thin):
         own = jax.random.fold_in(key, index)
         if plan.heads == "separate":
-            factors[name] = _thin(jnp.swapaxes(delta[name], -3, -2), rank, plan, own, length, True)
+            u, v = _thin(jnp.swapaxes(delta[name], -3, -2), rank, plan, own, length, True)
         else:
-            factors[name] = _thin(flatten_heads(delta[name]), rank, plan, own, length, False)
+            u, v = _thin(flatten_heads(delta[name]), rank, plan, own, length, False)
+        factors[name] = _stored_pair(u, v, plan)
     return factors
 
 
@@ -247,12 +252,29 @@ def accumulate(
     return {name: total[name] + delta[name] for name in delta}
 
 
-def quantise_int8(value: Float[Array, "..."], axis: int) -> Quantised:
-    """int8 with one float32 scale per slice along `axis` (the scale keeps that axis at length 1)."""
+def quantise_scaled(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Quantised:
+    """int8 or a float8 with one float32 scale per slice along `axis` (the scale keeps that axis at length 1).
+
+    The scale takes the slice's largest magnitude to the dtype's, so nothing overflows.
+    """
+    target = jnp.dtype(dtype)
+    largest = 127.0 if target == jnp.int8 else float(jnp.finfo(target).max)
     value = value.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / 127.0
+    scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / largest
     scale = jnp.where(scale > 0, scale, 1.0)
-    return Quantised(jnp.round(value / scale).astype(jnp.int8), scale)
+    whole = jnp.clip(value / scale, -largest, largest)
+    return Quantised((jnp.round(whole) if target == jnp.int8 else whole).astype(target), scale)
+
+
+def quantise_int8(value: Float[Array, "..."], axis: int) -> Quantised:
+    """int8 with one float32 scale per slice along `axis`."""
+    return quantise_scaled(value, jnp.int8, axis)
+
+
+def stored(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Leaf:
+    """A factor in the dtype it is kept in: a dtype of 8 bits with scales along `axis`, others by rounding."""
+    target = jnp.dtype(dtype)
+    return quantise_scaled(value, target, axis) if target.itemsize == 1 else value.astype(target)
 
 
 jitted_form = jax.jit(form, static_argnames=("layout", "plan"))

@@ -20,6 +20,7 @@ from .errors import InputError, PatchMismatchError, RankError, ShapeError
 from .frames import EngineKV, expect_frame
 from .layout import KVLayout, Start, as_start, on_device, one_start, placed
 from .ops import ChannelFactors, FormPlan, Heads, PatchFrame, is_low_rank, value_of
+from .resize import finite_factors
 from .resize import keep_layers as keep_layers
 from .resize import quantise as quantise
 from .resize import truncate as truncate
@@ -176,7 +177,7 @@ def form_patch(
         start=None if start is None else tuple(int(number) for number in np.asarray(place).ravel()),
         asked=asked,
     )
-    return Patch(factors, stamp)
+    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), stamp)
 
 
 def _factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
@@ -191,7 +192,8 @@ def _from_delta(
     plan = FormPlan(ranks=ranks, method=method, dtype=_factor_dtype(chunk, dtype))
     key = jax.random.key(0) if key is None else key
     stamp = dataclasses.replace(stamp, asked=asked)
-    return Patch(ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan), stamp)
+    factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
+    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), stamp)
 
 
 def _stamp(layout: KVLayout, chunk: Chunk, base: Base, antecedent: Sequence[str], **more: Any) -> Stamp:

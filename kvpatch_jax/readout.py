@@ -25,7 +25,8 @@ def attention_with_lse(
     Args:
       q: queries; query head n reads KV head n // (N / K).
       k, v: the segment's keys and values in the engine frame (K divides N; K = 1 serves MLA's absorbed form).
-      mask: True where a query may read a key, broadcastable to [..., T, S]; a row of False reads nothing.
+      mask: True where a query may read a key, broadcastable to [..., T, S] ([S]: the same for all queries); a row of
+        False reads nothing. What lies at a slot that a query may not read, NaN too, does not reach it.
       scale: of the scores; H^-0.5 if None.
 
     Returns:
@@ -39,6 +40,10 @@ def attention_with_lse(
         raise ShapeError(f"attention: {heads} query heads over {kv_heads} KV heads; expected a multiple")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    spoilt = None
+    if mask is not None:
+        mask = jnp.atleast_2d(mask)
+        k, v, spoilt = _without_spoilt(k, v, mask)
     grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     scores = jnp.einsum("...tkgh,...skh->...tkgs", grouped, k, precision=HIGHEST) * factor
     if mask is not None:
@@ -47,11 +52,24 @@ def attention_with_lse(
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
     weights = jnp.exp(scores - top)
     mass = weights.sum(-1)
-    read = mass > 0
+    # NaN is no empty mass.
+    read = mass != 0
     safe = jnp.where(read, mass, 1.0)
     o = jnp.einsum("...tkgs,...ske->...tkge", weights, v, precision=HIGHEST) / safe[..., None]
     lse = jnp.where(read, jnp.log(safe) + top[..., 0], -jnp.inf)
+    if spoilt is not None:
+        o, lse = jnp.where(spoilt[..., None, None], jnp.nan, o), jnp.where(spoilt[..., None], jnp.nan, lse)
     return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+
+
+def _without_spoilt(k: Array, v: Array, mask: Array) -> tuple[Array, Array, Array]:
+    """k and v with zeros at slots that are not finite, and which queries may read such a slot, [..., T, K].
+
+    Zero times NaN is NaN, so a weight of zero does not keep a masked slot out of a sum, nor out of a gradient.
+    """
+    finite = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
+    reads = jnp.einsum("...ts,...sk->...tk", mask.astype(jnp.float32), 1.0 - finite.astype(jnp.float32))
+    return *(jnp.where(finite[..., None], x, 0.0) for x in (k, v)), reads > 0
 
 
 def empty_readout(shape: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -63,7 +81,8 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
     """Attention over the union of segments, from each segment's (o, lse). Exact, in any order.
 
     Args:
-      readouts: one or more (o [..., N, E], lse [..., N]), natural-log lse.
+      readouts: one or more (o [..., N, E], lse [..., N]), natural-log lse. An infinite lse of either sign marks an
+        empty one, as some engines' kernels write it, whatever its o holds.
 
     Returns:
       (o, lse) float32; where every segment is empty, (0, −∞).
@@ -81,11 +100,13 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
             )
     outputs = jnp.stack([o.astype(jnp.float32) for o, _ in readouts])
     masses = jnp.stack([lse.astype(jnp.float32) for _, lse in readouts])
+    empty = jnp.isinf(masses)
+    outputs, masses = jnp.where(empty[..., None], 0.0, outputs), jnp.where(empty, -jnp.inf, masses)
     top = jnp.max(masses, axis=0)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
     weights = jnp.exp(masses - top)
     mass = weights.sum(0)
-    read = mass > 0
+    read = mass != 0
     safe = jnp.where(read, mass, 1.0)
     o = (weights[..., None] * outputs).sum(0) / safe[..., None]
     return o, jnp.where(read, jnp.log(safe) + top, -jnp.inf)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import ops
+from .chunk import check_finite
 from .errors import InputError, RankError
 from .ops import ChannelFactors, Quantised, is_low_rank, value_of
 from .stamp import Patch
@@ -65,22 +66,32 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
 
 
 def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
-    """The same patch in a smaller dtype: a floating dtype by rounding, int8 with one float32 scale per direction.
+    """The same patch in a smaller dtype: 8 bits with one float32 scale per direction, wider ones by rounding.
 
     Raises:
-      InputError: any other dtype.
+      InputError: neither a floating dtype nor int8. NotFiniteError: factors beyond the dtype's range (float16's).
     """
     target = jnp.dtype(dtype)
-    if jnp.issubdtype(target, jnp.floating):
-        convert = lambda leaf, axis: value_of(leaf).astype(target)
-    elif target == jnp.int8:
-        convert = lambda leaf, axis: ops.quantise_int8(value_of(leaf), axis)
-    else:
+    if not jnp.issubdtype(target, jnp.floating) and target != jnp.int8:
         raise InputError(f"quantise: dtype {target}; expected a floating dtype or int8")
+    convert = lambda leaf, axis: ops.stored(value_of(leaf), target, axis)
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
         if is_low_rank(own):
             factors[name] = (convert(own[0], -2), convert(own[1], -1))  # pyright: ignore
         else:
             factors[name] = convert(own, -1)
-    return Patch(factors, patch.stamp)
+    return Patch(finite_factors(factors, f"patch of chunk {patch.stamp.chunk!r} in {target}"), patch.stamp)
+
+
+def finite_factors(factors: ops.Factors, what: str) -> ops.Factors:
+    """The factors, after a look at every one of them.
+
+    Raises:
+      NotFiniteError: one is NaN or infinite, as float16 makes of what is beyond 65504.
+    """
+    for name, own in factors.items():
+        for leaf in jax.tree.leaves(own):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                check_finite({name: leaf}, what)
+    return factors

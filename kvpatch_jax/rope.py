@@ -6,7 +6,9 @@ A rope says which angle every rotary pair of a cached key turns by at a position
   frequency is kept as a 64-bit fixed-point fraction of a turn (made on the host in float64), and position × frequency
   is taken modulo one turn in wrapping uint32 arithmetic, so nothing is lost however far the position is.
 * ``angles="float32"``: float32(position) · float32(frequency), as the original engines compute it (off by 0.06 in the
-  cosine at position 1 000 000), for parity with them and for caches that they made.
+  cosine at position 1 000 000), for parity with them and for caches that they made. The frequency is
+  1 / theta ** (arange(0, dim, 2) / dim) with each step rounded to float32, the power correctly; torch's own float32
+  power may be off by its last bit, by CPU.
 """
 
 import dataclasses
@@ -119,9 +121,9 @@ class Rope:
 
 @functools.lru_cache(maxsize=256)
 def _inverse_frequencies(rope: Rope, dtype: type) -> np.ndarray:
-    exponent = np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim
+    # The engines' recipe in float32: exponent, power and reciprocal are rounded, each for itself.
+    exponent = (np.arange(0, rope.dim, 2, dtype=dtype) / dtype(rope.dim)).astype(np.float64)
     theta = rope.theta if rope.scaling is None else rope.scaling.theta(rope.theta, rope.dim)
-    # The engines' recipe in float32: the power is rounded, then its reciprocal.
     plain = dtype(1.0) / (np.float64(theta) ** exponent).astype(dtype)
     if rope.scaling is not None:
         plain = rope.scaling.apply(plain, rope.theta, rope.dim)
