@@ -69,7 +69,7 @@ def _without_spoilt(k: Array, v: Array, mask: Array) -> tuple[Array, Array, Arra
     """
     finite = jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1)
     reads = jnp.einsum("...ts,...sk->...tk", mask.astype(jnp.float32), 1.0 - finite.astype(jnp.float32))
-    return *(jnp.where(finite[..., None], x, 0.0) for x in (k, v)), reads > 0
+    return jnp.where(finite[..., None], k, 0.0), jnp.where(finite[..., None], v, 0.0), reads > 0
 
 
 def empty_readout(shape: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:

@@ -1,5 +1,5 @@
 """What the operators compile to on a CPU, how often, and what a call does on the host."""
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
 
 import dataclasses
 import math

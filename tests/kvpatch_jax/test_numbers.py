@@ -1,5 +1,5 @@
 """Numbers that must not spoil others: narrow dtypes, NaN behind masks, other engines' readouts and frequencies."""
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
 import decimal
 
