@@ -114,7 +114,7 @@ def keep_within(
 
 
 def _delete(root: str, gone: Iterable[Quarantined]) -> None:
-    names = [f"{os.path.basename(one.path)}{ending}" for one in gone for ending in ("", _REASON)]
+    names = [f"{os.path.basename(one.path)}{ending}" for one in gone for ending in (_REASON, "")]  # found by the object
     if not names:
         return
     with typed_errors(f"store {root}: quarantine"), folder(root, "quarantine") as fd:
