@@ -43,8 +43,9 @@ class ThroughPool:
         self.pool: Array | None = None
 
     def __call__(self) -> Array:
-        self.pool = self.jitted(self.make_pool() if self.pool is None else self.pool, self.sets)
-        return self.pool
+        pool = self.make_pool() if self.pool is None else self.pool
+        self.pool = pool = self.jitted(pool, self.sets)
+        return pool
 
 
 def seconds_of(program: Callable[[], Any], calls: int, repeats: int) -> list[float]:

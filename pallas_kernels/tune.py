@@ -123,8 +123,10 @@ def candidates(operation: str, shape: shapes.Shape, rank: int, platform: str) ->
     def blocked(tokens: int) -> Callable[..., Array]:
         plan: dict[str, Any] = {"layout": shape.layout, "tile": rotate_patch_tpu.Tile(tokens)}
         if operation == "rotate_patch":
-            return lambda given: rotate_patch_tpu.kernel(*_arrays(given), None, None, **plan)
-        return lambda pool, given: splice_tpu.kernel(pool, given["slots"], *_arrays(given), None, None, **plan)
+            return lambda given: rotate_patch_tpu.kernel(*_arrays(given), dense=None, length=None, **plan)
+        return lambda pool, given: splice_tpu.kernel(
+            pool, given["slots"], *_arrays(given), dense=None, length=None, **plan
+        )
 
     yield Candidate("xla", "xla", None, public("xla"))
     if platform == "gpu":
@@ -140,8 +142,8 @@ def _spliced_by_tpu(shape: shapes.Shape, rank: int) -> bool:
     return splice_tpu.unsupported(pool, x, cos, u, v, None, False) is None
 
 
-def _arrays(given: Given) -> tuple[Any, ...]:
-    return given["x"], *(given.get(name) for name in ("cos", "sin", "u", "v"))
+def _arrays(given: Given) -> tuple[Any, Any, Any, Any, Any]:
+    return given["x"], given.get("cos"), given.get("sin"), given.get("u"), given.get("v")
 
 
 def draw_sets(shape: shapes.Shape, rank: int) -> list[Given]:

@@ -221,9 +221,13 @@ def memory_of(value: Any) -> int:
 
 def _block(array: np.ndarray) -> np.ndarray:
     """The array whose memory another one shows."""
-    while isinstance(base := getattr(array.base, "base", None), np.ndarray) or isinstance(array.base, np.ndarray):
-        array = array.base if isinstance(array.base, np.ndarray) else base  # strided views have a base between
-    return array
+    while True:
+        owner = array.base
+        if not isinstance(owner, np.ndarray):
+            owner = getattr(owner, "base", None)  # strided views have a base between
+        if not isinstance(owner, np.ndarray):
+            return array
+        array = owner
 
 
 def with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:

@@ -201,11 +201,13 @@ def _keep_all(
 def _keep_secret(root: str, directory: str) -> str | None:
     """Takes over the secret of a root, if it keeps one; its digest. Raises StoreCorruptError where it is damaged."""
     secret = find_secret(root)
-    for name in SECRETS if secret is not None else ():
+    if secret is None:
+        return None
+    for name in SECRETS:
         with open_regular(directory, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
             write_all(fd, [secret_text(secret)], 0)
             os.fsync(fd)
-    return None if secret is None else secret_digest(secret)
+    return secret_digest(secret)
 
 
 def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:

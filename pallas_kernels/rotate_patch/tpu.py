@@ -6,7 +6,7 @@ channel of one head is seen as [layers, T, H], which is how XLA lays it out.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,8 @@ def untyped(run: Callable[..., Array], like: Array) -> Callable[..., Array]:
     """
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return run
-    return jax.sharding.auto_axes(run, out_sharding=jax.typeof(like).sharding.spec)
+    plain: Any = jax.sharding.auto_axes(run, out_sharding=jax.typeof(like).sharding.spec)
+    return plain
 
 
 def _body(length_ref, *refs, names: tuple[str, ...], rotary: int, layout: str, interpret) -> None:

@@ -127,7 +127,7 @@ def _write_by_pairs(given, out, rotary: int, layout: str, interpret, count) -> N
             if "dense" in given:
                 dense = _wide(_load(given["dense"], at, pair, interpret))
                 values = [value + more for value, more in zip(values, dense, strict=True)]
-            if rotary:
+            if cos is not None and sin is not None:
                 # Nothing added: the partners of two heads in one word are one move of lanes.
                 alone = delta is None and "dense" not in given
                 others = _wide([partner(each, rotary, layout) for each in (found if alone else values)])

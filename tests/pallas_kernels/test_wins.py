@@ -1,5 +1,7 @@
 """Where a kernel wins: what ships, what is chosen, the heuristic without either, and the tuning program on a CPU."""
 
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
+
 import json
 from pathlib import Path
 

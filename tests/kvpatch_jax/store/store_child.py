@@ -112,9 +112,9 @@ def evict(root: str, **more: object) -> None:
     """Keeps the disk within KEPT for ever; says what goes before it goes."""
     disk, remove = ChunkStore(root, budget=Budget(host=0)).disk, Removal.remove
 
-    def recorded(removal: Removal, path: str, still: Still | None = None) -> bool:
+    def recorded(self: Removal, path: str, still: Still | None = None) -> bool:
         say("evicted", path)
-        return remove(removal, path, still)
+        return remove(self, path, still)
 
     Removal.remove = recorded
     while True:

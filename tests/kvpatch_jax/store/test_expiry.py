@@ -118,7 +118,7 @@ def test_no_object_says_another_time_than_a_float():
     assert (type(blob.expires), blob.expires) == (float, 5.0)
     for value in (float("inf"), float("nan"), "5"):
         with pytest.raises(InputError, match="expected"):
-            Blob("kv", {}, {"leaf": np.ones(1)}, value)
+            Blob("kv", {}, {"leaf": np.ones(1)}, value)  # pyright: ignore[reportArgumentType]
 
 
 def test_publishing_beside_a_numpy_clock(tmp_path: Path, key: bytes | None):

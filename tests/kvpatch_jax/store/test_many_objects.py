@@ -212,10 +212,10 @@ def _identity(library: StaticLibrary, name: str):
 @pytest.mark.parametrize("aged", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_library_knows_what_another_one_did(library: StaticLibrary, change: str, aged: bool):
-    library.used, library.entries()
+    _ = library.used, library.entries()
     if aged:
         settled(library)
-        library.used, library.entries()
+        _ = library.used, library.entries()
     with ChunkStore(library.store.disk.root, budget=NO_MEMORY) as store:
         other = StaticLibrary(store, quota=1 << 24)
         CHANGES[change](other)
