@@ -153,19 +153,22 @@ def open_regular(root: str, path: str, flags: int = os.O_RDONLY, *, unnoticed: b
     above, _, name = path.rpartition("/")
     with folder(root, above) as parent:
         fd = _opened_regular(parent, name, flags, unnoticed)
-    try:
+    with _closed_after(fd):
         yield fd
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
 
 
 @contextlib.contextmanager
 def open_regular_in(parent: int, name: str, flags: int = os.O_RDONLY, *, unnoticed: bool = False) -> Iterator[int]:
     """As `open_regular`, in an open directory."""
     fd = _opened_regular(parent, name, flags, unnoticed)
-    try:
+    with _closed_after(fd):
         yield fd
+
+
+@contextlib.contextmanager
+def _closed_after(fd: int) -> Iterator[None]:
+    try:
+        yield
     finally:
         with contextlib.suppress(OSError):
             os.close(fd)
