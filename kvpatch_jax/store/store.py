@@ -280,14 +280,20 @@ class ChunkStore:
         if served.content is not None:
             return {served.content}
         canonical = self._names.canonical(served.backbone, served.chunk)
-        found: set[str | None] = set()
+        paths = set(self._writer.waiting_paths(f"{_chunk_key(canonical)}.kv"))
         with contextlib.suppress(StoreError):
-            for entry in self.disk.of_chunk(canonical):
-                if entry.part.partition(".")[0] == "kv":
-                    own = dataclasses.replace(canonical, file=entry.path.rpartition("/")[2])
-                    with self.disk.reading(own) as opened:
-                        found |= set() if opened is None else {content_in(opened[0].body)}
-        return found
+            paths |= {entry.path for entry in self.disk.of_chunk(canonical) if entry.part.partition(".")[0] == "kv"}
+        return set[str | None]().union(*(self._shown_by(canonical, path) for path in paths))
+
+    def _shown_by(self, canonical: Name, path: str) -> set[str | None]:
+        """The content that one of a chunk's canonicals tells of; the one on its way to the disk before the disk's."""
+        own = dataclasses.replace(canonical, file=path.rpartition("/")[2])
+        waiting = self._writer.waiting(own)
+        if waiting is not None:
+            return {content_in(waiting.body)}
+        with contextlib.suppress(StoreError), self.disk.reading(own) as opened:
+            return set() if opened is None else {content_in(opened[0].body)}
+        return set()
 
     def _beginning(self, prefix: Name) -> list[Name]:
         """The objects on the disk or beyond it whose files begin as `prefix.file` does; a failing listing is a miss."""

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,20 @@ def test_patches_of_an_older_version_are_not_served(store: ChunkStore):
         kvp.apply_patch(second.layout, store.get("B", BACKBONE), old, 0, ("A",))
     store.put_patches([formed(second, dtype=jnp.bfloat16)])
     (found,) = store.get_patches(SERVED)
+    kvp.apply_patch(second.layout, store.get("B", BACKBONE), found, 0, ("A",))
+
+
+def test_a_canonical_on_its_way_to_the_disk_says_what_the_chunk_shows(store: ChunkStore, monkeypatch):
+    first, second = chunk_of(seed=0), chunk_of(seed=1)
+    store.put(first)
+    store.put_patches([formed(first), formed(second, dtype=jnp.bfloat16)])
+    go, put = threading.Event(), store.disk.put_group
+    monkeypatch.setattr(store.disk, "put_group", lambda items: put(items) if go.wait(10) else None)
+    ack = store.put_async(second)
+    (found,) = store.get_patches(SERVED)
+    go.set()
+    ack.result()
+    assert found.stamp.content == second.content
     kvp.apply_patch(second.layout, store.get("B", BACKBONE), found, 0, ("A",))
 
 
