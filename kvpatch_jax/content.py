@@ -54,7 +54,7 @@ def check_text(text: str, what: str) -> None:
     """Raises InputError where a str names a file that is there, and is no `Text`."""
     if not isinstance(text, Text) and os.path.isfile(text):
         raise InputError(
-            f"{what}: {text[:80]!r} is a str and the name of a file; expected pathlib.Path(...) or its pixels for the "
+            f"{what}: {text[:300]!r} is a str and the name of a file; expected pathlib.Path(...) or its pixels for the "
             "image, or kvpatch_jax.Text(...) for the text itself"
         )
 

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
                           values.directory, values.copy, values.arrays,
                           values["library-quota"].value)  # fmt: skip
         outcome = COMMANDS[" ".join(names)].run(options)
-        for warning in outcome.warnings:
+        for warning in outcome.remarks:
             print(f"warning: {warning}", file=sys.stderr)
         return _printed(_lines(outcome, values.json), 0 if outcome.good else 1)
     except KVPatchError as error:

@@ -51,7 +51,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found: as JSON, and as lines to read. `good`: whether all is well. `warnings` are for stderr.
+    """What a command found: as JSON, and as lines to read. `good`: whether all is well. `remarks` are for stderr.
 
     `rows`: many more of both, under a name in the JSON, which come while they are read.
     """
@@ -59,7 +59,7 @@ class Outcome:
     result: dict[str, Any]
     lines: list[str]
     good: bool = True
-    warnings: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     rows: tuple[str, Iterator[tuple[dict[str, Any], str]]] | None = None
 
 
@@ -119,7 +119,7 @@ def _about_tenant(command: Callable[[Options], Outcome]) -> Callable[[Options], 
     def checked(options: Options) -> Outcome:
         known = _has_tenant(options, _disk(options))
         outcome = command(options)
-        return outcome if known else dataclasses.replace(outcome, good=False, warnings=(_unknown(options),))
+        return outcome if known else dataclasses.replace(outcome, good=False, remarks=(_unknown(options),))
 
     return checked
 

@@ -171,7 +171,7 @@ def test_one_start_per_chunk_and_not_one_per_layer(unchecked):
         with pytest.raises(PositionError, match=r"one for each of \(\) sequences"):
             kvp.to_engine(chunk.layout, chunk.kv, chunk.local, start)
         with pytest.raises(PositionError, match="sequences"):
-            kvp.to_phase_free(chunk.layout, chunk.kv, chunk.local, start)
+            kvp.to_phase_free(chunk.layout, dict(chunk.kv), chunk.local, start)
     blocked = chunk_of("blocked")
     with pytest.raises(PositionError, match="start of shape"):
         kvp.apply_patch(blocked.layout, blocked, None, np.array([[1, 2, 3], [4, 5, 6]]))

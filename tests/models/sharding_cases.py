@@ -39,6 +39,8 @@ EIGHT = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "vo
 def write_changed(directory: Path, **changes: Any) -> Path:
     """The tiny Qwen3 in other sizes, its weights redrawn under the names and shapes that follow from these."""
     raw = {**text_config("qwen3"), **changes}
+    if raw["num_hidden_layers"] != len(raw.get("layer_types", ())):
+        raw.pop("layer_types", None)  # one kind of layer, however many
     config = TEXT_FAMILIES["Qwen3ForCausalLM"].config(raw, "exact", None)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), parameters(abstract(config)))
     ModelBackbone(config, zeros).save(directory)

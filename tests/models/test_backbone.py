@@ -324,7 +324,9 @@ def test_bfloat16(qwen2_5_vl_directory, gold, tmp_path):
     out = half.prefill(tokens_of(half, gold))
     assert {value.dtype for value in out.kv.values()} == {jnp.dtype("bfloat16")}
     assert out.logits.dtype == jnp.float32
-    close(out.logits[0], gold["logits"], 0.05, "logits in bfloat16")
+    # Of all logits together: how far the worst single one is off differs from processor to processor.
+    error = np.linalg.norm(np.asarray(out.logits[0]) - gold["logits"]) / np.linalg.norm(gold["logits"])
+    assert error <= 0.03, error
     again = load(half.save(tmp_path / "copy", dtype="bfloat16"))
     assert same_bits(flatten_params(again.parameters), flatten_params(half.parameters))
 

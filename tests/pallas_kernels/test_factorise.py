@@ -82,13 +82,6 @@ def test_low_rank_and_zero_matrices_stay_finite(rank: int):
             np.testing.assert_allclose(u @ v, value, atol=1e-5)
 
 
-def test_a_long_shorter_side_iterates_without_gram(monkeypatch):
-    from pallas_kernels.factorise import reference
-
-    monkeypatch.setattr(reference, "GRAM_LIMIT", 4)
-    test_is_nearly_optimal(SMALL[0], "randomised")
-
-
 def test_refuses(unchecked):
     a = matrix(SMALL[0])
     for rank in (0, 25):

@@ -120,7 +120,7 @@ def test_a_quota_is_kept_or_nothing_comes(tmp_path: Path, way: str, key: bytes |
             assert library.used == used
             with pytest.raises(LibraryFullError):
                 library.put("more", b"x" * used)
-    with pytest.raises(InputError, match="quota None"), opened(tmp_path / "none") as store:
+    with pytest.raises(InputError, match="no quota"), opened(tmp_path / "none") as store:
         StaticLibrary(store)
 
 
