@@ -108,12 +108,6 @@ def pads_between_ends(config: Any, arrays: Mapping[str, Any], index: int, tokeni
     return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
 
 
-def refuse_regime(regime: str | int | None, architecture: str) -> None:
-    """Raises ConfigError for a regime given to a family whose rope has one."""
-    if regime is not None:
-        raise ConfigError(f"regime {regime!r} for {architecture}, whose rope has one; expected None")
-
-
 def check_placeholders(
     input_ids: Int[np.ndarray, "B T"], pads: tuple[int, ...], expected: int, pixel_values: Any, shape: tuple
 ) -> None:

@@ -260,7 +260,7 @@ class ChunkStore:
         """Every stored patch that serves this chunk, antecedent, base and frame, largest first.
 
         Whatever their ranks, layers and dtypes; an orbit patch for any order of its antecedent. Not those of another
-        content than the chunk has: where `served` does not say which, than its canonicals on the disk. Factors are on
+        content than the chunk has: where `served` does not say which, than its canonicals, stored or on their way. Factors are on
         the default device.
         """
         self._open()
@@ -273,7 +273,7 @@ class ChunkStore:
         return sorted(map(patch_of, found), key=lambda patch: -patch.nbytes)
 
     def _contents(self, served: Served | Stamp) -> set[str | None]:
-        """What the chunk may show: by who asks, else by the headers of its canonicals. None where one does not say.
+        """What the chunk may show: by who asks, else by its canonicals (`_shown_by`). None where one does not say.
 
         What cannot be read says nothing: a patch that is served all the same is checked where it is applied.
         """
