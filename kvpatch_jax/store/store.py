@@ -260,8 +260,8 @@ class ChunkStore:
         """Every stored patch that serves this chunk, antecedent, base and frame, largest first.
 
         Whatever their ranks, layers and dtypes; an orbit patch for any order of its antecedent. Not those of another
-        content than the chunk has: where `served` does not say which, than its canonicals, stored or on their way. Factors are on
-        the default device.
+        content than the chunk has: where `served` does not say which, than its canonicals, stored or on their way.
+        Factors are on the default device.
         """
         self._open()
         loaded = [self._load(name, patch_parts, DERIVED) for name in self._beginning(self._names.patches(served))]
