@@ -27,6 +27,12 @@ ROLES = [("write", 0), ("write", 1), ("read", 0), ("read", 1), ("evict", 0), ("r
 OFTEN = [4, 4, 1, 1, 3, 4, 4]
 """How often each is killed, of 21: those that change something more often."""
 
+def enough_done(outputs: Path) -> bool:
+    """Whether each role has done, at least once, what the checks look at; on a busy machine none may live long enough."""
+    found = any(line.startswith("read ") and line != "read 0" for line in lines_of(outputs, "read"))
+    restored = any(line.startswith("restored") for line in lines_of(outputs, "restore"))
+    return found and restored and any(line.startswith("deleted") for line in lines_of(outputs, "shelve"))
+
 
 def killed(root: Path, kills: int) -> None:
     """SIGKILLs one process after the other while the rest go on; each is started again at once."""
@@ -48,8 +54,10 @@ def killed(root: Path, kills: int) -> None:
             assert running[at].error == ""
             what, worker = ROLES[at]
             running[at] = processes().start(what, root, worker)
+        outputs = Path(f"{root}.outputs")
         for process in running:
             wait_until(lambda process=process: bool(process.spoken or process.error))
+        wait_until(lambda: enough_done(outputs) or any(process.error for process in running))
     finally:
         for process in running:
             process.kill()
