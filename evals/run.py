@@ -23,14 +23,15 @@ from absl import app, flags
 
 from models import ModelBackbone, load
 
-from . import across, probes, small_task
-from . import scene as scenes
-from .figures import draw_all, example_figure
+from . import probes, small_task
 from .plain import plainly
-from .probes.ledger import Ledger
-from .report import print_summary, write_report
+from .probes.results_table import ResultsTable
+from .report import side_by_side
+from .report.figures import draw_all, example_figure
+from .report.page import print_summary, write_report
+from .report.table import write_table
+from .small_task import scenes
 from .statistics import without_nan
-from .table import write_table
 from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 
 SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control")
@@ -107,9 +108,9 @@ def _ticks(config: RunConfig, arms: int) -> int:
     return sum(per.get(suite, 0) for suite in config.suite)
 
 
-def measure(backbone: ModelBackbone, config: RunConfig, folder: Path, progress: Progress) -> Ledger:
+def measure(backbone: ModelBackbone, config: RunConfig, folder: Path, progress: Progress) -> ResultsTable:
     """Run the main backbone's probes."""
-    ledger = Ledger(Path(config.backbone).name)
+    ledger = ResultsTable(Path(config.backbone).name)
     reuses = []
     batches = scenes.scenes(backbone, config.seed, config.contexts, folder / "images", config.batch)
     for number, (scene, rng) in enumerate(batches):
@@ -128,7 +129,7 @@ def measure(backbone: ModelBackbone, config: RunConfig, folder: Path, progress: 
     return ledger
 
 
-def _window_probes(ledger: Ledger, scene, config: RunConfig, clusters, folder: Path, progress: Progress) -> None:
+def _window_probes(ledger: ResultsTable, scene, config: RunConfig, clusters, folder: Path, progress: Progress) -> None:
     for suite, seed in (("reorder", 1), ("slide", 2), ("recall", 3)):
         if suite not in config.suite:
             continue
@@ -141,9 +142,9 @@ def _window_probes(ledger: Ledger, scene, config: RunConfig, clusters, folder: P
             probes.probe_recall(ledger, scene, rng, clusters, folder / "images", progress)
 
 
-def measure_control(config: RunConfig, folder: Path, progress: Progress) -> Ledger:
+def measure_control(config: RunConfig, folder: Path, progress: Progress) -> ResultsTable:
     """The instance trained without the sliding window: blind reuse, patches and token recompute."""
-    ledger = Ledger(CONTROL)
+    ledger = ResultsTable(CONTROL)
     backbone = load(shipped(CONTROL), dtype="float32")
     for number, (scene, rng) in enumerate(
         scenes.scenes(backbone, config.seed, config.window_contexts, folder / "images", config.batch)
@@ -249,7 +250,7 @@ def main(arguments: list[str]) -> None:
         name: run_backbone(RunConfig(name, _suites_of(name, suite), _SEED.value, **small), folder / name)
         for name in backbone_names()
     }
-    print(f"side by side: {across.write(results, folder)}")
+    print(f"side by side: {side_by_side.write(results, folder)}")
 
 
 def _suites_of(name: str, suite: tuple[str, ...]) -> tuple[str, ...]:
@@ -259,7 +260,7 @@ def _suites_of(name: str, suite: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for part in suite if part != "control")
 
 
-def write_results(results: dict[str, Any], ledgers: list[Ledger], folder: Path) -> None:
+def write_results(results: dict[str, Any], ledgers: list[ResultsTable], folder: Path) -> None:
     """results.json (NaN written as null) and items.jsonl."""
     rows = without_nan(results["rows"])
     (folder / "results.json").write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")

@@ -23,9 +23,9 @@ from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone
 
 from . import small_task
-from .instances import INSTANCES, instance
 from .plain import plainly
-from .small_model import Recipe, draw_batch, image_plan, initialise, loss_of, make_optimiser, make_tokenizer
+from .small_task.instances import INSTANCES, instance
+from .small_task.training import Recipe, draw_batch, image_plan, initialise, loss_of, make_optimiser, make_tokenizer
 
 
 class Trainer:

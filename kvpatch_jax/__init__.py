@@ -34,6 +34,8 @@ from .patch import quantise as quantise
 from .patch import removal_patch as removal_patch
 from .patch import truncate as truncate
 from .patch import update_patch as update_patch
+from .patch_metadata import Patch as Patch
+from .patch_metadata import PatchMetadata as PatchMetadata
 from .pool import SlotAllocator as SlotAllocator
 from .pool import make_pool as make_pool
 from .pool import move_slots as move_slots
@@ -49,6 +51,4 @@ from .rope import Rope as Rope
 from .rope import rope_tables as rope_tables
 from .rope import rotate as rotate
 from .scaling import Scaling as Scaling
-from .stamp import Patch as Patch
-from .stamp import Stamp as Stamp
 from .store import ChunkStore as ChunkStore

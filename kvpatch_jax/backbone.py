@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from .chunk import AnyArray, Chunk
+from .chunk_ids import chunk_id
 from .content import items_of, one_form
 from .errors import InputError, LayoutError, PositionError, ShapeError
 from .frames import EngineKV, expect_frame
@@ -152,8 +153,8 @@ def make_chunk(backbone: Backbone, items: Sequence[Any], id: str | None = None) 
 
     Args:
       items: texts and images as `backbone.prepare` takes them; an image brings its start and end tokens along.
-      id: the chunk's name, which patches are stamped with; None: `store.chunk_id` of the items, as libraries and the
-        linker name the same content.
+      id: the chunk's name, which its patches carry; None: `chunk_id` of the items, as libraries and the linker name the
+        same content.
 
     Returns:
       A Chunk of one unpadded row, whose content is the items' digest; its span is one more than its largest local
@@ -162,8 +163,6 @@ def make_chunk(backbone: Backbone, items: Sequence[Any], id: str | None = None) 
     Raises:
       ImageError, InputError: as `prepare`. NotFiniteError: the forward gave NaN or infinity.
     """
-    from .store.ids import chunk_id  # which itself stands on chunks
-
     items = [one_form(item) for item in items_of(items, "make_chunk")]
     content = chunk_id(backbone.fingerprint, *items)
     tokens = backbone.embed(**backbone.prepare(items))

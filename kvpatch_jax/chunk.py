@@ -37,7 +37,7 @@ class Chunk:
       local: positions relative to the chunk's start, [T] or [T, A]; float32, may be fractional.
       span: how far the next chunk's start moves (under M-RoPE the largest extent, not the token count).
       length: tokens that are not padding, 1 ≤ length ≤ T.
-      id: the chunk's name; patches are stamped with it.
+      id: the chunk's name; patches carry it in their metadata it.
       layout: of kv.
       backbone: fingerprint of the model that made it.
       encoder: the vision (or audio) tower's output, [T', D], or None.

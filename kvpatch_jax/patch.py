@@ -15,18 +15,18 @@ from jaxtyping import Array, Float, Key
 
 from . import ops
 from .chunk import AnyArray, Chunk, check_finite, content_of
+from .compress import finite_factors
+from .compress import keep_layers as keep_layers
+from .compress import quantise as quantise
+from .compress import truncate as truncate
 from .content import names_of
 from .errors import InputError, PatchMismatchError, RankError, ShapeError
 from .frames import EngineKV, expect_frame
 from .layout import KVLayout, Start, as_start, on_device, one_start, placed
 from .ops import ChannelFactors, FormPlan, Heads, PatchFrame, is_low_rank, value_of
-from .resize import finite_factors
-from .resize import keep_layers as keep_layers
-from .resize import quantise as quantise
-from .resize import truncate as truncate
+from .patch_metadata import Base, Patch, PatchMetadata, check_chunk, check_layout, check_stamp, patch_digest
+from .patch_metadata import patch_bytes as patch_bytes
 from .rope import check_extent
-from .stamp import Base, Patch, Stamp, check_chunk, check_layout, check_stamp, patch_digest
-from .stamp import patch_bytes as patch_bytes
 
 Rank = int | Mapping[str, int]
 Method = Literal["randomised", "exact"]
@@ -119,7 +119,7 @@ def form_patch(
       conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} of the chunk's shapes.
       chunk: the canonical.
       rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). At most min(T, F):
-        more is brought down to that, and `stamp.asked` says so.
+        more is brought down to that, and `metadata.asked` says so.
       antecedent: ids of the chunks in front, in order.
       heads: one factorisation over all KV heads, or one per head.
       method: "randomised" (deterministic by `key`) or "exact".
@@ -165,7 +165,7 @@ def form_patch(
         place,
         plan=plan,
     )
-    stamp = _stamp(
+    metadata = _metadata(
         layout,
         chunk,
         "canonical",
@@ -177,7 +177,7 @@ def form_patch(
         start=None if start is None else tuple(int(number) for number in np.asarray(place).ravel()),
         asked=asked,
     )
-    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), stamp)
+    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), metadata)
 
 
 def _factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
@@ -185,20 +185,27 @@ def _factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
 
 
 def _from_delta(
-    layout: KVLayout, delta: Mapping[str, Array], chunk: Chunk, rank: Rank, stamp: Stamp, method: Method, key, dtype
+    layout: KVLayout,
+    delta: Mapping[str, Array],
+    chunk: Chunk,
+    rank: Rank,
+    metadata: PatchMetadata,
+    method: Method,
+    key,
+    dtype,
 ) -> Patch:
     """A joint-head, phase-free patch from a deficit that is at hand."""
     ranks, asked = _chosen_ranks(layout, rank, chunk, "joint", False)
     plan = FormPlan(ranks=ranks, method=method, dtype=_factor_dtype(chunk, dtype))
     key = jax.random.key(0) if key is None else key
-    stamp = dataclasses.replace(stamp, asked=asked)
+    metadata = dataclasses.replace(metadata, asked=asked)
     factors = ops.jitted_factorise(dict(delta), key, jnp.int32(chunk.length), plan=plan)
-    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), stamp)
+    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r} in {plan.dtype}"), metadata)
 
 
-def _stamp(layout: KVLayout, chunk: Chunk, base: Base, antecedent: Sequence[str], **more: Any) -> Stamp:
+def _metadata(layout: KVLayout, chunk: Chunk, base: Base, antecedent: Sequence[str], **more: Any) -> PatchMetadata:
     given: dict[str, Any] = {"layers": tuple(range(layout.layers))} | more
-    return Stamp(
+    return PatchMetadata(
         chunk=chunk.id,
         base=base,
         antecedent=names_of(antecedent, "antecedent"),
@@ -255,9 +262,9 @@ def apply_patch(
     check_factor_shapes(patch, chunk)
     if not patch.factors:
         return EngineKV(placed(layout, kv, chunk.local, place))
-    stamp = patch.stamp
-    layers = None if len(stamp.layers) == layout.layers else stamp.layers
-    given = {"layers": layers, "heads": stamp.heads, "frame": stamp.frame}
+    metadata = patch.metadata
+    layers = None if len(metadata.layers) == layout.layers else metadata.layers
+    given = {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}
     return EngineKV(ops.jitted_apply(layout, kv, dict(patch.factors), chunk.local, place, **given))
 
 
@@ -352,8 +359,8 @@ def orbit_patch(
         raise InputError("orbit_patch: antecedent None; expected the ids of the set, here or in accumulate")
     chunk = acc.chunk
     mean = {name: jnp.asarray(value) / acc.count for name, value in acc.total.items()}
-    stamp = _stamp(chunk.layout, chunk, "canonical", members, orbit=True)
-    return _from_delta(chunk.layout, mean, chunk, rank, stamp, method, key, dtype)
+    metadata = _metadata(chunk.layout, chunk, "canonical", members, orbit=True)
+    return _from_delta(chunk.layout, mean, chunk, rank, metadata, method, key, dtype)
 
 
 def removal_patch(
@@ -383,10 +390,10 @@ def removal_patch(
     _check_conditioned(layout, target, chunk, f"target KV of chunk {chunk.id!r}")
     _check_conditioned(layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
     delta = ops.deficit(_arrays(target), _arrays(conditioned), jnp.int32(chunk.length))
-    stamp = _stamp(
+    metadata = _metadata(
         layout, chunk, "conditioned", antecedent, base_antecedent=names_of(base_antecedent, "base_antecedent")
     )
-    return _from_delta(layout, delta, chunk, rank, stamp, method, key, dtype)
+    return _from_delta(layout, delta, chunk, rank, metadata, method, key, dtype)
 
 
 def correction_patch(
@@ -410,28 +417,28 @@ def correction_patch(
       `form_patch`.
     """
     check_layout(layout, chunk)
-    check_chunk(patch.stamp, layout, chunk, "canonical")
-    _check_updatable(patch.stamp, "correction_patch")
+    check_chunk(patch.metadata, layout, chunk, "canonical")
+    _check_updatable(patch.metadata, "correction_patch")
     _check_conditioned(layout, conditioned, chunk, f"conditioned KV of chunk {chunk.id!r}")
     check_factor_shapes(patch, chunk)
-    have = ops.correction(layout, dict(patch.factors), layers=patch.stamp.layers, heads=patch.stamp.heads)
+    have = ops.correction(layout, dict(patch.factors), layers=patch.metadata.layers, heads=patch.metadata.heads)
     delta = ops.deficit(_arrays(conditioned), _arrays(chunk.kv), jnp.int32(chunk.length))
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
-    corrected: dict[str, Any] = {"base_antecedent": patch.stamp.antecedent, "corrects": patch_digest(patch)}
-    new = _stamp(layout, chunk, "patched", antecedent, **corrected)
+    corrected: dict[str, Any] = {"base_antecedent": patch.metadata.antecedent, "corrects": patch_digest(patch)}
+    new = _metadata(layout, chunk, "patched", antecedent, **corrected)
     return _from_delta(layout, delta, chunk, rank, new, method, key, dtype)
 
 
-def _check_updatable(stamp: Stamp, what: str) -> None:
+def _check_updatable(metadata: PatchMetadata, what: str) -> None:
     """Raises PatchMismatchError for a patch that cannot be updated."""
-    whole = stamp.layers == tuple(range(stamp.layout.layers))
-    plain = (stamp.base, stamp.frame, stamp.heads) == ("canonical", "phase_free", "joint")
-    if plain and whole and not stamp.shared_left:
+    whole = metadata.layers == tuple(range(metadata.layout.layers))
+    plain = (metadata.base, metadata.frame, metadata.heads) == ("canonical", "phase_free", "joint")
+    if plain and whole and not metadata.shared_left:
         return
     raise PatchMismatchError(
-        f"{what}: patch with base {stamp.base!r}, frame {stamp.frame!r}, heads {stamp.heads!r}, layers {stamp.layers}, "
-        f"shared_left {stamp.shared_left}; expected 'canonical', 'phase_free', 'joint', all {stamp.layout.layers} "
-        "layers, no shared left factor"
+        f"{what}: patch with base {metadata.base!r}, frame {metadata.frame!r}, heads {metadata.heads!r}, "
+        f"layers {metadata.layers}, shared_left {metadata.shared_left}; expected 'canonical', 'phase_free', 'joint', "
+        f"all {metadata.layout.layers} layers, no shared left factor"
     )
 
 
@@ -450,7 +457,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
       PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
       LayoutError: a rank for a channel that is not there.
     """
-    old, new = patch.stamp, correction.stamp
+    old, new = patch.metadata, correction.metadata
     _check_updatable(old, "update_patch")
     digest = patch_digest(patch)
     if new.base != "patched" or new.chunk != old.chunk or new.corrects != digest:
@@ -466,8 +473,8 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
         merged = _merge(patch.factors.get(name), correction.factors.get(name), wanted, name)
         if merged is not None:
             factors[name] = merged
-    stamp = dataclasses.replace(old, antecedent=new.antecedent, orbit=False, layout=new.layout, asked=None)
-    return _as_stored(Patch(factors, stamp), patch)
+    metadata = dataclasses.replace(old, antecedent=new.antecedent, orbit=False, layout=new.layout, asked=None)
+    return _as_stored(Patch(factors, metadata), patch)
 
 
 def _as_stored(patch: Patch, like: Patch) -> Patch:

@@ -21,8 +21,8 @@ from .chunk import AnyArray, Chunk
 from .errors import DtypeError, LayoutError, PoolError, ShapeError
 from .layout import Channel, KVLayout, Start, on_device, one_start
 from .patch import check_factor_shapes
+from .patch_metadata import Patch, check_layout, check_stamp
 from .rope import check_extent, rope_tables
-from .stamp import Patch, check_layout, check_stamp
 
 Slots = Int[AnyArray, " T"]
 Pool = Mapping[str, Float[AnyArray, "L P O _ _"]]
@@ -149,9 +149,9 @@ def splice(
     if patch is not None:
         check_stamp(patch, layout, chunk, place, antecedent, None if base is None else base_antecedent, allow_stale)
         check_factor_shapes(patch, chunk)
-        stamp = patch.stamp
-        layers = None if len(stamp.layers) == layout.layers else stamp.layers
-        factors, plan = dict(patch.factors), {"layers": layers, "heads": stamp.heads, "frame": stamp.frame}
+        metadata = patch.metadata
+        layers = None if len(metadata.layers) == layout.layers else metadata.layers
+        factors, plan = dict(patch.factors), {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}
     own, arrays = ({name: on_device(value[name]) for name in layout.names} for value in (pool, kv))
     slots = slots.astype(np.int32, copy=False)
     return jitted_splice(layout, own, slots, arrays, factors, chunk.local, place, np.int32(chunk.length), **plan)

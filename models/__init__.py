@@ -9,13 +9,13 @@ from jax.sharding import Mesh
 
 from kvpatch_jax.errors import ConfigError
 
-from .buckets import Buckets as Buckets
-from .family import Family
-from .image_families import IMAGE_FAMILIES
-from .qwen2_5_vl import FAMILY as _QWEN2_5_VL
-from .text_families import TEXT_FAMILIES
-from .vlm import ModelBackbone as ModelBackbone
-from .vlm import QwenVLBackbone as QwenVLBackbone
+from .backbone import ModelBackbone as ModelBackbone
+from .backbone import QwenVLBackbone as QwenVLBackbone
+from .families.family import Family
+from .families.image_families import IMAGE_FAMILIES
+from .families.qwen2_5_vl import FAMILY as _QWEN2_5_VL
+from .families.text_families import TEXT_FAMILIES
+from .inputs.buckets import Buckets as Buckets
 
 FAMILIES: dict[str, Family] = {_QWEN2_5_VL.architecture: _QWEN2_5_VL} | IMAGE_FAMILIES | TEXT_FAMILIES
 _BY_MODEL_TYPE = {family.model_type: family.architecture for family in FAMILIES.values()}

@@ -74,8 +74,8 @@ def _prefilled(tiny: bool) -> Row:
 def _backbone(raw: dict[str, Any]):
     """A backbone of this `config.json`, its bfloat16 weights drawn on the device."""
     from models import FAMILIES, ModelBackbone
-    from models.family import abstract, parameters, with_dtype
-    from models.weights import flatten_params
+    from models.checkpoints import flatten_params
+    from models.families.family import abstract, parameters, with_dtype
 
     config = with_dtype(FAMILIES[raw["architectures"][0]].config(raw, "exact", None), "bfloat16")
     make = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.errors import ConfigError
 from models import FAMILIES, ModelBackbone
-from models.family import abstract, parameters
-from models.weights import flatten_params
+from models.checkpoints import flatten_params
+from models.families.family import abstract, parameters
 
 GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 TINY = {

@@ -38,7 +38,7 @@ class _Placing:
         self.chunk = kvp.Chunk(kv, local, tokens, tokens, "chunk", own, "none")
         factors = {name: (normal(layers, tokens, rank), normal(layers, rank, heads * width)) for name in kv}
         every = tuple(range(layers))
-        self.patch = kvp.Patch(factors, kvp.Stamp("chunk", "canonical", ("other",), "none", self.layout, every))
+        self.patch = kvp.Patch(factors, kvp.PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, every))
         pages = -(-tokens // PAGE_SIZE) + 1
         self.pool = kvp.make_pool(self.layout, pages, PAGE_SIZE)
         self.slots = rng.permutation(pages * PAGE_SIZE)[:tokens].astype(np.int32)

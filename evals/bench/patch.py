@@ -61,7 +61,7 @@ def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict
 def shipped_deficits(contexts: int = 16, seed: int = 4242) -> dict[str, np.ndarray]:
     """Real deficits of the shipped backbone's pages behind their legends: {channel: [contexts · L, T, F]}."""
     from evals import probes
-    from evals.scene import scenes
+    from evals.small_task.scenes import scenes
     from evals.trained import shipped
     from models import load
 

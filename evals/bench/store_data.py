@@ -54,6 +54,6 @@ def patches_of(chunk: kvp.Chunk, sizes: Sizes, seed: int) -> list[kvp.Patch]:
         for name in chunk.layout.names
     }
     layers = tuple(range(sizes.layers))
-    stamp = kvp.Stamp(chunk.id, "canonical", ("0",), chunk.backbone, chunk.layout, layers)
-    each = [dataclasses.replace(stamp, antecedent=(str(number),)) for number in range(sizes.group)]
+    metadata = kvp.PatchMetadata(chunk.id, "canonical", ("0",), chunk.backbone, chunk.layout, layers)
+    each = [dataclasses.replace(metadata, antecedent=(str(number),)) for number in range(sizes.group)]
     return [kvp.Patch(factors, one) for one in each]

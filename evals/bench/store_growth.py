@@ -19,8 +19,8 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary
-from kvpatch_jax.store.codec import chunk_blob
-from kvpatch_jax.store.operate import listing
+from kvpatch_jax.store.cli.audit import listing
+from kvpatch_jax.store.format.codec import chunk_blob
 
 from . import store_data
 from .store_data import BACKBONE

@@ -6,8 +6,8 @@ import numpy as np
 from kvpatch_jax import deficit
 
 from .. import statistics
-from .ledger import Ledger
 from .repair import PageReuse
+from .results_table import ResultsTable
 
 
 @jax.jit
@@ -21,7 +21,7 @@ def _profile(delta, reference):
     }
 
 
-def deficit_shape(ledger: Ledger, reuses: list[PageReuse]) -> None:
+def deficit_shape(ledger: ResultsTable, reuses: list[PageReuse]) -> None:
     """Depth profile, 90 % energy rank (phase-free and rotated), token and head spread per channel, over contexts."""
     profiles = [_profile(reuse.delta, reuse.canonical) for reuse in reuses]
     turned = [_profile(reuse.rotated_delta(), reuse.canonical) for reuse in reuses]
@@ -30,7 +30,7 @@ def deficit_shape(ledger: Ledger, reuses: list[PageReuse]) -> None:
     _rows(ledger, "e90_rotated", [profile["e90"] for profile in turned])
 
 
-def _rows(ledger: Ledger, metric: str, tables: list[dict]) -> None:
+def _rows(ledger: ResultsTable, metric: str, tables: list[dict]) -> None:
     for channel in tables[0]:
         values = np.concatenate([np.asarray(table[channel], np.float64) for table in tables])
         for layer in range(values.shape[1]):

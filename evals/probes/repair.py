@@ -13,10 +13,9 @@ from kvpatch_jax import ops
 from kvpatch_jax.layout import KVLayout
 from kvpatch_jax.repair import REPAIRS, Splice, count_of_equal_bytes, fraction_to_count
 
-from .. import scene as scenes
-from ..scene import KV, Scene
-from ..small_task import KINDS, Questions
-from .ledger import Ledger
+from ..small_task import KINDS, Questions, scenes
+from ..small_task.scenes import KV, Scene
+from .results_table import ResultsTable
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 SHOWN_RANK = 16
@@ -131,7 +130,7 @@ def arm_count(layout: KVLayout) -> int:
 
 
 def compare_repairs(
-    ledger: Ledger,
+    ledger: ResultsTable,
     scene: Scene,
     questions: Questions,
     clusters: np.ndarray,
@@ -163,7 +162,9 @@ def _askable(questions: Questions, probe: str) -> Questions:
     return dataclasses.replace(questions, valid=questions.valid & (questions.kind != KINDS.index("legend")))
 
 
-def _mask_control(ledger: Ledger, reuse: PageReuse, questions: Questions, blind: scenes.Answers) -> scenes.Answers:
+def _mask_control(
+    ledger: ResultsTable, reuse: PageReuse, questions: Questions, blind: scenes.Answers
+) -> scenes.Answers:
     """One forward over everything in which the page may not look at the legends; must equal blind reuse."""
     scene = reuse.scene
     mask = scenes.prefix_mask(scene, page_sees_legends=False)

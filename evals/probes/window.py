@@ -10,19 +10,20 @@ import numpy as np
 
 from kvpatch_jax import ops
 
-from .. import scene as scenes
 from .. import small_task, statistics
-from ..scene import KV, Scene
-from ..small_task import KINDS, LEGENDS, Questions
-from .ledger import Ledger
+from ..small_task import KINDS, LEGENDS, Questions, scenes
+from ..small_task.scenes import KV, Scene
 from .repair import PageReuse, factorise
+from .results_table import ResultsTable
 
 ORBIT_RANK, RECALL_RANK, REMOVAL_RANK = 16, 32, 32
 SLIDE_KINDS = ("survivor", "evicted", "aggregate")
 Tick = Callable[[str], None]
 
 
-def probe_reorder(ledger: Ledger, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick) -> None:
+def probe_reorder(
+    ledger: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
+) -> None:
     """Every order of the three legends: the identity's patch, one orbit patch (the tested order held out), its own.
 
     Adds sheet "reorder" and row order / relative_order_effect: ‖Δπ − Δid‖ / ‖Δid‖ over the non-identity orders.
@@ -59,7 +60,7 @@ def _squared(kv: KV) -> np.ndarray:
     return np.asarray(sum(jnp.square(value).sum(axis=(0, 2, 3, 4)) for value in kv.values()), np.float64)
 
 
-def probe_slide(ledger: Ledger, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick) -> None:
+def probe_slide(ledger: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick) -> None:
     """The first legend leaves; the other chunks move up. The reference is re-prefill without it.
 
     Arms: the survivors' conditioned KV only rotated (keep), with a removal patch, and all survivors blind. Questions
@@ -112,7 +113,7 @@ def _slide_questions(scene: Scene, rng: np.random.Generator) -> tuple[Questions,
 
 
 def probe_recall(
-    ledger: Ledger, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, folder: Path, tick: Tick
+    ledger: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, folder: Path, tick: Tick
 ) -> None:
     """The page was evicted and comes back behind legends of which 0 … 3 have changed their colours.
 
@@ -139,7 +140,7 @@ def probe_recall(
         tick("recall")
 
 
-def orbit_against_exact(ledger: Ledger) -> None:
+def orbit_against_exact(ledger: ResultsTable) -> None:
     """Rows orbit / orbit_minus_exact.<kind>: the orbit patch's accuracy minus the ordering's own patch's, paired."""
     sheet = ledger.sheets.get(("reorder", ""))
     if sheet is None:

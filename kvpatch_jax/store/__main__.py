@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import InputError, KVPatchError
-from .commands import COMMANDS, Options, Outcome
-from .disk import Entry
+from .cli.commands import COMMANDS, Options, Outcome
+from .disk.disk import DirectoryEntry
 
 _PROGRAM = "python -m kvpatch_jax.store"
 
@@ -43,7 +43,7 @@ def _usage(values) -> str:
     return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
 
 
-def _progress(entries: list[Entry]) -> Any:  # whoever checks that it is an Iterable uses it up
+def _progress(entries: list[DirectoryEntry]) -> Any:  # whoever checks that it is an Iterable uses it up
     """The entries, with a bar on stderr if that is a terminal."""
     from tqdm import tqdm
 

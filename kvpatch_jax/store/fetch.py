@@ -18,9 +18,9 @@ import numpy as np
 from ..chunk import AnyArray, Chunk
 from ..content import fingerprint_of
 from ..errors import FetchError, InputError, StoreClosedError, StoreError
-from .ids import Encoding
-from .placement import Placement, place_chunk, placement_key
+from .format.naming import Encoding
 from .store import Ack, ChunkStore
+from .tiers.placement import Placement, place_chunk, placement_key
 
 Source = Literal["store", "shared", "computed", "joined"]
 """Where a chunk came from: the store, the request's shared store, computing, or another thread that fetched it too."""

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from ..content import Text, fingerprint_of
 from ..errors import UnknownReferenceError
 from .fetch import Request
-from .libraries import DynamicLibrary, StaticLibrary
-from .references import Reference, parse_prompt
-from .shelf import Resource
+from .libraries.entries import Resource
+from .libraries.libraries import DynamicLibrary, StaticLibrary
+from .libraries.references import Reference, parse_prompt
 from .store import ChunkStore
 
 

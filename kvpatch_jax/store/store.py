@@ -14,11 +14,15 @@ import numpy as np
 
 from ..chunk import AnyArray, Chunk
 from ..errors import InputError, StoreClosedError, StoreCorruptError, StoreError
-from ..stamp import Patch, Stamp
-from .beyond import Arriving, Beyond
-from .budget import Budget as Budget
-from .buffers import Buffers
-from .codec import (
+from ..patch_metadata import Patch, PatchMetadata
+from .disk.budget import Budget as Budget
+from .disk.disk import Disk, Elsewhere, Found
+from .disk.eviction import collect, make_room
+from .disk.quarantine import purge
+from .disk.root_config import check_key, secret_of
+from .disk.unfinished import sweep_unfinished
+from .format.buffers import Buffers
+from .format.codec import (
     chunk_blob,
     chunk_of,
     content_in,
@@ -29,24 +33,20 @@ from .codec import (
     patch_parts,
     with_encoder,
 )
-from .counters import Counters
-from .disk import Disk, Elsewhere, Found
-from .evict import collect, make_room
-from .expiry import Seconds, checked_ttl, expires_at
-from .floor import Floors
-from .ids import Encoding, Name, Names, Served
-from .memory import CANONICAL, DERIVED, ENCODER, Held, MemoryTier, Policy
-from .objects import Blob, file_size
-from .placement import LayerStream, Placement, place_chunk, placement_key
-from .quarantine import purge
-from .remote import Remote
-from .seal import AesGcm, Plain
-from .settings import check_key, secret_of
-from .statistics import Statistics
+from .format.encryption import AesGcm, Plain
+from .format.expiry import Seconds, checked_ttl, expires_at
+from .format.naming import Encoding, Name, Names, Served
+from .format.objects import Blob, file_size
+from .io.counters import Counters
+from .io.thread_pool import tell_of_forks
+from .libraries.version_floor import Floors
+from .metrics import Statistics
 from .tenants import Deleted, delete_tenant
-from .threads import tell_of_forks
-from .unfinished import sweep_unfinished
-from .writer import Ack, Writer, joined
+from .tiers.memory import CANONICAL, DERIVED, ENCODER, CacheEntry, MemoryTier, Policy
+from .tiers.placement import LayerStream, Placement, place_chunk, placement_key
+from .tiers.remote import Remote
+from .tiers.remote_tier import Arriving, Beyond
+from .tiers.writer import Ack, Writer, joined
 
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
 
@@ -256,7 +256,7 @@ class ChunkStore:
         make, began = functools.partial(patch_blob, patch, self._expiry(ttl)), time.perf_counter()
         return self._timed(self._writer.add(self._names.patch(patch), make, patch.nbytes), began)
 
-    def get_patches(self, served: Served | Stamp) -> list[Patch]:
+    def get_patches(self, served: Served | PatchMetadata) -> list[Patch]:
         """Every stored patch that serves this chunk, antecedent, base and frame, largest first.
 
         Whatever their ranks, layers and dtypes; an orbit patch for any order of its antecedent. Not those of another
@@ -266,13 +266,13 @@ class ChunkStore:
         self._open()
         loaded = [self._load(name, patch_parts, DERIVED) for name in self._beginning(self._names.patches(served))]
         found = [held.value for held in loaded if held is not None]
-        if any(stamp.content is not None for _, stamp in found):
+        if any(metadata.content is not None for _, metadata in found):
             wanted = self._contents(served)
             if wanted and None not in wanted:
-                found = [(own, stamp) for own, stamp in found if stamp.content in (None, *wanted)]
+                found = [(own, metadata) for own, metadata in found if metadata.content in (None, *wanted)]
         return sorted(map(patch_of, found), key=lambda patch: -patch.nbytes)
 
-    def _contents(self, served: Served | Stamp) -> set[str | None]:
+    def _contents(self, served: Served | PatchMetadata) -> set[str | None]:
         """What the chunk may show: by who asks, else by its canonicals (`_shown_by`). None where one does not say.
 
         What cannot be read says nothing: a patch that is served all the same is checked where it is applied.
@@ -486,14 +486,14 @@ class ChunkStore:
                     self._used[below] = make_room(self.disk, budget, need, self._pinned, below, self._names.space)
                     self._fresh[below] = 0
 
-    def _load[T](self, name: Name, build: Build[T], rank: int) -> Held[T] | None:
+    def _load[T](self, name: Name, build: Build[T], rank: int) -> CacheEntry[T] | None:
         """An object from the host tier, the disk or beyond, as `build` makes it."""
         began, tier = time.perf_counter(), "none"
         if (blob := self._writer.waiting(name)) is not None:
             own = self._own_write(name, blob, build, rank)
             self._answered("none" if own is None else "host", began)
             return own
-        held: Held[T] | None = self._remembered(self._host, name.path, name)
+        held: CacheEntry[T] | None = self._remembered(self._host, name.path, name)
         if held is not None:
             self._answered("host", began)
             return held
@@ -508,13 +508,13 @@ class ChunkStore:
         self._answered("none" if held is None else tier, began)
         return held
 
-    def _own_write[T](self, name: Name, blob: Blob, build: Build[T], rank: int) -> Held[T] | None:
+    def _own_write[T](self, name: Name, blob: Blob, build: Build[T], rank: int) -> CacheEntry[T] | None:
         """An object that was put and is not durable yet, as it will be read then; None where it expired."""
         if blob.expires is not None and self.clock() >= blob.expires:
             return None
-        return Held(build(blob.body, blob.arrays), blob.nbytes, rank, _chunk_key(name), blob.expires)
+        return CacheEntry(build(blob.body, blob.arrays), blob.nbytes, rank, _chunk_key(name), blob.expires)
 
-    def _remembered(self, tier: MemoryTier[Any], key: Hashable, name: Name) -> Held[Any] | None:
+    def _remembered(self, tier: MemoryTier[Any], key: Hashable, name: Name) -> CacheEntry[Any] | None:
         """What a tier holds of an object, if the disk has the same version: another process may have put a new one."""
         held = tier.get(key)
         version = None if held is None else self.disk.is_current(name, held.version)
@@ -529,7 +529,7 @@ class ChunkStore:
         self.counters.add("misses" if tier == "none" else f"{tier}_hits")
         self.counters.observe("get", tier, time.perf_counter() - began)
 
-    def _built[T](self, name: Name, found: Found, build: Build[T], rank: int) -> Held[T] | None:
+    def _built[T](self, name: Name, found: Found, build: Build[T], rank: int) -> CacheEntry[T] | None:
         header = found.header
         try:
             value = build(header.body, found.arrays)
@@ -538,7 +538,7 @@ class ChunkStore:
                 self.disk.quarantine(name, found.file, str(error))
             return None
         nbytes = max(header.size, memory_of(value))  # a reduced encoding is held as wide as it was
-        return Held(value, nbytes, rank, _chunk_key(name), header.expires, found.version)
+        return CacheEntry(value, nbytes, rank, _chunk_key(name), header.expires, found.version)
 
     def _arriving(self, name: Name) -> Arriving | None:
         return None if self._remote is None else self._remote.open(name)
@@ -564,9 +564,9 @@ class ChunkStore:
         except StoreError:
             self.counters.add("promotion_errors")
 
-    def _from_device(self, name: Name, placement: Placement) -> Held[Chunk] | None:
+    def _from_device(self, name: Name, placement: Placement) -> CacheEntry[Chunk] | None:
         began, key = time.perf_counter(), (name.path, placement_key(placement))
-        held: Held[Chunk] | None = self._remembered(self._device, key, name)
+        held: CacheEntry[Chunk] | None = self._remembered(self._device, key, name)
         if held is not None:
             self._answered("device", began)
             return held

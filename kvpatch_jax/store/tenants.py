@@ -5,13 +5,13 @@ import dataclasses
 import os
 import time
 
-from .beyond import delete_below
-from .disk import Disk
-from .files import folder, locked, remove, rename, typed_errors
-from .ids import Names
-from .quarantine import purge
-from .remote import Remote
-from .unfinished import WHOLE, sweep_unfinished
+from .disk.disk import Disk
+from .disk.quarantine import purge
+from .disk.unfinished import WHOLE, sweep_unfinished
+from .format.naming import Names
+from .io.files import folder, locked, remove, rename, typed_errors
+from .tiers.remote import Remote
+from .tiers.remote_tier import delete_below
 
 
 @dataclasses.dataclass(frozen=True)

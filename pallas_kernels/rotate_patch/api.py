@@ -65,8 +65,9 @@ def rotate_patch(
     check("rotate_patch", x, cos, sin, u, v, dense, per_head, layout)
     check_scales("rotate_patch", x, u, v, x_scale, u_scale, v_scale)
     out = _out_dtype(x, x_scale, out_dtype)
+    operands = gpu.Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
     reasons = {
-        "gpu": gpu.unsupported(gpu.Given(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale), per_head, layout, out),
+        "gpu": gpu.unsupported(operands, per_head, layout, out),
         "tpu": tpu.unsupported(x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale, out),
     }
     chosen = choose("rotate_patch", implementation, reasons, word_of(x, u, dense, per_head, x.shape[-1]))

@@ -24,7 +24,7 @@ DTYPES = ("bfloat16", "float32")
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """The arrays of a call, or their shapes; what is not given is None. Checks do not look at `sin`."""
 
     x: Any
@@ -43,7 +43,7 @@ class Given(NamedTuple):
         return 0 if self.cos is None else 2 * self.cos.shape[-1]
 
 
-def unsupported(given: Given, per_head: bool, layout: str, result: str, whole_lines: bool = False) -> str | None:
+def unsupported(given: Operands, per_head: bool, layout: str, result: str, whole_lines: bool = False) -> str | None:
     """Why this kernel cannot take such arguments; None if it can.
 
     Args:
@@ -77,7 +77,7 @@ def unsupported(given: Given, per_head: bool, layout: str, result: str, whole_li
     return _unsupported_cut(given, layout, result, whole_lines)
 
 
-def _unsupported_cut(given: Given, layout: str, result: str, whole_lines: bool) -> str | None:
+def _unsupported_cut(given: Operands, layout: str, result: str, whole_lines: bool) -> str | None:
     heads, width = given.x.shape[-2:]
     if whole_lines and given.dense is not None and given.dense.dtype.itemsize > jnp.dtype(result).itemsize:
         return f"a dense correction of {given.dense.dtype}; expected the pool's {result}"
@@ -91,13 +91,13 @@ def _unsupported_cut(given: Given, layout: str, result: str, whole_lines: bool) 
     return None
 
 
-def numbers_of(given: Given, result: str) -> cuts.Numbers:
+def numbers_of(given: Operands, result: str) -> cuts.Numbers:
     """What numbers the launch reads and writes."""
     dense = "" if given.dense is None else given.dense.dtype.name
     return cuts.Numbers(given.x.dtype.name, result, dense, given.x_scale is not None)
 
 
-def _row(given: Given, layout: str, result: str, whole_lines: bool) -> cuts.Row:
+def _row(given: Operands, layout: str, result: str, whole_lines: bool) -> cuts.Row:
     heads, width = given.x.shape[-2:]
     sizes = numbers_of(given, result).itemsizes
     # Whole lines are those of the result.
@@ -110,7 +110,7 @@ def pieces_of(result: str) -> int:
     return 3 if result == "float32" else 2
 
 
-def launch_of(given: Given, layout: str, result: str, whole_lines: bool = False) -> cuts.Launch | None:
+def launch_of(given: Operands, layout: str, result: str, whole_lines: bool = False) -> cuts.Launch | None:
     """The launch for such arguments; None if no cut fits shared memory."""
     tokens, heads, width = given.x.shape[-3:]
     rank = 0
@@ -135,7 +135,7 @@ def from_rows(rows: Array, shape: tuple[int, ...], dtype) -> Array:
     return jax.lax.bitcast_convert_type(rows, dtype).reshape(shape)
 
 
-def operands(launch: cuts.Launch, call: Given) -> dict[str, Array]:
+def operands(launch: cuts.Launch, call: Operands) -> dict[str, Array]:
     """The kernel's operands by name."""
     items = launch.items
     given = {"x": rows_of(reference.flat(call.x, 3), items)}
@@ -224,7 +224,7 @@ def _compute(here: hopper.Here, given, shared, length) -> None:
 
 
 def kernel(
-    given: Given, length: Int[Array, ""] | None, *, layout: str, result: str, plan=None, interpret=False
+    given: Operands, length: Int[Array, ""] | None, *, layout: str, result: str, plan=None, interpret=False
 ) -> Array:
     """R · (x + u v + dense) as `reference.rotate_patch` has it, for arguments that `unsupported` has nothing against.
 
@@ -246,7 +246,7 @@ def kernel(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def rotate_patch(layout, result, interpret, x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale):
     """`kernel`, with the reference's derivatives."""
-    given = Given(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
+    given = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
     return kernel(given, length, layout=layout, result=result, interpret=interpret)
 
 

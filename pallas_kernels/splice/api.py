@@ -13,7 +13,7 @@ from .._dispatch import choose
 from .._target import interpretation
 from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
 from ..rotate_patch.api import check, check_scales, scaled, word_of
-from ..rotate_patch.gpu import Given
+from ..rotate_patch.gpu import Operands
 from ..rotate_patch.reference import spread
 from ..rotate_patch.tpu import padded_width
 from . import gpu, reference, tpu
@@ -81,7 +81,7 @@ def splice(
     slots = jnp.asarray(slots, jnp.int32)
     arrays = (jnp.asarray(pool), slots, x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
     if chosen == "gpu":
-        given = Given(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
+        given = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
         return _jitted_gpu(jnp.asarray(pool), slots, given, length, layout=layout, interpret=interpretation())
     if chosen == "tpu":
         return _jitted_tpu(*arrays, layout=layout, interpret=interpretation())
@@ -138,7 +138,7 @@ def _reasons(pool, x, cos, sin, u, v, dense, per_head: bool, layout: str, x_scal
         as_rows = functools.partial(_in_rows, pool.shape[-1], per_head)
         x, v, dense, x_scale = jax.eval_shape(as_rows, x, v, dense, x_scale)
     return {
-        "gpu": gpu.unsupported(pool, Given(x, cos, sin, u, v, dense, x_scale, *scales), per_head, layout),
+        "gpu": gpu.unsupported(pool, Operands(x, cos, sin, u, v, dense, x_scale, *scales), per_head, layout),
         "tpu": tpu.unsupported(pool, x, cos, u, v, dense, per_head, x_scale, *scales),
     }
 

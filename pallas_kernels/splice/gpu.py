@@ -27,7 +27,7 @@ SCATTERED, NOWHERE = -1, -2
 """In place of an eight's first slot: tokens that leave one by one, and eights of which no token goes anywhere."""
 
 
-def unsupported(pool, given: rotate_patch.Given, per_head: bool, layout: str) -> str | None:
+def unsupported(pool, given: rotate_patch.Operands, per_head: bool, layout: str) -> str | None:
     """Why this kernel cannot take such arguments; None if it can."""
     return rotate_patch.unsupported(given, per_head, layout, pool.dtype.name, whole_lines=True)
 
@@ -134,7 +134,7 @@ def _scatter(item: Item, eights, first_eight, slots) -> None:
 def splice(
     pool: Float[Array, "*leading P O K H"],
     slots: Int[Array, " T"],
-    given: rotate_patch.Given,
+    given: rotate_patch.Operands,
     length: Int[Array, ""] | None,
     *,
     layout: str,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from evals import scene as scenes
 from evals import small_task
 from evals.run import QUESTIONS
+from evals.small_task import scenes
 from evals.trained import MAIN, shipped
 from kvpatch_jax import Chunk, Patch, apply_patch
 from kvpatch_jax.store import ChunkStore, Served, load_snapshot

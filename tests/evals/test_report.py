@@ -10,7 +10,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from evals import figures, report
+from evals.report import figures, page
 from evals.statistics import UNDEFINED, Interval, Rows, as_row
 
 KINDS = ("page", "legend", "chain", "aggregate", "override")
@@ -127,8 +127,8 @@ def test_missing_probes_are_skipped(results, tmp_path):
     assert figures.draw_all(nothing, tmp_path) == []
     assert [path.stem for path in figures.draw_all(without(results, "re"), tmp_path)] == ["slide", "deficit"]
     for some in (nothing, without(results, "repair"), without(results, "recall"), without(results, "deficit")):
-        assert report.write_report(some, [], tmp_path / "report.html", []).read_text().endswith("</html>\n")
-        report.print_summary(some, io.StringIO())
+        assert page.write_report(some, [], tmp_path / "report.html", []).read_text().endswith("</html>\n")
+        page.print_summary(some, io.StringIO())
 
 
 def test_example_shows_every_answer(tmp_path):
@@ -154,31 +154,31 @@ def test_labels():
 
 def test_smallest_rank(results):
     """0.55 · 0.62 · 0.3ⁿ falls below 0.01 first at n = 3, rank 8; nothing comes within 1e-5."""
-    assert report.smallest_rank(results, "repair.visible") == 8
-    assert report.smallest_rank(results, "repair.visible", tolerance=0.2) == 2
-    assert report.smallest_rank(results, "repair.visible", tolerance=1e-5) is None
-    assert report.smallest_rank(results, "slide") is None
+    assert page.smallest_rank(results, "repair.visible") == 8
+    assert page.smallest_rank(results, "repair.visible", tolerance=0.2) == 2
+    assert page.smallest_rank(results, "repair.visible", tolerance=1e-5) is None
+    assert page.smallest_rank(results, "slide") is None
 
 
 def test_report_reads_offline(results, drawn, tmp_path):
-    path = report.write_report(results, drawn, tmp_path / "new" / "report.html", ["a note of ours <here>"])
-    page = path.read_text()
-    assert page.count("<table") == page.count("</table>")
-    assert page.count("data:image/png;base64,") == len(drawn)
-    assert base64.b64encode(drawn[0].read_bytes()).decode() in page
-    assert not re.search(r"(src|href)=\"(?!data:|#)", page)
-    assert "<script" not in page
-    assert "a note of ours &lt;here&gt;" in page
-    assert "&lt;b&gt;tied &amp; true&lt;/b&gt;" in page
-    assert "python -m evals.run --seed=11" in page
-    assert "two cores" in page
-    assert str(tmp_path) not in page
+    path = page.write_report(results, drawn, tmp_path / "new" / "report.html", ["a note of ours <here>"])
+    text = path.read_text()
+    assert text.count("<table") == text.count("</table>")
+    assert text.count("data:image/png;base64,") == len(drawn)
+    assert base64.b64encode(drawn[0].read_bytes()).decode() in text
+    assert not re.search(r"(src|href)=\"(?!data:|#)", text)
+    assert "<script" not in text
+    assert "a note of ours &lt;here&gt;" in text
+    assert "&lt;b&gt;tied &amp; true&lt;/b&gt;" in text
+    assert "python -m evals.run --seed=11" in text
+    assert "two cores" in text
+    assert str(tmp_path) not in text
     for heading in ("Reorder", "Slide", "Recall", "Beside the paper"):
-        assert f"{heading}" in page
+        assert f"{heading}" in text
 
 
 def verdicts(results):
-    return {claim.about: claim.verdict for claim in report.compare(results)}
+    return {claim.about: claim.verdict for claim in page.compare(results)}
 
 
 def test_directions_are_computed(results):
@@ -206,7 +206,7 @@ def test_directions_are_computed(results):
 
 def test_summary_is_a_dozen_lines(results):
     out = io.StringIO()
-    report.print_summary(results, out, report=Path("out") / "report.html")
+    page.print_summary(results, out, report=Path("out") / "report.html")
     lines = out.getvalue().strip().splitlines()
     assert 10 <= len(lines) <= 16
     assert max(map(len, lines)) <= 120
@@ -222,7 +222,7 @@ def test_bad_results_are_named(tmp_path):
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         with pytest.raises(ValueError, match="'metric'"):
-            report.write_report(
+            page.write_report(
                 {"rows": [{"probe": "slide", "model": "m", "arm": "keep"}]}, [], tmp_path / "report.html", []
             )
     finally:

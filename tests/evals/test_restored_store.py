@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from restored_store import ANTECEDENT, TENANT, answers, make_scene
 
-from evals import scene as scenes
+from evals.small_task import scenes
 from evals.trained import MAIN, shipped
 from kvpatch_jax import form_patch
 from kvpatch_jax.backbone import make_chunk

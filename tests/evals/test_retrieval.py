@@ -9,16 +9,7 @@ import pytest
 import kvpatch_jax as kvp
 from evals.bench.retrieval import measure, task_images, tower_outputs
 from evals.trained import MAIN, shipped
-from kvpatch_jax.store import (
-    ChunkStore,
-    DynamicLibrary,
-    ExactRetriever,
-    Linker,
-    StaticLibrary,
-    chunk_id,
-    fetch,
-    pooled,
-)
+from kvpatch_jax.store import ChunkStore, DynamicLibrary, ExactRetriever, Linker, StaticLibrary, chunk_id, fetch, pooled
 from models import load
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evals import across, probes, run, small_task
-from evals.figures import draw_all
-from evals.report import COLUMNS, TOKEN_METHODS, write_report
+from evals import probes, run, small_task
+from evals.report import side_by_side
+from evals.report.figures import draw_all
+from evals.report.page import COLUMNS, TOKEN_METHODS, write_report
 from evals.small_task import COLOURS, KINDS, VOCABULARY
 from evals.statistics import number
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
@@ -255,10 +256,10 @@ def test_backbones_side_by_side(job: Job, tmp_path: Path):
     """One line per backbone, whose cells are the rows' own values; the numbers lie beside the table as JSON."""
     config = {**job.written["config"], "parameters": 1_414_720, "kv": {"k": 128, "v": 128}}
     results = {name: {"config": {**config, "backbone": name}, "rows": job.rows} for name in ("first", "second")}
-    table = across.write(results, tmp_path)
+    table = side_by_side.write(results, tmp_path)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.read_text().splitlines()]
     assert [line[0] for line in lines] == ["backbone", "---", "first", "second"]
-    assert {len(line) for line in lines} == {len(across.HEAD)}
+    assert {len(line) for line in lines} == {len(side_by_side.HEAD)}
     cells = dict(zip(lines[0], lines[2], strict=True))
     assert cells["parameters"] == "1.41 M"
     assert cells["KV per token and layer"] == "k 128 + v 128"

@@ -10,14 +10,25 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evals import scene as scenes
-from evals import sequences, small_task
-from evals.instances import INSTANCES, instance
-from evals.sequences import QUESTION_TOKENS, Form, form_of
-from evals.small_model import Recipe, initialise, make_tokenizer
-from evals.small_task import CELLS, GLYPHS, KINDS, LEGEND_ROWS, LEGENDS, ROWS, VOCABULARY, Contexts, Questions
+from evals import small_task
+from evals.small_task import (
+    CELLS,
+    GLYPHS,
+    KINDS,
+    LEGEND_ROWS,
+    LEGENDS,
+    ROWS,
+    VOCABULARY,
+    Contexts,
+    Questions,
+    scenes,
+    sequences,
+)
+from evals.small_task.instances import INSTANCES, instance
+from evals.small_task.sequences import QUESTION_TOKENS, Form, form_of
+from evals.small_task.training import Recipe, initialise, make_tokenizer
 from models import ModelBackbone
-from models.positions import PositionConfig, get_rope_positions
+from models.inputs.positions import PositionConfig, get_rope_positions
 
 COUNTS = {"page": 3, "legend": 3, "chain": 6, "aggregate": 4, "override": 3}
 few = settings(max_examples=12, deadline=None)

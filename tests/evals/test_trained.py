@@ -16,19 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals import probes, run, sequences, small_task
-from evals import scene as scenes
-from evals.instances import instance
-from evals.probes.ledger import Ledger
-from evals.scene import Answers, Scene
-from evals.small_model import Recipe
-from evals.small_task import CELLS, COLOURS, GLYPHS, KINDS, VOCABULARY, Questions
+from evals import probes, run, small_task
+from evals.probes.results_table import ResultsTable
+from evals.small_task import CELLS, COLOURS, GLYPHS, KINDS, VOCABULARY, Questions, scenes, sequences
+from evals.small_task.instances import instance
+from evals.small_task.scenes import Answers, Scene
+from evals.small_task.training import Recipe
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.layout import to_engine
 from models import load
-from models.family import with_dtype
-from models.weights import flatten_params
+from models.checkpoints import flatten_params
+from models.families.family import with_dtype
 
 CONTEXTS, SEED = 32, 60_221
 MULTI_HOP, SINGLE_HOP = ("chain", "aggregate"), ("page", "legend")
@@ -144,7 +143,7 @@ def test_canonical_moves_exactly(look: Look):
 
 def test_recall_needs_a_fresh_patch(look: Look, tmp_path: Path):
     """A fresh patch is within 0.005 of re-prefill at every turnover; a stale one is worse once colours have changed."""
-    ledger = Ledger("shipped")
+    ledger = ResultsTable("shipped")
     rng = np.random.default_rng(SEED + 1)
     probes.probe_recall(ledger, look.scene, rng, np.arange(CONTEXTS), tmp_path, lambda _: None)
     found = {(row["arm"], row["metric"]): row["value"] for row in ledger.rows()}

@@ -13,13 +13,13 @@ import pytest
 from flax import nnx
 
 from evals import small_task
-from evals.instances import INSTANCES, instance
-from evals.small_model import AUXILIARY, Recipe, draw_batch, initialise
+from evals.small_task.instances import INSTANCES, instance
+from evals.small_task.training import AUXILIARY, Recipe, draw_batch, initialise
 from evals.train import Trainer, draw_curve
 from kvpatch_jax.errors import ConfigError
 from models import load
-from models.family import abstract, parameters
-from models.weights import flatten_params
+from models.checkpoints import flatten_params
+from models.families.family import abstract, parameters
 
 STEPS = 12
 RECIPE = Recipe(steps=24, batch=2, warmup=3, learning_rate=3e-3, page=1, legend=1, chain=2, aggregate=1, override=1)

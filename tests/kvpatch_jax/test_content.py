@@ -242,8 +242,8 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
         lambda given: kvp.removal_patch(layout, conditioned, chunk.kv, chunk, 4, given, ["a"]),
         lambda given: kvp.removal_patch(layout, conditioned, chunk.kv, chunk, 4, ["a"], given),
         lambda given: kvp.correction_patch(layout, patch, conditioned, chunk, 4, given),
-        lambda given: kvp.Stamp("B", "canonical", given, "tiny", layout, (0,)),
-        lambda given: kvp.Stamp("B", "conditioned", ("a",), "tiny", layout, (0,), base_antecedent=given),
+        lambda given: kvp.PatchMetadata("B", "canonical", given, "tiny", layout, (0,)),
+        lambda given: kvp.PatchMetadata("B", "conditioned", ("a",), "tiny", layout, (0,), base_antecedent=given),
         lambda given: Served("B", "tiny", given),
     ):
         for given in ("abc", [chunk], [1], 3):

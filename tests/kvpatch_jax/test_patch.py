@@ -1,4 +1,4 @@
-"""Patches: forming, applying, stamps, orbit, removal, update, and smaller forms."""
+"""Patches: forming, applying, metadata, orbit, removal, update, and smaller forms."""
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import dataclasses
@@ -153,7 +153,7 @@ def test_update_follows_a_changed_antecedent():
     patch = kvp.form_patch(chunk.layout, old, chunk, 4, A)
     correction = kvp.correction_patch(chunk.layout, patch, new, chunk, 4, ("A1", "A3"))
     updated = kvp.update_patch(patch, correction)
-    assert (updated.ranks, updated.stamp.antecedent) == ({"k": 4, "v": 4}, ("A1", "A3"))
+    assert (updated.ranks, updated.metadata.antecedent) == ({"k": 4, "v": 4}, ("A1", "A3"))
     found = kvp.apply_patch(chunk.layout, chunk, updated, 3, ("A1", "A3"))
     assert error(found, kvp.to_engine(chunk.layout, new, chunk.local, 3)) < 5e-5
     with pytest.raises(PatchMismatchError, match="'patched'"):

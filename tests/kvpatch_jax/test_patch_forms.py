@@ -1,4 +1,4 @@
-"""Factors that do not fit their stamp, ranks beyond a chunk, padding, smaller forms, and how containers print."""
+"""Factors that do not fit their metadata, ranks beyond a chunk, padding, smaller forms, and how containers print."""
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import dataclasses
@@ -33,7 +33,7 @@ def test_factors_fit_their_stamp(unchecked):
     dense = jnp.zeros((3, 24, 2, 16))
     scales = lambda leaf, shape: Quantised(leaf.astype(jnp.int8), jnp.ones(shape))
     for change, words in (
-        ({"k": (u[:1], v[:1])}, r"expected \[3"),  # one layer under a stamp of three
+        ({"k": (u[:1], v[:1])}, r"expected \[3"),  # one layer under a metadata of three
         ({"k": (u[:1], v)}, r"expected \[3"),
         ({"k": (u, v[..., :1])}, r"4, 32\]"),
         ({"k": (u[..., :1], v)}, "rank"),
@@ -45,28 +45,28 @@ def test_factors_fit_their_stamp(unchecked):
         ({"k": (scales(u, (3, 24, 5)), v)}, "scale"),
     ):
         with pytest.raises(ShapeError, match=words):
-            kvp.Patch({**patch.factors, **change}, patch.stamp)
+            kvp.Patch({**patch.factors, **change}, patch.metadata)
     separate = form(chunk_of("gqa"), heads="separate")
     u, v = separate.factors["k"]
     with pytest.raises(ShapeError, match=r"expected \[3, 2"):
-        kvp.Patch({**separate.factors, "k": (u[:, :1], v[:, :1])}, separate.stamp)
+        kvp.Patch({**separate.factors, "k": (u[:, :1], v[:, :1])}, separate.metadata)
     shared = form(chunk_of("gqa"), shared_left=True)
     u, v = shared.factors["k"]
     with pytest.raises(ShapeError, match="left factor"):
-        kvp.Patch({**shared.factors, "k": (u[..., :2], v[:, :2])}, shared.stamp)
+        kvp.Patch({**shared.factors, "k": (u[..., :2], v[:, :2])}, shared.metadata)
 
 
 def test_channels_and_layers_are_the_layouts():
     patch = form(chunk_of("gqa"))
     with pytest.raises(LayoutError, match="'q'"):
-        kvp.Patch({**patch.factors, "q": patch.factors["k"]}, patch.stamp)
+        kvp.Patch({**patch.factors, "q": patch.factors["k"]}, patch.metadata)
     for layers in ((0, 1, 7), (1, 0, 2), ()):
         with pytest.raises(InputError, match="layers"):
-            kvp.Patch(patch.factors, dataclasses.replace(patch.stamp, layers=layers))
+            kvp.Patch(patch.factors, dataclasses.replace(patch.metadata, layers=layers))
     with pytest.raises(LayoutError, match="'q'"):
         kvp.truncate(patch, {"q": 2})
     correction = kvp.correction_patch(
-        patch.stamp.layout, patch, conditioned_of(chunk_of("gqa"), seed=2), chunk_of("gqa"), 4, ("C",)
+        patch.metadata.layout, patch, conditioned_of(chunk_of("gqa"), seed=2), chunk_of("gqa"), 4, ("C",)
     )
     with pytest.raises(LayoutError, match="'q'"):
         kvp.update_patch(patch, correction, {"k": 4, "q": 4})
@@ -89,11 +89,11 @@ def test_a_rank_beyond_the_chunk_is_capped_and_the_patch_says_so(options: dict):
     chunk = chunk_of("gqa", tokens=14)
     conditioned = conditioned_of(chunk, rank=14)
     patch = kvp.form_patch(chunk.layout, conditioned, chunk, 16, A, **options)
-    assert patch.stamp.asked == (("k", 16), ("v", 16))
+    assert patch.metadata.asked == (("k", 16), ("v", 16))
     found = kvp.apply_patch(chunk.layout, chunk, patch, 3, A)
     assert worst(found, kvp.to_engine(chunk.layout, conditioned, chunk.local, 3)) < 2e-5
     assert "16" in repr(patch)
-    assert kvp.form_patch(chunk.layout, conditioned, chunk, 4, A).stamp.asked is None
+    assert kvp.form_patch(chunk.layout, conditioned, chunk, 4, A).metadata.asked is None
     for rank in (0, -1):
         with pytest.raises(RankError, match="expected at least 1"):
             kvp.form_patch(chunk.layout, conditioned, chunk, rank, A)
@@ -108,10 +108,10 @@ def test_ranks_are_capped_wherever_patches_are_formed():
         kvp.correction_patch(chunk.layout, form(chunk), two, chunk, 16, ("C",)),
         kvp.form_patch(chunk.layout, one, chunk, {"k": 15, "v": 3}, A),
     ]
-    asked = [dict(patch.stamp.asked) for patch in patches]
+    asked = [dict(patch.metadata.asked) for patch in patches]
     assert asked == [{"k": 16, "v": 16}] * 3 + [{"k": 15}]
     long = chunk_of("mla", tokens=40)
-    assert form(long, 24).stamp.asked == (("kpe", 24),)  # 16 features
+    assert form(long, 24).metadata.asked == (("kpe", 24),)  # 16 features
 
 
 # ----------------------------------------------------------------------------------------------------- padding
@@ -145,7 +145,7 @@ def test_orderings_with_and_without_a_set_do_not_mix():
     for acc, antecedent in ((known, None), (unknown, A)):
         with pytest.raises(PatchMismatchError, match=r"antecedent .*expected"):
             kvp.accumulate(acc, one, chunk, antecedent)
-    assert kvp.orbit_patch(kvp.accumulate(unknown, one, chunk), 4, A).stamp.antecedent == A
+    assert kvp.orbit_patch(kvp.accumulate(unknown, one, chunk), 4, A).metadata.antecedent == A
 
 
 def test_a_chunk_of_one_token_is_not_broadcast():

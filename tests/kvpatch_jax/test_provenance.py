@@ -204,7 +204,7 @@ def others(chunk: kvp.Chunk, patch: kvp.Patch) -> dict[str, kvp.Patch]:
         "fewer layers": kvp.keep_layers(patch, (1, 2)),
         "separate": form(chunk, heads="separate"),
         "shared": form(chunk, shared_left=True),
-        "stamped anew": kvp.Patch(patch.factors, dataclasses.replace(patch.stamp, frame="engine", start=(5,))),
+        "stamped anew": kvp.Patch(patch.factors, dataclasses.replace(patch.metadata, frame="engine", start=(5,))),
     }
 
 
@@ -220,8 +220,8 @@ def test_a_correction_is_folded_into_the_patch_it_corrects_and_no_other():
             kvp.update_patch(other, correction)
     kvp.update_patch(pickle.loads(pickle.dumps(patch)), correction)
     updated = kvp.update_patch(patch, correction)
-    assert (updated.stamp.corrects, updated.stamp.content) == (None, chunk.content)
-    legacy = kvp.Patch(correction.factors, dataclasses.replace(correction.stamp, corrects=None))
+    assert (updated.metadata.corrects, updated.metadata.content) == (None, chunk.content)
+    legacy = kvp.Patch(correction.factors, dataclasses.replace(correction.metadata, corrects=None))
     with pytest.raises(PatchMismatchError, match="None"):
         kvp.update_patch(patch, legacy)
 

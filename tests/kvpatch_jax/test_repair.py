@@ -22,9 +22,9 @@ from kvpatch_jax.repair import (
     oracle_delta,
 )
 from kvpatch_jax.repair._common import deviation, largest
-from models.preprocessing import ImageConfig
-from models.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx, parameters
-from models.vlm import QwenVLBackbone
+from models.backbone import QwenVLBackbone
+from models.families.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx, parameters
+from models.inputs.qwen_images import ImageConfig
 
 CONFIG = Path(__file__).parents[1] / "goldens" / "qwen2_5_vl" / "config.json"
 LAYERS, ROWS, BEFORE, CHUNK, SPARE = 4, 2, 7, 8, 3

@@ -20,14 +20,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-import models.weights
+import models.checkpoints
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.layout import to_engine
 from models import TEXT_FAMILIES, ModelBackbone, load
-from models.family import abstract, parameters
-from models.sharding import cache_shardings, check_parameters, parameter_shardings
-from models.weights import flatten_params, tensor_shapes
+from models.checkpoints import flatten_params, tensor_shapes
+from models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
+from models.families.family import abstract, parameters
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.goldens.load_text import text_config, write_text_checkpoint
 from tests.goldens.redraw import redraw_all
@@ -177,7 +177,7 @@ def memory(directory: Path) -> dict[str, Any]:
     """Host memory while a model is loaded onto devices that keep copies of their own, as accelerators do."""
     sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 32}
     write_changed(directory, **{**EIGHT, **sizes})
-    read, put, asked = models.weights._read, jax.device_put, []
+    read, put, asked = models.checkpoints._read, jax.device_put, []
 
     def counted(*arguments: Any) -> np.ndarray:
         value = read(*arguments)
@@ -185,12 +185,12 @@ def memory(directory: Path) -> dict[str, Any]:
         return value
 
     load(directory, mesh=line_of(8))  # what Python and JAX keep from a first time is not counted
-    models.weights._read = counted
+    models.checkpoints._read = counted
     jax.device_put = lambda value, device: put(value, device, may_alias=False)
     tracemalloc.start()
     leaves = flatten_params(load(directory, mesh=line_of(8)).parameters).values()
     peak = tracemalloc.get_traced_memory()[1]
-    models.weights._read, jax.device_put = read, put
+    models.checkpoints._read, jax.device_put = read, put
     return {
         "peak": peak,
         "read": sum(asked),

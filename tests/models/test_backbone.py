@@ -16,7 +16,7 @@ from kvpatch_jax.backbone import Backbone, Tokens
 from kvpatch_jax.errors import ConfigError, ImageError, InputError, ShapeError, WeightsError
 from kvpatch_jax.layout import relocate, to_engine
 from models import load
-from models.weights import flatten_params
+from models.checkpoints import flatten_params
 from tests.goldens.load import golden_arrays
 
 GOLDEN, OWN = 2e-4, 1e-5

@@ -8,7 +8,7 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from evals.instances import INSTANCES, instance
+from evals.small_task.instances import INSTANCES, instance
 from kvpatch_jax.errors import ConfigError, KVPatchError
 from models import FAMILIES, load
 from tests.goldens.load import GOLDENS

@@ -8,8 +8,8 @@ import pytest
 
 from kvpatch_jax.errors import ConfigError, InputError
 from models import load
-from models.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate, expand_images, images_of
-from models.texts import ids_of_text, unknown_token
+from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate, expand_images, images_of
+from models.inputs.texts import ids_of_text, unknown_token
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 GOLD = json.loads((GOLDENS / "chat.json").read_text())

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.layout import to_engine
 from models import load
-from models.image_families import IMAGE_FAMILIES
-from models.image_processing import kimi_size
+from models.families.image_families import IMAGE_FAMILIES
+from models.inputs.images import kimi_size
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 
 BAR = 2e-4

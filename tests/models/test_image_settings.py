@@ -11,10 +11,10 @@ from PIL import Image
 
 from kvpatch_jax.errors import ConfigError, ImageError, InputError
 from models import load
-from models.family import Vision
-from models.image_families import IMAGE_FAMILIES
-from models.image_processing import PictureConfig, process_clip
-from models.preprocessing import CONFIG_FILE, read_image
+from models.families.family import Vision
+from models.families.image_families import IMAGE_FAMILIES
+from models.inputs.images import PictureConfig, process_clip
+from models.inputs.qwen_images import CONFIG_FILE, read_image
 from tests.goldens.load import GOLDENS, write_checkpoint
 
 with np.load(GOLDENS / "clip_options.npz") as file:

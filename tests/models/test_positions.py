@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import ConfigError, InputError
-from models.positions import PositionConfig, VideoRule, get_rope_positions, image_local_positions, text_local_positions
+from models.inputs.positions import (
+    PositionConfig,
+    VideoRule,
+    get_rope_positions,
+    image_local_positions,
+    text_local_positions,
+)
 from tests.goldens.load import golden_arrays
 
 CONFIG = PositionConfig(image_token_id=301, video_token_id=302, merge_size=2, tokens_per_second=2)

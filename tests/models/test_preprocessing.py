@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from kvpatch_jax.errors import ConfigError, ImageError
-from models.preprocessing import ImageConfig, normalise, patchify, preprocess_images, read_image, smart_resize
+from models.inputs.qwen_images import ImageConfig, normalise, patchify, preprocess_images, read_image, smart_resize
 from tests.goldens.load import GOLDENS, golden_arrays
 from tests.goldens.redraw import standard_values
 

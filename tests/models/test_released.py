@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from kvpatch_jax.errors import WeightsError
-from models.family import abstract, parameters
+from models.families.family import abstract, parameters
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.models.released_configs import RELEASED
 

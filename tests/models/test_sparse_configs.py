@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from models import FAMILIES, load
-from models.known_keys import DEFAULTS, INERT, ONLY
+from models.decoder.known_keys import DEFAULTS, INERT, ONLY
 from tests.goldens.load import GOLDENS
 from tests.goldens.redraw import redraw_all, standard_values
 

@@ -13,7 +13,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import DtypeError, InputError, WeightsError
 from kvpatch_jax.layout import to_engine
 from models import load, save
-from models.positions import PositionConfig, get_rope_positions
+from models.inputs.positions import PositionConfig, get_rope_positions
 from tests.goldens.load import golden_arrays, write_checkpoint
 from tests.goldens.load_text import text_arrays, write_text_checkpoint
 

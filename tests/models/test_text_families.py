@@ -16,9 +16,9 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.chunk import Chunk
 from kvpatch_jax.errors import ConfigError, InputError, LayoutError, RopeRegimeError, ShapeError, WeightsError
 from kvpatch_jax.layout import relocate, to_engine
-from kvpatch_jax.stamp import check_layout
+from kvpatch_jax.patch_metadata import check_layout
 from models import load, save
-from models.weights import flatten_params
+from models.checkpoints import flatten_params
 from tests.goldens.load_text import text_arrays, text_config, text_families, write_text_checkpoint
 
 GOLDEN, OWN = 2e-4, 1e-5
@@ -218,7 +218,7 @@ def test_the_layout_follows_from_the_configuration(loaded, family, kind, channel
 def test_regimes(tmp_path):
     directory = write_text_checkpoint("phi3_short", tmp_path / "phi3")
     short, long = load(directory), load(directory, regime="long")
-    assert short.layout != long.layout  # what a chunk's stamp compares
+    assert short.layout != long.layout  # what a chunk's metadata compares
     assert short.fingerprint != long.fingerprint
     ids = np.arange(3, 13)[None]
     with pytest.raises(RopeRegimeError, match="expected below 32"):

@@ -10,13 +10,15 @@ import pytest
 from flax import nnx
 
 from kvpatch_jax.errors import ConfigError, ShapeError
-from models import vision_moonvit, vision_qwen3
-from models.layers import Linear
-from models.projectors import Projector, TileConfig, pack_tiles, packing_index, pixel_shuffle
-from models.vision_moonvit import MoonViT, MoonViTConfig
-from models.vision_qwen3 import Qwen3VisionConfig, Qwen3VisionTower
-from models.vision_vit import ViT, ViTConfig, bucket_positions
-from models.vision_weights import (
+from models.checkpoints import flatten_params, load_weights
+from models.decoder.layers import Linear
+from models.towers import moonvit as moonvit_tower
+from models.towers import qwen3 as qwen3_tower
+from models.towers.moonvit import MoonViT, MoonViTConfig
+from models.towers.projectors import Projector, TileConfig, pack_tiles, packing_index, pixel_shuffle
+from models.towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower
+from models.towers.vit import ViT, ViTConfig, bucket_positions
+from models.towers.weights import (
     clip_entries,
     intern_vit_entries,
     linear_entries,
@@ -24,7 +26,6 @@ from models.vision_weights import (
     projector_entries,
     qwen3_vision_entries,
 )
-from models.weights import flatten_params, load_weights
 from tests.goldens.load import golden_arrays, write_checkpoint
 from tests.goldens.redraw import redraw
 
@@ -96,7 +97,7 @@ def qwen3(tmp_path_factory):
 def test_qwen3_features(qwen3, case):
     gold = golden_arrays("qwen3_vl", case)
     grids = gold["video_grid_thw"] if case == "video" else gold["image_grid_thw"]
-    features, deepstack = run(qwen3, gold["pixel_values"], **vision_qwen3.plan_patches(QWEN3, grids))
+    features, deepstack = run(qwen3, gold["pixel_values"], **qwen3_tower.plan_patches(QWEN3, grids))
     close(features, gold["vision_features"], "features")
     close(deepstack, gold["deepstack_features"], "deepstack features")
 
@@ -111,15 +112,15 @@ def test_qwen3_plan_of_other_images_does_not_recompile(qwen3):
         return nnx.merge(graph, state)(pixels, **plan)
 
     pixels = np.ones((64, QWEN3.features), np.float32)
-    first = count(state, pixels, vision_qwen3.plan_patches(QWEN3, np.array([[1, 4, 8], [1, 8, 4]])))[0]
-    second = count(state, pixels, vision_qwen3.plan_patches(QWEN3, np.array([[1, 8, 4], [1, 4, 8]])))[0]
+    first = count(state, pixels, qwen3_tower.plan_patches(QWEN3, np.array([[1, 4, 8], [1, 8, 4]])))[0]
+    second = count(state, pixels, qwen3_tower.plan_patches(QWEN3, np.array([[1, 8, 4], [1, 4, 8]])))[0]
     assert len(traces) == 1
     assert np.abs(first - second).max() > 1e-3
 
 
 def test_qwen3_refuses():
     with pytest.raises(ShapeError, match="3×4 patches is not a positive multiple of the merge size 2"):
-        vision_qwen3.plan_patches(QWEN3, np.array([[1, 3, 4]]))
+        qwen3_tower.plan_patches(QWEN3, np.array([[1, 3, 4]]))
     with pytest.raises(ConfigError, match="expected a square"):
         Qwen3VisionConfig(1, 32, 2, 48, 64, 4, 2, 2, 24, ())
     with pytest.raises(ConfigError, match="deepstack layers"):
@@ -258,7 +259,7 @@ def moonvit(tmp_path_factory):
 @pytest.mark.parametrize("case", ["one_image", pytest.param("two_images", marks=SLOW)])
 def test_moonvit_features(moonvit, case):
     gold = golden_arrays("kimi_vl", case)
-    plan = vision_moonvit.plan_patches(MOON, gold["image_grid_thw"])
+    plan = moonvit_tower.plan_patches(MOON, gold["image_grid_thw"])
     close(run(moonvit, gold["pixel_values"], **plan), gold["vision_features"][0][:, 0], case)
 
 
@@ -280,10 +281,10 @@ def test_released_packing_of_moonvit_is_the_same_function(moonvit):
     nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, values))
     nnx.update(released, state)
     gold = golden_arrays("kimi_vl", "one_image")
-    plan = vision_moonvit.plan_patches(config, gold["image_grid_thw"][:, 1:])
+    plan = moonvit_tower.plan_patches(config, gold["image_grid_thw"][:, 1:])
     close(run(released, gold["pixel_values"], **plan), gold["vision_features"][0][:, 0], "released packing")
 
 
 def test_moonvit_refuses_video():
     with pytest.raises(ShapeError, match="expected one frame"):
-        vision_moonvit.plan_patches(MOON, np.array([[2, 4, 4]]))
+        moonvit_tower.plan_patches(MOON, np.array([[2, 4, 4]]))

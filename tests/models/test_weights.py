@@ -11,16 +11,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.errors import WeightsError
-from models.weights import Entry, flatten_params, load_weights, save_weights, weight_index
+from models.checkpoints import TensorEntry, flatten_params, load_weights, save_weights, weight_index
 from tests.goldens.load import golden_shapes
 from tests.goldens.redraw import redraw, redraw_all
 
 ENTRIES = [
-    Entry("embed.weight", ("embedding",)),
-    Entry("layers.{layer}.proj.weight", ("layers", "kernel"), permute=(1, 0), stack=True),
-    Entry("layers.{layer}.experts.{expert}.weight", ("layers", "experts"), permute=(1, 0), stack=True),
-    Entry("layers.{layer}.norm.weight", ("norm_{layer}", "weight")),
-    Entry("patch.weight", ("patch", "kernel"), permute=(1, 2, 3, 4, 0), file_shape=(6, 3, 2, 2, 2)),
+    TensorEntry("embed.weight", ("embedding",)),
+    TensorEntry("layers.{layer}.proj.weight", ("layers", "kernel"), permute=(1, 0), stack=True),
+    TensorEntry("layers.{layer}.experts.{expert}.weight", ("layers", "experts"), permute=(1, 0), stack=True),
+    TensorEntry("layers.{layer}.norm.weight", ("norm_{layer}", "weight")),
+    TensorEntry("patch.weight", ("patch", "kernel"), permute=(1, 2, 3, 4, 0), file_shape=(6, 3, 2, 2, 2)),
 ]
 SHAPES = {
     ("embedding",): (5, 4),
@@ -76,7 +76,7 @@ def test_round_trip(tmp_path: Path, dtype: jnp.dtype) -> None:
 
 def test_golden_checkpoint_round_trip(qwen2_5_vl_directory: Path, tmp_path: Path) -> None:
     shapes = golden_shapes("qwen2_5_vl")
-    entries = [Entry(name, (name.replace(".", "/"),)) for name in shapes]
+    entries = [TensorEntry(name, (name.replace(".", "/"),)) for name in shapes]
     expected = {e.path: jax.ShapeDtypeStruct(tuple(shapes[e.pattern]), jnp.float32) for e in entries}
     params = load_weights(qwen2_5_vl_directory, entries, expected)
     path = save_weights(tmp_path, params, entries)
@@ -104,7 +104,7 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
 
 def test_tied_head_takes_the_embedding_and_is_not_written(tmp_path: Path) -> None:
     save_file(file_tensors(), tmp_path / "model.safetensors")
-    entries = [*ENTRIES, Entry("head.weight", ("head",), permute=(1, 0), tied_to="embed.weight")]
+    entries = [*ENTRIES, TensorEntry("head.weight", ("head",), permute=(1, 0), tied_to="embed.weight")]
     expected = EXPECTED | {("head",): jax.ShapeDtypeStruct((4, 5), jnp.float32)}
     params = load_weights(tmp_path, entries, expected)
     assert np.array_equal(params["head"], params["embedding"].T)
@@ -179,11 +179,11 @@ def test_map_and_model_must_match(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"no entry fills the parameter patch\.kernel"):
         load_weights(tmp_path, ENTRIES[:-1], EXPECTED)
     with pytest.raises(WeightsError, match="which the model does not have"):
-        load_weights(tmp_path, [*ENTRIES, Entry("a", ("other",))], EXPECTED)
+        load_weights(tmp_path, [*ENTRIES, TensorEntry("a", ("other",))], EXPECTED)
     with pytest.raises(WeightsError, match="two entries fill the parameter embedding"):
-        load_weights(tmp_path, [*ENTRIES, Entry("a", ("embedding",))], EXPECTED)
+        load_weights(tmp_path, [*ENTRIES, TensorEntry("a", ("embedding",))], EXPECTED)
     with pytest.raises(WeightsError, match="does not fit the parameter embedding"):
-        load_weights(tmp_path, [Entry("embed.weight", ("embedding",), permute=(0, 2, 1)), *ENTRIES[1:]], EXPECTED)
+        load_weights(tmp_path, [TensorEntry("embed.weight", ("embedding",), permute=(0, 2, 1)), *ENTRIES[1:]], EXPECTED)
 
 
 def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:

@@ -103,7 +103,9 @@ def kimi_vl() -> tuple[kvp.KVLayout, kvp.Chunk]:
 @TOPOLOGIES
 def test_a_padded_pool_is_written_in_place_through_the_public_face(topology: str):
     layout, chunk = kimi_vl()
-    stamp = kvp.Stamp("B", "conditioned", ("A",), "kimi-vl", layout, tuple(range(27)), base_antecedent=("C", "A"))
+    metadata = kvp.PatchMetadata(
+        "B", "conditioned", ("A",), "kimi-vl", layout, tuple(range(27)), base_antecedent=("C", "A")
+    )
     shapes = lambda make: {channel.name: SPEC(make(channel), jnp.bfloat16) for channel in layout.channels}
     factors = tuple(
         shapes(make) for make in (lambda channel: (27, 1088, 32), lambda channel: (27, 32, channel.features))
@@ -112,7 +114,7 @@ def test_a_padded_pool_is_written_in_place_through_the_public_face(topology: str
     assert {name: leaf.shape[-1] for name, leaf in pool.items()} == {"ckv": 512, "kpe": 128}
 
     def run(pool, slots, base, factors, start):
-        patch = kvp.Patch({name: tuple(side[name] for side in factors) for name in layout.names}, stamp)
+        patch = kvp.Patch({name: tuple(side[name] for side in factors) for name in layout.names}, metadata)
         given = {"base": base, "base_antecedent": ("C", "A")}
         return kvp.splice(pool, slots, layout, chunk, patch, start, ("A",), **given)
 

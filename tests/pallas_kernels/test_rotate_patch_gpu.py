@@ -29,7 +29,7 @@ def test_blocks_stages_and_lengths(plan: _cuts.Plan):
     for length in (0, 65, 131):
         exact = expected(shape, given)
         exact[:, length:] = 0.0
-        found = call(gpu.Given(**given), jnp.int32(length))
+        found = call(gpu.Operands(**given), jnp.int32(length))
         assert (np.asarray(found[:, length:], np.float32) == 0).all()
         assert_rounded_once(found, exact)
 
@@ -87,7 +87,7 @@ def test_lengths_and_several_layers_of_eight_bits_with_buffers_of_their_own():
     for length in (0, 66):
         exact = expected(shape, wide)
         exact[:, length:] = 0.0
-        assert_rounded_once(call(gpu.Given(**given), jnp.int32(length)), exact)
+        assert_rounded_once(call(gpu.Operands(**given), jnp.int32(length)), exact)
 
 
 def test_scales_of_factors_lie_on_the_side_that_is_float32():

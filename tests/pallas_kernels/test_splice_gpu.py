@@ -9,7 +9,7 @@ import pytest
 from kernel_cases import INTERPRETED, arrays, narrow_arrays
 
 from pallas_kernels import KernelUnavailableError, _cuts, splice, targeting
-from pallas_kernels.rotate_patch.gpu import Given
+from pallas_kernels.rotate_patch.gpu import Operands
 from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, NARROW, PRODUCTION
 from pallas_kernels.rotate_patch.shapes import Shape as ChunkShape
 from pallas_kernels.splice import gpu
@@ -89,7 +89,7 @@ def test_lengths_bad_slots_and_several_blocks():
     call = jax.jit(functools.partial(gpu.splice, layout="half", plan=plan, interpret=interpret))
     before = pool_of(shape, jnp.float32)
     for length in (0, 70, 133):
-        found = call(before, jnp.asarray(slots), Given(**chunk_of), jnp.int32(length))
+        found = call(before, jnp.asarray(slots), Operands(**chunk_of), jnp.int32(length))
         wanted = jax.jit(functools.partial(splice, implementation="xla"))(before, slots, **chunk_of, length=length)
         np.testing.assert_allclose(flat(found), flat(wanted), atol=2e-6)
         kept = np.setdiff1d(np.arange(160), slots[:length])
@@ -109,7 +109,7 @@ def test_tokens_go_in_sixty_fours_in_eights_and_one_by_one(groups: int):
     before = pool_of(shape, jnp.float32)
     for break_at in (197, 100):
         slots = np.concatenate([np.arange(20, 20 + break_at), np.arange(216, 19 + break_at, -1)]).astype(np.int32)
-        found = call(before, jnp.asarray(slots), Given(**chunk_of), jnp.int32(195))
+        found = call(before, jnp.asarray(slots), Operands(**chunk_of), jnp.int32(195))
         wanted = jax.jit(functools.partial(splice, implementation="xla"))(
             before, jnp.asarray(slots), **chunk_of, length=jnp.int32(195)
         )
@@ -155,11 +155,11 @@ def test_takes_the_production_shapes(dtype: str):
         pool = jax.ShapeDtypeStruct((*chunk.leading, 4, 64, chunk.heads, chunk.width), pool_dtype)
         cos = jax.ShapeDtypeStruct((chunk.tokens, chunk.rotary // 2), jnp.float32) if chunk.rotary else None
         for layout in ("half", "pairs"):
-            assert gpu.unsupported(pool, Given(x, cos), False, layout) is None
+            assert gpu.unsupported(pool, Operands(x, cos), False, layout) is None
 
 
 def test_a_dense_correction_wider_than_the_pool_is_refused():
     x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
-    given = Given(x, dense=jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    given = Operands(x, dense=jax.ShapeDtypeStruct(x.shape, jnp.float32))
     reason = gpu.unsupported(x, given, False, "half")
     assert reason == "a dense correction of float32; expected the pool's bfloat16"

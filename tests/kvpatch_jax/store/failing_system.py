@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from store_cases import place_of
 
-from kvpatch_jax.store import files
+from kvpatch_jax.store.io import files
 
 CALLS = (
     *("open", "close", "pread", "preadv", "pwritev", "posix_fallocate", "fsync", "fstat", "stat", "scandir", "utime"),

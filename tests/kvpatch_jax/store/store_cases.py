@@ -11,8 +11,8 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.store.codec import unchecked_chunk
-from kvpatch_jax.store.ids import Name
+from kvpatch_jax.store.format.codec import unchecked_chunk
+from kvpatch_jax.store.format.naming import Name
 
 LAYOUT = kvp.KVLayout.gqa(3, 2, 16, kvp.Rope(1e4, 16))
 MLA = kvp.KVLayout.mla(2, 32, 16, rope=kvp.Rope(1e4, 16, scaling=kvp.Scaling("yarn", factor=4, original=64)))
@@ -49,7 +49,9 @@ def patch_of(
         v = array(rng.standard_normal((chunk.layout.layers, rank, channel.features)), jnp.bfloat16)
         factors[channel.name] = (u, v)
     layers = tuple(range(chunk.layout.layers))
-    return kvp.Patch(factors, kvp.Stamp(chunk.id, "canonical", antecedent, chunk.backbone, chunk.layout, layers))
+    return kvp.Patch(
+        factors, kvp.PatchMetadata(chunk.id, "canonical", antecedent, chunk.backbone, chunk.layout, layers)
+    )
 
 
 def same(first: Any, second: Any) -> bool:

@@ -20,8 +20,8 @@ from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot
-from kvpatch_jax.store.entries import Removal, Still
-from kvpatch_jax.store.evict import make_room
+from kvpatch_jax.store.disk.directory import Removal, Still
+from kvpatch_jax.store.disk.eviction import make_room
 
 ANTECEDENTS = (("A",), ("other",))
 KEPT = 3 << 20
@@ -241,7 +241,7 @@ def actions_of(store: ChunkStore) -> list[Callable[[str], object]]:
 
     def patches(id: str) -> None:
         first = patches_made(id)[0]
-        found = store.get_patches(first.stamp)
+        found = store.get_patches(first.metadata)
         assert all(same(each.factors["k"][0], first.factors["k"][0]) for each in found)  # pyright: ignore
 
     return [

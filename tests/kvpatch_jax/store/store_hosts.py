@@ -32,9 +32,10 @@ from kvpatch_jax.errors import (
     StoreIOError,
     StoreSnapshotError,
 )
-from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, StoreItem, checkpoint
-from kvpatch_jax.store.checkpoint import export_arrays, import_arrays, load_arrays, make_durable, save_arrays
-from kvpatch_jax.store.processes import Together
+from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, StoreItem
+from kvpatch_jax.store.snapshots import checkpoint
+from kvpatch_jax.store.snapshots.checkpoint import export_arrays, import_arrays, load_arrays, make_durable, save_arrays
+from kvpatch_jax.store.snapshots.multihost import ProcessGroup
 
 INDEX, COUNT, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 if COUNT > 1:
@@ -115,7 +116,7 @@ def load() -> None:
                 assert value.shape == expected.shape
                 assert len(value.addressable_shards) == 4 // COUNT
                 assert all(same(part.data, expected[part.index]) for part in value.addressable_shards), name
-        assert [patch.stamp for patch in loaded.patches] == [patch_of(CHUNKS[0]).stamp]
+        assert [patch.metadata for patch in loaded.patches] == [patch_of(CHUNKS[0]).metadata]
     assert all(same_chunk(*pair) for pair in zip(load_arrays(FOLDER / "arrays").chunks, CHUNKS, strict=True))
 
 
@@ -220,20 +221,20 @@ def own_roots() -> None:
 
 def late() -> None:
     """One process comes late from every meeting; what it then looks for is still there."""
-    real = Together.wait
+    real = ProcessGroup.wait
 
-    def wait(self: Together) -> None:
+    def wait(self: ProcessGroup) -> None:
         real(self)
         time.sleep(0.3)
 
     for who in range(COUNT):
-        Together.wait = wait if who == INDEX else real
+        ProcessGroup.wait = wait if who == INDEX else real
         for shared in (True, False):
             with opened("shared" if shared else f"own-{INDEX}") as store:
                 item = StoreItem(store, shared=shared)
                 ocp.save_checkpointables(str(FOLDER / f"late-{who}-{shared}"), {"chunk_store": item})
                 ocp.load_checkpointables(str(FOLDER / f"late-{who}-{shared}"), {"chunk_store": item})
-    Together.wait = real
+    ProcessGroup.wait = real
 
 
 def failing() -> None:

@@ -16,8 +16,8 @@ from store_cases import BACKBONE, MLA, PYTHON, child_environment, chunk_of, file
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreFullError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, Served, StoreItem
-from kvpatch_jax.store.checkpoint import export_arrays, import_arrays, load_arrays, make_durable, save_arrays
-from kvpatch_jax.store.portable import array_sum
+from kvpatch_jax.store.snapshots.array_entries import array_sum
+from kvpatch_jax.store.snapshots.checkpoint import export_arrays, import_arrays, load_arrays, make_durable, save_arrays
 
 SERVED = Served("B", BACKBONE, ("A",))
 MODEL = {"weights": np.arange(6, dtype=np.float32).reshape(2, 3)}
@@ -131,7 +131,7 @@ def test_exported_arrays_are_loaded_without_a_store(tmp_path: Path):
         for encoding, chunk in loaded.reduced:
             assert same_chunk(store.get("B", BACKBONE, encoding=encoding), chunk), encoding
         assert len(loaded.reduced) == 4
-        assert [patch.stamp for patch in loaded.patches] == [patch_of(chunk_of()).stamp]
+        assert [patch.metadata for patch in loaded.patches] == [patch_of(chunk_of()).metadata]
         assert same(loaded.encoders[BACKBONE, "none"], np.zeros((0, 6), np.float32))
 
 

@@ -15,7 +15,7 @@ from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, 
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, KeyValueStore, StaticLibrary
 from kvpatch_jax.store.__main__ import main
-from kvpatch_jax.store.commands import COMMANDS
+from kvpatch_jax.store.cli.commands import COMMANDS
 
 KEY = b"k" * 32
 
@@ -106,7 +106,7 @@ def test_verify_tells_what_cannot_be_read_from_what_is_bad(root: Path, call):
 
 
 def test_a_whole_object_that_is_not_what_its_name_says_is_bad(root: Path, call):
-    from kvpatch_jax.store.objects import Blob, blob_bytes
+    from kvpatch_jax.store.format.objects import Blob, blob_bytes
 
     with ChunkStore(root, tenant="one") as store:
         path = file_of(store, chunk_of())

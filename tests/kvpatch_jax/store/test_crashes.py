@@ -139,7 +139,7 @@ def check(store: ChunkStore, kind: str, id: str, gone: set[str]) -> int:
         return int(there)
     kept = [patch for patch in patches_made(id, jnp.asarray) if store._names.patch(patch).path not in gone]
     for patch in kept:
-        found = store.get_patches(patch.stamp)
+        found = store.get_patches(patch.metadata)
         assert len(found) == 1, f"a patch of {id}: acknowledged and lost"
         assert same(found[0].factors["k"][0], patch.factors["k"][0])  # pyright: ignore
     return len(kept)

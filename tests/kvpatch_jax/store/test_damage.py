@@ -15,8 +15,8 @@ from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 
 from kvpatch_jax.errors import DtypeError, ShapeError, StoreCorruptError
 from kvpatch_jax.store import Budget, ChunkStore
-from kvpatch_jax.store.codec import decode
-from kvpatch_jax.store.header import DTYPES, PAGE, parse_header
+from kvpatch_jax.store.format.codec import decode
+from kvpatch_jax.store.format.header import DTYPES, PAGE, parse_header
 
 CHUNK = chunk_of(tokens=5)
 PATCH = patch_of(CHUNK)
@@ -71,7 +71,7 @@ def shelf(store: ChunkStore) -> list[Kept]:
         (file_of(store, CHUNK), lambda: streamed(store, None)),
         (file_of(store, CHUNK, "int8"), lambda: store.get("B", BACKBONE, encoding="int8")),
         (file_of(store, CHUNK, "int8"), lambda: streamed(store, "int8")),
-        (patch, lambda: store.get_patches(PATCH.stamp) or None),
+        (patch, lambda: store.get_patches(PATCH.metadata) or None),
         (encoder, lambda: store.get_encoder("B", BACKBONE)),
     ]
     return [Kept(path, path.read_bytes(), read, regions_of(path.read_bytes())) for path, read in reads]

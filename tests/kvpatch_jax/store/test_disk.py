@@ -26,7 +26,7 @@ from kvpatch_jax.errors import (
     StoreReadOnlyError,
 )
 from kvpatch_jax.store import Budget, ChunkStore, Served
-from kvpatch_jax.store.files import identity
+from kvpatch_jax.store.io.files import identity
 
 NO_MEMORY = Budget(host=0)
 
@@ -69,9 +69,9 @@ def test_another_store_object_and_other_tenants(store: ChunkStore):
         assert same_chunk(again.get("B", BACKBONE), chunk)
         found = again.get_patches(Served("B", BACKBONE, ("A",)))
         assert [each.ranks["k"] for each in found] == [2, 1]
-        assert found[0].stamp == patch.stamp
+        assert found[0].metadata == patch.metadata
         assert other.get("B", BACKBONE) is None
-        assert other.get_patches(patch.stamp) == []
+        assert other.get_patches(patch.metadata) == []
         assert not other.delete("B", BACKBONE)
         assert not other.contains("B", BACKBONE)
     assert os.stat(f"{store.disk.root}/STORE.json").st_mode & 0o077 == 0
@@ -175,7 +175,7 @@ def test_failures_are_typed_and_lose_nothing(store: ChunkStore, monkeypatch, cal
                 store.put_patches([patch_of(new), patch_of(new, rank=1)])
     assert same_chunk(store.get("old", BACKBONE), old)
     assert store.get("new", BACKBONE) is None
-    assert store.get_patches(patch_of(new).stamp) == []
+    assert store.get_patches(patch_of(new).metadata) == []
     assert leftovers(store) == []
     store.put(new)
     assert same_chunk(store.get("new", BACKBONE), new)
@@ -261,7 +261,7 @@ def test_acks_come_when_durable_and_groups_form(store: ChunkStore, monkeypatch):
     acks = [store.put_patch_async(patch) for patch in patches]
     for patch, ack in zip(patches, acks, strict=True):
         ack.result(timeout=60)
-        assert len(store.get_patches(patch.stamp)) == 1
+        assert len(store.get_patches(patch.metadata)) == 1
     assert sum(sizes) == 40
     assert len(sizes) < 30
     assert max(sizes) <= 64
@@ -272,7 +272,7 @@ def test_one_bad_object_does_not_take_its_group_along(store: ChunkStore):
     bad.factors["k"] = (jnp.ones((3, 9, 2), jnp.complex64), bad.factors["k"][1])  # pyright: ignore
     acks = [store.put_patch_async(patch) for patch in (good, bad, good)]
     assert [type(ack.exception(timeout=30)).__name__ for ack in acks] == ["NoneType", "DtypeError", "NoneType"]
-    assert len(store.get_patches(good.stamp)) == 1
+    assert len(store.get_patches(good.metadata)) == 1
     with pytest.raises(ValueError, match="complex64"):
         store.flush()
 
@@ -394,8 +394,8 @@ def test_sweep_takes_what_the_dead_left_and_spares_the_living(store: ChunkStore)
     dead = Path(store.disk.root, "tmp", "dead")
     dead.write_bytes(b"half an object")
     name = name_of(store, chunk_of())
-    from kvpatch_jax.store.codec import chunk_blob
-    from kvpatch_jax.store.objects import write_blob
+    from kvpatch_jax.store.format.codec import chunk_blob
+    from kvpatch_jax.store.format.objects import write_blob
 
     write = functools.partial(write_blob, blob=chunk_blob(chunk_of()), name=name.file)
     with store.disk._temporaries() as aside, store.disk._written(name, aside, write) as (living, _, _):

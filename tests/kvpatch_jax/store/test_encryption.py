@@ -28,9 +28,9 @@ from test_disk import test_what_was_put_comes_back as test_what_was_put
 
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreKeyError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore
-from kvpatch_jax.store.codec import chunk_blob
-from kvpatch_jax.store.header import make_header
-from kvpatch_jax.store.objects import blob_bytes, read_header
+from kvpatch_jax.store.format.codec import chunk_blob
+from kvpatch_jax.store.format.header import make_header
+from kvpatch_jax.store.format.objects import blob_bytes, read_header
 
 REUSED = (test_a_good_object_stays, test_a_passing_read_error, test_groups_form, test_another_name_is_no_hit,
           test_failures_are_typed, test_order_of_syncs, test_padding_is_verified, test_placement,
@@ -109,10 +109,10 @@ def test_no_key_and_nonce_come_twice(store: ChunkStore, monkeypatch):
     """Same chunk, other chunks, patches in a group, a retry after a failure: every leaf under its own pair."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    from kvpatch_jax.store import seal
+    from kvpatch_jax.store.format import encryption
 
     used: list[tuple[bytes, bytes]] = []
-    derived = seal._derived
+    derived = encryption._derived
 
     class Recording:
         def __init__(self, key):
@@ -158,7 +158,7 @@ def forge(path: Path, change) -> None:
     leaves = {n: np.frombuffer(raw, np.uint8, leaf.nbytes, leaf.offset).copy() for n, leaf in header.leaves.items()}
     fields = {"name": header.name, "expires": header.expires, "body": dict(header.body), "kind": header.kind}
     fields = change(fields, leaves) or fields
-    from kvpatch_jax.store.objects import Blob
+    from kvpatch_jax.store.format.objects import Blob
 
     path.write_bytes(blob_bytes(Blob(fields["kind"], fields["body"], leaves, fields["expires"]), fields["name"]))
 
@@ -259,7 +259,7 @@ def test_a_wrong_key_is_refused_and_destroys_nothing(store: ChunkStore, key):
             with pytest.raises(StoreKeyError, match="expected the key that it was put with"):
                 read("B", BACKBONE)
         with pytest.raises(StoreKeyError):
-            wrong.get_patches(patch.stamp)
+            wrong.get_patches(patch.metadata)
         assert wrong.counters["quarantined"] == 0
     assert file_of(store, chunk).read_bytes() == before
     assert same_chunk(store.get("B", BACKBONE), chunk)

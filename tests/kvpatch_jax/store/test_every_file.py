@@ -15,8 +15,8 @@ from test_damage import damaged
 
 from kvpatch_jax.errors import StoreError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.codec import chunk_blob
-from kvpatch_jax.store.objects import Blob
+from kvpatch_jax.store.format.codec import chunk_blob
+from kvpatch_jax.store.format.objects import Blob
 
 KEYS = {"plain": None, "sealed": b"k" * 32}
 CHUNK = chunk_of(tokens=5, encoder=np.ones((3, 7), np.float32))
@@ -50,7 +50,7 @@ def flat(kv) -> bytes:
 
 def shown(store: ChunkStore) -> Seen:
     chunk, reduced = store.get("B", BACKBONE), store.get("B", BACKBONE, encoding="int8")
-    encoder, patches = store.get_encoder("B", BACKBONE), store.get_patches(PATCH.stamp)
+    encoder, patches = store.get_encoder("B", BACKBONE), store.get_patches(PATCH.metadata)
     entry = StaticLibrary(store, quota=1 << 20).get("TEXT", "A")
     held = DynamicLibrary(store).open("IMAGE", "R")
     seen: Seen = {

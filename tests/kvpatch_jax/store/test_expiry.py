@@ -11,7 +11,7 @@ from store_cases import BACKBONE, chunk_of, patch_of, same_chunk
 
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary
-from kvpatch_jax.store.objects import Blob
+from kvpatch_jax.store.format.objects import Blob
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -46,7 +46,7 @@ def test_what_was_acknowledged_with_a_ttl_comes_back(tmp_path: Path, key: bytes 
         library.put("DOC", "text", ttl=ttl)
         assert same_chunk(store.get("B", BACKBONE), chunk)
         assert store.get("C", BACKBONE) is not None
-        assert len(store.get_patches(patch_of(chunk).stamp)) == 1
+        assert len(store.get_patches(patch_of(chunk).metadata)) == 1
         assert store.get_encoder("E", BACKBONE) is not None
         resource = library.get("TEXT", "DOC")
         assert resource is not None

@@ -48,7 +48,7 @@ def get(store: ChunkStore) -> bool:
 
 
 def get_patches(store: ChunkStore) -> bool:
-    assert len(store.get_patches(patch_of(OLD).stamp)) in (0, 1)
+    assert len(store.get_patches(patch_of(OLD).metadata)) in (0, 1)
     return False
 
 
@@ -131,11 +131,11 @@ def fails_well(store: ChunkStore, operation: Callable[[ChunkStore], bool], at: i
     assert raised is None or operation not in MISSES, what
     assert descriptors() == before, what
     assert same_chunk(store.get("old", BACKBONE), OLD), what
-    assert len(store.get_patches(patch_of(OLD).stamp)) == 1, what
+    assert len(store.get_patches(patch_of(OLD).metadata)) == 1, what
     found = store.get("new", BACKBONE)
     assert same_chunk(found, NEW) or (found is None and not acknowledged), what
     if operation is put_group and raised is None:
-        assert len(store.get_patches(PATCHES[0].stamp)) == len(PATCHES), what
+        assert len(store.get_patches(PATCHES[0].metadata)) == len(PATCHES), what
     damaged = Path(store.disk.root, "quarantine").glob("*.safetensors")
     assert all(b"damaged" in path.read_bytes() for path in damaged), what
     store.collect()
@@ -202,7 +202,7 @@ def test_a_file_system_for_reading_serves_and_refuses(store: ChunkStore, code: i
         for each in (store, ChunkStore(store.disk.root, budget=Budget(host=0))):
             get(each)
             assert same_chunk(each.get("old", BACKBONE), OLD)
-            assert len(each.get_patches(patch_of(OLD).stamp)) == 1
+            assert len(each.get_patches(patch_of(OLD).metadata)) == 1
             stream(each)
             assert each.get("damaged", BACKBONE) is None
             for refused in (put, put_group, collect, delete, put_within_a_budget):

@@ -346,7 +346,7 @@ def test_a_canonical_dropped_for_its_encoder_output(store):
     output = np.arange(24, dtype=np.float32).reshape(4, 6)
     store.put(chunk_of("c0", 0, encoder=output))
     size = file_of(store, made("c0")).stat().st_size
-    from kvpatch_jax.store.evict import make_room
+    from kvpatch_jax.store.disk.eviction import make_room
 
     make_room(store.disk, size + 5000, 5000, lambda chunk: False)
     assert not store.contains("c0", BACKBONE)

@@ -19,9 +19,9 @@ from test_hostile_roots import directory, fifo, link, listening, sparse, within
 
 from kvpatch_jax.errors import KVPatchError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.checkpoint import _digest, export_arrays, import_arrays, load_arrays
-from kvpatch_jax.store.files import crc32
-from kvpatch_jax.store.snapshot import read_list, write_list
+from kvpatch_jax.store.io.files import crc32
+from kvpatch_jax.store.snapshots.checkpoint import _digest, export_arrays, import_arrays, load_arrays
+from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 
 CHUNK = chunk_of(encoder=np.ones(5, np.float32))
 

@@ -15,8 +15,8 @@ from store_cases import BACKBONE, chunk_of, patch_of, same_chunk
 from kvpatch_jax.errors import KVPatchError, StoreError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary
 from kvpatch_jax.store.__main__ import main
-from kvpatch_jax.store.header import make_header
-from kvpatch_jax.store.objects import Blob
+from kvpatch_jax.store.format.header import make_header
+from kvpatch_jax.store.format.objects import Blob
 
 KEY = b"k" * 32
 CHUNK, OTHER = chunk_of(encoder=np.ones(5, np.float32)), chunk_of("other", 1)
@@ -127,7 +127,7 @@ def call_all(store: ChunkStore) -> None:
     for call in (
         lambda: store.get("B", BACKBONE, encoder=True),
         lambda: list(store.stream("B", BACKBONE) or ()),
-        lambda: store.get_patches(patch_of(CHUNK).stamp),
+        lambda: store.get_patches(patch_of(CHUNK).metadata),
         lambda: store.put(chunk_of("new", 3)),
         lambda: store.put(CHUNK),
         lambda: store.delete("other", BACKBONE),

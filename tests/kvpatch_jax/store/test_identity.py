@@ -10,8 +10,8 @@ import pytest
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, name_of, patch_of, same_chunk
 
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.disk import Elsewhere
-from kvpatch_jax.store.evict import collect, make_room
+from kvpatch_jax.store.disk.disk import Elsewhere
+from kvpatch_jax.store.disk.eviction import collect, make_room
 
 NO_MEMORY = Budget(host=0)
 
@@ -121,7 +121,7 @@ def test_collect_leaves_what_was_put_again(store: ChunkStore, clock: Clock, monk
     between_look_and_removal(monkeypatch, lambda: replaced_with_its_inode(path, lambda: store.put(chunk, ttl=1000)))
     assert store.collect() == 0
     assert same_chunk(store.get("B", BACKBONE), chunk)
-    assert len(store.get_patches(patch_of(chunk).stamp)) == 1
+    assert len(store.get_patches(patch_of(chunk).metadata)) == 1
 
 
 def test_collect_takes_a_canonical_no_further_than_its_patches_are_old(
@@ -141,7 +141,7 @@ def test_collect_takes_a_canonical_no_further_than_its_patches_are_old(
 
     between_look_and_removal(monkeypatch, again)
     assert store.collect() == 0
-    assert len(store.get_patches(new.stamp)) == 1
+    assert len(store.get_patches(new.metadata)) == 1
 
 
 def test_eviction_leaves_what_was_put_again(store: ChunkStore, monkeypatch: pytest.MonkeyPatch):
@@ -210,7 +210,7 @@ def test_a_snapshot_in_between_breaks_neither_expiry_nor_eviction(
         if what == "snapshot":
             save_snapshot(store.disk.root, tmp_path / "snapshot", tenant="default")
         else:
-            assert len(store.get_patches(patch_of(chunk).stamp)) == 1
+            assert len(store.get_patches(patch_of(chunk).metadata)) == 1
 
     clock.now += 20
     between_look_and_removal(monkeypatch, meanwhile)

@@ -14,16 +14,8 @@ from PIL import Image
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, same, same_chunk
 
 from kvpatch_jax.errors import DtypeError, InputError, LibraryFullError, NotFiniteError, StoreReadOnlyError
-from kvpatch_jax.store import (
-    Budget,
-    ChunkStore,
-    DynamicLibrary,
-    ExactRetriever,
-    HeldReference,
-    StaticLibrary,
-    chunk_id,
-)
-from kvpatch_jax.store.references import check_name
+from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, ExactRetriever, HeldReference, StaticLibrary, chunk_id
+from kvpatch_jax.store.libraries.references import check_name
 
 PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 

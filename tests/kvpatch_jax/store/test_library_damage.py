@@ -11,7 +11,7 @@ from library_cases import fill, libraries, opened
 
 from kvpatch_jax.errors import StoreFullError, StoreSnapshotError
 from kvpatch_jax.store import load_snapshot, save_snapshot
-from kvpatch_jax.store.snapshot import write_list
+from kvpatch_jax.store.snapshots.manifest import write_list
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ FORGED = {
 @pytest.mark.parametrize("word", FORGED)
 def test_a_forged_entry_cannot_spoil_a_library(tmp_path: Path, word: str):
     """Whole by its checksums, and not what an entry says: a listing of the library would fail over it."""
-    from kvpatch_jax.store.objects import Blob, write_blob
-    from kvpatch_jax.store.snapshot import header_crc, reading
+    from kvpatch_jax.store.format.objects import Blob, write_blob
+    from kvpatch_jax.store.snapshots.manifest import header_crc, reading
 
     with opened(tmp_path / "store") as store:
         libraries(store)[0].put("A", b"\xff\xfe not text")

@@ -22,7 +22,7 @@ from kvpatch_jax.store import (
     fetch,
     parse_prompt,
 )
-from kvpatch_jax.store.references import KINDS, check_name
+from kvpatch_jax.store.libraries.references import KINDS, check_name
 
 PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 _names = st.text(st.characters(blacklist_categories=("C", "Z")), min_size=1, max_size=30).filter(

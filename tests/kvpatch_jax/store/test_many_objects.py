@@ -204,7 +204,7 @@ CHANGES: dict[str, Callable[[StaticLibrary], object]] = {
 
 
 def _identity(library: StaticLibrary, name: str):
-    from kvpatch_jax.store.files import identity
+    from kvpatch_jax.store.io.files import identity
 
     return identity(os.stat(f"{library.store.disk.root}/{library._shelf.name('TEXT', name).path}"))
 
@@ -228,7 +228,7 @@ def test_a_library_knows_what_another_one_did(library: StaticLibrary, change: st
 def test_an_entry_that_could_not_be_read_is_looked_at_again(library: StaticLibrary, monkeypatch: pytest.MonkeyPatch):
     import errno
 
-    from kvpatch_jax.store import disk
+    from kvpatch_jax.store.disk import disk
 
     def failing(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -247,14 +247,14 @@ def test_an_entry_that_could_not_be_read_is_looked_at_again(library: StaticLibra
 
 @pytest.mark.parametrize("form", ["lines", "json"])
 def test_ls_shows_each_object_when_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str):
-    from kvpatch_jax.store import operate
+    from kvpatch_jax.store.cli import audit
 
     with ChunkStore(tmp_path, budget=NO_MEMORY) as store:
         fill(store, 8)
     events: list[str] = []
     shown: list[str] = []
-    listed = operate._listed
-    monkeypatch.setattr(operate, "_listed", lambda *given: (events.append("read"), listed(*given))[1])
+    listed = audit._listed
+    monkeypatch.setattr(audit, "_listed", lambda *given: (events.append("read"), listed(*given))[1])
 
     def show(text: str = "", **_: object) -> None:
         events.append("shown")
@@ -286,5 +286,5 @@ def test_patches_of_many_chunks_go_with_their_own(tmp_path: Path):
         with opening() as opens:
             assert store.collect() == 4
         assert len(opens) <= 4 * 2
-        left = {number for number in range(4) if store.get_patches(patch_of(chunk_of(f"B{number}")).stamp)}
+        left = {number for number in range(4) if store.get_patches(patch_of(chunk_of(f"B{number}")).metadata)}
         assert left == {2, 3}

@@ -9,7 +9,7 @@ import pytest
 from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
 
 from kvpatch_jax.store import Budget, ChunkStore, save_snapshot
-from kvpatch_jax.store.disk import Disk
+from kvpatch_jax.store.disk.disk import Disk
 
 MEMORY = Budget(device=1 << 20, host=1 << 20)
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 def factors(store: ChunkStore, patch) -> np.ndarray:
-    (found,) = store.get_patches(patch.stamp)
+    (found,) = store.get_patches(patch.metadata)
     return np.asarray(found.factors["k"][0])
 
 

@@ -21,15 +21,16 @@ from store_cases import AXES, LAYOUT, MLA, chunk_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import DtypeError, InputError, StoreCorruptError
 from kvpatch_jax.ops import Quantised, quantise_int8
-from kvpatch_jax.store import Budget, ChunkStore, objects
-from kvpatch_jax.store.buffers import Buffers
-from kvpatch_jax.store.codec import chunk_blob, decode, encode, patch_blob, patch_parts
-from kvpatch_jax.store.codec import chunk_of as decoded
-from kvpatch_jax.store.codec import patch_of as patch_back
-from kvpatch_jax.store.files import crc32
-from kvpatch_jax.store.header import PAGE, header_length, make_header, parse_header
-from kvpatch_jax.store.objects import Blob, arranged, blob_bytes, file_size, take_leaves
-from kvpatch_jax.store.threads import Threads
+from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store.format import objects
+from kvpatch_jax.store.format.buffers import Buffers
+from kvpatch_jax.store.format.codec import chunk_blob, decode, encode, patch_blob, patch_parts
+from kvpatch_jax.store.format.codec import chunk_of as decoded
+from kvpatch_jax.store.format.codec import patch_of as patch_back
+from kvpatch_jax.store.format.header import PAGE, header_length, make_header, parse_header
+from kvpatch_jax.store.format.objects import Blob, arranged, blob_bytes, file_size, take_leaves
+from kvpatch_jax.store.io.files import crc32
+from kvpatch_jax.store.io.thread_pool import ThreadPool
 
 NAME = "a.kv.safetensors"
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
@@ -75,17 +76,17 @@ def test_patches_come_back_bit_for_bit(form):
     patch = patch_of(chunk_of())
     if form == "int8":
         quantised = {n: tuple(quantise_int8(jnp.asarray(leaf), -1) for leaf in f) for n, f in patch.factors.items()}
-        patch = type(patch)(quantised, patch.stamp)  # pyright: ignore[reportArgumentType]
+        patch = type(patch)(quantised, patch.metadata)  # pyright: ignore[reportArgumentType]
     if form == "dense":
-        patch = type(patch)({"k": jnp.ones((3, 9, 2, 16))}, patch.stamp)  # pyright: ignore
+        patch = type(patch)({"k": jnp.ones((3, 9, 2, 16))}, patch.metadata)  # pyright: ignore
     if form == "shared":
         left = patch.factors["k"][0]
-        stamp = dataclasses.replace(patch.stamp, shared_left=True)
-        patch = type(patch)({n: (left, f[1]) for n, f in patch.factors.items()}, stamp)
+        metadata = dataclasses.replace(patch.metadata, shared_left=True)
+        patch = type(patch)({n: (left, f[1]) for n, f in patch.factors.items()}, metadata)
     blob = patch_blob(patch)
     header, arrays = read(blob_bytes(blob, NAME))
     found = patch_back(patch_parts(header.body, arrays))
-    assert found.stamp == patch.stamp
+    assert found.metadata == patch.metadata
     assert found.ranks == patch.ranks
     assert found.nbytes == patch.nbytes == blob.nbytes
     for name, factors in patch.factors.items():
@@ -292,7 +293,7 @@ def test_large_objects_come_back_whoever_reads_them(tmp_path, monkeypatch, worke
     monkeypatch.setattr(objects, "_WORKERS", workers)
     monkeypatch.setattr(objects, "_SPLIT", 1 << 10)
     monkeypatch.setattr(objects, "_RUN", 1 << 11)
-    monkeypatch.setattr(objects, "_helpers", Threads(workers, "kvpatch-crc"))
+    monkeypatch.setattr(objects, "_helpers", ThreadPool(workers, "kvpatch-crc"))
     chunk = chunk_of(tokens=64)
     with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
         store.put(chunk)

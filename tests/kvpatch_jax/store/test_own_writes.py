@@ -83,7 +83,7 @@ def test_get_hits_before_the_acknowledgement(held):
     assert held.store.get("c1", "another") is held.store.get("c2", BACKBONE) is None
     patch = patch_of(chunk)
     held.store.put_patch_async(patch)
-    (again,) = held.store.get_patches(patch.stamp)
+    (again,) = held.store.get_patches(patch.metadata)
     assert all(same(x, y) for x, y in zip(*(jax.tree.leaves(dict(p.factors)) for p in (again, patch)), strict=True))
     held.go.set()
     ack.result(60)

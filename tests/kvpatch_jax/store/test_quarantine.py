@@ -13,7 +13,7 @@ from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, 
 from kvpatch_jax.errors import StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, save_snapshot
 from kvpatch_jax.store.__main__ import main
-from kvpatch_jax.store.checkpoint import export_arrays
+from kvpatch_jax.store.snapshots.checkpoint import export_arrays
 
 MARK = b"a text that nobody else has written"
 
@@ -59,7 +59,7 @@ def test_what_is_deleted_does_not_stay_in_quarantine(tmp_path: Path):
         store.put_patches([patch_of(chunk_of("gone"))])
         (patch,) = [entry for entry in store.disk.scan() if entry.part.startswith("p.")]
         damage(tmp_path / patch.path)
-        assert store.get_patches(patch_of(chunk_of("gone")).stamp) == []
+        assert store.get_patches(patch_of(chunk_of("gone")).metadata) == []
         assert len(files(tmp_path)) == 3
         assert store.delete("gone", BACKBONE)
         (left,) = files(tmp_path)

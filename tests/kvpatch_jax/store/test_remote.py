@@ -17,7 +17,7 @@ from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreIOError, StoreUnreachableError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Patience, Request, fetch
 from kvpatch_jax.store.__main__ import main
-from kvpatch_jax.store.patience import Circuit
+from kvpatch_jax.store.tiers.patience import Circuit
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -39,7 +39,7 @@ def test_another_machine_finds_what_was_put(remote: KeyValueStore, tmp_path: Pat
         one.put_patches([patch, patch_of(chunk, rank=1)])
         assert not two.contains("B", BACKBONE)
         assert same_chunk(two.get("B", BACKBONE), chunk)
-        assert [found.ranks["k"] for found in two.get_patches(patch.stamp)] == [2, 1]
+        assert [found.ranks["k"] for found in two.get_patches(patch.metadata)] == [2, 1]
         assert two.counters["remote_hits"] == 3
         assert two.contains("B", BACKBONE)  # and has its own copy now
         assert same_chunk(two.get("B", BACKBONE), chunk)
@@ -48,7 +48,7 @@ def test_another_machine_finds_what_was_put(remote: KeyValueStore, tmp_path: Pat
         for entry in one.disk.scan():
             one.disk.delete(entry.path)
         assert one.get("B", BACKBONE) is None
-        assert one.get_patches(patch.stamp) == []
+        assert one.get_patches(patch.metadata) == []
 
 
 def test_a_damaged_copy_is_replaced_from_beyond(remote: KeyValueStore, tmp_path: Path):
@@ -232,7 +232,7 @@ def test_a_service_that_does_not_answer_is_a_miss_within_seconds_and_then_at_onc
         calls = {
             "get": lambda: store.get("B", BACKBONE),
             "stream": lambda: store.stream("B", BACKBONE),
-            "patches": lambda: store.get_patches(patch_of(chunk_of()).stamp) or None,
+            "patches": lambda: store.get_patches(patch_of(chunk_of()).metadata) or None,
             "encoder": lambda: store.get_encoder("B", BACKBONE),
         }
         for word, call in calls.items():

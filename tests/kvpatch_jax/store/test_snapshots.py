@@ -15,7 +15,7 @@ from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, 
 
 from kvpatch_jax.errors import InputError, StoreFullError, StoreIOError, StoreKeyError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, Served, load_snapshot, save_snapshot
-from kvpatch_jax.store.restore import save_objects
+from kvpatch_jax.store.snapshots.restore import save_objects
 
 SERVED = Served("B", BACKBONE, ("A",))
 KEY = b"one key of the store, 32 bytes at least"
@@ -299,7 +299,7 @@ def test_a_snapshot_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 
 
 def test_a_list_cannot_lead_elsewhere(tmp_path: Path):
-    from kvpatch_jax.store.snapshot import write_list
+    from kvpatch_jax.store.snapshots.manifest import write_list
 
     filled(tmp_path / "store").close()
     (tmp_path / "snapshot").mkdir()

@@ -12,7 +12,7 @@ from store_cases import chunk_of, patch_of
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Served, chunk_id, encoder_id
-from kvpatch_jax.store.ids import Names
+from kvpatch_jax.store.format.naming import Names
 
 NAMES = Names("one", b"s" * 32)
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
@@ -68,12 +68,12 @@ def test_names_are_keyed_by_tenant_and_secret():
 def test_a_patch_is_named_by_what_it_serves_and_its_form():
     chunk = chunk_of()
     patch = patch_of(chunk, ("A1", "A2"))
-    orbit = dataclasses.replace(patch, stamp=dataclasses.replace(patch.stamp, orbit=True))
-    turned = dataclasses.replace(patch, stamp=dataclasses.replace(patch.stamp, antecedent=("A2", "A1")))
-    turned_orbit = dataclasses.replace(turned, stamp=dataclasses.replace(turned.stamp, orbit=True))
+    orbit = dataclasses.replace(patch, metadata=dataclasses.replace(patch.metadata, orbit=True))
+    turned = dataclasses.replace(patch, metadata=dataclasses.replace(patch.metadata, antecedent=("A2", "A1")))
+    turned_orbit = dataclasses.replace(turned, metadata=dataclasses.replace(turned.metadata, orbit=True))
     fewer = kvp.keep_layers(patch, (1, 2))
     smaller = patch_of(chunk, ("A1", "A2"), rank=1)
-    removal = dataclasses.replace(patch, stamp=dataclasses.replace(patch.stamp, base="conditioned"))
+    removal = dataclasses.replace(patch, metadata=dataclasses.replace(patch.metadata, base="conditioned"))
     assert NAMES.patch(orbit) == NAMES.patch(turned_orbit)
     different = [patch, orbit, turned, fewer, smaller, removal]
     assert len({NAMES.patch(each).file for each in different}) == len(different)

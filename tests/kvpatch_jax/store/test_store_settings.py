@@ -240,7 +240,7 @@ def test_a_root_of_others_objects_does_not_take_a_snapshots_secret(tmp_path: Pat
 
 def test_an_older_snapshot_is_taken_over(tmp_path: Path):
     """Its list says nothing of the secret, whose file has no checksum."""
-    from kvpatch_jax.store.snapshot import read_list, write_list
+    from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 
     root = filled(tmp_path / "store", 2)
     secret = json.loads((root / FIRST).read_text())["secret"]

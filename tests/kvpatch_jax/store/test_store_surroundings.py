@@ -25,10 +25,10 @@ from kvpatch_jax.store import (
     encoder_id,
     load_snapshot,
     save_snapshot,
-    seal,
 )
 from kvpatch_jax.store.__main__ import main
-from kvpatch_jax.store.checkpoint import export_arrays, load_arrays, save_arrays
+from kvpatch_jax.store.format import encryption
+from kvpatch_jax.store.snapshots.checkpoint import export_arrays, load_arrays, save_arrays
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
@@ -142,7 +142,7 @@ def test_leaves_beyond_what_the_cipher_takes_at_once_are_encrypted_in_pieces(tmp
     with ChunkStore(tmp_path, key=KEY, budget=Budget(host=0)) as store:
         store.put(chunk_of("whole"))
         with monkeypatch.context() as patched:
-            patched.setattr(seal, "MOST", most)
+            patched.setattr(encryption, "MOST", most)
             store.put(chunk)
             store.put_patches([patch_of(chunk)])
             assert same_chunk(store.get("whole", BACKBONE), chunk_of("whole"))
@@ -150,7 +150,7 @@ def test_leaves_beyond_what_the_cipher_takes_at_once_are_encrypted_in_pieces(tmp
         layers = store.stream("B", BACKBONE)
         assert layers is not None
         assert all(np.array_equal(values["k"], chunk.kv["k"][layer]) for layer, values in layers)
-        assert len(store.get_patches(patch_of(chunk).stamp)) == 1
+        assert len(store.get_patches(patch_of(chunk).metadata)) == 1
         assert store.counters["quarantined"] == 0
         assert b"sealed.2.1=" in file_of(store, chunk).read_bytes()
     with pytest.raises(StoreKeyError):
@@ -158,15 +158,15 @@ def test_leaves_beyond_what_the_cipher_takes_at_once_are_encrypted_in_pieces(tmp
 
 
 def test_what_the_cipher_takes_at_once_is_within_its_bound():
-    assert 0 < seal.MOST <= 2**31 - 1 - 16
+    assert 0 < encryption.MOST <= 2**31 - 1 - 16
 
 
 @pytest.mark.parametrize("change", ["swapped", "dropped", "moved"])
 def test_pieces_of_a_leaf_cannot_be_exchanged(tmp_path: Path, monkeypatch, change: str):
-    from kvpatch_jax.store.buffers import Buffers
-    from kvpatch_jax.store.objects import Blob, blob_bytes, read_header, read_leaves
+    from kvpatch_jax.store.format.buffers import Buffers
+    from kvpatch_jax.store.format.objects import Blob, blob_bytes, read_header, read_leaves
 
-    monkeypatch.setattr(seal, "MOST", 64)
+    monkeypatch.setattr(encryption, "MOST", 64)
     chunk = chunk_of(tokens=5)
     with ChunkStore(tmp_path, key=KEY, budget=Budget(host=0)) as store:
         store.put(chunk)

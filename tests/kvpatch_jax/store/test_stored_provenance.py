@@ -14,9 +14,9 @@ from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import PatchMismatchError, StoreCorruptError
 from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.store import codec as codecs
-from kvpatch_jax.store.ids import Served
-from kvpatch_jax.store.portable import blob_of_entry, chunk_of_entry, entry_of, entry_of_chunk
+from kvpatch_jax.store.format import codec as codecs
+from kvpatch_jax.store.format.naming import Served
+from kvpatch_jax.store.snapshots.array_entries import blob_of_entry, chunk_of_entry, entry_of, entry_of_chunk
 
 SERVED = Served("B", BACKBONE, ("A",))
 KEY = b"k" * 32
@@ -62,7 +62,7 @@ def test_a_canonical_on_its_way_to_the_disk_says_what_the_chunk_shows(store: Chu
     (found,) = store.get_patches(SERVED)
     go.set()
     ack.result()
-    assert found.stamp.content == second.content
+    assert found.metadata.content == second.content
     kvp.apply_patch(second.layout, store.get("B", BACKBONE), found, 0, ("A",))
 
 
@@ -80,7 +80,7 @@ def test_what_a_chunk_shows_comes_back_with_it(store: ChunkStore, encoding):
         for found in (get(), get(placement=device), get(encoder=True), streamed, get().pad(12)):
             assert found.content == own.content
         (back,) = store.get_patches(dataclasses.replace(SERVED, chunk=own.id))
-        assert back.stamp == patch.stamp
+        assert back.metadata == patch.metadata
         kvp.apply_patch(own.layout, get(), back, 3, ("A",))
         kvp.apply_patch(own.layout, get().pad(12), back.pad(12), 3, ("A",))
 
@@ -99,11 +99,11 @@ def test_corrections_and_what_was_asked_come_back(store: ChunkStore):
     changed = {name: value * 2 for name, value in chunk.kv.items()}
     correction = kvp.correction_patch(chunk.layout, patch, changed, chunk, 3, ("C",))
     store.put_patches([patch, correction])
-    (own,), (change,) = store.get_patches(patch.stamp), store.get_patches(correction.stamp)
-    assert own.stamp.asked == (("v", 40),)
-    assert (own.stamp, change.stamp) == (patch.stamp, correction.stamp)
+    (own,), (change,) = store.get_patches(patch.metadata), store.get_patches(correction.metadata)
+    assert own.metadata.asked == (("v", 40),)
+    assert (own.metadata, change.metadata) == (patch.metadata, correction.metadata)
     updated = kvp.update_patch(own, change)
-    assert updated.stamp.antecedent == ("C",)
+    assert updated.metadata.antecedent == ("C",)
     with pytest.raises(PatchMismatchError, match="update"):
         kvp.update_patch(kvp.truncate(own, {"k": 1}), change)
 
@@ -115,8 +115,8 @@ def test_files_of_earlier_versions_stay_readable(store: ChunkStore, monkeypatch)
 
     def older_patch(patch, expires=None):
         blob = blob_of(patch, expires)
-        stamp = {word: value for word, value in blob.body["stamp"].items() if word not in stamps}
-        return dataclasses.replace(blob, body={**blob.body, "stamp": stamp})
+        metadata = {word: value for word, value in blob.body["stamp"].items() if word not in stamps}
+        return dataclasses.replace(blob, body={**blob.body, "stamp": metadata})
 
     with monkeypatch.context() as before:
         before.setattr(codecs, "chunk_body", lambda chunk: {n: v for n, v in body_of(chunk).items() if n != "content"})
@@ -127,10 +127,10 @@ def test_files_of_earlier_versions_stay_readable(store: ChunkStore, monkeypatch)
     assert same_chunk(found, chunk)
     assert found.content is None
     (patch,) = store.get_patches(SERVED)
-    assert (patch.stamp.content, patch.stamp.local, patch.stamp.asked) == (None, None, None)
+    assert (patch.metadata.content, patch.metadata.local, patch.metadata.asked) == (None, None, None)
     kvp.apply_patch(chunk.layout, found, patch, 0, ("A",))
     own = formed(found)  # which needs to know the content, and learns it
-    assert own.stamp.content == found.content == chunk.content
+    assert own.metadata.content == found.content == chunk.content
     store.put_patches([formed(chunk, dtype=jnp.bfloat16)])
     assert len(store.get_patches(SERVED)) == 2  # the canonical does not say what it shows
     store.put(chunk_of(seed=1))

@@ -21,18 +21,10 @@ from hypothesis import strategies as st
 from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, place_of, same_chunk
 
 from kvpatch_jax.errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError
-from kvpatch_jax.store import (
-    Budget,
-    ChunkStore,
-    DynamicLibrary,
-    KeyValueStore,
-    Served,
-    StaticLibrary,
-    prometheus_text,
-)
+from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, KeyValueStore, Served, StaticLibrary, prometheus_text
 from kvpatch_jax.store.__main__ import main
-from kvpatch_jax.store.operate import listing, totals, verify
-from kvpatch_jax.store.restore import load_objects, save_objects
+from kvpatch_jax.store.cli.audit import listing, totals, verify
+from kvpatch_jax.store.snapshots.restore import load_objects, save_objects
 from kvpatch_jax.store.tenants import finish
 
 KEY = b"k" * 32
@@ -403,7 +395,15 @@ def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseExcep
         assert get() is not None
         held = next(iter(store._host._segments[2, False].values()))
         found = store.disk.get(store._names.canonical("a model of ours", "cat.png"))
-        shown += [store, store._names, held, found, found and found.header, patch.stamp.__class__.__name__, store.disk]
+        shown += [
+            store,
+            store._names,
+            held,
+            found,
+            found and found.header,
+            patch.metadata.__class__.__name__,
+            store.disk,
+        ]
         shown += [Served("cat.png", "b", ("before.png",), base_antecedent=("secret text",)), store.statistics()]
         shown += [prometheus_text(store.statistics()), list(listing(store.disk)), totals(store.disk), store._seal]
         attempt(lambda: store.put(chunk, ttl=-1))
@@ -431,13 +431,13 @@ def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseExcep
 
 def contradicting(full: bytes) -> bytes:
     """An object whose checksums agree and whose body does not fit its arrays."""
-    from kvpatch_jax.store.header import parse_header
-    from kvpatch_jax.store.objects import Blob, take_leaves
+    from kvpatch_jax.store.format.header import parse_header
+    from kvpatch_jax.store.format.objects import Blob, take_leaves
 
     header = parse_header(full[: 8 + int.from_bytes(full[:8], "little")], len(full))
     payload = np.frombuffer(bytearray(full[header.start :]), np.uint8)
     arrays = take_leaves(payload, header.start, header.leaves.values())
-    from kvpatch_jax.store.objects import blob_bytes
+    from kvpatch_jax.store.format.objects import blob_bytes
 
     return blob_bytes(Blob("kv", dict(header.body) | {"length": 10**6}, arrays), header.name)
 

@@ -13,7 +13,7 @@ from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore
-from kvpatch_jax.store.memory import CANONICAL, DERIVED, Held, MemoryTier, Policy
+from kvpatch_jax.store.tiers.memory import CANONICAL, DERIVED, CacheEntry, MemoryTier, Policy
 
 ONE = 4096 + 64 + 6 * 9 * 2 * 16 * 4  # bytes of chunk_of's file: header, positions, three layers of k and v
 
@@ -28,8 +28,8 @@ class Clock:
         return self.now
 
 
-def held(nbytes: int = 1, rank: int = CANONICAL, chunk: str = "c", expires: float | None = None) -> Held:
-    return Held(object(), nbytes, rank, chunk, expires)
+def held(nbytes: int = 1, rank: int = CANONICAL, chunk: str = "c", expires: float | None = None) -> CacheEntry:
+    return CacheEntry(object(), nbytes, rank, chunk, expires)
 
 
 def fill(tier: MemoryTier, *keys: str, nbytes: int = 1, **more) -> list[bool]:
@@ -194,7 +194,7 @@ def test_order_of_eviction_on_the_disk(tmp_path: Path):
         store.put(chunk_of("brief", 3), ttl=5)
         clock.now += 6
         states = [_shown(store)]
-        from kvpatch_jax.store.evict import make_room
+        from kvpatch_jax.store.disk.eviction import make_room
 
         while any(states[-1]):
             total = sum(entry.size for entry in store.disk.scan())
@@ -224,8 +224,8 @@ def test_patches_go_with_their_canonical(tmp_path: Path):
         store.put_patches([patch_of(chunk_of("C"))])
         store.clock = store.disk.clock = Clock(2e10)
         assert store.collect() == 3
-        assert store.get_patches(patch_of(chunk).stamp) == []
-        assert len(store.get_patches(patch_of(chunk_of("C")).stamp)) == 1
+        assert store.get_patches(patch_of(chunk).metadata) == []
+        assert len(store.get_patches(patch_of(chunk_of("C")).metadata)) == 1
 
 
 def test_pinned_chunks_stay_and_a_full_store_says_so(tmp_path: Path):
@@ -303,7 +303,7 @@ def test_memory_counts_patches_and_encoder_outputs(tmp_path: Path):
     with ChunkStore(tmp_path, budget=Budget(host=1 << 20)) as store:
         store.put(chunk)
         store.put_patches([patch_of(chunk), patch_of(chunk, ("other",))])
-        assert len(store.get_patches(patch_of(chunk).stamp)) == 1
+        assert len(store.get_patches(patch_of(chunk).metadata)) == 1
         assert store.get("B", BACKBONE, encoder=True) is not None
         held = [each for segment in store._host._segments.values() for each in segment.values()]
         assert len(held) == 3

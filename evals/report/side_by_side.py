@@ -1,0 +1,101 @@
+"""Several backbones side by side: one line each, out of their own results. Writes backbones.md, .png and .json."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..small_task import KINDS
+from ..statistics import Rows, number, show, without_nan
+from .figures import Results
+from .page import TOKEN_METHODS, VISIBLE, smallest_rank
+
+RANK = 8
+HEAD = (
+    "backbone",
+    "parameters",
+    "KV per token and layer",
+    "re-prefill: page, legend",
+    "chain: re-prefill → blind",
+    f"chain: rank {RANK}",
+    "aggregate: re-prefill → blind",
+    f"aggregate: rank {RANK}",
+    "order effect",
+    f"bytes of rank {RANK}",
+    f"best token recompute at the bytes of rank {RANK} (chain)",
+    "smallest rank within .01",
+)
+
+
+def line(results: Results) -> list[str]:
+    """The cells of one backbone, as HEAD names them."""
+    rows, config = Rows(results), results["config"]
+    accuracy = lambda arm, kind: rows.get(VISIBLE, arm, f"accuracy.{kind}")
+    pair = lambda kind: f"{show(accuracy('re-prefill', kind))} → {show(accuracy('blind', kind))}"
+    patch, rank = f"patch.rank={RANK}", smallest_rank(results, VISIBLE)
+    tokens = [accuracy(f"{method}.bytes_of_rank={RANK}", "chain") for method in TOKEN_METHODS]
+    return [
+        str(config["backbone"]),
+        f"{config['parameters'] / 1e6:.2f} M",
+        " + ".join(f"{name} {features}" for name, features in config["kv"].items()),
+        ", ".join(number(accuracy("re-prefill", kind).value) for kind in ("page", "legend")),
+        pair("chain"),
+        show(accuracy(patch, "chain")),
+        pair("aggregate"),
+        show(accuracy(patch, "aggregate")),
+        show(rows.get("reorder", "order", "relative_order_effect")),
+        f"{rows.get(VISIBLE, patch, 'bytes').value:.0%}",
+        show(max(tokens, key=lambda got: got.value if math.isfinite(got.value) else -1.0)),
+        "none tried" if rank is None else str(rank),
+    ]
+
+
+def write(results: Mapping[str, Results], folder: Path) -> Path:
+    """Write the table, the figure and the numbers of both; returns the table's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [list(HEAD), ["---"] * len(HEAD), *(line(each) for each in results.values())]
+    table = folder / "backbones.md"
+    table.write_text("\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n", encoding="utf-8")
+    kept = {name: {"config": each["config"], "rows": _kept(each)} for name, each in results.items()}
+    (folder / "backbones.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    draw(results, folder / "backbones.png")
+    return table
+
+
+def _kept(results: Results) -> list[dict[str, Any]]:
+    """The rows of the main comparison and of the order effect; NaN as null."""
+    return without_nan(
+        row for row in results["rows"] if row["probe"] == VISIBLE or row["metric"] == "relative_order_effect"
+    )
+
+
+def draw(results: Mapping[str, Results], path: Path) -> Path:
+    """Accuracy by question kind: re-prefill, a patch of rank 8 and blind reuse, one panel per backbone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    arms = {"re-prefill": "#222222", f"patch.rank={RANK}": "#0072B2", "blind": "#D55E00"}
+    figure, axes = plt.subplots(
+        1, len(results), figsize=(2.1 * len(results) + 1, 3.2), sharey=True, layout="constrained", squeeze=False
+    )
+    for axis, (name, each) in zip(axes[0], results.items(), strict=True):
+        rows = Rows(each)
+        for shift, (arm, colour) in zip((-0.2, 0.0, 0.2), arms.items(), strict=True):
+            got = [rows.get(VISIBLE, arm, f"accuracy.{kind}") for kind in KINDS]
+            spread = [[x.value - x.low for x in got], [x.high - x.value for x in got]]
+            places = [number + shift for number in range(len(KINDS))]
+            axis.errorbar([x.value for x in got], places, xerr=spread, fmt="o", ms=4, color=colour, label=arm)
+        axis.set(title=name, xlim=(-0.03, 1.03), ylim=(len(KINDS) - 0.5, -0.5), yticks=range(len(KINDS)))
+        axis.set_yticklabels(KINDS)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="x", color="#e6e6e6")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    labels = ["re-prefill", f"patch, rank {RANK}", "blind reuse"][: len(labels)]
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    figure.supxlabel("accuracy (95 % intervals)", fontsize=9)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path

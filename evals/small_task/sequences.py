@@ -1,0 +1,257 @@
+"""Contexts of the small task as token sequences: ids, positions, masks, packed questions, pixels.
+
+A training sequence is [legend][legend][legend][page][question] … [question]; every question stands at the same
+positions right behind the page and sees no other question. Axis letters: B batch, T tokens, Q questions.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import task
+from .task import VOCABULARY, Contexts, Questions
+
+CHUNKS = task.LEGENDS + 1
+QUESTION_TOKENS = 2
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """How a backbone's own processor lays the task's images out as tokens.
+
+    Attributes:
+      legend_shape: cells (rows, columns) of a legend's image; as many as a page's where the tower takes one size only.
+      legend_ids, page_ids: token ids of one image, with the start and end tokens where the family has them.
+      legend_local, page_local: their positions counted from the image's own start, [T] or [T,3].
+      image_token: the placeholder among the ids.
+    """
+
+    legend_shape: tuple[int, int]
+    legend_ids: np.ndarray
+    legend_local: np.ndarray
+    page_ids: np.ndarray
+    page_local: np.ndarray
+    image_token: int
+
+    @functools.cached_property
+    def ids(self) -> np.ndarray:
+        """Token ids [T] of the prefix."""
+        return np.concatenate([self.legend_ids] * task.LEGENDS + [self.page_ids])
+
+    @functools.cached_property
+    def local(self) -> np.ndarray:
+        """Positions [T] or [T,3] of the prefix tokens within their own images."""
+        return np.concatenate([self.legend_local] * task.LEGENDS + [self.page_local])
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each of the four chunks."""
+        return [len(self.legend_ids)] * task.LEGENDS + [len(self.page_ids)]
+
+    @property
+    def spans(self) -> list[int]:
+        """How far each chunk moves the position of what follows."""
+        return [int(self.legend_local.max()) + 1] * task.LEGENDS + [int(self.page_local.max()) + 1]
+
+    @functools.cached_property
+    def owner(self) -> np.ndarray:
+        """The place 0 … 3 of the chunk that each prefix token belongs to, [T]."""
+        return np.repeat(np.arange(CHUNKS), self.sizes)
+
+    @property
+    def slices(self) -> list[slice]:
+        """Where each of the four chunks stands in the prefix."""
+        edges = np.cumsum([0, *self.sizes])
+        return [slice(int(first), int(last)) for first, last in itertools.pairwise(edges)]
+
+    @property
+    def page(self) -> slice:
+        """Where the page stands in the prefix."""
+        return self.slices[-1]
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of the prefix."""
+        return sum(self.sizes)
+
+    def cells(self, place: int) -> slice:
+        """Where the cells of a chunk stand in the prefix, without start and end tokens."""
+        inside = self.slices[place].start + np.flatnonzero(self.ids[self.slices[place]] == self.image_token)
+        return slice(int(inside[0]), int(inside[-1]) + 1)
+
+
+@functools.lru_cache
+def form_of(config: Any, images: Any) -> Form:
+    """The form that a backbone of this configuration, with these image settings, gives the task's images."""
+    side = getattr(config.vision, "image", None)
+    page_shape = (task.ROWS, task.CELLS + 1)
+    legend_shape = (task.LEGEND_ROWS, 3) if side is None else page_shape
+    parts = [_blank(config, images, shape) for shape in (legend_shape, page_shape)]
+    return Form(legend_shape, *parts[0], *parts[1], config.image_token)
+
+
+def _blank(config: Any, images: Any, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [T] and positions [T] or [T,3] of one blank image."""
+    rows, columns = (count * task.CELL_PIXELS for count in shape)
+    vision = config.family.vision
+    arrays = vision.process([np.zeros((rows, columns, 3), np.uint8)], images)
+    ids = np.array(vision.tokens(config, arrays, 0, None), np.int32)
+    return ids, config.family.positions(config, ids, arrays).astype(np.int32)
+
+
+def prefix_positions(form: Form, shown: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions [B,T] or [B,T,3] of the prefix and the place [B] behind it, when only `shown` chunks take room.
+
+    Args:
+      shown: bool [B, 4] by place (the page is last). start: int [B], position of the first chunk shown.
+    """
+    room = np.where(shown, form.spans, 0)
+    first = (start[:, None] + np.cumsum(room, axis=1) - room)[:, form.owner]
+    positions = first.reshape(*first.shape, *[1] * (form.local.ndim - 1)) + form.local
+    return positions.astype(np.int32), (start + room.sum(axis=1)).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One batch of packed sequences, as host arrays.
+
+    input_ids [B,T], positions [B,T] or [B,T,3], mask [B,1,T,T] (True: may look), pixel_values as the family's processor
+    packs them, asked [Q] index of each question's last token, answer [B,Q], weight [B,Q] float32.
+    """
+
+    input_ids: np.ndarray
+    positions: np.ndarray
+    mask: np.ndarray
+    pixel_values: np.ndarray
+    asked: np.ndarray
+    answer: np.ndarray
+    weight: np.ndarray
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The fields as a dictionary, for a jitted step."""
+        return dataclasses.asdict(self)
+
+
+def context_images(form: Form, contexts: Contexts, split: str) -> list[np.ndarray]:
+    """Pixels of every context's legends in their standing order, then its page: 4·B images uint8 [H,W,3]."""
+    legends, pages = task.render(contexts, split, form.legend_shape)
+    return [
+        image
+        for index, order in enumerate(contexts.order)
+        for image in (*(legends[index, which] for which in order), pages[index])
+    ]
+
+
+class QuestionTokens(NamedTuple):
+    """Packed questions: ids [B,2Q], positions [B,2Q] or [B,2Q,3], among [2Q,2Q] (True: may look), asked [Q]."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    among: np.ndarray
+    asked: np.ndarray
+
+
+def question_tokens(form: Form, questions: Questions, behind: np.ndarray) -> QuestionTokens:
+    """Every question as its own two tokens, all at the positions from `behind` [B] on, none seeing another."""
+    count, asked = questions.answer.shape
+    ids = np.stack([questions.ask, questions.argument], axis=2).reshape(count, -1)
+    step = np.tile(np.arange(QUESTION_TOKENS), asked)
+    positions = behind[:, None] + step
+    if form.local.ndim == 2:
+        positions = np.repeat(positions[..., None], form.local.shape[1], axis=2)
+    own = np.repeat(np.arange(asked), QUESTION_TOKENS)
+    among = (own[:, None] == own) & np.tri(own.size, dtype=bool)
+    last = QUESTION_TOKENS * np.arange(asked) + QUESTION_TOKENS - 1
+    return QuestionTokens(ids.astype(np.int32), positions.astype(np.int32), among, last.astype(np.int32))
+
+
+def pack(
+    form: Form,
+    questions: Questions,
+    *,
+    pixel_values: np.ndarray,
+    shown: np.ndarray,
+    sees_legends: np.ndarray,
+    start: np.ndarray,
+) -> Batch:
+    """Pack contexts and their questions into one batch.
+
+    Args:
+      pixel_values: of the contexts' images (`context_images`), by the family's processor.
+      shown: bool [B, legends] by standing place: which legends are there at all.
+      sees_legends: bool [B,Q]: whether the question may look at the legends (else they have slid out of the window).
+      start: int [B], position of the first chunk.
+    """
+    count, asked = questions.answer.shape
+    ids, owner = form.ids, form.owner
+    here = np.concatenate([shown, np.ones((count, 1), bool)], axis=1)
+    positions, behind = prefix_positions(form, here, start)
+    tail = question_tokens(form, questions, behind)
+    prefix, total = len(ids), len(ids) + QUESTION_TOKENS * asked
+    mask = np.zeros((count, total, total), bool)
+    mask[:, :prefix, :prefix] = np.tri(prefix, dtype=bool) & here[:, owner][:, None, :]
+    page = owner == task.LEGENDS
+    seen = here[:, owner][:, None, :] & (page | np.repeat(sees_legends, QUESTION_TOKENS, axis=1)[..., None])
+    mask[:, prefix:, :prefix] = seen
+    mask[:, prefix:, prefix:] = tail.among
+    return Batch(
+        input_ids=np.concatenate([np.broadcast_to(ids, (count, prefix)), tail.ids], axis=1).astype(np.int32),
+        positions=np.concatenate([positions, tail.positions], axis=1).astype(np.int32),
+        mask=mask[:, None],
+        pixel_values=pixel_values,
+        asked=(prefix + tail.asked).astype(np.int32),
+        answer=questions.answer.astype(np.int32),
+        weight=questions.valid.astype(np.float32),
+    )
+
+
+def cell_labels(form: Form, contexts: Contexts, shown: np.ndarray) -> dict[str, np.ndarray]:
+    """What every image token shows or stands for, as token ids [B, T of the prefix], -1 where nothing.
+
+    seen: glyph, swatch colour or row tag drawn in the cell. tag: the frame's tag. bound: the glyph a swatch belongs
+    to. cell: the page cell's full address. fill, stripe: what the legends shown give the page cell's glyph.
+    """
+    count, item = len(contexts), np.arange(len(contexts))[:, None]
+    names = ("seen", "tag", "bound", "cell", "fill", "stripe")
+    labels = {name: np.full((count, form.prefix_tokens), -1, np.int32) for name in names}
+    for place in range(task.LEGENDS):
+        which, inside = contexts.order[:, place], form.cells(place)
+        glyph = VOCABULARY.glyph + contexts.legend_glyph[item[:, 0], which]
+        fill = VOCABULARY.fill + contexts.legend_fill[item[:, 0], which]
+        stripe = VOCABULARY.stripe + contexts.legend_stripe[item[:, 0], which]
+        there = shown[:, place, None, None]
+        put = lambda name, x, there=there, inside=inside: labels[name].__setitem__(
+            np.s_[:, inside], _on_canvas(np.where(there, x, -1), form.legend_shape)
+        )
+        put("seen", np.stack([glyph, fill, stripe], axis=2))
+        put("bound", np.stack([np.full_like(glyph, -1), glyph, glyph], axis=2))
+    _label_page(contexts, shown, labels, form.cells(task.LEGENDS))
+    return labels
+
+
+def _on_canvas(labels: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Labels [B, rows, columns] of a legend's cells as those [B, cells] of its image, which repeats it."""
+    room = [(0, size - own) for size, own in zip(shape, labels.shape[1:], strict=True)]
+    return np.pad(labels, [(0, 0), *room], mode="wrap").reshape(len(labels), -1)
+
+
+def _label_page(contexts: Contexts, shown: np.ndarray, labels: dict[str, np.ndarray], inside: slice) -> None:
+    count, item = len(contexts), np.arange(len(contexts))[:, None]
+    with_header = lambda header, cells: np.concatenate([header[..., None], cells], axis=2).reshape(count, -1)
+    nothing = np.full(contexts.row_tag.shape, -1)
+    by_storage = np.zeros_like(shown)
+    by_storage[item, contexts.order] = shown
+    labels["seen"][:, inside] = with_header(VOCABULARY.row + contexts.row_tag, VOCABULARY.glyph + contexts.page_glyph)
+    labels["tag"][:, inside] = with_header(nothing, VOCABULARY.tag + contexts.cell_tag)
+    address = VOCABULARY.cell + contexts.row_tag[..., None] * task.CELLS + contexts.cell_tag
+    labels["cell"][:, inside] = with_header(nothing, address)
+    for name, base, colour in (
+        ("fill", VOCABULARY.fill, contexts.legend_fill),
+        ("stripe", VOCABULARY.stripe, contexts.legend_stripe),
+    ):
+        table = task.latest_colours(contexts.legend_glyph, colour, contexts.order, by_storage)
+        value = table[item[..., None], contexts.page_glyph]
+        labels[name][:, inside] = with_header(nothing, np.where(value < 0, -1, base + value))

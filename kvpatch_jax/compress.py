@@ -1,0 +1,97 @@
+"""Making a patch smaller: fewer directions, fewer layers, fewer bits."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import ops
+from .chunk import check_finite
+from .errors import InputError, RankError
+from .ops import ChannelFactors, Quantised, is_low_rank, value_of
+from .patch_metadata import Patch
+
+Rank = int | Mapping[str, int]
+
+
+def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
+    cut = lambda value: jax.lax.slice_in_dim(value, 0, rank, axis=value.ndim + axis)
+    return Quantised(cut(leaf.values), cut(leaf.scale)) if isinstance(leaf, Quantised) else cut(leaf)
+
+
+def truncate(patch: Patch, rank: Rank) -> Patch:
+    """The same patch at a smaller rank: a slice, since singular values fall from left to right.
+
+    Args:
+      rank: for every low-rank channel, or per channel (channels left out stay). Dense channels stay dense.
+
+    Raises:
+      RankError: below 1 or above what the patch has, or several for channels that share their left factor. LayoutError:
+      a channel that is not there.
+    """
+    for name in rank if isinstance(rank, Mapping) else ():
+        patch.metadata.layout.channel(name)
+    if patch.metadata.shared_left and isinstance(rank, Mapping):
+        left = {name: rank.get(name, have) for name, have in patch.ranks.items() if have}
+        if len(set(left.values())) > 1:
+            raise RankError(f"truncate: ranks {left} with a shared left factor; expected one rank for all of them")
+    factors: dict[str, ChannelFactors] = {}
+    for name, own in patch.factors.items():
+        wanted = rank.get(name) if isinstance(rank, Mapping) else rank
+        have = patch.ranks[name]
+        if wanted is None or have is None:
+            factors[name] = own
+            continue
+        if not 1 <= wanted <= have:
+            raise RankError(f"truncate: rank {wanted} for channel {name!r}; expected 1 to {have}")
+        factors[name] = (_rank_slice(own[0], wanted, -1), _rank_slice(own[1], wanted, -2))  # pyright: ignore
+    return Patch(factors, patch.metadata)
+
+
+def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
+    """The same patch on fewer layers; the others get no correction and take no bytes. Kamera §4, the deep-only patch.
+
+    Raises:
+      InputError: none, or layers that the patch does not cover.
+    """
+    kept = tuple(sorted({int(layer) for layer in layers}))
+    missing = [layer for layer in kept if layer not in patch.metadata.layers]
+    if missing or not kept:
+        raise InputError(f"keep_layers: layers {kept}; expected some of {patch.metadata.layers}")
+    rows = np.asarray([patch.metadata.layers.index(layer) for layer in kept])
+    factors = jax.tree.map(lambda leaf: leaf[rows], dict(patch.factors))
+    return Patch(factors, dataclasses.replace(patch.metadata, layers=kept))
+
+
+def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
+    """The same patch in a smaller dtype: 8 bits with one float32 scale per direction, wider ones by rounding.
+
+    Raises:
+      InputError: neither a floating dtype nor int8. NotFiniteError: factors beyond the dtype's range (float16's).
+    """
+    target = jnp.dtype(dtype)
+    if not jnp.issubdtype(target, jnp.floating) and target != jnp.int8:
+        raise InputError(f"quantise: dtype {target}; expected a floating dtype or int8")
+    convert = lambda leaf, axis: ops.stored(value_of(leaf), target, axis)
+    factors: dict[str, ChannelFactors] = {}
+    for name, own in patch.factors.items():
+        if is_low_rank(own):
+            factors[name] = (convert(own[0], -2), convert(own[1], -1))  # pyright: ignore
+        else:
+            factors[name] = convert(own, -1)
+    return Patch(finite_factors(factors, f"patch of chunk {patch.metadata.chunk!r} in {target}"), patch.metadata)
+
+
+def finite_factors(factors: ops.Factors, what: str) -> ops.Factors:
+    """The factors, after a look at every one of them.
+
+    Raises:
+      NotFiniteError: one is NaN or infinite, as float16 makes of what is beyond 65504.
+    """
+    for name, own in factors.items():
+        for leaf in jax.tree.leaves(own):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                check_finite({name: leaf}, what)
+    return factors

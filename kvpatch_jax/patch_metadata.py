@@ -1,0 +1,326 @@
+"""Patches as host containers: factors, the metadata that says what they are for, and the checks of it."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .checksum import examine
+from .chunk import Chunk
+from .content import names_of
+from .errors import InputError, LayoutError, PatchMismatchError, ShapeError, StalePatchError
+from .layout import KVLayout
+from .ops import ChannelFactors, Heads, Leaf, PatchFrame, Quantised, is_low_rank
+from .rope import Rope
+
+Base = Literal["canonical", "conditioned", "patched"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchMetadata:
+    """What a patch was formed from, and so what it may be applied to.
+
+    Attributes:
+      chunk: id of the chunk.
+      base: what the factors are added to: the "canonical"; the "conditioned" KV (removal patch); or, for a correction
+        that only `update_patch` takes, the "patched" KV.
+      antecedent: ids in front of the chunk, in order; sorted if `orbit`.
+      orbit: the patch serves every ordering of the antecedent.
+      layers: layers the factors cover, ascending; the others get nothing.
+      heads: "joint" or "separate".
+      shared_left: every channel has the same left factor (stored once).
+      frame, start: "phase_free" (any start), or "engine" at exactly `start`.
+      base_antecedent: what the base itself was conditioned on; None for the canonical.
+      backbone, layout: of the chunk.
+      content: of the chunk, so that another chunk of the same id is told apart; None in metadata of earlier versions.
+      local: digest of the chunk's local positions; None likewise.
+      corrects: of a correction, the digest of the patch that it corrects (`patch_digest`); else None.
+      asked: (channel, rank) where a larger rank was asked for than the chunk's tokens or features allow, which is then
+        what the patch has (or it is dense, where that is smaller); None where no rank was.
+
+    Raises:
+      InputError: a bare str in place of several ids.
+    """
+
+    chunk: str
+    base: Base
+    antecedent: tuple[str, ...]
+    backbone: str
+    layout: KVLayout
+    layers: tuple[int, ...]
+    orbit: bool = False
+    heads: Heads = "joint"
+    shared_left: bool = False
+    frame: PatchFrame = "phase_free"
+    start: tuple[int, ...] | None = None
+    base_antecedent: tuple[str, ...] | None = None
+    content: str | None = None
+    local: str | None = None
+    corrects: str | None = None
+    asked: tuple[tuple[str, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        names_of(self.antecedent, "antecedent")
+        names_of(self.base_antecedent or (), "base_antecedent")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Patch:
+    """Low-rank (or dense) factors per channel, with their metadata.
+
+    `factors` is a pytree of arrays, the only part that enters jitted code: {channel: (u, v)} with u [L', T, M] and
+    v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}; L' counts the
+    metadata's layers.
+    u carries the singular values and v's rows are orthonormal (until quantised). A channel left out gets no correction.
+
+    Raises:
+      ShapeError: factors of other layers, heads or features than the metadata says, or that do not fit each other.
+      LayoutError: a channel that the layout does not have. InputError: layers likewise.
+    """
+
+    factors: Mapping[str, ChannelFactors]
+    metadata: PatchMetadata
+
+    def __post_init__(self) -> None:
+        check_factors(self.factors, self.metadata)
+
+    def __repr__(self) -> str:
+        metadata, asked = self.metadata, dict(self.metadata.asked or ())
+        ranks = ", ".join(
+            f"{name} {'dense' if rank is None else f'rank {rank}'}{f' ({asked[name]} asked)' if name in asked else ''}"
+            for name, rank in self.ranks.items()
+        )
+        kind = f"{'orbit, ' if metadata.orbit else ''}{metadata.base}, {metadata.frame}"
+        layers = f"{len(metadata.layers)} of {metadata.layout.layers} layers"
+        behind = f"{metadata.chunk!r} behind {metadata.antecedent}"
+        return f"Patch({behind}: {ranks}, {layers}, {kind}, {self.nbytes} bytes)"
+
+    @property
+    def tokens(self) -> int | None:
+        """Padded number of tokens; None of a patch without factors."""
+        for factors in self.factors.values():
+            return (_shape(factors[0])[-2:] if is_low_rank(factors) else _shape(factors)[-3:])[0]  # pyright: ignore
+        return None
+
+    def pad(self, tokens: int) -> "Patch":
+        """The same patch for its chunk padded to `tokens`, as `Chunk.pad` does it: nothing is added to padding.
+
+        Raises:
+          ShapeError: `tokens` below what the patch has.
+        """
+        more = tokens - (tokens if self.tokens is None else self.tokens)
+        if more < 0:
+            raise ShapeError(
+                f"patch of chunk {self.metadata.chunk!r}: pad to {tokens}; expected at least {self.tokens}"
+            )
+        factors = {
+            name: (_longer(own[0], -2, more), own[1]) if is_low_rank(own) else _longer(own, -3, more)  # pyright: ignore
+            for name, own in self.factors.items()
+        }
+        return Patch(factors, self.metadata)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def ranks(self) -> dict[str, int | None]:
+        """Rank of each channel of the layout: 0 where it gets no patch, None where it is dense."""
+        return {name: self._rank(name) for name in self.metadata.layout.names}
+
+    def _rank(self, name: str) -> int | None:
+        factors = self.factors.get(name)
+        if factors is None:
+            return 0
+        if not is_low_rank(factors):
+            return None
+        leaf = factors[0]
+        return (leaf.values if isinstance(leaf, Quantised) else leaf).shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the factors, scales included; a shared left factor counts once."""
+        return patch_bytes(self)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return (leaf.values if isinstance(leaf, Quantised) else leaf).shape
+
+
+def _longer(leaf: Leaf, axis: int, more: int) -> Leaf:
+    """Zeros behind the tokens. Scales are one for whole directions, or one for each token."""
+    if not isinstance(leaf, Quantised):
+        return _with_zeros(leaf, axis, more)
+    scales = more if leaf.scale.shape[axis] != 1 else 0
+    return Quantised(_with_zeros(leaf.values, axis, more), _with_zeros(leaf.scale, axis, scales))
+
+
+def _with_zeros(value: Array, axis: int, more: int) -> Array:
+    widths = [(0, 0)] * value.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(value, widths)
+
+
+def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata) -> None:
+    """Refuses factors, on the host or on devices, that do not fit their metadata, by their shapes alone.
+
+    Raises:
+      As `Patch`.
+    """
+    layout, layers = metadata.layout, metadata.layers
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
+        raise InputError(f"patch: layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
+    lefts, tokens = set(), set()
+    for name, own in factors.items():
+        channel = layout.channel(name)
+        per_head = metadata.heads == "separate"
+        before = (len(layers), channel.heads) if per_head else (len(layers),)
+        if is_low_rank(own):
+            u, v = map(_shape, own)
+            _check_shape(u, (*before, None, None), f"u of {name!r}", "layers, tokens, rank")
+            _check_shape(v, (*before, u[-1], channel.width if per_head else channel.features), f"v of {name!r}", "rank")
+            lefts.add(u)
+            tokens.add(u[-2])
+        else:
+            dense = _shape(own)
+            _check_shape(dense, (len(layers), None, channel.heads, channel.width), f"{name!r}", "layers, tokens, heads")
+            tokens.add(dense[1])
+        for leaf in own if is_low_rank(own) else (own,):
+            if isinstance(leaf, Quantised):
+                _check_scale(leaf, name)
+    if len(tokens) > 1:
+        raise ShapeError(
+            f"patch of chunk {metadata.chunk!r}: {sorted(tokens)} tokens; expected as many in every channel"
+        )
+    if metadata.shared_left and len(lefts) > 1:
+        raise ShapeError(f"patch of chunk {metadata.chunk!r}: shapes {sorted(lefts)} of u; expected one left factor")
+
+
+def _check_shape(found: tuple[int, ...], wanted: tuple[int | None, ...], what: str, axes: str) -> None:
+    if len(found) != len(wanted) or any(size not in (None, own) for own, size in zip(found, wanted, strict=True)):
+        sizes = ", ".join("any" if size is None else str(size) for size in wanted)
+        raise ShapeError(f"patch: {what} of shape {found}; expected [{sizes}] ({axes}, …)")
+
+
+def _check_scale(leaf: Quantised, name: str) -> None:
+    values, scale = leaf.values.shape, leaf.scale.shape
+    if len(scale) != len(values) or any(one not in (1, own) for one, own in zip(scale, values, strict=True)):
+        raise ShapeError(f"patch: scale of shape {scale} for values {values} of {name!r}; expected 1 or as many each")
+
+
+def patch_bytes(patch: Patch) -> int:
+    """Bytes of a patch's factors, scales included; a shared left factor counts once.
+
+    At rank m a channel takes m·(T + F) numbers where its KV takes T·F: rank 16 of a 480-token chunk at width 512 is as
+    much as 31 of its 480 tokens.
+    """
+    seen_left = False
+    total = 0
+    for factors in patch.factors.values():
+        leaves = jax.tree.leaves(factors)
+        if patch.metadata.shared_left and is_low_rank(factors):
+            left = jax.tree.leaves(factors[0])
+            total -= sum(int(leaf.nbytes) for leaf in left) if seen_left else 0
+            seen_left = True
+        total += sum(int(leaf.nbytes) for leaf in leaves)
+    return total
+
+
+_STORED = tuple(field.name for field in dataclasses.fields(Rope) if field.name != "angles")
+
+
+def same_storage(first: KVLayout, second: KVLayout) -> bool:
+    """Whether two layouts hold the same phase-free KV: all but the way angles are computed agrees."""
+    if first is second:
+        return True
+    if (first.kind, first.layers, first.channels) != (second.kind, second.layers, second.channels):
+        return False
+    return all(getattr(first.rope, name) == getattr(second.rope, name) for name in _STORED)
+
+
+def patch_digest(patch: Patch) -> str:
+    """32 hexadecimal digits over the bits of a patch's factors and all that its metadata says of what they are.
+
+    One pass on the device over the factors. Equal for the same patch after storing; another for it truncated, quantised
+    or padded.
+    """
+    metadata = patch.metadata
+    said = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
+    for word in ("layout", "asked"):
+        del said[word]
+    leaves = {}
+    for name, factors in patch.factors.items():
+        leaves |= {f"{name}.{place}": leaf for place, leaf in enumerate(jax.tree.leaves(factors))}
+    tokens = max((leaf.shape[1] for leaf in leaves.values()), default=0)
+    found = examine(leaves, tokens)[0]
+    return hashlib.blake2b(f"{found}\0{sorted(said.items())}".encode(), digest_size=16).hexdigest()
+
+
+def check_layout(layout: KVLayout, chunk: Chunk) -> None:
+    """Raises LayoutError where a chunk is of another layout, and InputError where it is no chunk."""
+    if not isinstance(chunk, Chunk):
+        raise InputError(f"chunk of type {type(chunk).__name__}; expected a Chunk")
+    if not same_storage(layout, chunk.layout):
+        raise LayoutError(f"chunk {chunk.id!r} is of layout {chunk.layout}; expected {layout}")
+
+
+def check_chunk(metadata: PatchMetadata, layout: KVLayout, chunk: Chunk, base: Base) -> None:
+    """Raises PatchMismatchError where a patch is of another chunk, base, backbone or layout.
+
+    Contents are compared where both are known: nothing is computed for it but a digest of few positions, once.
+    """
+    for word, found, expected in (
+        ("chunk", metadata.chunk, chunk.id),
+        ("base", metadata.base, base),
+        ("backbone", metadata.backbone, chunk.backbone),
+    ):
+        if found != expected:
+            raise PatchMismatchError(f"patch: {word} {found!r}; expected {expected!r}")
+    if not same_storage(metadata.layout, layout):
+        raise PatchMismatchError(f"patch: layout {metadata.layout}; expected {layout}")
+    if None not in (metadata.content, chunk.content) and metadata.content != chunk.content:
+        raise PatchMismatchError(
+            f"patch: formed of chunk {chunk.id!r} with content {metadata.content!r}; expected {chunk.content!r}, which "
+            "this chunk of the same id has"
+        )
+    if metadata.local is not None and metadata.local != chunk.places:
+        raise PatchMismatchError(
+            f"patch: formed of chunk {chunk.id!r} with local positions {metadata.local}; expected {chunk.places}, "
+            "which this chunk has"
+        )
+
+
+def check_stamp(
+    patch: Patch,
+    layout: KVLayout,
+    chunk: Chunk,
+    start: np.ndarray | jax.Array,
+    antecedent: Sequence[str],
+    base_antecedent: Sequence[str] | None,
+    allow_stale: bool,
+) -> None:
+    """Raises PatchMismatchError or StalePatchError, with found and expected values, where a patch does not belong.
+
+    `base_antecedent` is None where the patch would be added to the canonical. `allow_stale` overrides `antecedent`.
+    """
+    metadata, antecedent = patch.metadata, names_of(antecedent, "antecedent")
+    base_antecedent = None if base_antecedent is None else names_of(base_antecedent, "base_antecedent")
+    check_chunk(metadata, layout, chunk, "canonical" if base_antecedent is None else "conditioned")
+    if metadata.frame == "engine":
+        found = tuple(int(number) for number in np.asarray(start).ravel())
+        if found != metadata.start:
+            raise PatchMismatchError(f"patch: formed in the engine frame at {metadata.start}; expected {found}")
+    if base_antecedent is not None and tuple(base_antecedent) != metadata.base_antecedent:
+        raise StalePatchError(
+            f"patch of chunk {chunk.id!r}: its base was conditioned on {metadata.base_antecedent}; expected "
+            f"{tuple(base_antecedent)}"
+        )
+    if allow_stale:
+        return
+    wanted = tuple(sorted(antecedent)) if metadata.orbit else tuple(antecedent)
+    if wanted != metadata.antecedent:
+        kind = "any ordering of " if metadata.orbit else ""
+        raise StalePatchError(
+            f"patch of chunk {chunk.id!r}: formed behind {kind}{metadata.antecedent}; expected {tuple(antecedent)}"
+        )

@@ -1,0 +1,1 @@
+"""What the command line does; `python -m kvpatch_jax.store` runs it."""

@@ -1,0 +1,232 @@
+"""Looking at a root from outside: what is there, how much, and whether it is whole. Keyed names only, never ids."""
+
+import collections
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from ...errors import StoreCorruptError, StoreKeyError
+from ..disk import quarantine
+from ..disk.disk import DirectoryEntry, Disk
+from ..format.codec import chunk_of, patch_parts
+from ..format.encryption import Plain, is_sealed
+from ..format.header import Header
+from ..format.naming import Name
+from ..format.objects import check_name, read_header, read_leaves
+from ..io.files import NotRegularError, folder, identity, identity_of, open_regular, try_lock, typed_errors
+from ..libraries.entries import changing, check_resource
+
+ALL = ("obj", "lib")
+"""The folders of all tenants: of their chunks, and of their libraries."""
+
+type Progress = Callable[[list[DirectoryEntry]], Iterable[DirectoryEntry]]
+Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "gone"]
+
+
+def _quiet(entries: list[DirectoryEntry]) -> Iterable[DirectoryEntry]:
+    return entries
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectInfo:
+    """An object as the operator sees it.
+
+    Attributes:
+      path: from the root. tenant: its keyed name.
+      kind: "kv", "kv.<encoding>", "enc" or "patch"; of a library's entry, the library: "static" or "dynamic".
+      nbytes: of the file. used, expires: seconds since the epoch, or None.
+      encrypted: None where the header cannot be read.
+    """
+
+    path: str
+    tenant: str
+    kind: str
+    nbytes: int
+    used: float
+    expires: float | None
+    encrypted: bool | None
+
+
+def listing(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) -> Iterator[ObjectInfo]:
+    """Every object and entry below some folders (a tenant's, or all), by path, each as soon as its header was read.
+
+    What vanishes meanwhile may lack.
+    """
+    for entry in progress(sorted(_scan(disk, below), key=lambda entry: entry.path)):
+        yield _listed(disk, entry)
+
+
+def _scan(disk: Disk, below: Sequence[str]) -> list[DirectoryEntry]:
+    return [entry for folder in below for entry in disk.scan(folder)]
+
+
+def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:
+    try:
+        with open_regular(disk.root, entry.path, unnoticed=True) as fd:
+            header = read_header(fd)
+        expires, encrypted = header.expires, is_sealed(header)
+    except (OSError, StoreCorruptError):
+        expires = encrypted = None
+    return ObjectInfo(entry.path, _name(entry).tenant, _kind(entry), entry.size, entry.used, expires, encrypted)
+
+
+def _kind(entry: DirectoryEntry) -> str:
+    if entry.path.startswith("lib/"):
+        return entry.path.split("/")[2]
+    return "patch" if entry.part.startswith("p.") else entry.part
+
+
+def _name(entry: DirectoryEntry) -> Name:
+    above, _, file = entry.path.rpartition("/")
+    kind = {"p": "patch", "enc": "encoder"}.get(entry.part.partition(".")[0], "kv")
+    kind = "entry" if above.startswith("lib/") else kind
+    return Name(above, file.partition(".")[0], file, kind)  # pyright: ignore[reportArgumentType]
+
+
+def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
+    """Objects and bytes, by kind and tenant; what is expired, encrypted, in quarantine, being written or deleted.
+
+    Raises:
+      StoreIOError: the root cannot be read.
+    """
+    tenant, listed, now = below[0].partition("/")[2], list(listing(disk, below)), disk.clock()
+    quarantined = quarantine.listed(disk.root, tenant)
+    return {
+        "objects": len(listed),
+        "bytes": sum(one.nbytes for one in listed),
+        "expired": sum(one.expires is not None and now >= one.expires for one in listed),
+        "encrypted": sum(one.encrypted is True for one in listed),
+        "unreadable": sum(one.encrypted is None for one in listed),
+        "kinds": _sums((one.kind, one.nbytes) for one in listed),
+        "tenants": _sums((one.tenant, one.nbytes) for one in listed),
+        "quarantined": len(quarantined),
+        "quarantined_bytes": sum(one.nbytes for one in quarantined),
+        "unfinished_snapshots": len(names_in(disk, "unfinished", tenant)),
+        "temporaries": len(names_in(disk, "tmp", tenant)),
+        "being_deleted": len(names_in(disk, "deleted", tenant)),
+    }
+
+
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
+    sums: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"objects": 0, "bytes": 0})
+    for key, nbytes in pairs:
+        sums[key]["objects"] += 1
+        sums[key]["bytes"] += nbytes
+    return dict(sorted(sums.items()))
+
+
+def names_in(disk: Disk, below: str, tenant: str) -> list[str]:
+    """What lies in a folder of the root and belongs to a tenant, by its keyed name. Raises StoreError."""
+    with (
+        typed_errors(f"store {disk.root}: list"),
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        folder(disk.root, below) as fd,
+    ):
+        return [name for name in os.listdir(fd) if name.startswith(tenant)]
+    return []
+
+
+def drop_old_versions(disk: Disk, below: str = "lib") -> int:
+    """Deletes versions of dynamic references that are not the newest and that nobody holds. How many.
+
+    Readers that died leave them. The chunks that were published with them stay, and go as any chunk does.
+
+    Raises:
+      StoreReadOnlyError, StoreIOError.
+    """
+    dropped = 0
+    folders = {entry.path.rpartition("/")[0].rpartition("/")[0] for entry in disk.scan(below)}
+    for library in sorted(each for each in folders if each.endswith("/dynamic")):
+        with changing(disk.root, library):
+            versions: dict[str, list[str]] = collections.defaultdict(list)
+            for entry in disk.scan(library):
+                versions[entry.chunk].append(entry.path)
+            old = [path for paths in versions.values() for path in sorted(paths)[:-1]]
+            dropped += sum(_dropped(disk, path) for path in old)
+    return dropped
+
+
+def _dropped(disk: Disk, path: str) -> bool:
+    with typed_errors("store: gc"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            with open_regular(disk.root, path) as fd:
+                return try_lock(fd) and disk.delete(path)
+        except NotRegularError:  # which nobody can hold
+            return disk.delete(path)
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------ verification
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What a reading of every object found; each list holds paths.
+
+    Attributes:
+      good, nbytes: how many objects are whole, and their bytes.
+      unopened: encrypted, and their key was not given: every checksum agreed, the authentication was not tried.
+      bad: in quarantine now. left: damaged too, and where they were, for they could not be moved.
+      unreadable: the file system failed the read, or no file of ours is there; they are where they were.
+    """
+
+    good: int
+    nbytes: int
+    unopened: int
+    bad: list[str]
+    left: list[str]
+    unreadable: list[str]
+
+
+def verify(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) -> Verified:
+    """Reads every object and entry below some folders, and moves those that are not whole to quarantine."""
+    paths: dict[str, list[str]] = collections.defaultdict(list)
+    nbytes = 0
+    for entry in progress(_scan(disk, below)):
+        verdict = _verdict(disk, entry)
+        paths[verdict].append(entry.path)
+        nbytes += entry.size if verdict in ("good", "unopened") else 0
+    bad, left, unreadable = (sorted(paths[verdict]) for verdict in ("bad", "left", "unreadable"))
+    return Verified(len(paths["good"]), nbytes, len(paths["unopened"]), bad, left, unreadable)
+
+
+def _verdict(disk: Disk, entry: DirectoryEntry) -> Verdict:
+    name = _name(entry)
+    try:
+        with open_regular(disk.root, entry.path, unnoticed=True) as fd:
+            try:
+                header = read_header(fd)
+                check_name(header, name.file)
+                return _rebuild(disk, name, header, read_leaves(fd, header, list(header.leaves), disk.buffers))
+            except StoreKeyError:
+                return "unopened"
+            except StoreCorruptError as error:
+                file = identity_of(fd)
+                if disk.quarantine(name, file, str(error)):
+                    return "bad"
+                return "left" if identity(os.lstat(f"{disk.root}/{entry.path}")) == file else "gone"
+    except (FileNotFoundError, NotADirectoryError):
+        return "gone"
+    except OSError:
+        return "unreadable"
+
+
+def _rebuild(disk: Disk, name: Name, header: Header, arrays: dict[str, np.ndarray]) -> Verdict:
+    """Makes of it what its name says, where it can be opened."""
+    seal = disk.seal if is_sealed(header) else Plain()
+    opening = seal.opened(header, lambda names: {leaf: arrays[leaf] for leaf in names})
+    assert opening is not None
+    header, read = opening
+    leaves = read(list(header.leaves))
+    if name.kind == "entry":
+        check_resource(header.body, leaves, header.expires)
+    elif name.kind == "encoder":
+        if "encoder" not in leaves:
+            raise StoreCorruptError("object: no leaf encoder; expected one")
+    else:
+        (chunk_of if name.kind == "kv" else patch_parts)(header.body, leaves)
+    return "good"

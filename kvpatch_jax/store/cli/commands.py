@@ -1,0 +1,318 @@
+"""What `python -m kvpatch_jax.store` can do: one row of `COMMANDS` each. No flags and no printing here."""
+
+import dataclasses
+import datetime
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...errors import InputError
+from ..disk import quarantine
+from ..disk.disk import Disk
+from ..disk.eviction import collect, make_room
+from ..disk.root_config import check_key, read_secret
+from ..disk.unfinished import sweep_unfinished
+from ..format.buffers import Buffers
+from ..format.encryption import AesGcm
+from ..format.naming import Names
+from ..snapshots.manifest import Progress as ByteProgress
+from ..snapshots.manifest import Summary
+from ..snapshots.restore import load_snapshot, save_snapshot
+from ..store import Budget, ChunkStore
+from ..tenants import delete_tenant, finish
+from ..tiers.remote import KeyValueStore
+from ..tiers.remote_tier import Beyond
+from .audit import ALL, ObjectInfo, Progress, drop_old_versions, listing, names_in, totals, verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line said.
+
+    `progress` shows how far a pass over objects is, and `byte_progress` one over bytes; `ask` puts a question.
+    """
+
+    root: str
+    progress: Progress
+    byte_progress: ByteProgress
+    ask: Callable[[str], str]
+    tenant: str | None = None
+    secret: bytes | None = dataclasses.field(default=None, repr=False)
+    key: bytes | None = dataclasses.field(default=None, repr=False)
+    remote: str | None = None
+    budget: int | None = None
+    yes: bool = False
+    directory: str | None = None
+    copy: bool = False
+    arrays: bool = False
+    library_quota: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command found: as JSON, and as lines to read. `good`: whether all is well. `remarks` are for stderr.
+
+    `rows`: many more of both, under a name in the JSON, which come while they are read.
+    """
+
+    result: dict[str, Any]
+    lines: list[str]
+    good: bool = True
+    remarks: tuple[str, ...] = ()
+    rows: tuple[str, Iterator[tuple[dict[str, Any], str]]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One subcommand."""
+
+    help: str
+    run: Callable[[Options], Outcome]
+
+
+# ------------------------------------------------------------------------------------------------------------ opening
+
+
+def _disk(options: Options) -> Disk:
+    """The root's disk, which must be there already; with the tenant's key, where one is given."""
+    if not os.path.isdir(f"{options.root}/obj"):
+        raise InputError(f"store {options.root}: no store is there; expected a directory with obj/")
+    if options.key is None:
+        return Disk(options.root)
+    if options.tenant is None:
+        raise InputError("a key without a tenant; expected --tenant too, since keys are derived per tenant")
+    buffers = Buffers(wipe=True)
+    disk = Disk(options.root, buffers=buffers, seal=AesGcm(options.key, options.tenant, buffers))
+    check_key(disk.root, _names(options, disk).space, disk.seal.check)
+    return disk
+
+
+def _names(options: Options, disk: Disk) -> Names:
+    if not options.tenant:
+        raise InputError("no tenant; expected --tenant")
+    return Names(options.tenant, read_secret(disk.root) if options.secret is None else options.secret)
+
+
+def _below(options: Options, disk: Disk) -> tuple[str, str]:
+    """The folders that a command is about, of chunks and of libraries: one tenant's, or all of the root."""
+    if options.tenant is None:
+        return ALL
+    names = _names(options, disk)
+    return names.space, names.libraries
+
+
+def _has_tenant(options: Options, disk: Disk) -> bool:
+    """Whether anything is there of the tenant; True where none is asked for."""
+    if options.tenant is None:
+        return True
+    below = _below(options, disk)
+    own = f"{below[0].partition('/')[2]}."
+    return any(os.path.isdir(f"{disk.root}/{each}") for each in below) or any(
+        names_in(disk, each, own) for each in ("quarantine", "deleted", "tmp")
+    )
+
+
+def _about_tenant(command: Callable[[Options], Outcome]) -> Callable[[Options], Outcome]:
+    """The command, which says so where nothing is there of the tenant it is asked about: its name may be mistyped."""
+
+    def checked(options: Options) -> Outcome:
+        known = _has_tenant(options, _disk(options))
+        outcome = command(options)
+        return outcome if known else dataclasses.replace(outcome, good=False, remarks=(_unknown(options),))
+
+    return checked
+
+
+def _unknown(options: Options) -> str:
+    return (
+        f"tenant {options.tenant!r}: nothing of it in {options.root}; expected a tenant that put something there "
+        "(under the secret that names were made with)"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+@_about_tenant
+def _ls(options: Options) -> Outcome:
+    disk = _disk(options)
+    found = listing(disk, _below(options, disk), options.progress)
+    heading = f"{'bytes':>14}  {'kind':<18} {'last used':<20}  {'expires':<20} {'':<10} name"
+    return Outcome({}, [heading], rows=("objects", ((dataclasses.asdict(one), _line(one)) for one in found)))
+
+
+def _line(one: ObjectInfo) -> str:
+    sealed = {True: "encrypted", False: "plain", None: "unreadable"}[one.encrypted]
+    times = f"{_when(one.used)}  {_when(one.expires):<20}"
+    return f"{one.nbytes:>14,}  {one.kind:<18} {times} {sealed:<10} {one.path}"
+
+
+def _when(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:.3g} s"
+
+
+@_about_tenant
+def _stat(options: Options) -> Outcome:
+    disk = _disk(options)
+    found = totals(disk, _below(options, disk))
+    lines: list[str] = []
+    for key, value in found.items():
+        lines.append(f"{key}: {value:,}" if isinstance(value, int) else f"{key}:")
+        if isinstance(value, dict):
+            lines += [f"  {name}: {sums['objects']:,} objects, {sums['bytes']:,} bytes" for name, sums in value.items()]
+    return Outcome(found, lines)
+
+
+@_about_tenant
+def _verify(options: Options) -> Outcome:
+    disk = _disk(options)
+    found = verify(disk, _below(options, disk), options.progress)
+    lines = [f"{found.good} good, {found.nbytes:,} bytes read", f"{found.unopened} encrypted: checksums agree, no key"]
+    lines += [f"bad, in quarantine: {path}" for path in found.bad]
+    lines += [f"bad, could not be moved to quarantine: {path}" for path in found.left]
+    lines += [f"could not be read: {path}" for path in found.unreadable]
+    return Outcome(dataclasses.asdict(found), lines, not (found.bad or found.left or found.unreadable))
+
+
+@_about_tenant
+def _gc(options: Options) -> Outcome:
+    disk = _disk(options)
+    below, libraries = _below(options, disk)
+    before, entries = [entry.size for entry in disk.scan(below)], len(disk.scan(libraries))
+    finish(disk, below.partition("/")[2])
+    collect(disk, below, libraries)
+    old_versions = drop_old_versions(disk, libraries)
+    tenant = below.partition("/")[2]
+    left = {"quarantine": disk.collect_quarantine(tenant), "unfinished": sweep_unfinished(disk.root, tenant)}
+    if options.remote is not None:
+        remote = Beyond(KeyValueStore(_spec(options.remote)), disk.counters, disk.seal)
+        left["remote"] = remote.collect(f"{below}/")
+        left["remote_errors"] = disk.counters["remote_errors"] + disk.counters["remote_skipped"]
+    if options.budget is not None:
+        make_room(disk, options.budget, 0, lambda chunk: False, below)
+    after = [entry.size for entry in disk.scan(below)]
+    result = {"objects_before": len(before), "bytes_before": sum(before)}
+    result |= {"objects": len(after), "bytes": sum(after), "expired": disk.counters["disk_evicted_expired"]}
+    result |= {"evicted": disk.counters["disk_evicted_budget"], "entries_before": entries}
+    result |= {"entries": len(disk.scan(libraries)), "old_versions": old_versions, **left}
+    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()])
+
+
+def _quarantine_ls(options: Options) -> Outcome:
+    disk = _disk(options)
+    lines = [f"{'bytes':>14}  {'since':<20} tenant and name, and why"]
+    found: list[dict[str, Any]] = []
+    for one in quarantine.listed(disk.root, _tenant(options, disk)):
+        reason = quarantine.reason(disk.root, one)
+        found.append(dataclasses.asdict(one) | {"reason": reason})
+        lines += [f"{one.nbytes:>14,}  {_when(one.since):<20} {one.tenant} {one.name}", f"{'':16}{reason}"]
+    return Outcome({"quarantined": found}, lines)
+
+
+def _quarantine_purge(options: Options) -> Outcome:
+    disk = _disk(options)
+    whose = "" if options.tenant is None else f" of tenant {options.tenant!r}"
+    question = f"Delete what is in quarantine{whose} in {disk.root}, for good? Type yes: "
+    if not options.yes and options.ask(question).strip() != "yes":
+        return Outcome({"deleted": False}, ["nothing was deleted"], good=False)
+    gone = quarantine.purge(disk.root, _tenant(options, disk))
+    result = {"deleted": True, "objects": len(gone), "bytes": sum(one.nbytes for one in gone)}
+    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()])
+
+
+def _tenant(options: Options, disk: Disk) -> str:
+    """The keyed name of the tenant that a command is about; empty where it is about all."""
+    return "" if options.tenant is None else _names(options, disk).tenant_name
+
+
+def _rm_tenant(options: Options) -> Outcome:
+    disk = _disk(options)
+    names = _names(options, disk)
+    question = f"Delete every object of tenant {options.tenant!r} in {disk.root}, for good? Type yes: "
+    if not options.yes and options.ask(question).strip() != "yes":
+        return Outcome({"deleted": False}, ["nothing was deleted"], good=False)
+    remote = None if options.remote is None else KeyValueStore(_spec(options.remote))
+    known = _has_tenant(options, disk)
+    deleted = delete_tenant(disk, names, remote)
+    some = known or any(dataclasses.asdict(deleted).values())
+    result = {"deleted": some, **dataclasses.asdict(deleted)}
+    lines = [f"{key}: {value}" for key, value in result.items()]
+    return Outcome(result, lines, some, () if some else (_unknown(options),))
+
+
+def _spec(text: str) -> Any:
+    return json.loads(text) if text.lstrip().startswith("{") else text
+
+
+def _export(options: Options) -> Outcome:
+    directory = _directory(options)
+    if not _has_tenant(options, _disk(options)):
+        raise InputError(_unknown(options))
+    if options.arrays:
+        from ..snapshots.checkpoint import export_arrays
+
+        with _store(options) as store:
+            return _done(export_arrays(store, directory, progress=options.byte_progress))
+    more = {"tenant": options.tenant, "secret": options.secret, "copy": options.copy}
+    return _done(save_snapshot(options.root, directory, **more, progress=options.byte_progress))
+
+
+def _import(options: Options) -> Outcome:
+    directory = _directory(options)
+    if options.arrays:
+        from ..snapshots.checkpoint import import_arrays
+
+        with _store(options) as store:
+            return _done(import_arrays(directory, store, progress=options.byte_progress))
+    more = {"tenant": options.tenant, "secret": options.secret, "key": options.key, "copy": options.copy}
+    return _done(
+        load_snapshot(directory, options.root, **more, budget=_budget(options), progress=options.byte_progress)
+    )
+
+
+def _budget(options: Options) -> Budget:
+    return Budget(disk=options.budget, library=options.library_quota)
+
+
+def _directory(options: Options) -> str:
+    if not options.directory:
+        raise InputError("no directory; expected --directory")
+    return options.directory
+
+
+def _store(options: Options) -> ChunkStore:
+    if not options.tenant:
+        raise InputError("--arrays without a tenant; expected --tenant")
+    more = {"secret": options.secret, "key": options.key, "budget": _budget(options)}
+    return ChunkStore(options.root, tenant=options.tenant, **more)
+
+
+def _done(summary: Summary) -> Outcome:
+    result = dataclasses.asdict(summary)
+    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()], not summary.damaged)
+
+
+COMMANDS: dict[str, Command] = {
+    "ls": Command("Lists objects and libraries' entries: bytes, kind, last use, expiry, keyed name.", _ls),
+    "stat": Command("Sums: objects and bytes by kind and tenant, quarantine, what is left over.", _stat),
+    "verify": Command("Reads every object; damaged ones go to quarantine, and the exit status is 1.", _verify),
+    "gc": Command(
+        "Deletes what expired, what dead writers, readers and snapshots left, what was in quarantine for long; with "
+        "--budget, evicts down to it.",
+        _gc,
+    ),
+    "quarantine ls": Command("Lists what did not verify: bytes, since when, keyed name, and why.", _quarantine_ls),
+    "quarantine purge": Command("Deletes what is in quarantine; asks unless --yes.", _quarantine_purge),
+    "export": Command(
+        "Makes a snapshot of the objects as --directory; with --arrays, Orbax arrays of --tenant.", _export
+    ),
+    "import": Command("Takes over a snapshot, or with --arrays an export, from --directory, verified.", _import),
+    "rm-tenant": Command("Deletes all that --tenant has; with --remote, there too.", _rm_tenant),
+}
+"""The subcommands, by name."""

@@ -1,0 +1,1 @@
+"""One root on disk: durable puts, verified reads, quarantine, eviction, configuration."""

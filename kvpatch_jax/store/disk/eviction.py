@@ -1,0 +1,172 @@
+"""Keeping the disk within its budget: what expired goes first, then what can be derived, then the least recently used.
+
+Of all chunks, patches and smaller encodings go before any canonical, and a canonical whose encoder output is there (an
+eighth of its bytes, and enough to make it again) before one that stands alone. A canonical takes its patches along.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from ...errors import StoreFullError
+from ..format.expiry import expiry_look
+from ..io.files import locked, typed_errors
+from .directory import DirectoryEntry, same_file
+from .disk import Disk
+
+SLACK = 0.05
+"""Share of the budget that an eviction frees beyond what is asked, so that the next put need not evict again."""
+_BATCH, _BATCH_BYTES = 64, 64 << 20
+_LOOKS = 3
+"""How often a root is looked at where objects change meanwhile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+    """What goes together: its turn (lower first), when it was last used, its objects."""
+
+    turn: int
+    used: float
+    entries: tuple[DirectoryEntry, ...]
+
+
+def make_room(
+    disk: Disk, budget: int, need: int, pinned: Callable[[str], bool], below: str = "obj", counted: str = "obj"
+) -> int:
+    """Evicts until `need` bytes fit within `budget`, over all that is on the disk. One process at a time.
+
+    Args:
+      below: the folder that the budget is for. counted: the folder whose evictions are counted.
+
+    Returns:
+      Bytes of what is there now.
+
+    Raises:
+      StoreFullError: what is left is pinned, or `need` is larger than the budget; nothing was evicted then.
+    """
+    with typed_errors("store: evict"), locked(f"{disk.root}/evict.lock", shared=False):
+        for _ in range(_LOOKS):
+            entries = disk.scan(below)
+            total = sum(entry.size for entry in entries)
+            if total + need <= budget:
+                return total
+            units = sorted(_units(disk, entries, pinned), key=lambda unit: (unit.turn, unit.used))
+            loose = sum(entry.size for entry in {entry for unit in units for entry in unit.entries})
+            if total - loose + need > budget:
+                break
+            total = _evict(disk, units, total, budget - need, counted)
+            if total + need <= budget:
+                return total
+        raise StoreFullError(
+            f"store: {need} bytes do not fit into {budget}, of what is there too little may go; "
+            "expected room within the budget"
+        )
+
+
+def _evict(disk: Disk, units: Iterable[_Unit], total: int, allowed: int, counted: str) -> int:
+    """Takes units away in their order, until what is there is well within what is allowed. Bytes that are left."""
+    target = allowed - int(SLACK * allowed)
+    waiting, gone = iter(units), set[str]()
+    while total > target and (batch := _batch(waiting, total - target)):
+        for unit, entry in _take(disk, batch, gone):
+            total -= entry.size
+            if entry.path.startswith(f"{counted}/"):  # a tenant's counts tell nothing of others
+                disk.counters.add("disk_evicted_expired" if unit.turn == 0 else "disk_evicted_budget")
+    return total
+
+
+def _batch(waiting: Iterator[_Unit], missing: int) -> list[_Unit]:
+    """What is taken away under one lock: few enough that others need not wait long, and no more than is missing."""
+    batch: list[_Unit] = []
+    nbytes = 0
+    for unit in waiting:
+        batch.append(unit)
+        nbytes += sum(entry.size for entry in unit.entries)
+        if len(batch) == _BATCH or nbytes >= min(missing, _BATCH_BYTES):
+            break
+    return batch
+
+
+def _take(disk: Disk, units: Iterable[_Unit], gone: set[str]) -> list[tuple[_Unit, DirectoryEntry]]:
+    """Takes away what is still as it was when it was looked at, each unit whole. What went, each with its unit.
+
+    What expired is so by its header, read again now. What goes along must not have been put again, and stays with what
+    it goes along with where it was used or linked just now: the next look finds both.
+
+    Args:
+      gone: paths of what went before; filled.
+    """
+    taken: list[tuple[_Unit, DirectoryEntry]] = []
+    with disk.removing() as removal:
+        for unit in units:
+            if unit.entries[0].path in gone:
+                continue
+            first, *along = (entry for entry in unit.entries if entry.path not in gone)
+            still = disk.has_expired if unit.turn == 0 else same_file(first.file)
+            if not removal.is_there(first.path, still):
+                continue
+            went = [entry for entry in along if removal.remove(entry.path, same_file(entry.file))]
+            if not any(removal.is_there(entry.path) for entry in along) and removal.remove(first.path, still):
+                went.append(first)
+            gone.update(entry.path for entry in went)
+            taken += [(unit, entry) for entry in went]
+    return taken
+
+
+def _units(disk: Disk, entries: Iterable[DirectoryEntry], pinned: Callable[[str], bool]) -> list[_Unit]:
+    units: list[_Unit] = []
+    for chunk, parts in _chunks(entries).items():
+        if not pinned(chunk):
+            units += _units_of(disk, parts)
+    return units
+
+
+def _chunks(entries: Iterable[DirectoryEntry]) -> dict[str, dict[str, DirectoryEntry]]:
+    """Objects by chunk, and there by what of it they are."""
+    chunks: dict[str, dict[str, DirectoryEntry]] = collections.defaultdict(dict)
+    for entry in entries:
+        chunks[entry.chunk][entry.part] = entry
+    return chunks
+
+
+def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
+    looked = {part: disk.looked_at(entry) for part, entry in parts.items()}
+    parts = {part: entry for part, (entry, _) in looked.items()}
+    patches = tuple(entry for part, entry in parts.items() if part.startswith("p."))
+    units: list[_Unit] = []
+    for part, entry in parts.items():
+        canonical = part.partition(".")[0] == "kv"
+        derived = part.startswith("p.") or (part.startswith("kv.") and "kv" in parts)
+        turn = 1 if derived else 2 if canonical and "enc" in parts else 3
+        turn = 0 if looked[part][1] else turn
+        with_patches = canonical and not derived
+        units.append(_Unit(turn, entry.used, (entry, *patches) if with_patches else (entry,)))
+    return units
+
+
+def collect(disk: Disk, below: str = "obj", libraries: str | None = None) -> int:
+    """Deletes what expired (a canonical takes its patches along) and what dead writers left. How many objects.
+
+    Args:
+      below: a tenant's folder, for that tenant's alone.
+      libraries: a folder of libraries whose expired entries go too.
+    """
+    with typed_errors("store: collect"), locked(f"{disk.root}/evict.lock", shared=False):
+        deleted, gone = 0, set[str]()
+        for _ in range(_LOOKS):
+            entries = disk.scan(below) + ([] if libraries is None else disk.scan(libraries))
+            units = [unit for unit in _expired(disk, entries) if unit.entries[0].path not in gone]
+            if not units:
+                break
+            for start in range(0, len(units), _BATCH):
+                deleted += len(_take(disk, units[start : start + _BATCH], gone))
+    disk.counters.add("disk_evicted_expired", deleted)
+    return deleted + disk.sweep(below.removeprefix("obj").removeprefix("/"))
+
+
+def _expired(disk: Disk, entries: Iterable[DirectoryEntry]) -> list[_Unit]:
+    """What has expired. Only of chunks of which something looks so is anything opened."""
+    look = expiry_look(disk.clock())
+    chunks = {entry.chunk for entry in entries if look(entry.shown)}
+    units = _units(disk, [entry for entry in entries if entry.chunk in chunks], lambda _: False) if chunks else []
+    return [unit for unit in units if unit.turn == 0]

@@ -1,0 +1,166 @@
+"""What a root says about itself: the secret of its names, and which key a tenant's objects are encrypted under.
+
+Without the secret nothing in a root is found. So it is there twice, each file with a digest, and one is mended from the
+other; where neither can be read, or is there, and the root holds objects, it is not made up anew.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+
+from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreKeyError
+from ..io.files import NotRegularError, publish_once, read_small, replace_file, typed_errors
+
+SECRETS = ("STORE.json", "STORE.copy.json")
+"""The files that hold the secret, alike."""
+
+_LARGEST = 1 << 12
+"""Bytes. Longer settings are refused unread."""
+
+
+def secret_of(root: str) -> bytes:
+    """The secret of a store's names, made on first use; of several who make it at once one wins.
+
+    Raises:
+      StoreError: it cannot be made. StoreCorruptError: it cannot be read, or is gone from a root that holds objects.
+    """
+    secret = find_secret(root)
+    if secret is None and holds_objects(root):
+        secret = find_secret(root)  # somebody may have made it just now, and then objects
+        if secret is None:
+            raise StoreCorruptError(
+                f"store {root}: no {SECRETS[0]} beside objects that were named by its secret; expected it, from a "
+                "snapshot of the whole store, or the secret itself"
+            )
+    if secret is None:
+        note_secret(root, secrets.token_bytes(32))
+    return read_secret(root) if secret is None else secret
+
+
+def note_secret(root: str, secret: bytes) -> None:
+    """Gives a root the secret of its names, unless it has one. Raises StoreError."""
+    _publish_once(root, SECRETS[0], secret_text(secret))
+    find_secret(root)  # which writes it a second time
+
+
+def read_secret(root: str) -> bytes:
+    """The secret of a store's names.
+
+    Raises:
+      StoreIOError: there is none. StoreCorruptError: it cannot be read.
+    """
+    secret = find_secret(root)
+    if secret is None:
+        raise StoreIOError(f"store {root}: no {SECRETS[0]}; expected a store that keeps its secret")
+    return secret
+
+
+def find_secret(folder: str, *, mend: bool = True) -> bytes | None:
+    """The secret that a root or snapshot keeps; None where it keeps none.
+
+    Args:
+      mend: whether files that are damaged, gone or of an older version are written anew, where that can be.
+
+    Raises:
+      StoreCorruptError: it cannot be read, or there are two. StoreError.
+    """
+    found = [_read(folder, name) for name in SECRETS]
+    good = [each for each in found if each is not None and each.secret is not None]
+    if not good:
+        if any(each is not None for each in found):
+            raise StoreCorruptError(f"store {folder}: {SECRETS[0]} is damaged, and so is its copy; expected one whole")
+        return None
+    vouched = {each.secret for each in good if each.summed} or {each.secret for each in good}
+    if len(vouched) > 1:
+        raise StoreCorruptError(f"store {folder}: {SECRETS[0]} and its copy hold two secrets; expected the same")
+    (secret,) = vouched
+    assert secret is not None
+    for name, each in zip(SECRETS, found, strict=True) if mend else ():
+        if each is None or not each.summed:
+            with contextlib.suppress(StoreError):  # a root that may only be read serves as it is
+                _replace(folder, name, secret)
+    return secret
+
+
+def put_secret(root: str, secret: bytes) -> None:
+    """Gives a root a secret in place of what cannot be read. Raises StoreError."""
+    for name in SECRETS:
+        _replace(root, name, secret)
+
+
+def holds_objects(root: str) -> bool:
+    """Whether any object or entry of a library is there."""
+    walks = (os.walk(f"{root}/{folder}") for folder in ("obj", "lib"))
+    return any(name.endswith(".safetensors") for walk in walks for _, _, names in walk for name in names)
+
+
+def secret_text(secret: bytes) -> bytes:
+    """What is in a file that holds a secret."""
+    return json.dumps({"version": 2, "secret": secret.hex(), "digest": secret_digest(secret)}).encode()
+
+
+def secret_digest(secret: bytes) -> str:
+    """Tells a secret from another, and nothing about it: it is drawn from 2²⁵⁶."""
+    return hashlib.blake2b(secret, digest_size=16, person=b"kvpatch secret").hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What a file holds; no secret where it is damaged. `summed`: whether a digest vouches for it."""
+
+    secret: bytes | None = dataclasses.field(repr=False)
+    summed: bool
+
+
+def _read(folder: str, name: str) -> _Kept | None:
+    """What a file of a secret holds; None where it is not there."""
+    with typed_errors(f"{folder}/{name}: read"):
+        try:
+            text = read_small(folder, name, _LARGEST)
+        except FileNotFoundError:
+            return None
+        except (NotRegularError, StoreCorruptError):
+            return _Kept(None, False)
+    try:
+        secret = bytes.fromhex(json.loads(text)["secret"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return _Kept(None, False)
+    if len(secret) >= 16 and text == secret_text(secret):
+        return _Kept(secret, True)
+    old = text == json.dumps({"version": 1, "secret": secret.hex()}).encode()  # before there were digests
+    return _Kept(secret if old and len(secret) >= 16 else None, False)
+
+
+def _replace(root: str, name: str, secret: bytes) -> None:
+    with typed_errors(f"store {root}: write {name}"):
+        replace_file(root, name, secret_text(secret), _temporary())
+
+
+def _temporary() -> str:
+    return f"tmp/settings-{secrets.token_hex(8)}"
+
+
+def check_key(root: str, space: str, check: str | None, note: bool = False) -> None:
+    """Refuses a tenant's directory to another key than the first that was noted there; `note`: whether to note it.
+
+    So a wrong key is found before anything is written. Each encrypted object has the same value in it.
+
+    Raises:
+      StoreKeyError: encrypted under another key, or encrypted and `check` is None.
+    """
+    if note and check is not None and not os.path.lexists(f"{root}/{space}/KEY"):
+        _publish_once(root, f"{space}/KEY", check.encode())
+    with typed_errors(f"store {root}: open"), contextlib.suppress(FileNotFoundError):
+        found = read_small(root, f"{space}/KEY", _LARGEST).decode(errors="replace")
+        if found != check:
+            what = "no key" if check is None else "another key"
+            raise StoreKeyError(f"store {root}: opened with {what}; expected the one of this tenant's objects")
+
+
+def _publish_once(root: str, relative: str, text: bytes) -> None:
+    """A small file, whole and durable, unless there is one of that name already."""
+    with typed_errors(f"store {root}: open"):
+        publish_once(root, relative, text, _temporary())

@@ -1,0 +1,1 @@
+"""What a file of the store is: its name, header, arrays, encryption and expiry."""

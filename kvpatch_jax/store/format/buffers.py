@@ -1,0 +1,122 @@
+"""Host memory that reads land in, kept and given out again: fresh pages cost more than the copy into them.
+
+jax may use an aligned host array as it stands (on the CPU it does), so a buffer comes back only when the last array
+that looks into it is gone, whoever holds it.
+"""
+
+import collections
+import errno
+import os
+import threading
+import weakref
+
+import numpy as np
+
+from ..io.thread_pool import tell_of_forks
+
+_ALIGNMENT = 4096
+_LARGE = 256 << 20
+"""Bytes. Before more is taken at once, the system is asked whether it has them."""
+
+
+def expect_memory(size: int) -> None:
+    """Refuses what the machine has no memory for: a file may say that it is of any size, and take no room on a disk.
+
+    Raises:
+      OSError: ENOMEM, as a read that fails now and may pass.
+    """
+    if size > _LARGE and size > (free := available_memory()):
+        raise OSError(errno.ENOMEM, f"{size} bytes to read into {free} bytes of free memory")
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping: of the machine, or of the control group that the process is in."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    lines = _text("/proc/meminfo").splitlines()
+    free = min([free, *(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))])
+    groups = [line[3:] for line in _text("/proc/self/cgroup").splitlines() if line.startswith("0::")]
+    for group in groups:
+        most, used = (_text(f"/sys/fs/cgroup{group}/memory.{word}").strip() for word in ("max", "current"))
+        if most.isdecimal() and used.isdecimal():
+            free = min(free, max(0, int(most) - int(used)))
+    return free
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+class Buffers:
+    """A pool of buffers.
+
+    Args:
+      keep: bytes of idle ones that are kept at most.
+      wipe: whether a buffer is overwritten with zeros when it comes back. One that is in use at the interpreter's end
+        does not come back.
+    """
+
+    def __init__(self, keep: int = 256 << 20, wipe: bool = False):
+        self._keep, self._wipe = keep, wipe
+        self._idle: collections.OrderedDict[int, list[np.ndarray]] = collections.OrderedDict()
+        self._bytes = 0
+        self._lock = threading.RLock()  # a collection inside may give a buffer back
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Lets nobody who is not there hold the lock; idle buffers, whose count may be cut off halfway, go."""
+        self._lock, self._bytes = threading.RLock(), 0
+        self._idle.clear()
+
+    def lease(self, size: int) -> np.ndarray:
+        """uint8 [size], aligned to 4096 bytes, of unknown content; it comes back by itself.
+
+        Raises:
+          OSError: ENOMEM, there is no memory for it.
+        """
+        room = -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
+        block = self._take(room)
+        if block is None:
+            expect_memory(room)
+            try:
+                raw = np.empty(room + _ALIGNMENT, np.uint8)
+            except MemoryError as error:
+                raise OSError(errno.ENOMEM, f"no memory for {size} bytes") from error
+            start = -raw.ctypes.data % _ALIGNMENT
+            block = raw[start : start + room]
+        # Views of `leased` keep it alive and not `block`: its memory belongs to no array, so that numpy stops there.
+        leased = np.frombuffer(memoryview(block), np.uint8, count=size)
+        weakref.finalize(leased, self._give, block).atexit = False
+        return leased
+
+    def _take(self, room: int) -> np.ndarray | None:
+        with self._lock:
+            idle = self._idle.get(room)
+            if not idle:
+                return None
+            self._bytes -= room
+            block = idle.pop()
+            if not idle:
+                del self._idle[room]
+            return block
+
+    def _give(self, block: np.ndarray) -> None:
+        if self._wipe:
+            block.fill(0)
+        with self._lock:
+            self._idle.setdefault(len(block), []).append(block)
+            self._bytes += len(block)
+            while self._bytes > self._keep:
+                size, blocks = next(iter(self._idle.items()))
+                self._bytes -= size
+                blocks.pop()
+                if not blocks:
+                    del self._idle[size]
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes kept for the next reads."""
+        return self._bytes

@@ -1,0 +1,330 @@
+"""Chunks, patches and encoder outputs as objects, and back. Layer-major: what one layer needs lies together."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...chunk import Chunk, trusted
+from ...errors import KVPatchError, ShapeError, StoreCorruptError
+from ...frames import PhaseFreeKV
+from ...layout import Channel, KVLayout
+from ...ops import Quantised, is_low_rank
+from ...patch_metadata import Patch, PatchMetadata, check_factors
+from ...rope import Rope
+from ...scaling import Scaling
+from .header import MALFORMED, dtype_word
+from .naming import Encoding
+from .objects import Arrays, Blob
+
+_LARGEST = {
+    "int8": 127.0,
+    "float8_e4m3fn": float(jnp.finfo(jnp.float8_e4m3fn).max),
+    "float8_e5m2": float(jnp.finfo(jnp.float8_e5m2).max),
+}
+
+
+# ------------------------------------------------------------------------------------------------------- layouts
+
+
+@functools.lru_cache(maxsize=64)
+def layout_body(layout: KVLayout) -> Mapping[str, Any]:
+    """A layout as JSON. Remembered, for all that a model puts has the same one: not to be changed."""
+    return dataclasses.asdict(layout)
+
+
+def layout_of(body: Mapping[str, Any]) -> KVLayout:
+    """The layout that `layout_body` described."""
+    if type(body["layers"]) is not int:
+        raise StoreCorruptError(f"object: {str(body['layers'])[:40]} layers; expected a count")
+    rope = dict(body["rope"])
+    if rope["scaling"] is not None:
+        scaling: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in rope["scaling"].items()}
+        rope["scaling"] = Scaling(**scaling)
+    rope["sections"] = None if rope["sections"] is None else tuple(rope["sections"])
+    channels = tuple(Channel(**channel) for channel in body["channels"])
+    return KVLayout(body["kind"], body["layers"], channels, Rope(**rope))
+
+
+# ------------------------------------------------------------------------------------------- smaller encodings
+
+
+def encode(value: np.ndarray, encoding: Encoding | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """One layer's channel [T, K, H] in a smaller dtype, and float32 scales [1, K, H] where the dtype is narrow.
+
+    int8 and the float8 types get one scale per feature over the tokens, since keys have a few large features.
+    """
+    if encoding is None:
+        return value, None
+    dtype = np.dtype(jnp.dtype(encoding))
+    if encoding not in _LARGEST:
+        return value.astype(dtype), None
+    wide = value.astype(np.float32)
+    scale = np.abs(wide).max(axis=0, keepdims=True) / np.float32(_LARGEST[encoding])
+    scale = np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
+    scaled = wide / scale
+    return (np.rint(scaled) if encoding == "int8" else scaled).astype(dtype), scale
+
+
+def decode(value: Any, scale: Any, dtype: np.dtype) -> Any:
+    """The numbers that `encode` stands for, in the dtype they had: NumPy or jax arrays, one layer or all.
+
+    Raises:
+      DtypeError: a dtype that objects do not hold. ShapeError: scales that are not one per feature.
+    """
+    dtype_word(dtype)
+    if scale is None:
+        return value if value.dtype == dtype else value.astype(dtype)
+    expected = (*value.shape[:-3], 1, *value.shape[-2:])
+    if scale.shape != expected:  # other shapes could broadcast to an array far larger than the file
+        raise ShapeError(f"scales {scale.shape} of values {value.shape}; expected {expected}")
+    return (value.astype(np.float32) * scale).astype(dtype)
+
+
+# -------------------------------------------------------------------------------------------------------- chunks
+
+
+def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | None = None) -> Blob:
+    """A canonical as an object: local positions, then layer by layer every channel [T, K, H], then residuals.
+
+    Raises:
+      DtypeError: a dtype that objects do not hold.
+    """
+    kv = {name: np.asarray(chunk.kv[name]) for name in chunk.layout.names}
+    arrays: dict[str, np.ndarray] = {"local": np.asarray(chunk.local)}
+    for layer in range(chunk.layout.layers):
+        for name, value in kv.items():
+            stored, scale = encode(value[layer], encoding)
+            arrays[f"layer.{layer}.{name}"] = stored
+            if scale is not None:
+                arrays[f"layer.{layer}.{name}.scale"] = scale
+    hidden = {} if chunk.hidden is None else chunk.hidden
+    arrays |= {f"hidden.{layer}": np.asarray(hidden[layer]) for layer in sorted(hidden)}
+    return _checked(Blob("kv", chunk_body(chunk), arrays, expires))
+
+
+def chunk_body(chunk: Chunk) -> dict[str, Any]:
+    """What a canonical's header says of it, as JSON."""
+    return {
+        "id": chunk.id,
+        "backbone": chunk.backbone,
+        "span": int(chunk.span),
+        "length": int(chunk.length),
+        "layout": layout_body(chunk.layout),
+        "dtypes": {name: str(chunk.kv[name].dtype) for name in chunk.layout.names},
+        "hidden": None if chunk.hidden is None else sorted(int(layer) for layer in chunk.hidden),
+        "content": chunk.content,
+    }
+
+
+def content_in(body: Mapping[str, Any]) -> str | None:
+    """A canonical's content, by its header; None in files of earlier versions, which did not say.
+
+    Raises:
+      StoreCorruptError: it is no text.
+    """
+    content = body.get("content")
+    if content is not None and (not isinstance(content, str) or not content):
+        raise StoreCorruptError(f"object: content of type {type(content).__name__}; expected a digest")
+    return content
+
+
+def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]:
+    """The leaves of one layer, in the order of the file."""
+    wanted = [f"layer.{layer}.{name}{part}" for name in layout.names for part in ("", ".scale")]
+    present = set(names)
+    return [name for name in wanted if name in present]
+
+
+def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, np.ndarray]:
+    """{channel: [T, K, H]} of one layer, in the dtype it had.
+
+    Raises:
+      StoreCorruptError: a body that does not fit its arrays.
+    """
+    leaf = lambda name: f"layer.{layer}.{name}"
+    dtype = lambda name: np.dtype(jnp.dtype(body["dtypes"][name]))
+
+    def build() -> dict[str, np.ndarray]:
+        names = [channel["name"] for channel in body["layout"]["channels"]]
+        return {name: decode(arrays[leaf(name)], arrays.get(f"{leaf(name)}.scale"), dtype(name)) for name in names}
+
+    return _rebuilt(build, "layer")
+
+
+def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
+    """The chunk that `chunk_blob` described, its arrays on the host.
+
+    Where layers lie evenly in one buffer, kv are views into it. Values are not looked at again for NaN: they were when
+    the chunk was made, and the checksums say that they have not changed since.
+
+    Raises:
+      StoreCorruptError: a body that does not fit its arrays.
+    """
+
+    def build() -> Chunk:
+        layout = layout_of(body["layout"])
+        layers = range(layout.layers)
+        if any(name.endswith(".scale") for name in arrays) or not _as_made(body, arrays):
+            each = [layer_of(body, layer, arrays) for layer in layers]
+            kv = {name: np.stack([values[name] for values in each]) for name in layout.names}
+            rest = {name: value.copy() for name, value in arrays.items() if not name.startswith("layer.")}
+            for value in rest.values():  # so that what was read is let go, of which these few would keep all
+                value.flags.writeable = False
+        else:
+            rest = arrays
+            kv = {name: stack_views([arrays[f"layer.{layer}.{name}"] for layer in layers]) for name in layout.names}
+        hidden = body["hidden"]
+        return unchecked_chunk(
+            kv=kv,
+            local=rest["local"],
+            span=body["span"],
+            length=body["length"],
+            id=body["id"],
+            layout=layout,
+            backbone=body["backbone"],
+            encoder=None,
+            hidden=None if hidden is None else {layer: rest[f"hidden.{layer}"] for layer in hidden},
+            content=content_in(body),
+        )
+
+    return _rebuilt(build, "chunk")
+
+
+def _as_made(body: Mapping[str, Any], arrays: Arrays) -> bool:
+    return all(str(arrays[f"layer.0.{name}"].dtype) == dtype for name, dtype in body["dtypes"].items())
+
+
+def unchecked_chunk(**fields: Any) -> Chunk:
+    """A chunk whose shapes are checked and whose values are trusted, so that reading does not cost a pass over them."""
+    fields["layout"].check(fields["kv"], "chunk")
+    chunk = object.__new__(Chunk)
+    for name, value in (fields | {"kv": PhaseFreeKV(fields["kv"])}).items():
+        object.__setattr__(chunk, name, value)
+    if not 1 <= chunk.length <= chunk.tokens or chunk.span < 0 or len(chunk.local) != chunk.tokens:
+        raise StoreCorruptError(f"chunk: length {chunk.length}, span {chunk.span}; expected within its kv")
+    return chunk
+
+
+def memory_of(value: Any) -> int:
+    """Bytes that a chunk, the parts of a patch or an array keep on the host: of whole blocks, each once."""
+    arrays = value
+    if isinstance(value, Chunk):
+        arrays = (dict(value.kv), value.local, value.encoder, dict(value.hidden or {}))
+    blocks = (_block(leaf) for leaf in jax.tree.leaves(arrays) if isinstance(leaf, np.ndarray))
+    return sum({id(block): block.nbytes for block in blocks}.values())
+
+
+def _block(array: np.ndarray) -> np.ndarray:
+    """The array whose memory another one shows."""
+    while True:
+        owner = array.base
+        if not isinstance(owner, np.ndarray):
+            owner = getattr(owner, "base", None)  # strided views have a base between
+        if not isinstance(owner, np.ndarray):
+            return array
+        array = owner
+
+
+def with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:
+    """The same chunk with a tower's output."""
+    return trusted(chunk, encoder=output)
+
+
+def stack_views(parts: list[np.ndarray]) -> np.ndarray:
+    """[L, ...] of L arrays alike: without copying where they lie at even steps in one buffer."""
+    first = parts[0]
+    addresses = [part.ctypes.data for part in parts]
+    steps = set(np.diff(addresses).tolist())
+    base = first.base
+    even = len(steps) == 1 and min(steps) >= first.nbytes and all(part.base is base for part in parts)
+    if base is None or not even or any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
+        return np.stack(parts)
+    raw = first.view(np.uint8)  # numpy's stride tricks do not know every dtype of ours
+    shape, strides = (len(parts), *raw.shape), (steps.pop(), *raw.strides)
+    return np.lib.stride_tricks.as_strided(raw, shape, strides, writeable=False).view(first.dtype)
+
+
+# -------------------------------------------------------------------------------------- encoder outputs, patches
+
+
+def encoder_blob(id: str, backbone: str, output: np.ndarray | jax.Array, expires: float | None = None) -> Blob:
+    """A tower's output, [T, D] or any other shape, as an object."""
+    return _checked(Blob("encoder", {"id": id, "backbone": backbone}, {"encoder": np.asarray(output)}, expires))
+
+
+def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
+    """A patch as an object: a few leaves, layers stacked in each; a shared left factor once."""
+    arrays: dict[str, np.ndarray] = {}
+    forms: dict[str, list[str]] = {}
+    for name, factors in patch.factors.items():
+        pair = is_low_rank(factors)
+        forms[name] = ["u", "v"] if pair else ["dense"]
+        for part, leaf in zip(forms[name], factors if pair else (factors,), strict=True):  # pyright: ignore
+            own = "shared.u" if part == "u" and patch.metadata.shared_left else f"{name}.{part}"
+            values = leaf.values if isinstance(leaf, Quantised) else leaf
+            arrays[own] = np.asarray(values)
+            if isinstance(leaf, Quantised):
+                arrays[f"{own}.scale"] = np.asarray(leaf.scale)
+    metadata = {field.name: getattr(patch.metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
+    metadata["layout"] = layout_body(patch.metadata.layout)
+    return _checked(Blob("patch", {"stamp": metadata, "forms": forms}, arrays, expires))
+
+
+type Parts = tuple[dict[str, Any], PatchMetadata]
+
+
+def patch_of(parts: Parts) -> Patch:
+    """The patch of `patch_parts`, its factors on the default device."""
+    factors, metadata = parts
+    return Patch(jax.tree.map(jnp.asarray, factors), metadata)
+
+
+def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
+    """The factors and the metadata that `patch_blob` described, the factors on the host.
+
+    Raises:
+      StoreCorruptError: a body that does not fit its arrays.
+    """
+
+    def leaf(name: str, part: str, shared: bool) -> Any:
+        own = "shared.u" if part == "u" and shared else f"{name}.{part}"
+        scale = arrays.get(f"{own}.scale")
+        return arrays[own] if scale is None else Quantised(arrays[own], scale)  # pyright: ignore
+
+    def build() -> Parts:
+        metadata = dict(body["stamp"])
+        shared = bool(metadata["shared_left"])
+        metadata["layout"] = layout_of(metadata["layout"])
+        for name in ("antecedent", "layers", "start", "base_antecedent"):
+            metadata[name] = None if metadata[name] is None else tuple(metadata[name])
+        if metadata.get("asked") is not None:  # not there in files of earlier versions, as some texts are not
+            metadata["asked"] = tuple((name, rank) for name, rank in metadata["asked"])
+        factors: dict[str, Any] = {}
+        for name, parts in body["forms"].items():
+            leaves = tuple(leaf(name, part, shared) for part in parts)
+            factors[name] = leaves if len(leaves) == 2 else leaves[0]
+        made = PatchMetadata(**metadata)
+        check_factors(factors, made)
+        return factors, made
+
+    return _rebuilt(build, "patch")
+
+
+def _checked(blob: Blob) -> Blob:
+    for array in blob.arrays.values():
+        dtype_word(array.dtype)
+    return blob
+
+
+def _rebuilt[T](build: Callable[[], T], what: str) -> T:
+    try:
+        return build()
+    except MALFORMED as error:
+        # The cause may name ids, so it is not said.
+        kind = type(error).__name__ if not isinstance(error, KVPatchError) else "it contradicts itself"
+        raise StoreCorruptError(f"object: the body does not make a {what} ({kind}); expected one that does") from None

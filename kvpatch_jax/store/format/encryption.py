@@ -1,0 +1,251 @@
+"""Encryption at rest: AES-256-GCM, a key per tenant, each leaf by itself, so that one layer can be read alone.
+
+    master key ── HKDF(tenant) ──► tenant's key ── HKDF(salt of the object) ──► object's key
+
+Every object that is written draws a salt of 256 bits, so its key encrypts one object once, and the numbers of its
+leaves serve as nonces: none comes twice under one key. What is stored is again an object: its leaves are uint8, its
+body holds the salt and a check value of the tenant's key, and its first leaf is what the plain header would have said.
+The file's name, kind, expiry and salt, and the leaf's number and name, are authenticated with each leaf.
+
+A leaf that is longer than `MOST` is stored in pieces, each a leaf of the file, encrypted under a nonce of the leaf's
+and the piece's numbers, with which piece of how many it is authenticated. Which leaves are in pieces the file says.
+
+`cryptography` (the extra `encryption`) is imported when a key is given.
+"""
+
+import dataclasses
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from ...chunk_ids import encoded
+from ...errors import InputError, StoreCorruptError, StoreKeyError
+from ..io.files import as_bytes
+from .buffers import Buffers
+from .header import DTYPES, Header, Leaf, dtype_word
+from .objects import Blob, arranged
+
+Read = Callable[[Sequence[str]], dict[str, np.ndarray]]
+"""Reads neighbouring leaves, their checksums verified."""
+
+KEY_BYTES = 32
+MOST = 1 << 30
+"""Bytes that are encrypted at once; the cipher takes less than 2 GiB."""
+
+_TAG = 16
+_INSIDE = "sealed.header"
+_STEP = 1024
+"""Bytes. What the plain header says is padded to a multiple of this, so that its length says little."""
+
+
+@runtime_checkable
+class Encryption(Protocol):
+    """How a tenant's objects are kept."""
+
+    @property
+    def check(self) -> str | None:
+        """A value that tells the tenant's key from another, and nothing about it; None without encryption."""
+        ...
+
+    def sealed(self, blob: Blob, file: str) -> Blob:
+        """The object that is stored for `blob` under the name `file`."""
+        ...
+
+    def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
+        """The header that `blob` would have had, and a reader of its leaves; None for an object that is not kept so.
+
+        Raises:
+          StoreKeyError: the object may be good, and cannot be read with this key. StoreCorruptError: it is not good.
+        """
+        ...
+
+
+def is_sealed(header: Header) -> bool:
+    """Whether an object is encrypted."""
+    return "sealed" in header.body
+
+
+class Plain:
+    """Objects as they are."""
+
+    check = None
+
+    def sealed(self, blob: Blob, file: str) -> Blob:
+        """The object itself."""
+        return blob
+
+    def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
+        """The object itself. Raises StoreKeyError for an encrypted one."""
+        if is_sealed(header):
+            raise StoreKeyError("object: it is encrypted; expected the key that it was put with")
+        return header, read
+
+
+class AesGcm:
+    """Objects encrypted under a tenant's key, which is derived from a master key.
+
+    Args:
+      key: the master key, at least 32 bytes that nobody can guess. It is not kept, nor written anywhere.
+      buffers: where decrypted leaves go.
+
+    Raises:
+      InputError: a shorter key. ImportError: `cryptography` is not installed.
+    """
+
+    def __init__(self, key: bytes, tenant: str, buffers: Buffers):
+        if len(key) < KEY_BYTES:
+            raise InputError(f"store: a key of {len(key)} bytes; expected {KEY_BYTES} or more")
+        try:
+            import cryptography  # noqa: F401
+        except ImportError as error:
+            raise ImportError("store: a key without `cryptography`; expected the extra `encryption`") from error
+        self._key = _derived(key, b"", b"tenant\0" + encoded(tenant), KEY_BYTES)
+        self.check = _derived(self._key, b"", b"check", 16).hex()
+        self._buffers = buffers
+
+    def sealed(self, blob: Blob, file: str) -> Blob:
+        """An object whose leaves are encrypted, under a key of its own."""
+        salt = secrets.token_bytes(32)
+        inside = {"body": blob.body, "leaves": [[n, dtype_word(d), list(s)] for n, (d, s) in blob.specs.items()]}
+        text = json.dumps(inside, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _STEP)
+        parts = {_INSIDE: np.frombuffer(text, np.uint8)} | {n: as_bytes(array) for n, array in blob.arrays.items()}
+        cipher = _Cipher(self._key, salt, [file, blob.kind, repr(blob.expires)])
+        arrays: dict[str, np.ndarray] = {}
+        for number, (name, part) in enumerate(parts.items()):
+            if number == 0 or len(part) <= MOST:
+                arrays[_outside(number)] = cipher.encrypted(_Piece(number, name), part)
+                continue
+            count = -(-len(part) // MOST)
+            for piece in range(count):
+                bound, own = _Piece(number, name, piece, count), part[piece * MOST : (piece + 1) * MOST]
+                arrays[f"{_outside(number)}.{piece}"] = cipher.encrypted(bound, own)
+        return Blob(blob.kind, {"sealed": 1, "check": self.check, "salt": salt.hex()}, arrays, blob.expires)
+
+    def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
+        """What was sealed; None for an object that is not encrypted, which anyone could have put there."""
+        if not is_sealed(header):
+            return None
+        if header.body.get("check") != self.check:
+            raise StoreKeyError("object: it is encrypted under another key; expected the key that it was put with")
+        cipher = _Cipher(self._key, _salt(header.body), [header.name, header.kind, repr(header.expires)])
+        outer = header.leaves.get(_INSIDE)
+        if outer is None or outer.nbytes < _TAG or outer.dtype != np.uint8:
+            raise StoreCorruptError(f"object: no leaf {_INSIDE}; expected one, of uint8")
+        room = self._buffers.lease(outer.nbytes - _TAG)
+        cipher.decrypt(_Piece(0, _INSIDE), read([_INSIDE])[_INSIDE], room)
+        inside = json.loads(room.tobytes())  # authenticated: it is what `sealed` wrote
+        leaves, pieces = _leaves(inside["leaves"], header)
+
+        def read_leaves(names: Sequence[str]) -> dict[str, np.ndarray]:
+            found = read([outside for name in names for outside in pieces[name]])
+            wanted = {name: {piece: found[outside] for outside, piece in pieces[name].items()} for name in names}
+            return self._decrypted(cipher, wanted, leaves)
+
+        return dataclasses.replace(header, body=inside["body"], leaves=leaves), read_leaves
+
+    def _decrypted(
+        self, cipher: "_Cipher", wanted: Mapping[str, Mapping["_Piece", np.ndarray]], leaves: Mapping[str, Leaf]
+    ) -> dict[str, np.ndarray]:
+        """Read-only views of one buffer, in it as `arranged` says, as those of a plain file are."""
+        places, room = arranged({name: leaves[name].nbytes for name in wanted})
+        data = self._buffers.lease(room)
+        spans = {name: slice(at, at + leaves[name].nbytes) for name, at in places.items()}
+        for name, found in wanted.items():
+            at = places[name]
+            for piece, value in found.items():
+                cipher.decrypt(piece, value, data[at : at + len(value) - _TAG])
+                at += len(value) - _TAG
+        data.flags.writeable = False
+        return {n: data[spans[n]].view(leaves[n].dtype).reshape(leaves[n].shape) for n in wanted}
+
+
+class _Piece(NamedTuple):
+    """What a ciphertext is of: a leaf's number and name; of a leaf in pieces, which one of how many."""
+
+    number: int
+    name: str
+    piece: int = 0
+    count: int = 0
+
+    @property
+    def nonce(self) -> bytes:
+        """Of 96 bits, for this piece alone; a whole leaf's begins with zeros."""
+        return (self.piece + 1 if self.count else 0).to_bytes(4, "big") + self.number.to_bytes(8, "big")
+
+
+class _Cipher:
+    """The cipher of one object. `fields`: what every leaf is bound to, with its number and name."""
+
+    def __init__(self, key: bytes, salt: bytes, fields: Sequence[str]):
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher, self._invalid = AESGCM(_derived(key, salt, b"object", KEY_BYTES)), InvalidTag
+        self._fields = ["kvpatch sealed 1", salt.hex(), *fields]
+
+    def _bound(self, piece: _Piece) -> bytes:
+        return json.dumps([*self._fields, *(piece if piece.count else piece[:2])]).encode()
+
+    def encrypted(self, piece: _Piece, part: np.ndarray) -> np.ndarray:
+        target = np.empty(len(part) + _TAG, np.uint8)
+        self._cipher.encrypt_into(piece.nonce, memoryview(part), self._bound(piece), memoryview(target))
+        return target
+
+    def decrypt(self, piece: _Piece, value: np.ndarray, target: np.ndarray) -> None:
+        try:
+            self._cipher.decrypt_into(piece.nonce, memoryview(value), self._bound(piece), memoryview(target))
+        except self._invalid:
+            raise StoreCorruptError(
+                f"object: leaf {piece.name} is not what was put there; expected it unchanged"
+            ) from None
+
+
+def _derived(key: bytes, salt: bytes, info: bytes, size: int) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return HKDF(SHA256(), size, salt, b"kvpatch_jax store 1\0" + info).derive(key)
+
+
+def _outside(number: int) -> str:
+    return f"sealed.{number}" if number else _INSIDE
+
+
+def _salt(body: Mapping[str, Any]) -> bytes:
+    try:
+        return bytes.fromhex(body["salt"])
+    except (KeyError, TypeError, ValueError):
+        raise StoreCorruptError("object: encrypted without a salt; expected 64 hexadecimal digits") from None
+
+
+type _Pieces = dict[str, dict[str, _Piece]]
+"""Of each leaf, the leaves of the file that hold it, in order, and what each is."""
+
+
+def _leaves(inside: Sequence[Any], header: Header) -> tuple[dict[str, Leaf], _Pieces]:
+    leaves: dict[str, Leaf] = {}
+    pieces: _Pieces = {}
+    for number, (name, word, shape) in enumerate(inside, 1):
+        dtype, outside = DTYPES[word], _outside(number)
+        nbytes = math.prod(shape) * dtype.itemsize
+        pieces[name] = {outside: _Piece(number, name)}
+        if outside not in header.leaves:
+            count = sum(each.startswith(f"{outside}.") for each in header.leaves)
+            pieces[name] = {f"{outside}.{piece}": _Piece(number, name, piece, count) for piece in range(count)}
+        outer = [header.leaves.get(each) for each in pieces[name]]
+        found = sum(-1 if each is None or each.dtype != np.uint8 else each.nbytes - _TAG for each in outer)
+        if not outer or found != nbytes or min(each.nbytes if each else 0 for each in outer) < _TAG:
+            raise StoreCorruptError(
+                f"object: leaf {number} is missing; expected {nbytes} bytes, and {_TAG} for each piece"
+            )
+        first = outer[0]
+        assert first is not None
+        leaves[name] = Leaf(name, dtype, tuple(shape), first.offset, nbytes, first.crc)
+    if len(header.leaves) != 1 + (stored := sum(map(len, pieces.values()))):
+        raise StoreCorruptError(f"object: {len(header.leaves)} leaves; expected {stored + 1}")
+    return leaves, pieces

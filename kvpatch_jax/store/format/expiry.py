@@ -1,0 +1,90 @@
+"""When objects expire: a time on its way in, and how the look of a file shows it.
+
+An object's header says when it expires, and that counts. So that nobody need open every file to find those whose time
+has come, the time of a file's last change shows the same: it is set when the object is written. Where the microseconds
+say so, the object never expires, and the rest is when it was written.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...errors import InputError
+
+Seconds = float | int | np.integer | np.floating | np.ndarray | jax.Array
+"""A number of seconds; an array of no axes will do. Kept as a float."""
+
+_SECOND, _MILLISECOND = 10**9, 10**6
+_NEVER = 271_000
+"""Nanoseconds within a millisecond of what never expires: microseconds, which file systems keep."""
+_LATEST = (1 << 33) * _SECOND
+"""Nanoseconds since the epoch, year 2242: what file systems can still say. Later times are told by headers alone."""
+_NEAR = 2 * _SECOND
+"""Some file systems keep times to two seconds."""
+
+
+def seconds(value: Any, what: str, expected: str) -> float:
+    """A number of seconds as a float, whatever kind of number it was.
+
+    Raises:
+      InputError: no number, or not finite; the text ends in `expected`.
+    """
+    try:
+        scalar = value.item() if isinstance(value, np.ndarray | np.generic | jax.Array) else value
+        number = float(scalar) if type(scalar) in (float, int) else math.nan
+    except (OverflowError, ValueError):  # an int beyond all floats, an array of several
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{what} {str(value)[:40]}; expected {expected}")
+    return number
+
+
+def checked_ttl(ttl: Seconds | None, what: str) -> float | None:
+    """A time to live in seconds, or None. Raises InputError where it is not a finite number above 0."""
+    if ttl is None:
+        return None
+    number = seconds(ttl, f"{what}: ttl", "finite seconds above 0, or None")
+    if number <= 0:
+        raise InputError(f"{what}: ttl {number}; expected finite seconds above 0, or None")
+    return number
+
+
+def expires_at(now: Seconds, ttl: Seconds | None, what: str) -> float | None:
+    """When what is put now expires, in seconds since the epoch.
+
+    Raises:
+      InputError: as `checked_ttl`; a clock that does not tell a time; a sum that is no time.
+    """
+    ttl = checked_ttl(ttl, what)
+    if ttl is None:
+        return None
+    now = seconds(now, f"{what}: the clock tells", "finite seconds since the epoch")
+    return seconds(now + ttl, f"{what}: ttl {ttl} from {now} on, which is", "a finite time")
+
+
+def shown_time(expires: float | None, now: int) -> int:
+    """What the time of a file's last change says of its object, nanoseconds. `now`: the system's time, likewise."""
+    if expires is None:
+        return now // _MILLISECOND * _MILLISECOND + _NEVER
+    shown = max(1, min(int(min(expires, 2.0**34) * _SECOND), _LATEST))
+    return shown - 1000 if shown % _MILLISECOND == _NEVER else shown
+
+
+def expiry_look(now: float) -> Callable[[int], bool]:
+    """Whether a file's look says that its object's time has come, for many files.
+
+    Old files, and copies without times, may say so wrongly, and then the header tells; what has expired and was written
+    by this library does say so.
+    """
+    latest = int(min(now, 2.0**34) * _SECOND)
+    return lambda shown: shown <= latest and shown % _MILLISECOND != _NEVER
+
+
+def shows(shown: int, expires: float | None) -> bool:
+    """Whether a file's look agrees with its header, as far as file systems keep times."""
+    if expires is None:
+        return shown % _MILLISECOND == _NEVER
+    return shown % _MILLISECOND != _NEVER and abs(shown - shown_time(expires, 0)) <= _NEAR

@@ -1,0 +1,170 @@
+"""The names that a tenant's objects have on disk.
+
+A name is a digest keyed by the tenant: who does not hold the key cannot tell from a name what it names, nor
+whether two tenants hold the same thing.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from typing import Literal
+
+import jax
+
+from ...chunk_ids import digest_of, encoded
+from ...content import fingerprint_of, names_of
+from ...errors import InputError
+from ...ops import PatchFrame
+from ...patch_metadata import Base, Patch, PatchMetadata
+
+Encoding = Literal["bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"]
+ENCODINGS: tuple[str, ...] = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+_BYTES = 32
+_PATH = re.compile(
+    r"(?:obj/[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.(?:kv|enc|p)(?:\.[a-z0-9_]{1,40}){0,2}"
+    r"|lib/[0-9a-f]{32}/(?:static/[0-9a-f]{2}/[0-9a-f]{64}\.entry|dynamic/[0-9a-f]{2}/[0-9a-f]{64}\.v[0-9]{9}))"
+    r"\.safetensors"
+)
+
+
+def is_object(path: str) -> bool:
+    """Whether objects or libraries' entries have such paths below a root."""
+    return _PATH.fullmatch(path) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """Where an object is: relative to the store's root, `folder`/`file`. `chunk` is the keyed name of its chunk."""
+
+    folder: str
+    chunk: str
+    file: str
+    kind: Literal["kv", "patch", "encoder", "entry"]
+
+    @property
+    def tenant(self) -> str:
+        """The keyed name of the tenant."""
+        return self.folder.split("/")[1]
+
+    @property
+    def path(self) -> str:
+        """Relative path, with forward slashes."""
+        return f"{self.folder}/{self.file}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What a patch serves: the fields of its `PatchMetadata` that say so, with the same meaning. It does not print ids.
+
+    `content` is that of the chunk which will be patched; None takes that of the canonical that the store has.
+    """
+
+    chunk: str = dataclasses.field(repr=False)
+    backbone: str
+    antecedent: tuple[str, ...] = dataclasses.field(repr=False)
+    orbit: bool = False
+    base: Base = "canonical"
+    base_antecedent: tuple[str, ...] | None = dataclasses.field(default=None, repr=False)
+    frame: PatchFrame = "phase_free"
+    start: tuple[int, ...] | None = None
+    content: str | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        fingerprint_of(self.backbone, "served")
+        names_of(self.antecedent, "antecedent")
+        names_of(self.base_antecedent or (), "base_antecedent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The names of one tenant's objects.
+
+    Attributes:
+      tenant: who.
+      secret: at least 16 bytes; the tenant's key is derived from it.
+
+    Raises:
+      InputError: an empty tenant, or a secret below 16 bytes.
+    """
+
+    tenant: str = dataclasses.field(repr=False)
+    secret: bytes = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.tenant or len(self.secret) < 16:
+            raise InputError(
+                f"names: tenant {self.tenant!r}, a secret of {len(self.secret)} bytes; expected 16 or more"
+            )
+
+    @functools.cached_property
+    def _key(self) -> bytes:
+        return bytes.fromhex(digest_of([b"tenant", encoded(self.tenant)], hashlib.blake2b(self.secret).digest()))
+
+    def _name(self, size: int, *fields: str) -> str:
+        return digest_of([encoded(field) for field in fields], self._key, size)
+
+    @functools.cached_property
+    def space(self) -> str:
+        """The tenant's directory, below the store's root."""
+        return f"obj/{self._name(16, 'space')}"
+
+    @property
+    def tenant_name(self) -> str:
+        """The keyed name of the tenant, which its files in the store's shared directories begin with."""
+        return self.space.removeprefix("obj/")
+
+    def _place(self, backbone: str, chunk: str, rest: str, kind: Literal["kv", "patch", "encoder"]) -> Name:
+        fingerprint_of(backbone, "store")
+        if not isinstance(chunk, str):
+            raise InputError(f"store: id of type {type(chunk).__name__}; expected a str, such as `chunk.id`")
+        name = self._name(_BYTES, "chunk", backbone, chunk)
+        folder = f"{self.space}/{self._name(16, 'backbone', backbone)}/{name[:2]}"
+        return Name(folder, name, f"{name}.{rest}.safetensors", kind)
+
+    def canonical(self, backbone: str, chunk: str, encoding: str | None = None) -> Name:
+        """Of a canonical, as it was made, or in a smaller `encoding`: each its own object.
+
+        Raises:
+          InputError: an unknown encoding.
+        """
+        if encoding is not None and encoding not in ENCODINGS:
+            raise InputError(f"encoding {encoding!r}; expected None or one of {ENCODINGS}")
+        return self._place(backbone, chunk, "kv" if encoding is None else f"kv.{encoding}", "kv")
+
+    def encoder(self, backbone: str, chunk: str) -> Name:
+        """Of a tower's output, under the id of the chunk that it makes (or an `encoder_id`)."""
+        return self._place(backbone, chunk, "enc", "encoder")
+
+    @property
+    def libraries(self) -> str:
+        """The directory of the tenant's libraries, below the store's root."""
+        return f"lib/{self.tenant_name}"
+
+    def entry(self, library: str, *fields: str, version: int | None = None) -> Name:
+        """Of a library's entry, over the library's and the entry's names; with a version in a dynamic library."""
+        key = self._name(_BYTES, "entry", library, *fields)
+        part = "entry" if version is None else f"v{version:09d}"
+        return Name(f"{self.libraries}/{library}/{key[:2]}", key, f"{key}.{part}.safetensors", "entry")
+
+    def patch(self, patch: Patch) -> Name:
+        """Of a patch: over chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers."""
+        form = json.dumps(_form(patch), sort_keys=True)
+        served = self.patches(patch.metadata)
+        return dataclasses.replace(served, file=f"{served.file}{self._name(20, 'form', form)}.safetensors")
+
+    def patches(self, metadata: Served | PatchMetadata) -> Name:
+        """What the names of all patches that serve the same begin with, whatever their ranks, layers and dtypes."""
+        antecedent = sorted(metadata.antecedent) if metadata.orbit else list(metadata.antecedent)
+        served = [metadata.base, metadata.orbit, antecedent, metadata.base_antecedent, metadata.frame, metadata.start]
+        own = self._place(metadata.backbone, metadata.chunk, "p", "patch")
+        return dataclasses.replace(own, file=f"{own.chunk}.p.{self._name(20, 'served', json.dumps(served))}.")
+
+
+def _form(patch: Patch) -> list:
+    dtypes = sorted(
+        (name, [str(leaf.dtype) for leaf in jax.tree.leaves(factors)]) for name, factors in patch.factors.items()
+    )
+    metadata = patch.metadata
+    return [sorted(patch.ranks.items()), metadata.layers, metadata.heads, metadata.shared_left, dtypes]

@@ -1,0 +1,81 @@
+"""Counts and latencies of what a store did: no ids, no content, only numbers."""
+
+import bisect
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+from .thread_pool import tell_of_forks
+
+BOUNDS = (25e-6, 1e-4, 2.5e-4, 1e-3, 2.5e-3, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0)
+"""Upper bounds of the latencies' buckets, in seconds; there is one more bucket, for what took longer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """How long something took.
+
+    Attributes:
+      counts: calls per bucket of `BOUNDS` (a bound belongs to the bucket below it), and of longer ones.
+      total: seconds of all calls.
+    """
+
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        """Calls."""
+        return sum(self.counts)
+
+
+class Counters:
+    """Named sums, and latencies by operation and tier; safe among threads."""
+
+    def __init__(self) -> None:
+        self._values: collections.Counter[str] = collections.Counter()
+        self._latencies: dict[tuple[str, str], list[float]] = {}
+        self._lock = threading.Lock()
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Lets nobody who is not there hold the lock."""
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Adds to one count."""
+        with self._lock:
+            self._values[name] += amount
+
+    def observe(self, operation: str, tier: str, seconds: float) -> None:
+        """Notes how long a call took that `tier` answered."""
+        bucket = bisect.bisect_left(BOUNDS, seconds)
+        with self._lock:
+            own = self._latencies.setdefault((operation, tier), [0.0] * (len(BOUNDS) + 2))
+            own[bucket] += 1
+            own[-1] += seconds
+
+    @contextlib.contextmanager
+    def timed(self, operation: str, tier: str) -> Iterator[None]:
+        """Notes how long what is inside takes, unless it raises."""
+        began = time.perf_counter()
+        yield
+        self.observe(operation, tier, time.perf_counter() - began)
+
+    def __getitem__(self, name: str) -> int:
+        with self._lock:
+            return self._values[name]
+
+    def read(self) -> dict[str, int]:
+        """All counts, by name."""
+        with self._lock:
+            return dict(sorted(self._values.items()))
+
+    def latencies(self) -> dict[tuple[str, str], Histogram]:
+        """All latencies, by operation and tier."""
+        with self._lock:
+            copies = {key: list(own) for key, own in sorted(self._latencies.items())}
+        return {key: Histogram(tuple(int(n) for n in own[:-1]), own[-1]) for key, own in copies.items()}

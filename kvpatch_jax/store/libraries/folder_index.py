@@ -1,0 +1,141 @@
+"""What a library holds, kept from one look to the next: only folders that changed since are read again."""
+
+import collections
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from ..disk.directory import DirectoryEntry
+from ..disk.disk import Disk
+from ..io.files import Identity, typed_errors
+
+_TICK, _COARSE = 10**8, 3 * 10**9
+"""Nanoseconds within which a folder may change twice and look the same; the longer where its file system keeps no
+fractions of a second."""
+
+
+@runtime_checkable
+class Item(Protocol):
+    """What an entry's header tells of it, as far as sums over entries need it."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it counts for."""
+        ...
+
+    @property
+    def chunk(self) -> tuple[str, str] | None:
+        """(backbone, id) of the chunk that was put with it, or None."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen[T: Item]:
+    """A file at the last look; `listed` is None where it had expired or could not be read."""
+
+    file: Identity
+    expires: float | None
+    listed: T | None
+
+
+@dataclasses.dataclass
+class _Folder[T: Item]:
+    """A folder at the last look: how it looked, whether a change would show, its entries by path."""
+
+    mark: Identity
+    settled: bool
+    entries: dict[str, Seen[T]]
+
+
+class Contents[T: Item]:
+    """The entries below a folder of folders, by path, with sums that need no pass over them. Safe among threads.
+
+    Args:
+      look: what a file's header tells.
+    """
+
+    def __init__(self, disk: Disk, folder: str, look: Callable[[DirectoryEntry], Seen[T]]):
+        self._disk, self._folder, self._look = disk, folder, look
+        self._folders: dict[str, _Folder[T]] = {}
+        self._lock = threading.Lock()
+        self._nbytes = 0
+        self._chunks: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._expiring: dict[str, float] = {}
+        self._entries: dict[str, Seen[T]] = {}
+
+    def refresh(self) -> dict[str, Seen[T]]:
+        """Looks at what changed. All entries by path, as a copy. Raises StoreError."""
+        with self._lock:
+            self._refresh()
+            return dict(self._entries)
+
+    def look(self, path: str = "") -> tuple[Seen[T] | None, int, dict[str, float]]:
+        """One entry, bytes of all that could be read, and when those expire that do, by path. Raises StoreError."""
+        with self._lock:
+            self._refresh()
+            return self._entries.get(path), self._nbytes, dict(self._expiring)
+
+    def has_chunk(self, chunk: tuple[str, str]) -> bool:
+        """Whether any entry has a chunk, after a look. Raises StoreError."""
+        with self._lock:
+            self._refresh()
+            return self._chunks[chunk] > 0
+
+    def _refresh(self) -> None:
+        now, there = time.time_ns(), set[str]()
+        with typed_errors("library: list"):
+            for path, stat in self._subfolders():
+                there.add(path)
+                mark, known = (stat.st_ino, stat.st_ctime_ns, stat.st_mtime_ns), self._folders.get(path)
+                if known is None or known.mark != mark or not known.settled:
+                    tick = _TICK if stat.st_mtime_ns % 10**6 else _COARSE
+                    self._read(path, mark, now - stat.st_mtime_ns > tick)
+        for path in self._folders.keys() - there:
+            for gone in self._folders.pop(path).entries:
+                self._forget(gone)
+
+    def _subfolders(self) -> list[tuple[str, os.stat_result]]:
+        found: list[tuple[str, os.stat_result]] = []
+        try:
+            with os.scandir(f"{self._disk.root}/{self._folder}") as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        found.append((f"{self._folder}/{entry.name}", entry.stat(follow_symlinks=False)))
+        except FileNotFoundError:  # its tenant was deleted
+            return []
+        return found
+
+    def _read(self, path: str, mark: Identity, settled: bool) -> None:
+        before = self._folders[path].entries if path in self._folders else {}
+        now: dict[str, Seen[T]] = {}
+        for entry in self._disk.scan(path):
+            seen = before.get(entry.path)
+            if seen is None or seen.file != entry.file or seen.listed is None:
+                seen = self._look(entry)
+                self._forget(entry.path)
+                self._note(entry.path, seen)
+            now[entry.path] = seen
+        for gone in before.keys() - now.keys():
+            self._forget(gone)
+        readable = all(seen.listed is not None for seen in now.values())
+        self._folders[path] = _Folder(mark, settled and readable, now)
+
+    def _note(self, path: str, seen: Seen[T]) -> None:
+        self._entries[path] = seen
+        if seen.expires is not None:
+            self._expiring[path] = seen.expires
+        if seen.listed is not None:
+            self._nbytes += seen.listed.nbytes
+            if seen.listed.chunk is not None:
+                self._chunks[seen.listed.chunk] += 1
+
+    def _forget(self, path: str) -> None:
+        seen = self._entries.pop(path, None)
+        self._expiring.pop(path, None)
+        if seen is not None and seen.listed is not None:
+            self._nbytes -= seen.listed.nbytes
+            if seen.listed.chunk is not None:
+                self._chunks[seen.listed.chunk] -= 1

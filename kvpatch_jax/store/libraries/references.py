@@ -1,0 +1,91 @@
+"""References in text: `IMAGE#LOUVRE2025`. Reading a prompt, and writing a name so that it is read again.
+
+    reference = KIND "#" name [ "@" version ]
+    KIND      = "IMAGE" | "TEXT" | "TOKENS" | "FILE", not behind a letter, a digit or "_"
+    name      = words of A-Z a-z 0-9 _ with single "." or "-" between them
+              | "{" any printable characters but braces, 200 at most "}"
+    version   = a number from 1, not followed by a letter, a digit or "_"
+
+Everything else is text: a full stop behind a name, a KIND without a name, `ISSUE#12`. A backslash before "#" takes a
+reference back: `IMAGE\\#LOUVRE2025` is the text `IMAGE#LOUVRE2025`. One backslash is taken off wherever some stand
+between a KIND and "#", so that `escape` can write any text. The form is MPIC's (section 1, figure 1).
+"""
+
+import dataclasses
+import re
+import unicodedata
+from typing import Literal
+
+from ...errors import InputError
+
+Kind = Literal["IMAGE", "TEXT", "TOKENS", "FILE"]
+KINDS: tuple[Kind, ...] = ("IMAGE", "TEXT", "TOKENS", "FILE")
+LONGEST_NAME = 200
+
+_BARE = r"[A-Za-z0-9_]+(?:[.-][A-Za-z0-9_]+)*"
+_BRACED = r"\{(?P<braced>[^{}]{1,200})\}"
+_HEAD = rf"(?<![A-Za-z0-9_])(?P<kind>{'|'.join(KINDS)})"
+_REFERENCE = re.compile(
+    rf"{_HEAD}(?:(?P<escaped>\\+)#|#(?:(?P<bare>{_BARE})|{_BRACED})(?:@(?P<version>[1-9][0-9]{{0,8}})(?![A-Za-z0-9_]))?)"
+)
+_ESCAPE = re.compile(rf"({_HEAD}\\*)#")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What a reference says: its kind, its name, and a version where it asks for one."""
+
+    kind: Kind
+    name: str
+    version: int | None = None
+
+    def __str__(self) -> str:
+        """As it is written in a prompt."""
+        name = self.name if re.fullmatch(_BARE, self.name) else f"{{{self.name}}}"
+        return f"{self.kind}#{name}" + ("" if self.version is None else f"@{self.version}")
+
+
+def check_name(kind: str, name: str) -> tuple[Kind, str]:
+    """A kind and a name as libraries know them; names in Unicode's composed form.
+
+    Raises:
+      InputError: an unknown kind, or a name that no reference could be written for.
+    """
+    if kind not in KINDS:
+        raise InputError(f"library: kind {kind!r}; expected one of {KINDS}")
+    name = unicodedata.normalize("NFC", name)
+    if not 1 <= len(name) <= LONGEST_NAME or not name.isprintable() or "{" in name or "}" in name:
+        raise InputError(f"library: name {name[:80]!r}; expected 1 to {LONGEST_NAME} printable characters, no braces")
+    return kind, name
+
+
+def parse_prompt(prompt: str) -> list[str | Reference]:
+    """Text and references of a prompt, in order; empty texts left out, neighbouring ones joined."""
+    segments: list[str | Reference] = []
+    text, end = "", 0
+    for match in _REFERENCE.finditer(prompt):
+        text += prompt[end : match.start()]
+        end = match.end()
+        reference = _reference_of(match)
+        if reference is None:
+            text += match[0].replace("\\", "", 1) if match["escaped"] else match[0]
+            continue
+        segments += [text, reference] if text else [reference]
+        text = ""
+    text += prompt[end:]
+    return segments + ([text] if text else [])
+
+
+def _reference_of(match: re.Match[str]) -> Reference | None:
+    if match["escaped"] is not None:
+        return None
+    try:
+        kind, name = check_name(match["kind"], match["bare"] or match["braced"])
+    except InputError:
+        return None  # nothing that a library could hold
+    return Reference(kind, name, None if match["version"] is None else int(match["version"]))
+
+
+def escape(text: str) -> str:
+    """Text that `parse_prompt` reads as this text, whatever is in it."""
+    return _ESCAPE.sub(r"\1\\#", text)

@@ -1,0 +1,195 @@
+"""The floor of an encrypted library: what keeps an older entry from passing for the one that was put last.
+
+Whoever writes the directory without the key can put back any file that was there before: it verifies. So entries have
+numbers that rise (in a dynamic library their versions), and beside those of each folder lies an object that says which
+number each has at least. It is sealed as they are, and written after the entry, so that a crash between leaves an entry
+above its floor, never one below. A process remembers the highest floor it has seen.
+
+What this does not find is a folder put back whole, entries and floor, for a process that has not seen the later one.
+"""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import StoreCorruptError, StoreError, StoreFullError
+from ..disk.disk import Disk, Elsewhere
+from ..format.encryption import Read
+from ..format.header import Header
+from ..format.naming import Name
+from ..format.objects import Blob, read_leaves
+from ..io.files import Identity, identity
+from ..snapshots.manifest import name_at, reading
+
+_LEAF = np.zeros(1, np.uint8)  # an object has at least one byte
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """Of the entries in one folder.
+
+    Attributes:
+      stamp: which of two floors is the later one.
+      base: what is not in `numbers` has a number above this.
+      numbers: the least number of an entry, by its keyed name.
+    """
+
+    stamp: int = 0
+    base: int = 0
+    numbers: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def takes(self, key: str, number: int) -> bool:
+        """Whether an entry is the one that was put last, as far as this tells."""
+        return number >= self.numbers[key] if key in self.numbers else number > self.base
+
+    @property
+    def next(self) -> int:
+        """A number above all."""
+        return max([self.base, *self.numbers.values()]) + 1
+
+
+def number_of(body: Mapping[str, Any]) -> int:
+    """The number of an entry: its version, or how many entries of its folder had been put with it."""
+    return body.get("number", 0) if body["version"] is None else body["version"]
+
+
+class Floors:
+    """The floors of one tenant's libraries, as far as the store has a key; without one there are none."""
+
+    def __init__(self, disk: Disk):
+        self._disk = disk
+        self._seen: dict[str, Floor] = {}
+        self._read: dict[str, tuple[Identity, Floor]] = {}
+
+    @property
+    def kept(self) -> bool:
+        """Whether there are any."""
+        return self._disk.seal.check is not None
+
+    def of(self, folder: str) -> Floor | None:
+        """The latest floor of a folder that is there or was seen; None where there is none."""
+        if not self.kept:
+            return None
+        there, seen = self._there(folder), self._seen.get(folder)
+        latest = max((floor for floor in (there, seen) if floor is not None), key=lambda f: f.stamp, default=None)
+        if latest is not None:
+            self._seen[folder] = latest
+        return latest
+
+    def all(self, library: str) -> dict[str, Floor]:
+        """The floors of all folders of a library."""
+        if not self.kept:
+            return {}
+        with contextlib.suppress(FileNotFoundError):
+            folders = [f"{library}/{name}" for name in os.listdir(f"{self._disk.root}/{library}") if len(name) == 2]
+            return {folder: floor for folder in folders if (floor := self.of(folder)) is not None}
+        return {}
+
+    def _there(self, folder: str) -> Floor | None:
+        root, path = self._disk.root, _floor_name(folder).path
+        try:
+            before = self._read.get(folder)
+            if before is not None and before[0] == identity(os.lstat(f"{root}/{path}")):
+                return before[1]
+            with reading(root, path) as (fd, header):
+                which = identity(os.fstat(fd))
+                read: Read = lambda names: read_leaves(fd, header, names, self._disk.buffers)
+                opened = self._disk.seal.opened(header, read)
+                if opened is None:
+                    return None
+                body = opened[0].body
+            floor = Floor(body["stamp"], body["base"], body["numbers"])
+        except (OSError, StoreError, KeyError):
+            return None  # damaged, or none yet: what was seen before counts, and the next entry makes it anew
+        self._read[folder] = which, floor
+        return floor
+
+    # -------------------------------------------------------------------------------------------------- raising
+
+    def put(self, name: Name, blob: Blob) -> None:
+        """Writes an entry, durably: with its number, and the floor after it, in one commit. Raises as `Disk.put`."""
+        if not self.kept:
+            self._disk.put(name, self._disk.seal.sealed(blob, name.file))
+            return
+        floor = self.of(name.folder) or self._found(name.folder)
+        body = dict(blob.body)
+        if body["version"] is None:
+            body["number"] = floor.next
+        raised = self._raised(floor, {**floor.numbers, name.chunk: number_of(body)}, floor.base)
+        items = [(name, dataclasses.replace(blob, body=body)), (_floor_name(name.folder), _blob(raised))]
+        self._disk.put_group([(own, self._disk.seal.sealed(each, own.file)) for own, each in items])
+        self._seen[name.folder] = raised
+
+    def removed(self, paths: Iterable[str]) -> None:
+        """After entries were deleted: has none of them come back. A full disk goes without."""
+        by_folder: dict[str, list[str]] = {}
+        for path in paths:
+            name = name_at(path)
+            by_folder.setdefault(name.folder, []).append(name.chunk)
+        for folder, keys in by_folder.items():
+            floor = self.of(folder)
+            if floor is not None:
+                gone = [floor.numbers[key] for key in keys if key in floor.numbers]
+                numbers = {key: number for key, number in floor.numbers.items() if key not in keys}
+                with contextlib.suppress(StoreFullError):
+                    self._write(folder, self._raised(floor, numbers, max([floor.base, *gone])))
+
+    def admit(self, coming: Sequence[tuple[Name, Blob | Elsewhere]], noted: dict[str, int]) -> None:
+        """Before entries come in from elsewhere, wanted by the owner: lets the floors take them, older ones too.
+
+        Args:
+          coming: blobs, or files that are sealed entries.
+          noted: the numbers of what came with them before, by keyed name; of several versions the highest counts.
+        """
+        if not self.kept:
+            return
+        by_folder: dict[str, dict[str, int]] = {}
+        for name, item in coming:
+            if name.kind == "entry":
+                noted[name.chunk] = max(noted.get(name.chunk, 0), number_of(self._body(item)))
+                by_folder.setdefault(name.folder, {})[name.chunk] = noted[name.chunk]
+        for folder, numbers in by_folder.items():
+            floor = self.of(folder) or self._found(folder)
+            self._write(folder, self._raised(floor, {**floor.numbers, **numbers}, floor.base))
+
+    def _body(self, item: Blob | Elsewhere) -> Mapping[str, Any]:
+        if isinstance(item, Blob):
+            return item.body
+        with reading(*item) as (fd, header):
+            opened = self._disk.seal.opened(header, lambda names: read_leaves(fd, header, names, self._disk.buffers))
+        if opened is None:
+            raise StoreCorruptError("object: an entry that is not encrypted; expected it to be")
+        return opened[0].body
+
+    def _raised(self, floor: Floor, numbers: Mapping[str, int], base: int) -> Floor:
+        return Floor(max(floor.stamp + 1, time.time_ns()), base, numbers)
+
+    def _found(self, folder: str) -> Floor:
+        """A first floor: under what is there."""
+        numbers: dict[str, int] = {}
+        for entry in self._disk.scan(folder):
+            name = name_at(entry.path)
+            with self._disk.reading(name) as opening:
+                if opening is not None:
+                    header: Header = opening[0]
+                    numbers[name.chunk] = max(numbers.get(name.chunk, 0), number_of(header.body))
+        return Floor(numbers=numbers)
+
+    def _write(self, folder: str, floor: Floor) -> None:
+        name = _floor_name(folder)
+        self._disk.put(name, self._disk.seal.sealed(_blob(floor), name.file))
+        self._seen[folder] = floor
+
+
+def _floor_name(folder: str) -> Name:
+    _, _, library, part = folder.split("/")
+    return Name(folder, "floor", f"{library}.{part}.floor", "entry")
+
+
+def _blob(floor: Floor) -> Blob:
+    return Blob("entry", {"stamp": floor.stamp, "base": floor.base, "numbers": dict(floor.numbers)}, {"floor": _LEAF})

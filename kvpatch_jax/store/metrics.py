@@ -1,0 +1,148 @@
+"""What a store did, as numbers for its process and as metrics of `prometheus_client` (the extra `operate`)."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ..errors import InputError
+from .io.counters import BOUNDS, Histogram
+
+_PREFIX = "kvpatch_store"
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_TAKEN = ("tier", "reason", "direction", "operation", "le")
+_FAMILIES: tuple[tuple[str, str, str], ...] = (
+    (r"(?P<tier>device|host|disk|remote)_hits", "hits", "Reads that a tier answered."),
+    (r"misses", "misses", "Reads that no tier answered."),
+    (r"(?P<tier>device|host|disk)_evicted_(?P<reason>\w+)", "evictions", "Objects that left a tier, by reason."),
+    (r"(?P<tier>device|host)_refused", "refused", "Objects that a memory tier did not admit."),
+    (r"(?P<direction>put|get)_bytes", "bytes", "Bytes of the files written (put) and read (get)."),
+    (r"puts", "puts", "Objects written and acknowledged."),
+    (r"quarantined", "quarantined", "Objects that did not verify and were moved away."),
+    (r"read_errors", "read_errors", "Reads that the file system failed."),
+    (r"expired", "expired", "Reads of objects that were expired."),
+    (r"replayed", "replayed", "Reads of library entries that had been replaced, withdrawn or deleted, and put back."),
+    (r"unsealed", "unsealed", "Reads of unencrypted objects by a store with a key."),
+    (r"remote_errors", "remote_errors", "Calls that the remote store failed, its tries included."),
+    (r"remote_skipped", "remote_skipped", "Calls that the remote store was spared, for calls before had failed."),
+    (r"promotion_errors", "promotion_errors", "Remote objects that the disk did not take."),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Of one store object, since it was opened: its own tenant's alone.
+
+    Attributes:
+      counts: by name, as in `ChunkStore.counters`.
+      latencies: by operation ("get", "put", "commit") and the tier that answered ("none": a miss).
+      held: bytes now in "device", "host", and "pool" (idle buffers).
+    """
+
+    counts: Mapping[str, int]
+    latencies: Mapping[tuple[str, str], Histogram]
+    held: Mapping[str, int]
+
+
+class StatisticsCollector:
+    """Makes metrics of stores' statistics whenever a registry of `prometheus_client` is asked for its page.
+
+    `prometheus_client.REGISTRY.register(StatisticsCollector(lambda: [(store.statistics(), {"tenant": "acme"})]))`: one
+    collector for all stores of a page, since a page names each metric once.
+
+    Args:
+      read: gives the statistics of every store, and the labels to put on its samples.
+
+    Raises (while collecting):
+      ImportError: `prometheus_client` is not installed. InputError: a label that Prometheus does not take, or one of
+      ours.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[tuple[Statistics, Mapping[str, str]]]]):
+        self._read = read
+
+    def describe(self) -> list[Any]:
+        """Nothing: what there will be depends on what the stores have done."""
+        return []
+
+    def collect(self) -> list[Any]:
+        """The metrics, `prometheus_client.Metric`s, one for each name."""
+        make, metrics = _prometheus().Metric, {}
+        for statistics, labels in self._read():
+            _check_labels(labels)
+            for sample in _samples(statistics):
+                metric = metrics.setdefault(sample.family, make(sample.family, sample.text, sample.kind))
+                metric.add_sample(f"{sample.family}{sample.ending}", {**labels, **sample.labels}, sample.value)
+        return list(metrics.values())
+
+
+def prometheus_text(statistics: Statistics, **labels: str) -> str:
+    """Prometheus's text exposition format, version 0.0.4, as `prometheus_client` writes it.
+
+    Args:
+      labels: put on every sample (such as tenant="…", which only who may read the page should then see).
+
+    Raises:
+      InputError: a label that Prometheus does not take, or one of ours. ImportError: no `prometheus_client`.
+    """
+    return _prometheus().generate_latest(StatisticsCollector(lambda: [(statistics, labels)])).decode()
+
+
+def _prometheus() -> Any:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise ImportError("metrics without `prometheus_client`; expected the extra `operate`") from error
+    return prometheus_client
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    wrong = [name for name in labels if not _LABEL.fullmatch(name) or name.startswith("__") or name in _TAKEN]
+    if wrong:
+        raise InputError(f"prometheus: labels {wrong}; expected words other than {_TAKEN}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """One number, and the metric that it belongs to: family, kind, what it says, and what its name ends in."""
+
+    family: str
+    kind: str
+    text: str
+    ending: str
+    labels: Mapping[str, str]
+    value: float | int
+
+
+def _samples(statistics: Statistics) -> Iterator[_Sample]:
+    """All numbers; those of one family lie together."""
+    yield from _counted(statistics.counts)
+    for tier, value in statistics.held.items():
+        text = "Bytes held in memory now; pool: idle buffers."
+        yield _Sample(f"{_PREFIX}_held_bytes", "gauge", text, "", {"tier": tier}, value)
+    for (operation, tier), histogram in statistics.latencies.items():
+        yield from _timed({"operation": operation, "tier": tier}, histogram)
+
+
+def _counted(counts: Mapping[str, int]) -> Iterator[_Sample]:
+    left = dict(counts)
+    for pattern, family, text in _FAMILIES:
+        found = {name: match.groupdict() for name in left if (match := re.fullmatch(pattern, name))}
+        for name, own in found.items():
+            yield _Sample(f"{_PREFIX}_{family}", "counter", text, "_total", own, left.pop(name))
+    for name, value in left.items():
+        yield _Sample(f"{_PREFIX}_{name}", "counter", "Of that name in the store's counters.", "_total", {}, value)
+
+
+def _timed(own: Mapping[str, str], histogram: Histogram) -> Iterator[_Sample]:
+    text = "How long calls took, by operation and by the tier that answered."
+
+    def sample(ending: str, value: float | int, **more: str) -> _Sample:
+        return _Sample(f"{_PREFIX}_seconds", "histogram", text, ending, {**own, **more}, value)
+
+    running = 0
+    for bound, count in zip((*map(repr, BOUNDS), "+Inf"), histogram.counts, strict=True):
+        running += count
+        yield sample("_bucket", running, le=bound)
+    yield sample("_sum", histogram.total)
+    yield sample("_count", running)

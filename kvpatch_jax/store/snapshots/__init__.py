@@ -1,0 +1,1 @@
+"""Snapshots, restores, arrays for Orbax, and several processes doing it together."""

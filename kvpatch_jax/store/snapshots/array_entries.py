@@ -1,0 +1,224 @@
+"""Objects as a few arrays each, layers stacked, with what is needed to make the same objects again.
+
+This is the form in which they leave for other machines and meshes. Arrays may be sharded; their sums do not depend on
+how, so that each is verified where it lies.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped, UInt32
+
+from ...checksum import bits_of, mixed
+from ...chunk import AnyArray, Chunk
+from ...errors import StoreCorruptError
+from ..format.codec import chunk_body, content_in, decode, layout_of, unchecked_chunk
+from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
+from ..format.naming import Encoding
+from ..format.objects import Blob, Kind
+
+_BLOCK = 1 << 14
+_SECOND = 0x85EBCA77
+_DEPTH = 12
+_MOST_LAYERS = 1 << 16
+_PART = re.compile(r"(?:kv|enc|p|entry|v[0-9]{9})(?:\.[a-z0-9_]{1,40}){0,2}")
+
+
+# ----------------------------------------------------------------------------------------------------------- sums
+
+
+@jax.jit
+def _device_sum(value: Array) -> UInt32[Array, ""]:
+    index = jnp.zeros(value.shape, jnp.uint32)
+    for axis, size in enumerate(value.shape):
+        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, value.shape, axis)
+    return jnp.sum(mixed(bits_of(value), index * np.uint32(_SECOND)), dtype=jnp.uint32)
+
+
+def _host_sum(value: np.ndarray) -> int:
+    flat = np.ascontiguousarray(value).reshape(-1)
+    flat = flat.view(np.uint32 if flat.dtype.itemsize == 8 else f"u{flat.dtype.itemsize}")
+    places = np.arange(min(_BLOCK, flat.size), dtype=np.uint32) * np.uint32(_SECOND)
+    total = 0
+    for start in range(0, flat.size, _BLOCK):
+        bits = flat[start : start + _BLOCK].astype(np.uint32)
+        place = places[: len(bits)] + np.uint32(start * _SECOND & 0xFFFFFFFF)
+        total += int(mixed(bits, place).sum(dtype=np.uint32))
+    return total & 0xFFFFFFFF
+
+
+def array_sum(value: Shaped[AnyArray, "..."]) -> int:
+    """32 bits over an array's bits and their places: the same for any sharding, and on the host.
+
+    A change of one element always changes it, any other with probability 1 − 2⁻³². On a mesh each device sums what it
+    has, so that no host needs the whole array.
+    """
+    return int(_device_sum(value)) if isinstance(value, jax.Array) else _host_sum(value)
+
+
+# -------------------------------------------------------------------------------------------------------- entries
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayEntry:
+    """An object on its way.
+
+    Attributes:
+      about: JSON: kind, part ("kv.int8" and the like), body, expires, leaves (their order in the file), arrays
+        (dtype, shape and sum of each).
+      arrays: by name; "layers.k" [L, T, K, H] instead of "layer.0.k" and so on.
+    """
+
+    about: Mapping[str, Any]
+    arrays: Mapping[str, AnyArray]
+
+
+def _described(kind: str, part: str, body: Any, expires: float | None, leaves: list[str], arrays: Any) -> ArrayEntry:
+    specs = {name: [dtype_word(v.dtype), list(v.shape), array_sum(v)] for name, v in arrays.items()}
+    about = {"kind": kind, "part": part, "body": body, "expires": expires, "leaves": leaves, "arrays": specs}
+    return ArrayEntry(about, arrays)
+
+
+def _stacked_name(leaf: str) -> tuple[str, int | None]:
+    """Where a leaf is: an array's name and, if it is stacked, which layer."""
+    word, _, rest = leaf.partition(".")
+    layer, _, name = rest.partition(".")
+    return (f"layers.{name}", int(layer)) if word == "layer" else (leaf, None)
+
+
+def entry_of(blob: Blob, part: str) -> ArrayEntry:
+    """An object as an entry, its arrays on the host. `part`: what its file is called besides its chunk's name."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for leaf, value in blob.arrays.items():
+        stacks.setdefault(_stacked_name(leaf)[0], []).append(value)
+    arrays = {name: np.stack(values) if name.startswith("layers.") else values[0] for name, values in stacks.items()}
+    return _described(blob.kind, part, blob.body, blob.expires, list(blob.arrays), arrays)
+
+
+def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
+    """A canonical as an entry. kv and residuals stay where they are, sharded or not."""
+    names, hidden = chunk.layout.names, {} if chunk.hidden is None else chunk.hidden
+    arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local)}
+    arrays |= {f"layers.{name}": chunk.kv[name] for name in names}
+    arrays |= {f"hidden.{layer}": hidden[layer] for layer in sorted(hidden)}
+    leaves = ["local", *(f"layer.{layer}.{name}" for layer in range(chunk.layout.layers) for name in names)]
+    return _described(
+        "kv", "kv", chunk_body(chunk), None, leaves + [name for name in arrays if "hidden" in name], arrays
+    )
+
+
+_WORDS = {"kind": str, "part": str, "body": dict, "leaves": list, "arrays": dict}
+
+
+def check_about(about: Any) -> None:
+    """Refuses a description that `_described` would not have made, before anything is made from it.
+
+    Raises:
+      StoreCorruptError.
+    """
+    try:
+        whole = set(about) == {*_WORDS, "expires"} and all(type(about[word]) is kind for word, kind in _WORDS.items())
+        whole = whole and about["kind"] in get_args(Kind) and _PART.fullmatch(about["part"]) is not None
+        whole = whole and (about["expires"] is None or math.isfinite(float(about["expires"])))
+        whole = whole and all(map(_is_array, about["arrays"].values()))
+        whole = whole and _leaves_of(about["arrays"]) == sorted(about["leaves"])
+        check_depth(about["body"], _DEPTH)
+    except MALFORMED:
+        whole = False
+    if not whole:
+        raise StoreCorruptError("export: a description that no object has; expected kind, part, body, leaves, arrays")
+
+
+def _is_array(spec: Any) -> bool:
+    """Dtype, shape and sum, of an array that one could have."""
+    word, shape, total = spec
+    natural = all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
+    whole = word in DTYPES and type(shape) is list and len(shape) <= 9 and natural and type(total) is int
+    return whole and math.prod(size or 1 for size in shape) <= LARGEST_ARRAY
+
+
+def _leaves_of(arrays: Mapping[str, Any]) -> list[str]:
+    """The leaves of a file that are in some arrays: of stacked ones as many as there are layers, which are few."""
+    leaves: list[str] = []
+    for name, (_, shape, _) in arrays.items():
+        if not name.startswith("layers."):
+            leaves.append(name)
+        elif not shape or shape[0] > _MOST_LAYERS:
+            raise StoreCorruptError(f"export: {name} of shape {shape}; expected at most {_MOST_LAYERS} layers")
+        else:
+            leaves += [f"layer.{layer}.{name.removeprefix('layers.')}" for layer in range(shape[0])]
+    return sorted(leaves)
+
+
+def nbytes_of(about: Mapping[str, Any]) -> int:
+    """Bytes of an entry's arrays."""
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs_of(about).values())
+
+
+def specs_of(about: Mapping[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Dtype and shape of an entry's arrays."""
+    return {name: (DTYPES[word], tuple(shape)) for name, (word, shape, _) in about["arrays"].items()}
+
+
+def empty_array(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of that dtype and shape that takes no memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def outline(about: Mapping[str, Any]) -> ArrayEntry:
+    """The entry with arrays that take no memory: enough for its name and size."""
+    return ArrayEntry(about, {name: empty_array(*spec) for name, spec in specs_of(about).items()})
+
+
+def check_entry(entry: ArrayEntry) -> None:
+    """Verifies every array, where it lies. All are summed, good or not: over a mesh, all processes take part in it.
+
+    Raises:
+      StoreCorruptError: an array that is not what was exported.
+    """
+    bad: list[str] = []
+    for name, (dtype, shape) in specs_of(entry.about).items():
+        value = entry.arrays[name]
+        if (value.dtype, value.shape) != (dtype, shape) or array_sum(value) != entry.about["arrays"][name][2]:
+            bad.append(f"{name} {value.dtype}{value.shape}")
+    if bad:
+        raise StoreCorruptError(f"export: {bad[0]} has other bits; expected those exported")
+
+
+def blob_of_entry(entry: ArrayEntry) -> Blob:
+    """The object again, its arrays on the host: the same bytes that it was."""
+    host = {name: np.asarray(value) for name, value in entry.arrays.items()}
+    arrays: dict[str, np.ndarray] = {}
+    for leaf in entry.about["leaves"]:
+        name, layer = _stacked_name(leaf)
+        arrays[leaf] = host[name] if layer is None else host[name][layer]
+    return Blob(entry.about["kind"], entry.about["body"], arrays, entry.about["expires"])
+
+
+def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
+    """A canonical, kv and residuals where they are, and the encoding that it was kept in.
+
+    Raises:
+      StoreCorruptError: a body that does not fit its arrays.
+    """
+    body, arrays = entry.about["body"], entry.arrays
+    try:
+        layout = layout_of(body["layout"])
+        kv = {
+            name: decode(arrays[f"layers.{name}"], arrays.get(f"layers.{name}.scale"), np.dtype(jnp.dtype(dtype)))
+            for name, dtype in body["dtypes"].items()
+        }
+        hidden = None if body["hidden"] is None else {layer: arrays[f"hidden.{layer}"] for layer in body["hidden"]}
+        fields = {word: body[word] for word in ("span", "length", "id", "backbone")}
+        local = np.asarray(arrays["local"])
+        fields |= {"encoder": None, "hidden": hidden, "content": content_in(body)}
+        chunk = unchecked_chunk(kv=kv, local=local, layout=layout, **fields)
+    except MALFORMED as error:
+        raise StoreCorruptError(f"export: the body does not make a chunk ({type(error).__name__})") from None
+    return entry.about["part"].partition(".")[2] or None, chunk

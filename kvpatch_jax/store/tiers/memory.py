@@ -1,0 +1,213 @@
+"""A tier in memory: a byte budget, who stays (LRU or SLRU), ranks, pins, expiry.
+
+SLRU keeps what was asked for once apart from what was asked for again, so that one pass over many chunks does not wash
+out those in use. There a newcomer is admitted only if it was asked for at least as often as all those together that
+would have to go for it, which weighs a large object against many small ones (aggregated victims: Einziger, Eytan,
+Friedman, Manes, "Lightweight Robust Size Aware Cache Management", 2021).
+"""
+
+import collections
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Literal
+
+from ..io.counters import Counters
+from ..io.thread_pool import tell_of_forks
+
+Policy = Literal["lru", "slru"]
+PROTECTED_SHARE = 0.8
+"""Of the budget, what SLRU keeps for entries that were asked for again."""
+
+DERIVED, ENCODER, CANONICAL = 0, 1, 2
+"""Ranks, first to go first: what can be derived from a canonical goes before any canonical does."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CacheEntry[V]:
+    """One entry. `chunk`: the chunk it belongs to; when a canonical goes, all of its chunk goes. `version`: of which
+    bytes it was made; whoever keeps it says what that is."""
+
+    value: V = dataclasses.field(repr=False)
+    nbytes: int
+    rank: int
+    chunk: str
+    expires: float | None
+    version: Any = dataclasses.field(default=None, repr=False)
+
+
+class MemoryTier[V]:
+    """Entries by key, safe among threads.
+
+    Args:
+      word: the tier's name in the counters.
+      budget: bytes; 0 keeps nothing.
+      pinned: whether a chunk must stay.
+    """
+
+    def __init__(
+        self,
+        word: str,
+        budget: int,
+        policy: Policy = "lru",
+        pinned: Callable[[str], bool] = lambda chunk: False,
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.word, self.budget, self.policy, self._pinned, self._clock = word, budget, policy, pinned, clock
+        self._counters = Counters() if counters is None else counters
+        self._segments: dict[tuple[int, bool], collections.OrderedDict[Hashable, CacheEntry[V]]] = {
+            (rank, protected): collections.OrderedDict()
+            for rank, protected in itertools.product((DERIVED, ENCODER, CANONICAL), (False, True))
+        }
+        self._chunks: dict[str, set[Hashable]] = {}
+        self._asked: collections.Counter[Hashable] = collections.Counter()
+        self._bytes = 0
+        self._lock = threading.RLock()
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Lets nobody who is not there hold the lock."""
+        self._lock = threading.RLock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return sum(len(segment) for segment in self._segments.values())
+
+    def __contains__(self, key: Hashable) -> bool:
+        return self._find(key) is not None
+
+    def get(self, key: Hashable) -> CacheEntry[V] | None:
+        """An entry, now the last to go; None where it is not there or expired."""
+        with self._lock:
+            self._note(key)
+            place = self._find(key)
+            if place is None:
+                return None
+            held = self._segments[place][key]
+            if held.expires is not None and self._clock() >= held.expires:
+                self._drop(key, "expired")
+                return None
+            self._promote(place, key)
+            return held
+
+    def put(self, key: Hashable, held: CacheEntry[V]) -> bool:
+        """Keeps an entry if there is, or can be made, room for it. Whether it is kept."""
+        with self._lock:
+            if self._find(key) is not None:
+                self._drop(key, "replaced")
+            victims = self._victims(held)
+            if victims is None or not self._admits(key, held, victims):
+                self._counters.add(f"{self.word}_refused")
+                return False
+            for victim in victims:
+                self._drop(victim, "budget")
+            self._segments[held.rank, False][key] = held
+            self._chunks.setdefault(held.chunk, set()).add(key)
+            self._bytes += held.nbytes
+            return True
+
+    def note_version(self, key: Hashable, held: CacheEntry[V], version: Any) -> None:
+        """Notes by what an entry's version is known now, if it is still there."""
+        with self._lock:
+            place = self._find(key)
+            if place is not None and self._segments[place][key] is held:
+                self._segments[place][key] = dataclasses.replace(held, version=version)
+
+    def drop(self, key: Hashable) -> None:
+        """Lets one entry go."""
+        with self._lock:
+            self._drop(key, "dropped")
+
+    def drop_chunk(self, chunk: str) -> None:
+        """Lets everything of a chunk go."""
+        with self._lock:
+            for key in list(self._chunks.get(chunk, ())):
+                self._drop(key, "dropped")
+
+    def clear(self) -> None:
+        """Lets everything go."""
+        with self._lock:
+            for chunk in list(self._chunks):
+                self.drop_chunk(chunk)
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    def _find(self, key: Hashable) -> tuple[int, bool] | None:
+        return next((place for place, segment in self._segments.items() if key in segment), None)
+
+    def _note(self, key: Hashable) -> None:
+        """Counts how often a key was asked for; old counts fade."""
+        self._asked[key] += 1
+        if len(self._asked) > 64 + 8 * len(self):
+            halved = {key: count // 2 for key, count in self._asked.items() if count > 1}
+            self._asked = collections.Counter(halved)
+
+    def _promote(self, place: tuple[int, bool], key: Hashable) -> None:
+        rank, protected = place
+        if self.policy == "lru" or protected:
+            self._segments[place].move_to_end(key)
+            return
+        upper, lower = self._segments[rank, True], self._segments[rank, False]
+        upper[key] = lower.pop(key)
+        while sum(held.nbytes for held in upper.values()) > PROTECTED_SHARE * self.budget and len(upper) > 1:
+            oldest, held = upper.popitem(last=False)
+            lower[oldest] = held
+
+    def _drop(self, key: Hashable, reason: str) -> None:
+        place = self._find(key)
+        if place is None:
+            return
+        held = self._segments[place].pop(key)
+        self._bytes -= held.nbytes
+        own = self._chunks[held.chunk]
+        own.discard(key)
+        if not own:
+            del self._chunks[held.chunk]
+        self._counters.add(f"{self.word}_evicted_{reason}")
+
+    def _in_order(self, rank: int) -> Iterator[tuple[Hashable, CacheEntry[V]]]:
+        """Who goes first for an entry of this rank: what expired, then lower ranks, then the least recently used."""
+        now, everyone = self._clock(), [pair for segment in self._segments.values() for pair in segment.items()]
+        yield from ((key, held) for key, held in everyone if held.expires is not None and now >= held.expires)
+        for (own, _), segment in self._segments.items():
+            if own <= rank:
+                yield from list(segment.items())
+
+    def _victims(self, newcomer: CacheEntry[V]) -> list[Hashable] | None:
+        """Who has to go for a newcomer; None where it cannot be met."""
+        if newcomer.nbytes > self.budget:
+            return None
+        missing = self._bytes + newcomer.nbytes - self.budget
+        chosen: dict[Hashable, None] = {}
+        for key, held in self._in_order(newcomer.rank) if missing > 0 else ():
+            if missing <= 0:
+                break
+            if key in chosen or self._pinned(held.chunk):
+                continue
+            group = [key, *self._derived(held.chunk)] if held.rank == CANONICAL else [key]
+            for other in group:
+                if other not in chosen:
+                    chosen[other] = None
+                    missing -= self._held(other).nbytes
+        return None if missing > 0 else list(chosen)
+
+    def _derived(self, chunk: str) -> list[Hashable]:
+        return [key for key in self._chunks[chunk] if self._held(key).rank == DERIVED]
+
+    def _held(self, key: Hashable) -> CacheEntry[V]:
+        place = self._find(key)
+        assert place is not None
+        return self._segments[place][key]
+
+    def _admits(self, key: Hashable, newcomer: CacheEntry[V], victims: list[Hashable]) -> bool:
+        if self.policy == "lru":
+            return True
+        rivals = [other for other in victims if self._held(other).rank == newcomer.rank]
+        return not rivals or self._asked[key] >= sum(self._asked[other] for other in rivals)

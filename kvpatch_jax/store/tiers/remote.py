@@ -1,0 +1,196 @@
+"""Objects in a TensorStore key-value store: the same bytes under the same paths, on another machine or service.
+
+One object is one value, written in one piece, so that it is there whole or not at all, and read by ranges: the header,
+then leaves. `tensorstore` comes with orbax and is imported when a remote store is opened.
+"""
+
+import contextlib
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from ...errors import StoreCorruptError, StoreIOError, StoreUnreachableError
+from ..format.encryption import Read
+from ..format.header import PAGE, Header, Leaf, header_length, parse_header
+from ..format.naming import Name
+from ..format.objects import Blob, blob_bytes, check_name, padded, take_leaves
+from .patience import Circuit, Patience
+
+_LASTING = re.compile(
+    "(NOT_FOUND|INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|FAILED_PRECONDITION|UNIMPLEMENTED|DATA_LOSS)\\b"
+)
+"""What TensorStore's errors begin with where trying again is of no use."""
+
+
+class Stored(NamedTuple):
+    """An object of a remote store, opened.
+
+    Attributes:
+      header: verified.
+      read: reads some of its neighbouring leaves; raises StoreCorruptError where they do not verify, and StoreError.
+      drop: deletes it, if it is still that one; raises StoreError.
+    """
+
+    header: Header
+    read: Read
+    drop: Callable[[], None]
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """Where objects also live, beyond this machine. Called from several threads."""
+
+    def put(self, name: Name, blob: Blob) -> None:
+        """Durable when it returns; raises StoreError."""
+        ...
+
+    def open(self, name: Name) -> Stored | None:
+        """An object to read. None where it is absent, or was expired or damaged, and is deleted.
+
+        Raises StoreError where that cannot be told.
+        """
+        ...
+
+    def delete(self, path: str) -> None:
+        """Takes an object away, if it is there; raises StoreError."""
+        ...
+
+    def paths(self, prefix: str) -> list[str]:
+        """Objects whose path begins so; raises StoreError."""
+        ...
+
+
+@contextlib.contextmanager
+def _typed(what: str) -> Iterator[None]:
+    """Turns what TensorStore raises into the store's error."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
+        message = f"remote store: {what}: {str(error)[:300] or 'no answer in time'}; expected the service to do it"
+        if str(error).startswith("OUT_OF_RANGE"):
+            raise StoreCorruptError(f"object: ends early ({str(error)[:100]}); expected all of it") from error
+        lasting = isinstance(error, NotImplementedError) or _LASTING.match(str(error))
+        raise (StoreIOError if lasting else StoreUnreachableError)(message) from error
+
+
+class KeyValueStore:
+    """A `Remote` over any TensorStore key-value driver: `file`, `memory`, `gcs`, `s3`, …
+
+    What it acknowledges is as durable as the driver makes it. Reads are verified as those of the disk. What is damaged
+    or expired is deleted when it is met, since there is no renaming, unless another was put in its place meanwhile.
+    Every call ends within the limits of `patience`, and fails at once while the service is left alone.
+
+    Args:
+      spec: TensorStore's, `{"driver": "gcs", "bucket": …, "path": "store/"}`, or its URL form, `"gs://bucket/store/"`.
+      context: a `tensorstore.Context`; stores over the memory driver share what they share it with.
+      patience: time limits, tries, and when the service is left alone; for all who use this object together.
+
+    Raises:
+      StoreIOError: it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        spec: Any,
+        *,
+        context: Any = None,
+        clock: Callable[[], float] = time.time,
+        patience: Patience | None = None,
+    ):
+        import tensorstore
+
+        self._clock = clock
+        self._range = tensorstore.KvStore.KeyRange
+        self._circuit = Circuit(Patience() if patience is None else patience)
+        self._values = self._ask("open", lambda: tensorstore.KvStore.open(spec, context=context))
+
+    def _ask(self, what: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
+        """The result of a TensorStore future. Raises StoreUnreachableError, StoreIOError; StoreCorruptError where a
+        value is too short."""
+
+        def call(seconds: float) -> Any:
+            with _typed(what):
+                future = start()
+                try:
+                    return future.result(timeout=seconds)
+                except TimeoutError:
+                    future.cancel()
+                    raise
+
+        return self._circuit.attempt(what, call, nbytes)
+
+    def put(self, name: Name, blob: Blob) -> None:
+        """Writes an object in one piece.
+
+        Raises:
+          StoreIOError: it is not acknowledged. It may come to be there all the same.
+        """
+        data = blob_bytes(blob, name.file)
+        self._ask("put", lambda: self._values.write(name.path, data), len(data))
+
+    def open(self, name: Name) -> Stored | None:
+        """An object to read. None where it is absent, expired or damaged. Raises StoreIOError."""
+        try:
+            opening = self._ask("get", lambda: self._values.read(name.path, byte_range=slice(0, PAGE)))
+        except StoreCorruptError:
+            self._drop_short(name.path)
+            return None
+        if opening.state != "value":
+            return None
+        version = opening.metadata.generation
+        drop = functools.partial(self._drop, name.path, version)
+        try:
+            raw = opening.value
+            raw += self._range_of(name.path, version, PAGE, header_length(raw, None))
+            header = parse_header(raw, None)
+            check_name(header, name.file)
+            if header.expires is None or self._clock() < header.expires:
+                return Stored(header, functools.partial(self._leaves, name.path, version, header), drop)
+        except StoreCorruptError:
+            pass
+        with contextlib.suppress(StoreIOError):
+            drop()
+        return None
+
+    def _range_of(self, path: str, version: bytes, begin: int, end: int) -> bytes:
+        """Some bytes of a value that is still the one that was opened."""
+        if begin == end:
+            return b""
+        read = self._ask("get", lambda: self._values.read(path, byte_range=slice(begin, end)), end - begin)
+        if read.state != "value" or read.metadata.generation != version:
+            raise StoreIOError("remote store: get: another object came while it was read; expected it to stay")
+        return read.value
+
+    def _leaves(self, path: str, version: bytes, header: Header, names: Sequence[str]) -> dict[str, np.ndarray]:
+        leaves: list[Leaf] = [header.leaves[name] for name in names]
+        if not leaves:
+            return {}
+        begin, end = leaves[0].offset, leaves[-1].offset + padded(leaves[-1].nbytes)
+        data = np.frombuffer(self._range_of(path, version, begin, end), np.uint8)
+        payload = np.empty(len(data), np.uint8)  # aligned, and its own: the service's buffer is let go
+        payload[:] = data
+        return take_leaves(payload, begin, leaves)
+
+    def _drop(self, path: str, version: bytes) -> None:
+        self._ask("delete", lambda: self._values.write(path, None, if_equal=version))
+
+    def _drop_short(self, path: str) -> None:
+        """Deletes what is shorter than any object."""
+        with contextlib.suppress(StoreIOError, StoreCorruptError):
+            read = self._ask("get", lambda: self._values.read(path, byte_range=slice(0, 0)))
+            if read.state == "value":
+                self._drop(path, read.metadata.generation)
+
+    def delete(self, path: str) -> None:
+        """Deletes an object, if it is there. Raises StoreIOError."""
+        self._ask("delete", lambda: self._values.write(path, None))
+
+    def paths(self, prefix: str) -> list[str]:
+        """Objects whose path begins so. Raises StoreIOError."""
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        listed = self._ask("list", lambda: self._values.list(self._range(prefix, end)))
+        return sorted(key.decode() for key in listed)

@@ -1,0 +1,160 @@
+"""A remote store as one `ChunkStore` uses it: many objects at a time, failures counted, and reading then a miss."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreachableError
+from ..format.encryption import Encryption, Read
+from ..format.header import Header
+from ..format.naming import Name
+from ..format.objects import Blob
+from ..io.counters import Counters
+from ..io.thread_pool import ThreadPool
+from ..snapshots.manifest import name_at
+from .remote import Remote, Stored
+
+_callers = ThreadPool(8, "kvpatch-remote")
+
+
+def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """What several calls give, made by several threads. All end before the first error is raised."""
+    jobs = [_callers.submit(call) for call in calls]
+    concurrent.futures.wait(jobs)
+    return [job.result() for job in jobs]
+
+
+def delete_below(remote: Remote, prefix: str) -> int:
+    """Deletes every object whose path begins so. How many.
+
+    Raises:
+      StoreError: not all of them were deleted; the others were.
+    """
+    paths = remote.paths(prefix)
+    at_once((lambda path=path: remote.delete(path)) for path in paths)
+    return len(paths)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arriving:
+    """An object of a remote store while it is read.
+
+    Attributes:
+      header, read: as the caller sees it, decrypted; `read` reads some of its neighbouring leaves.
+      stored: its header as it is kept. kept: the leaves that were read so far, likewise.
+    """
+
+    header: Header
+    read: Read
+    stored: Header
+    kept: Mapping[str, np.ndarray]
+
+    def whole(self) -> dict[str, np.ndarray] | None:
+        """Every leaf; None where it is damaged, or cannot be read now."""
+        try:
+            return self.read(list(self.header.leaves))
+        except (StoreCorruptError, StoreIOError):
+            return None
+
+    @property
+    def blob(self) -> Blob | None:
+        """The object, ready to be written, when every leaf has come."""
+        if self.kept.keys() != self.stored.leaves.keys():
+            return None
+        arrays = {name: self.kept[name] for name in self.stored.leaves}
+        return Blob(self.stored.kind, self.stored.body, arrays, self.stored.expires)  # pyright: ignore[reportArgumentType]
+
+
+class Beyond:
+    """A remote store, and where its failures are counted: `remote_errors`, and `remote_skipped` where it was spared."""
+
+    def __init__(self, remote: Remote, counters: Counters, seal: Encryption):
+        self.remote, self._counters, self._seal = remote, counters, seal
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreIOError as error:
+            spared = isinstance(error, StoreUnreachableError) and not error.asked
+            self._counters.add("remote_skipped" if spared else "remote_errors")
+            raise
+
+    def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
+        """Puts several objects, some at a time. Raises StoreError: not all are acknowledged."""
+        with self._counted():
+            at_once((lambda name=name, blob=blob: self.remote.put(name, blob)) for name, blob in items)
+
+    def open(self, name: Name) -> Arriving | None:
+        """An object to read; None where there is none to be had now. Raises StoreKeyError.
+
+        Its `read` raises StoreCorruptError, after deleting the object, and StoreIOError.
+        """
+        found = None
+        with self._missed():
+            found = self.remote.open(name)
+        if found is None:
+            return None
+        kept: dict[str, np.ndarray] = {}
+
+        def noted(names: Sequence[str]) -> dict[str, np.ndarray]:
+            arrays = found.read(names)
+            kept.update(arrays)
+            return arrays
+
+        try:
+            with self._judged(found, kept):
+                opened = self._seal.opened(found.header, noted)
+        except (StoreCorruptError, StoreIOError):
+            return None
+        if opened is None:
+            self._counters.add("unsealed")
+            return None
+        header, plain = opened
+
+        def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+            with self._judged(found, kept):
+                return plain(names)
+
+        return Arriving(header, read, found.header, kept)
+
+    @contextlib.contextmanager
+    def _judged(self, found: Stored, kept: dict[str, np.ndarray]) -> Iterator[None]:
+        """Deletes an object that does not verify, as far as the service does it."""
+        try:
+            with self._counted():
+                yield
+        except StoreCorruptError:
+            kept.clear()
+            with self._missed():
+                found.drop()
+            raise
+
+    @contextlib.contextmanager
+    def _missed(self) -> Iterator[None]:
+        with contextlib.suppress(StoreError), self._counted():
+            yield
+
+    def paths(self, prefix: str) -> list[str]:
+        """Objects whose path begins so; none where the service fails."""
+        with self._missed():
+            return self.remote.paths(prefix)
+        return []
+
+    def delete(self, prefix: str) -> int:
+        """Deletes every object whose path begins so. How many. Raises StoreError."""
+        with self._counted():
+            return delete_below(self.remote, prefix)
+
+    def collect(self, prefix: str) -> int:
+        """Deletes what expired, by looking at every header. How many; what the service fails is left there."""
+        return sum(at_once((lambda path=path: self._gone(path)) for path in self.paths(prefix)))
+
+    def _gone(self, path: str) -> int:
+        with contextlib.suppress(StoreCorruptError), self._missed():
+            return int(self.remote.open(name_at(path)) is None)
+        return 0

@@ -1,0 +1,221 @@
+"""Writing behind the caller's back: a queue bounded in bytes, one thread, small objects committed in groups."""
+
+import atexit
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ...errors import StoreClosedError
+from ..format.naming import Name
+from ..format.objects import Blob
+from ..io.thread_pool import tell_of_forks
+
+Put = Callable[[Sequence[tuple[Name, Blob]]], object]
+Ack = concurrent.futures.Future[None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Job:
+    name: Name
+    make: Callable[[], Blob] = dataclasses.field(repr=False)
+    nbytes: int
+    future: concurrent.futures.Future[None]
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
+
+    @functools.cached_property
+    def _blob(self) -> Blob:
+        return self.make()
+
+    def blob(self) -> Blob:
+        """The object, made once, whoever of the writer and its readers comes first."""
+        with self.lock:
+            return self._blob
+
+
+class Writer:
+    """Puts objects one after the other. A future is done when its object is durable, or holds why it is not.
+
+    Args:
+      put: writes a group durably, or raises.
+      room: bytes that may wait; who adds more waits until there is room. An object larger than that goes alone.
+      small: objects up to so many bytes are committed together, `group` at most, none waiting longer than `patience`
+        seconds for others.
+    """
+
+    def __init__(self, put: Put, room: int = 256 << 20, small: int = 4 << 20, group: int = 64, patience: float = 0.005):
+        self._put, self._room, self._small, self._group, self._patience = put, room, small, group, patience
+        self._jobs: collections.deque[_Job] = collections.deque()
+        self._newest: dict[str, _Job] = {}  # by path, until it is durable or failed
+        self._bytes = self._busy = 0
+        self._batch: list[_Job] = []
+        self._errors: list[BaseException] = []
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Begins anew in a forked process. What was queued is its parent's to write, and futures here say so."""
+        orphans = [*self._batch, *self._jobs]
+        self._jobs, self._batch, self._errors = collections.deque(), [], []
+        self._bytes = self._busy = 0
+        self._changed, self._thread = threading.Condition(), None
+        for job in orphans:
+            if not job.future.done():
+                job.future.set_exception(
+                    StoreClosedError("store: put before this process was forked; expected its parent to write it")
+                )
+
+    def add(self, name: Name, make: Callable[[], Blob], nbytes: int) -> concurrent.futures.Future[None]:
+        """Queues an object; `make` is called on the writer's thread.
+
+        Raises:
+          StoreClosedError: after `close`.
+        """
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # an object in the queue is written; there is no taking it back
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + nbytes <= self._room)
+            if self._closed:
+                raise StoreClosedError("store: put after close; expected an open store")
+            self._jobs.append(job := _Job(name, make, nbytes, future))
+            self._newest[name.path] = job
+            self._bytes += nbytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvpatch-writer", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)  # what was queued is written before the interpreter ends
+            self._changed.notify_all()
+        return future
+
+    def has(self, name: Name) -> bool:
+        """Whether an object of that name was queued and is not durable yet."""
+        return name.path in self._newest
+
+    def waiting(self, name: Name) -> Blob | None:
+        """The newest object of a name that was queued and is not durable yet; None too where it cannot be made."""
+        job = self._newest.get(name.path)
+        with contextlib.suppress(Exception):  # the acknowledgement tells
+            return None if job is None else job.blob()
+        return None
+
+    def waiting_paths(self, beginning: str) -> list[str]:
+        """The paths of objects that are not durable yet, of those that begin so."""
+        with self._changed:
+            return [path for path in self._newest if path.startswith(beginning)]
+
+    def settle(self, beginning: str) -> None:
+        """Waits until nothing whose path begins so is on its way. Failures are left for futures and `flush`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(path.startswith(beginning) for path in self._newest))
+
+    def _end(self, jobs: Sequence[_Job]) -> None:
+        """Forgets jobs that came to an end, before their futures tell."""
+        with self._changed:
+            for job in jobs:
+                if self._newest.get(job.name.path) is job:
+                    del self._newest[job.name.path]
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Waits until everything queued is durable.
+
+        Raises:
+          StoreError: the first failure since the last `flush`, whether or not its future was looked at; further ones
+            are in its notes.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs and not self._busy)
+            errors, self._errors = self._errors, []
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"also failed: {other}")
+            raise errors[0]
+
+    def close(self) -> None:
+        """Writes what is queued and ends the thread. Raises as `flush`; closing twice is allowed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self.close)
+        self.flush()
+
+    def _run(self) -> None:
+        while batch := self._next():
+            self._write(batch)
+            with self._changed:
+                self._bytes -= sum(job.nbytes for job in batch)
+                self._busy, self._batch = 0, []
+                self._changed.notify_all()
+
+    def _next(self) -> list[_Job]:
+        """The next group, or one large object; nothing once closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            deadline = time.monotonic() + self._patience
+            while self._may_grow() and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            batch = self._ready()
+            for _ in batch:
+                self._jobs.popleft()
+            self._busy, self._batch = len(batch), batch
+            return batch
+
+    def _may_grow(self) -> bool:
+        """Whether all that waits is a group of small objects that has room for more."""
+        small = bool(self._jobs) and self._jobs[0].nbytes <= self._small
+        return small and len(self._ready()) == len(self._jobs) < self._group and not self._closed
+
+    def _ready(self) -> list[_Job]:
+        batch: list[_Job] = []
+        for job in self._jobs:
+            if len(batch) == self._group or (batch and job.nbytes > self._small):
+                break
+            batch.append(job)
+            if job.nbytes > self._small:
+                break
+        return batch
+
+    def _write(self, batch: list[_Job]) -> None:
+        try:
+            self._put([(job.name, job.blob()) for job in batch])
+        except BaseException as error:
+            if len(batch) == 1:
+                with self._changed:
+                    self._errors.append(error)
+                self._end(batch)
+                batch[0].future.set_exception(error)
+            else:  # one bad object must not take the others along
+                for job in batch:
+                    self._write([job])
+        else:
+            self._end(batch)
+            for job in batch:
+                job.future.set_result(None)
+
+
+def joined(acks: Sequence[Ack]) -> Ack:
+    """One future for several: done when all are, with the first error."""
+    both: Ack = concurrent.futures.Future()
+    both.set_running_or_notify_cancel()
+    left = [len(acks)]
+    lock = threading.Lock()
+
+    def done(_: Ack) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        error = next((ack.exception() for ack in acks if ack.exception() is not None), None)
+        both.set_exception(error) if error is not None else both.set_result(None)
+
+    for ack in acks:
+        ack.add_done_callback(done)
+    return both

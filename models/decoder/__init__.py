@@ -1,0 +1,1 @@
+"""One decoder for all families: configuration, layers, attention, experts, weights, sharding."""

@@ -1,0 +1,156 @@
+"""Where a decoder's tensors go, for families that name them as Llama does: file name → parameter path."""
+
+from typing import Literal
+
+from ..checkpoints import ParamPath, Part, TensorEntry
+from .decoder import DecoderConfig
+
+TRANSPOSE = (1, 0)
+FusedExperts = Literal["no", "rows", "columns"]
+
+
+def linear_entries(name: str, path: ParamPath, *, bias: bool, stack: bool = True, offset: int = 0) -> list[TensorEntry]:
+    """Kernel (and bias) of a linear map called `name`; in the file kernels are [out, in]."""
+    entries = [TensorEntry(f"{name}.weight", (*path, "kernel"), permute=TRANSPOSE, stack=stack, offset=offset)]
+    return [*entries, TensorEntry(f"{name}.bias", (*path, "bias"), stack=stack, offset=offset)] if bias else entries
+
+
+def fused_entries(
+    name: str, path: ParamPath, parts: dict[str, int], *, bias: bool = False, offset: int = 0
+) -> list[TensorEntry]:
+    """Linear maps (name → rows) that lie one behind the other in one tensor of the file."""
+    entries, start, size = [], 0, sum(parts.values())
+    for part, rows in parts.items():
+        piece = Part(start, start + rows, size)
+        kernel, start = (*path, part, "kernel"), start + rows
+        entries.append(TensorEntry(f"{name}.weight", kernel, permute=TRANSPOSE, stack=True, part=piece, offset=offset))
+        if bias:
+            entries.append(TensorEntry(f"{name}.bias", (*path, part, "bias"), stack=True, part=piece, offset=offset))
+    return entries
+
+
+def norm_entry(name: str, path: ParamPath, offset: int = 0) -> TensorEntry:
+    """The weight of a norm in a stack of layers."""
+    return TensorEntry(f"{name}.weight", (*path, "weight"), stack=True, offset=offset)
+
+
+def decoder_entries(
+    config: DecoderConfig,
+    *,
+    prefix: str = "model.",
+    head: str = "lm_head",
+    root: ParamPath = ("decoder",),
+    fused: tuple[str, ...] = (),
+    fused_experts: FusedExperts = "no",
+    post_norms: tuple[str, str] = ("post_self_attn_layernorm", "post_mlp_layernorm"),
+) -> list[TensorEntry]:
+    """Every entry of a decoder.
+
+    Args:
+      prefix, head: what the tensors' names begin with, and the output head's name.
+      root: where the decoder is in the parameters.
+      fused: which of "qkv" (`qkv_proj`) and "gate_up" (`gate_up_proj`) are one tensor in the file.
+      fused_experts: "no" (a tensor per expert), "rows" (`experts.gate_up_proj` [E, 2I, D], `down_proj` [E, D, I]) or
+        "columns" (transposed: [E, D, 2I] and [E, I, D], as Qwen3-VL-MoE was released).
+      post_norms: names of the norms behind attention and MLP, where the configuration has them.
+    """
+    entries = [
+        TensorEntry(f"{prefix}embed_tokens.weight", (*root, "embedding")),
+        TensorEntry(f"{prefix}norm.weight", (*root, "norm", "weight")),
+    ]
+    below = config.dense_layers
+    for name, offset in (("dense_layers", 0),) * bool(below) + (("layers", below),):
+        layer, path = f"{prefix}layers.{{layer}}", (*root, name)
+        entries += _norms(config, layer, path, post_norms, offset)
+        attention = _grouped if config.latent is None else _latent
+        entries += attention(config, f"{layer}.self_attn", (*path, "attention"), fused, offset)
+        dense = config.experts is None or name == "dense_layers"
+        if dense:
+            entries += _mlp(config, f"{layer}.mlp", (*path, "mlp"), config.intermediate, fused, offset)
+        else:
+            entries += _experts(config, f"{layer}.mlp", (*path, "mlp"), fused_experts, offset)
+    if config.tied_embeddings:
+        return entries
+    return entries + linear_entries(head, (*root, "head"), bias=False, stack=False)
+
+
+def _norms(
+    config: DecoderConfig, layer: str, path: ParamPath, post_norms: tuple[str, str], offset: int
+) -> list[TensorEntry]:
+    names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.post_norms:
+        names |= dict(zip(("attention_post_norm", "mlp_post_norm"), post_norms, strict=True))
+    return [norm_entry(f"{layer}.{theirs}", (*path, ours), offset) for ours, theirs in names.items()]
+
+
+def _grouped(
+    config: DecoderConfig, name: str, path: ParamPath, fused: tuple[str, ...], offset: int
+) -> list[TensorEntry]:
+    bias = config.attention_bias
+    widths = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
+    rows = {part: heads * config.head_dim for part, heads in widths.items()}
+    if "qkv" in fused:
+        entries = fused_entries(f"{name}.qkv_proj", path, rows, bias=bias, offset=offset)
+    else:
+        entries = []
+        for part in rows:
+            entries += linear_entries(f"{name}.{part[0]}_proj", (*path, part), bias=bias, offset=offset)
+    entries += linear_entries(f"{name}.o_proj", (*path, "output"), bias=config.output_bias, offset=offset)
+    if config.qk_norm:
+        entries += [norm_entry(f"{name}.{part[0]}_norm", (*path, f"{part}_norm"), offset) for part in ("query", "key")]
+    return entries
+
+
+def _latent(
+    config: DecoderConfig, name: str, path: ParamPath, fused: tuple[str, ...], offset: int
+) -> list[TensorEntry]:
+    assert config.latent is not None
+    down = lambda theirs, ours: linear_entries(
+        f"{name}.{theirs}", (*path, ours), bias=config.attention_bias, offset=offset
+    )
+    plain = lambda theirs, ours: linear_entries(f"{name}.{theirs}", (*path, ours), bias=False, offset=offset)
+    if config.latent.query_rank is None:
+        entries = plain("q_proj", "query")
+    else:
+        entries = down("q_a_proj", "query_down") + plain("q_b_proj", "query")
+        entries.append(norm_entry(f"{name}.q_a_layernorm", (*path, "query_norm"), offset))
+    entries += down("kv_a_proj_with_mqa", "down") + plain("kv_b_proj", "up")
+    entries.append(norm_entry(f"{name}.kv_a_layernorm", (*path, "latent_norm"), offset))
+    return entries + linear_entries(f"{name}.o_proj", (*path, "output"), bias=config.output_bias, offset=offset)
+
+
+def _mlp(
+    config: DecoderConfig, name: str, path: ParamPath, inner: int, fused: tuple[str, ...], offset: int
+) -> list[TensorEntry]:
+    bias, parts = config.mlp_bias, ("gate", "up", "down")
+    entries: list[TensorEntry] = []
+    if "gate_up" in fused:
+        entries = fused_entries(f"{name}.gate_up_proj", path, {"gate": inner, "up": inner}, bias=bias, offset=offset)
+        parts = ("down",)
+    for part in parts:
+        entries += linear_entries(f"{name}.{part}_proj", (*path, part), bias=bias, offset=offset)
+    return entries
+
+
+def _experts(config: DecoderConfig, name: str, path: ParamPath, fused: FusedExperts, offset: int) -> list[TensorEntry]:
+    experts = config.experts
+    assert experts is not None
+    entries = linear_entries(f"{name}.gate", (*path, "router"), bias=False, offset=offset)
+    if experts.router == "sigmoid":
+        correction = (*path, "correction")
+        entries.append(TensorEntry(f"{name}.gate.e_score_correction_bias", correction, stack=True, offset=offset))
+    if experts.shared:
+        entries += _mlp(config, f"{name}.shared_experts", (*path, "shared"), experts.shared, (), offset)
+    if fused == "no":
+        pattern = f"{name}.experts.{{expert}}"
+        each = lambda part: TensorEntry(
+            f"{pattern}.{part}_proj.weight", (*path, part), TRANSPOSE, stack=True, offset=offset
+        )
+        return entries + [each(part) for part in ("gate", "up", "down")]
+    inner, axis = experts.intermediate, 1 if fused == "rows" else 2
+    permute = (0, 2, 1) if fused == "rows" else None
+    for number, part in enumerate(("gate", "up")):
+        piece = Part(number * inner, (number + 1) * inner, 2 * inner, axis)
+        gate_up = f"{name}.experts.gate_up_proj"
+        entries.append(TensorEntry(gate_up, (*path, part), permute, stack=True, part=piece, offset=offset))
+    return [*entries, TensorEntry(f"{name}.experts.down_proj", (*path, "down"), permute, stack=True, offset=offset)]

@@ -1,0 +1,1 @@
+"""What tells one model family from another."""

@@ -1,0 +1,78 @@
+"""DeepSeek-VL-1.3B: SigLIP, two linear maps, Llama. (The 7B has a second, high-resolution tower, which is not built.)
+
+Source: transformers' DeepseekVLForConditionalGeneration.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..checkpoints import TensorEntry
+from ..decoder.hf_config import Regime, need
+from ..decoder.known_keys import complete
+from ..decoder.weights import decoder_entries
+from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek
+from ..towers.vit import ViTConfig
+from ..towers.weights import clip_entries, projector_entries
+from .family import Family, Shapes, Vision
+from .image_family import freeze, one_size, text_part, vision_part, whole
+from .text_families import read_llama
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
+
+ARCHITECTURE = "DeepseekVLForConditionalGeneration"
+
+
+def read_siglip(vision: Mapping[str, Any], dtype: str) -> ViTConfig:
+    """SigLIP's tower (also SmolVLM's), from its part of `config.json` or a table of the same keys."""
+    if "layer_norm_eps" not in vision:  # not gone through `vision_part`
+        vision = complete(vision, "siglip_vision_model", "the tower")
+    return ViTConfig(
+        depth=need(vision, "num_hidden_layers"),
+        width=need(vision, "hidden_size"),
+        heads=need(vision, "num_attention_heads"),
+        intermediate=need(vision, "intermediate_size"),
+        image=one_size(vision, "image_size"),
+        patch=one_size(vision, "patch_size"),
+        channels=vision["num_channels"],
+        activation=vision["hidden_act"],
+        norm_epsilon=vision["layer_norm_eps"],
+        final_norm="applied",
+        dtype=dtype,
+    )
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+    model = whole(raw, "deepseek_vl")
+    text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
+    tower = read_siglip(vision_part(model, "siglip_vision_model"), text.dtype)
+    # Nothing reads SigLIP's head, which its class has by default: it is not loaded and so not saved.
+    kept = {**raw, "vision_config": {**raw["vision_config"], "vision_use_head": False}}
+    return ViTModelConfig(FAMILY, text, tower, GlueConfig(), need(model, "image_token_id"), freeze(kept))
+
+
+def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
+    entries = decoder_entries(config.text, prefix="model.language_model.")
+    entries += clip_entries(config.vision, "model.vision_model")
+    return entries + projector_entries("model.aligner.linear1", "model.aligner.linear2")
+
+
+def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    return [config.image_token] * config.tile_tokens
+
+
+_SETTINGS = PictureConfig.reader(
+    only={"do_resize": True, "do_pad": True},
+    image_mean=CLIP_MEAN,
+    image_std=CLIP_STD,
+    resample=3,
+    size={"height": 384, "width": 384},
+    min_size=14,
+)
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=ViTModel,
+    entries=_entries,
+    vision=Vision(_SETTINGS, process_deepseek, _tokens, tile_plan, tile_fills),
+    ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq", r"model\.vision_model\.head\..*"),
+    model_type="deepseek_vl",
+)

@@ -1,0 +1,160 @@
+"""What tells one family of checkpoints from another: a handful of functions, and no class to derive from.
+
+To add a family: a configuration with `.text` (a `DecoderConfig`), `.family` and `.to_dict()`; a module with `.decoder`
+and `.embed(input_ids, pixel_values, plan)`; the list of entries that says where tensors go; a `Family` that names them;
+and a line in `models/__init__.py`. A family without images needs a row in `text_families.py`.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from flax import nnx
+
+from ..checkpoints import TensorEntry
+from ..decoder.decoder import DecoderConfig
+from ..decoder.known_keys import DEFAULTS
+
+Arrays = Mapping[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@runtime_checkable
+class Config(Protocol):
+    """What a backbone asks of its configuration."""
+
+    @property
+    def text(self) -> DecoderConfig:
+        """The decoder's configuration."""
+        ...
+
+    @property
+    def family(self) -> "Family":
+        """The family that reads it."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """`config.json`, which the family reads back."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Vision:
+    """What a family does with images on the host. Arrays are what the processor makes of all images of a prompt.
+
+    Attributes:
+      settings: directory → image settings, a dataclass with `.save(directory)`.
+      process: (images, settings) → arrays, `pixel_values` among them.
+      tokens: (config, arrays, index, tokenizer) → the token ids that stand for image `index`, start and end included.
+      plan: (config, input_ids [B,T], arrays) → the index arrays that `embed` takes beside `pixel_values` (None when
+        there are no images); raises InputError where ids, patches and grids do not match.
+      fills: config → the plan's tables of patch numbers (1) or feature numbers (features per tile), for padding to
+        buckets: the number one past the last stands for none.
+    """
+
+    settings: Callable[[str | os.PathLike[str]], Any]
+    process: Callable[[Sequence[Any], Any], dict[str, np.ndarray]]
+    tokens: Callable[[Any, Arrays, int, Any], list[int]]
+    plan: Callable[[Any, np.ndarray, Arrays], Mapping[str, Any] | None]
+    fills: Callable[[Any], Mapping[str, int]]
+
+
+def count_positions(config: Config, input_ids: np.ndarray, arrays: Arrays) -> np.ndarray:
+    """Positions 0, 1, 2, … of one prompt's tokens, int32 [T]: the rule of every family without M-RoPE."""
+    return np.arange(len(input_ids), dtype=np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of checkpoints.
+
+    Attributes:
+      architecture: the name in `config.json`.
+      config: (config.json, angles, regime) → configuration; regime as `models.load` takes it.
+      module: (config, rngs) → nnx module with `.decoder` and `.embed(input_ids, pixel_values, plan)`, which gives
+        embeddings [B,T,D], or these and deepstack features [B,T,n,D].
+      entries: (config, shapes) → where tensors go. `shapes` are those of the file's tensors, for families whose
+        releases differ; empty when saving.
+      positions: (config, input_ids [T], arrays) → positions [T] or [T,A] of one prompt.
+      vision: None for a text family.
+      ignore: regular expressions of tensors that may be in a file and are not read.
+      model_type: for a `config.json` that names no architecture.
+    """
+
+    architecture: str
+    config: Callable[[Mapping[str, Any], str, str | int | None], Any]
+    module: Callable[[Any, nnx.Rngs], Any]
+    entries: Callable[[Any, Shapes], list[TensorEntry]]
+    positions: Callable[[Any, np.ndarray, Arrays], np.ndarray] = count_positions
+    vision: Vision | None = None
+    ignore: tuple[str, ...] = ()
+    model_type: str = ""
+
+    def ignored(self, config: Config) -> tuple[str, ...]:
+        """`ignore`, and the output head where it is tied to the embedding."""
+        return (*self.ignore, re.escape(self._head_names(config)[0])) if config.text.tied_embeddings else self.ignore
+
+    def _head_names(self, config: Config) -> tuple[str, str]:
+        """What the file calls the output head and the embedding."""
+        names = {entry.path[-2:]: entry.pattern for entry in self.entries(with_tie(config, False), {})}
+        return names["head", "kernel"], names["decoder", "embedding"]
+
+    def settle_ties(self, config: Any, shapes: Shapes, equal: Callable[[str, str], bool], silent: bool) -> Any:
+        """The configuration with head and embedding tied or not, as the file's tensors show.
+
+        A head of its own counts, whatever the configuration says; a head that repeats the embedding is left out. Where
+        there is none, a family whose class ties does so if the configuration says nothing at its top (`silent`).
+
+        Args:
+          config: as it was read. shapes: of the file's tensors. equal: whether two of them hold the same.
+        """
+        head, embedding = self._head_names(config)
+        if config.text.tied_embeddings:
+            own = head in shapes and embedding in shapes and not equal(head, embedding)
+            return with_tie(config, False) if own else config
+        ties = DEFAULTS.get(self.model_type, {}).get("tie_word_embeddings", False)
+        return with_tie(config, True) if ties and silent and head not in shapes else config
+
+
+def abstract(config: Any) -> Any:
+    """The backbone's module with shapes instead of values."""
+    return nnx.eval_shape(lambda: config.family.module(config, nnx.Rngs(0)))
+
+
+def parameters(model: nnx.Module) -> dict[str, Any]:
+    """The parameters as nested dictionaries of arrays."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def with_parameters(config: Any, values: dict[str, Any]) -> Any:
+    """The module of this configuration holding these parameters (nested as `parameters` gives them)."""
+    model = abstract(config)
+    state = nnx.state(model, nnx.Param)
+    nnx.replace_by_pure_dict(state, values)
+    nnx.update(model, state)
+    return model
+
+
+def with_tie(config: Any, tied: bool) -> Any:
+    """The configuration with head and embedding tied or not, in what it writes as well."""
+    if config.text.tied_embeddings == tied:
+        return config
+    changes: dict[str, Any] = {"text": dataclasses.replace(config.text, tied_embeddings=tied)}
+    if hasattr(config, "raw"):
+        raw: dict[str, Any] = json.loads(config.raw)
+        for part in (raw, *(raw[name] for name in ("text_config", "language_config") if raw.get(name) is not None)):
+            part["tie_word_embeddings"] = tied
+        changes["raw"] = json.dumps(raw, sort_keys=True)
+    return dataclasses.replace(config, **changes)
+
+
+def with_dtype(config: Any, dtype: str) -> Any:
+    """The configuration with every part of it that has a dtype in this one."""
+    parts = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    typed = {name: part for name, part in parts.items() if dataclasses.is_dataclass(part) and hasattr(part, "dtype")}
+    replaced = {name: dataclasses.replace(part, dtype=dtype) for name, part in typed.items()}  # type: ignore[type-var]
+    return dataclasses.replace(config, **replaced)

@@ -1,0 +1,123 @@
+"""What families with images share: reading the parts of a configuration, and placing features among embeddings."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+from ..decoder.hf_config import need
+from ..decoder.known_keys import complete
+
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def whole(raw: Mapping[str, Any], kind: str, flat: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The top level of `config.json`, checked and filled in. `flat` are keys of its parts that may stand there too."""
+    return complete(raw, kind, drop=flat)
+
+
+def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[str] = ()) -> dict[str, Any]:
+    """The text part of `config.json`, with what the top level says for it (tying, dtype).
+
+    Head and embedding are tied where either level says so, or where none says anything and the family's class has it
+    so. What the file holds settles it (`family.settle_ties`).
+
+    Args:
+      raw: the top level, as `whole` gives it. given: as it was read.
+      kinds: what `model_type` may be, the default first; empty for any.
+
+    Raises:
+      ConfigError: no `text_config`, or one of another kind.
+    """
+    part = raw.get("text_config") or raw.get("language_config")
+    if not isinstance(part, Mapping):
+        raise ConfigError(f"config.json has text_config {part!r}; expected a table for {raw.get('architectures')}")
+    kind = part.get("model_type", kinds[0] if kinds else None)
+    if kinds and kind not in kinds:
+        raise ConfigError(f"text_config is of type {kind!r}; expected one of {sorted(kinds)}")
+    top = {name: raw[name] for name in _DTYPES if raw.get(name) is not None}
+    text = {**top, **part, "model_type": kind, "architectures": raw.get("architectures")}
+    said = [table.get("tie_word_embeddings") for table in (given, part) if table.get("tie_word_embeddings") is not None]
+    return text | {"tie_word_embeddings": any(said) if said else raw.get("tie_word_embeddings", False)}
+
+
+def vision_part(raw: Mapping[str, Any], kind: str, *others: str) -> dict[str, Any]:
+    """The vision part of `config.json`, checked and filled in.
+
+    Args:
+      raw: the top level. kind: what `known_keys` calls the tower; others: further names for it in `model_type`.
+
+    Raises:
+      ConfigError: no `vision_config`, one of another kind, or keys that are not known.
+    """
+    part = need(raw, "vision_config")
+    if not isinstance(part, Mapping):
+        raise ConfigError(f"config.json has vision_config {part!r}; expected a table")
+    found = part.get("model_type", kind)
+    if found not in (kind, *others):
+        raise ConfigError(f"vision_config is of type {found!r}; expected {kind!r}")
+    return complete(part, kind, "vision_config")
+
+
+def one_size(raw: Mapping[str, Any], name: str) -> int:
+    """A number, or the one number that a pair of equal sides repeats.
+
+    Raises:
+      ConfigError: sides that differ.
+    """
+    value = need(raw, name)
+    sides = value if isinstance(value, list | tuple) else [value]
+    if len(set(sides)) != 1 or not isinstance(sides[0], int) or isinstance(sides[0], bool):
+        raise ConfigError(f"{name} is {value!r}; expected equal sides")
+    return int(sides[0])
+
+
+def freeze(raw: Mapping[str, Any]) -> str:
+    """`config.json` as text that a frozen configuration keeps."""
+    return json.dumps(dict(raw), sort_keys=True)
+
+
+def thaw(kept: str, architecture: str, dtype: str) -> dict[str, Any]:
+    """`config.json` as it was read, with the dtype that the parameters have now."""
+    raw: dict[str, Any] = json.loads(kept)
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        for name in _DTYPES:
+            part.pop(name, None)
+    return raw | {"architectures": [architecture], "torch_dtype": dtype}
+
+
+def one_kind_of_grid(arrays: Mapping[str, Any]) -> np.ndarray | None:
+    """The (time, height, width) grids of a prompt's images, or of its videos; None where there are neither.
+
+    Raises:
+      InputError: both in one call.
+    """
+    grids = [np.asarray(arrays[name]) for name in ("image_grid_thw", "video_grid_thw") if len(arrays.get(name, ()))]
+    if len(grids) == 2:
+        raise InputError("images and videos in one call: expected one kind; embed them one after the other")
+    return grids[0] if grids else None
+
+
+def pads_between_ends(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    """Token ids that stand for image `index` in the Qwen families: start, one pad per merged patch, end."""
+    pads = int(np.prod(arrays["image_grid_thw"][index])) // config.vision.merge**2
+    return [config.vision_start_token, *[config.image_token] * pads, config.vision_end_token]
+
+
+def check_placeholders(
+    input_ids: Int[np.ndarray, "B T"], pads: tuple[int, ...], expected: int, pixel_values: Any, shape: tuple
+) -> None:
+    """Raises InputError where placeholders or pixels are not as many as the images given ask for.
+
+    `shape` is what `pixel_values` must have; a None in it stands for any size.
+    """
+    found = None if pixel_values is None else tuple(pixel_values.shape)
+    if found is None or len(found) != len(shape) or any(b not in (None, a) for a, b in zip(found, shape, strict=True)):
+        raise InputError(f"pixel_values of shape {found}; expected {shape}")
+    count = int(np.isin(input_ids, pads).sum())
+    if count != expected:
+        raise InputError(f"{count} image placeholders in input_ids; expected {expected} for the images given")

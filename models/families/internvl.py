@@ -1,0 +1,94 @@
+"""InternVL3 (and 2.5 with a Qwen2 or Llama text tower): InternViT-300M, pixel shuffle ½, norm and two linear maps.
+
+Source: transformers' InternVLForConditionalGeneration, the `-hf` checkpoints. InternViT-6B (RMS norms and norms on
+query and key) is not built.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+from ..checkpoints import TensorEntry
+from ..decoder.hf_config import Regime, need
+from ..decoder.weights import decoder_entries
+from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_internvl
+from ..towers.vit import ViTConfig
+from ..towers.weights import intern_vit_entries, projector_entries
+from .family import Family, Shapes, Vision
+from .image_family import freeze, one_size, vision_part, whole
+from .llava import read_text
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, tile_fills, tile_plan
+
+ARCHITECTURE = "InternVLForConditionalGeneration"
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+    model = whole(raw, "internvl")
+    text, vision = read_text(model, raw, angles, regime, "qwen2"), vision_part(model, "internvl_vision")
+    tower = ViTConfig(
+        depth=need(vision, "num_hidden_layers"),
+        width=need(vision, "hidden_size"),
+        heads=need(vision, "num_attention_heads"),
+        intermediate=need(vision, "intermediate_size"),
+        image=one_size(vision, "image_size"),
+        patch=one_size(vision, "patch_size"),
+        channels=vision["num_channels"],
+        activation=vision["hidden_act"],
+        norm_epsilon=vision["layer_norm_eps"],
+        class_token=True,
+        drop_class=drops_class(model),
+        layer_scale=True,
+        qkv_bias=vision["attention_bias"],
+        feature_layer=model["vision_feature_layer"],
+        dtype=text.dtype,
+    )
+    if not tower.drop_class:
+        raise ConfigError("vision_feature_select_strategy 'full' is not built for InternVL; expected 'default'")
+    shuffle = round(1 / model["downsample_ratio"])
+    glue = GlueConfig(shuffle=shuffle, activation=model["projector_hidden_act"], norm_epsilon=1e-5)
+    return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))
+
+
+def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
+    glue = "multi_modal_projector"
+    entries = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
+    entries += intern_vit_entries(config.vision, "vision_tower")
+    return entries + projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", norm=f"{glue}.layer_norm")
+
+
+def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    plan, counts = tile_plan(config, input_ids, arrays), arrays.get("num_patches")
+    if plan is not None and counts is not None and int(np.sum(counts)) != len(arrays["pixel_values"]):
+        raise InputError(f"num_patches {np.asarray(counts).tolist()}; expected {len(arrays['pixel_values'])} in all")
+    return plan
+
+
+def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    """Between `<img>` and `</img>`, where the tokenizer has them."""
+    pads = [config.image_token] * (config.tile_tokens * int(arrays["num_patches"][index]))
+    ends = [None if tokenizer is None else tokenizer.token_to_id(name) for name in ("<img>", "</img>")]
+    first, last = ([] if end is None else [int(end)] for end in ends)
+    return [*first, *pads, *last]
+
+
+_SETTINGS = PictureConfig.reader(
+    only={"do_resize": True},
+    image_mean=CLIP_MEAN,
+    image_std=CLIP_STD,
+    resample=3,
+    size={"height": 448, "width": 448},
+    crop_to_patches=True,
+    min_patches=1,
+    max_patches=12,
+)
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=ViTModel,
+    entries=_entries,
+    vision=Vision(_SETTINGS, process_internvl, _tokens, _plan, tile_fills),
+    model_type="internvl",
+)

@@ -1,0 +1,143 @@
+"""LLaVA-1.5 and LLaVA-NeXT (1.6): CLIP's last but one layer, two linear maps, Llama or Mistral.
+
+Source: transformers' LlavaForConditionalGeneration and LlavaNextForConditionalGeneration.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.errors import ConfigError
+
+from ..checkpoints import TensorEntry
+from ..decoder.decoder import DecoderConfig
+from ..decoder.hf_config import Regime, need
+from ..decoder.weights import decoder_entries
+from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_clip, process_llava_next
+from ..towers.projectors import TileConfig, best_resolution, packing_index
+from ..towers.vit import ViTConfig
+from ..towers.weights import clip_entries, projector_entries
+from .family import Family, Shapes, Vision
+from .image_family import check_placeholders, freeze, one_size, text_part, vision_part, whole
+from .text_families import read_llama, read_mistral, read_qwen2
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, tile_fills, tile_plan
+
+LLAVA = "LlavaForConditionalGeneration"
+NEXT = "LlavaNextForConditionalGeneration"
+TEXT = {"llama": read_llama, "mistral": read_mistral, "qwen2": read_qwen2}
+
+
+def read_text(
+    model: Mapping[str, Any], given: Mapping[str, Any], angles: str, regime: Regime, default: str = "llama"
+) -> DecoderConfig:
+    """The text tower by its `model_type`, `default` where none is named; `given` is `model` as it was read.
+
+    Raises:
+      ConfigError: one that is not built.
+    """
+    text = text_part(model, given, (default, *(kind for kind in TEXT if kind != default)))
+    return TEXT[text["model_type"]](text, angles, regime)
+
+
+def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+    model = whole(raw, "llava" if architecture == LLAVA else "llava_next")
+    text, vision = read_text(model, raw, angles, regime), vision_part(model, "clip_vision_model")
+    layer = model["vision_feature_layer"]
+    if not isinstance(layer, int):
+        raise ConfigError(f"vision_feature_layer {layer!r}; expected one layer")
+    tower = ViTConfig(
+        depth=need(vision, "num_hidden_layers"),
+        width=need(vision, "hidden_size"),
+        heads=need(vision, "num_attention_heads"),
+        intermediate=need(vision, "intermediate_size"),
+        image=one_size(vision, "image_size"),
+        patch=one_size(vision, "patch_size"),
+        channels=vision["num_channels"],
+        activation=vision["hidden_act"],
+        norm_epsilon=vision["layer_norm_eps"],
+        class_token=True,
+        drop_class=drops_class(model),
+        patch_bias=False,
+        pre_norm=True,
+        final_norm="kept",
+        feature_layer=layer,
+        dtype=text.dtype,
+    )
+    tiles = None
+    if architecture == NEXT:
+        if not tower.drop_class:
+            raise ConfigError("vision_feature_select_strategy 'full' is not built for LLaVA-NeXT; expected 'default'")
+        tiles = TileConfig(tower.image, tower.side, tuple(map(_pinpoint, need(model, "image_grid_pinpoints"))))
+    bias = model["multimodal_projector_bias"]
+    glue = GlueConfig(activation=model["projector_hidden_act"], bias=bias, tiles=tiles)
+    image = need(model, "image_token_index")
+    return ViTModelConfig(FAMILIES[architecture], text, tower, glue, image, freeze(raw))
+
+
+def _pinpoint(point: Any) -> tuple[int, int]:
+    if not isinstance(point, list | tuple) or len(point) != 2 or any(type(side) is not int for side in point):
+        raise ConfigError(f"image_grid_pinpoints has {point!r}; expected a height and a width")
+    return point[0], point[1]
+
+
+def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
+    tower = "vision_tower.vision_model"  # as released; transformers 5 leaves the second word out
+    if not any(name.startswith(tower) for name in shapes):
+        tower = "vision_tower"
+    decoder = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
+    glue = "multi_modal_projector"
+    entries = [*decoder, *clip_entries(config.vision, tower)]
+    entries += projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", bias=config.glue.bias)
+    return entries + ([TensorEntry("image_newline", ("newline",))] if config.glue.tiles else [])
+
+
+def _next_plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Tiles [images,most tiles,…] of which each image has as many as its size asks for."""
+    if arrays.get("pixel_values") is None:
+        return None
+    tiles, sizes = config.glue.tiles, np.asarray(need(arrays, "image_sizes"))
+    assert tiles is not None
+    most = arrays["pixel_values"].shape[1]
+    order = packing_index(tiles, sizes)
+    counts = [_tile_count(tiles, *size) for size in sizes.tolist()]
+    real = np.concatenate([image * most + np.arange(count) for image, count in enumerate(counts)])
+    size = config.tile_tokens
+    newline = len(sizes) * most * size
+    number = np.append((real[:, None] * size + np.arange(size)).reshape(-1), newline)[order].astype(np.int32)
+    shape = (len(sizes), max(counts), config.vision.channels, config.vision.image, config.vision.image)
+    check_placeholders(input_ids, (config.image_token,), number.size, arrays["pixel_values"], shape)
+    return {"order": number}
+
+
+def _tile_count(tiles: TileConfig, height: int, width: int) -> int:
+    rows, columns = best_resolution(height, width, tiles.pinpoints)
+    return 1 + (rows // tiles.image) * (columns // tiles.image)
+
+
+def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    if config.glue.tiles is None:
+        return [config.image_token] * config.tile_tokens
+    return [config.image_token] * len(packing_index(config.glue.tiles, arrays["image_sizes"][index : index + 1]))
+
+
+_CLIP = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "resample": 3}
+_SETTINGS = PictureConfig.reader(**_CLIP, size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
+
+
+def _family(architecture: str, model_type: str, vision: Vision) -> Family:
+    return Family(
+        architecture=architecture,
+        config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
+        module=ViTModel,
+        entries=_entries,
+        vision=vision,
+        ignore=(r".*\.position_ids", r".*\.rotary_emb\.inv_freq"),
+        model_type=model_type,
+    )
+
+
+FAMILIES = {
+    LLAVA: _family(LLAVA, "llava", Vision(_SETTINGS, process_clip, _tokens, tile_plan, tile_fills)),
+    NEXT: _family(NEXT, "llava_next", Vision(_SETTINGS, process_llava_next, _tokens, _next_plan, tile_fills)),
+}

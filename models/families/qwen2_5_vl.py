@@ -1,0 +1,255 @@
+"""Qwen2.5-VL: configuration, weight map and the assembled backbone (vision tower and decoder).
+
+Source: transformers' Qwen2_5_VLForConditionalGeneration, whose released and newer configuration keys are both read.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.rope import Rope
+
+from ..decoder.decoder import Decoder, DecoderConfig
+from ..decoder.hf_config import Regime, need, read_axial_theta, read_decoder, read_rope, read_window
+from ..decoder.known_keys import DEFAULTS, ONLY, complete
+from ..inputs.positions import PositionConfig, get_rope_positions
+from ..inputs.qwen_images import ImageConfig, preprocess_images
+from ..towers.common import place_features
+from ..towers.qwen2_5 import VisionConfig, VisionTower, plan_patches
+from .family import Family, Vision
+from .family import abstract as abstract
+from .family import parameters as parameters
+from .family import with_parameters as with_parameters
+from .image_family import (
+    check_placeholders,
+    one_kind_of_grid,
+    one_size,
+    pads_between_ends,
+    text_part,
+    vision_part,
+    whole,
+)
+from .qwen2_5_vl_weights import weight_map
+from .text_families import TEXT_TABLE, read_head_dim
+
+ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
+TEXT = "qwen2_5_vl_text"
+SECTIONS = (16, 24, 24)
+"""Of M-RoPE, where the configuration names none."""
+_SCALING_FIELDS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "mscale"),
+    *("mscale_all_dim", "short_factor", "long_factor", "attention_factor"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen25VLConfig:
+    """The whole backbone: both towers and the token ids that stand for images."""
+
+    text: DecoderConfig
+    vision: VisionConfig
+    image_token: int
+    video_token: int
+    vision_start_token: int
+    vision_end_token: int
+    end_tokens: tuple[int, ...] = ()
+    tokens_per_second: int = 2
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], angles: str = "float32", regime: Regime = None) -> "Qwen25VLConfig":
+        """Read `config.json`: nested (`text_config`) or flat text fields, `rope_parameters` or `rope_scaling`.
+
+        Raises:
+          ConfigError: a key that is not known, or has a value this port does not know.
+        """
+        model = whole(raw, "qwen2_5_vl", DEFAULTS[TEXT] | ONLY[TEXT])
+        nested = raw.get("text_config") is not None
+        kinds = (TEXT, "qwen2_5_vl") if nested else ()
+        part = text_part(model if nested else {**model, "text_config": raw}, raw, kinds)
+        text = complete(part, TEXT, TEXT_TABLE, drop=DEFAULTS["qwen2_5_vl"])
+        if need(text, "hidden_act") != "silu":
+            raise ConfigError(f"hidden_act {text['hidden_act']!r} is not known for Qwen2.5-VL; expected 'silu'")
+        rope = read_rope(text, read_head_dim(text), angles=angles, regime=regime, sections=SECTIONS)
+        decoder = read_decoder(text, rope, attention_bias=True, window=read_window(text))
+        vision = vision_part(model, "qwen2_5_vl_vision", "qwen2_5_vl")
+        return cls(
+            text=decoder,
+            vision=_vision(vision, decoder),
+            image_token=need(model, "image_token_id"),
+            video_token=need(model, "video_token_id"),
+            vision_start_token=need(model, "vision_start_token_id"),
+            vision_end_token=need(model, "vision_end_token_id"),
+            end_tokens=_end_tokens(text.get("eos_token_id")),
+            tokens_per_second=need(vision, "tokens_per_second"),
+        )
+
+    @property
+    def family(self) -> Family:
+        """Qwen2.5-VL."""
+        return FAMILY
+
+    def to_dict(self) -> dict[str, Any]:
+        """`config.json` in the released (flat) form; `from_dict` reads it back."""
+        text, vision = self.text, self.vision
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "qwen2_5_vl",
+            "vocab_size": text.vocabulary,
+            "hidden_size": text.width,
+            "num_hidden_layers": text.layers,
+            "num_attention_heads": text.heads,
+            "num_key_value_heads": text.kv_heads,
+            "head_dim": text.head_dim,
+            "intermediate_size": text.intermediate,
+            "hidden_act": text.activation,
+            "rms_norm_eps": text.norm_epsilon,
+            "rope_theta": text.rope.theta,
+            "rope_scaling": _rope_entry(text.rope),
+            "tie_word_embeddings": text.tied_embeddings,
+            "use_sliding_window": text.window is not None,
+            "torch_dtype": text.dtype,
+            "image_token_id": self.image_token,
+            "video_token_id": self.video_token,
+            "vision_start_token_id": self.vision_start_token,
+            "vision_end_token_id": self.vision_end_token,
+            "eos_token_id": list(self.end_tokens),
+            "vision_config": {
+                "depth": vision.depth,
+                "hidden_size": vision.width,
+                "num_heads": vision.heads,
+                "intermediate_size": vision.intermediate,
+                "out_hidden_size": vision.output_width,
+                "hidden_act": vision.activation,
+                "in_chans": vision.channels,
+                "patch_size": vision.patch,
+                "spatial_patch_size": vision.patch,
+                "spatial_merge_size": vision.merge,
+                "temporal_patch_size": vision.temporal,
+                "window_size": vision.window,
+                "fullatt_block_indexes": list(vision.full_layers),
+                "tokens_per_second": self.tokens_per_second,
+                **({} if vision.theta == 1e4 else {"rope_theta": vision.theta}),
+            },
+            **self._lengths(),
+        }
+
+    def _lengths(self) -> dict[str, Any]:
+        """What is written only where it counts, so that fingerprints of plain models stay as they were."""
+        scaling, window = self.text.rope.scaling, self.text.window
+        found: dict[str, Any] = {}
+        if scaling is not None and scaling.kind == "dynamic":
+            found |= {"max_position_embeddings": scaling.original}
+        if window is not None:
+            found |= {"sliding_window": window, "max_window_layers": 0}
+        return found
+
+
+def _end_tokens(given: Any) -> tuple[int, ...]:
+    """What `eos_token_id` names: a token, several, or none."""
+    tokens = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    if any(type(token) is not int for token in tokens):
+        raise ConfigError(f"eos_token_id is {given!r}; expected a token id or a list of them")
+    return tokens
+
+
+def _rope_entry(rope: Rope) -> dict[str, Any]:
+    """`rope_scaling` as `read_rope` reads it back."""
+    table: dict[str, Any] = {"type": "mrope", "mrope_section": list(rope.sections or ())}
+    if rope.scaling is None:
+        return table
+    kept = {name: value for name, value in dataclasses.asdict(rope.scaling).items() if name in _SCALING_FIELDS}
+    more = {} if rope.scaling.kind == "dynamic" else {"original_max_position_embeddings": rope.scaling.original}
+    return (
+        table
+        | {"type": rope.scaling.kind}
+        | {name: value for name, value in (kept | more).items() if value is not None}
+    )
+
+
+def _vision(raw: Mapping[str, Any], text: DecoderConfig) -> VisionConfig:
+    patch = raw.get("spatial_patch_size") if raw.get("patch_size") is None else raw["patch_size"]
+    config = VisionConfig(
+        depth=need(raw, "depth"),
+        width=need(raw, "hidden_size"),
+        heads=need(raw, "num_heads"),
+        intermediate=need(raw, "intermediate_size"),
+        output_width=need(raw, "out_hidden_size"),
+        patch=one_size({"patch_size": patch}, "patch_size"),
+        merge=need(raw, "spatial_merge_size"),
+        temporal=one_size(raw, "temporal_patch_size"),
+        window=need(raw, "window_size"),
+        full_layers=tuple(need(raw, "fullatt_block_indexes")),
+        channels=raw.get("in_chans") or raw["in_channels"],
+        activation=need(raw, "hidden_act"),
+        theta=read_axial_theta(raw),
+        dtype=text.dtype,
+    )
+    if config.output_width != text.width:
+        raise ConfigError(f"vision out_hidden_size {config.output_width}; expected the text width {text.width}")
+    return config
+
+
+class Qwen25VL(nnx.Module):
+    """Tower and decoder with their parameters."""
+
+    def __init__(self, config: Qwen25VLConfig, rngs: nnx.Rngs):
+        self.visual = VisionTower(config.vision, rngs)
+        self.decoder = Decoder(config.text, rngs)
+        self.config = config
+
+    def embed(
+        self, input_ids: Int[Array, "B T"], pixel_values: Float[Array, "P F"] | None, plan: Mapping[str, Array] | None
+    ) -> Float[Array, "B T D"]:
+        """Token embeddings with image features put where the image and video placeholders stand, in order."""
+        embeddings = self.decoder.embed(input_ids)
+        if pixel_values is None or plan is None:
+            return embeddings
+        pads = (input_ids == self.config.image_token) | (input_ids == self.config.video_token)
+        return place_features(embeddings, self.visual(pixel_values, **plan), pads)
+
+
+def _position_config(config: Qwen25VLConfig) -> PositionConfig:
+    return PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
+
+
+def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
+    grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
+    seconds = arrays.get("second_per_grid_ts")
+    return get_rope_positions(input_ids, *grids, seconds, _position_config(config))[0]
+
+
+def _plan(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    grids = one_kind_of_grid(arrays)
+    if grids is None:
+        return None
+    plan = plan_patches(config.vision, grids)
+    patches, pads = plan["rows"].size, (config.image_token, config.video_token)
+    shape = (patches, config.vision.features)
+    check_placeholders(input_ids, pads, patches // config.vision.merge**2, arrays.get("pixel_values"), shape)
+    return plan
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen25VLConfig:
+    return Qwen25VLConfig.from_dict(raw, angles, regime)
+
+
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=Qwen25VL,
+    entries=lambda config, shapes: weight_map(config),
+    positions=_positions,
+    vision=Vision(
+        ImageConfig.from_directory,
+        preprocess_images,
+        pads_between_ends,
+        _plan,
+        fills=lambda config: {"windows": 1, "frames": 1},
+    ),
+    model_type="qwen2_5_vl",
+)

@@ -1,0 +1,186 @@
+"""Qwen3-VL and Qwen3-VL-MoE: configuration, weight map and the assembled backbone with deepstack features.
+
+Source: transformers' Qwen3VLForConditionalGeneration and Qwen3VLMoeForConditionalGeneration.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, Int32
+
+from kvpatch_jax.errors import ConfigError
+
+from ..checkpoints import TensorEntry
+from ..decoder.decoder import Decoder, DecoderConfig
+from ..decoder.hf_config import Regime, need, read_axial_theta
+from ..decoder.weights import decoder_entries
+from ..inputs.positions import PositionConfig, get_rope_positions
+from ..inputs.qwen_images import ImageConfig, preprocess_images
+from ..towers.common import place_features
+from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
+from ..towers.weights import qwen3_vision_entries
+from .family import Family, Shapes, Vision
+from .image_family import (
+    check_placeholders,
+    freeze,
+    one_kind_of_grid,
+    one_size,
+    pads_between_ends,
+    text_part,
+    thaw,
+    vision_part,
+    whole,
+)
+from .text_families import read_qwen3, read_qwen3_moe
+
+DENSE = "Qwen3VLForConditionalGeneration"
+MIXTURE = "Qwen3VLMoeForConditionalGeneration"
+SECTIONS = (24, 20, 20)
+"""Of M-RoPE, where the configuration names none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3VLConfig:
+    """The whole backbone: both towers and the token ids that stand for images; `raw` is config.json as it was read."""
+
+    architecture: str
+    text: DecoderConfig
+    vision: Qwen3VisionConfig
+    image_token: int
+    video_token: int
+    vision_start_token: int
+    vision_end_token: int
+    raw: str
+
+    @property
+    def family(self) -> Family:
+        """Qwen3-VL, dense or with experts."""
+        return FAMILIES[self.architecture]
+
+    def to_dict(self) -> dict[str, Any]:
+        """`config.json` as it was read, with the dtype that the parameters have now."""
+        return thaw(self.raw, self.architecture, self.text.dtype)
+
+
+def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen3VLConfig:
+    family = "qwen3_vl_moe" if architecture == MIXTURE else "qwen3_vl"
+    model, kind = whole(raw, family), f"{family}_text"
+    text = text_part(model, raw, (kind, family))
+    if architecture == MIXTURE:  # whose router renormalises whatever the configuration says
+        decoder = read_qwen3_moe({**text, "norm_topk_prob": True}, angles, regime, kind, SECTIONS)
+    else:
+        decoder = read_qwen3(text, angles, regime, kind, SECTIONS)
+    return Qwen3VLConfig(
+        architecture,
+        decoder,
+        _read_vision(vision_part(model, "qwen3_vl_vision", "qwen3_vl_moe_vision", family), decoder),
+        image_token=need(model, "image_token_id"),
+        video_token=need(model, "video_token_id"),
+        vision_start_token=need(model, "vision_start_token_id"),
+        vision_end_token=need(model, "vision_end_token_id"),
+        raw=freeze(raw),
+    )
+
+
+def _read_vision(raw: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConfig:
+    config = Qwen3VisionConfig(
+        depth=need(raw, "depth"),
+        width=need(raw, "hidden_size"),
+        heads=need(raw, "num_heads"),
+        intermediate=need(raw, "intermediate_size"),
+        output_width=need(raw, "out_hidden_size"),
+        patch=one_size(raw, "patch_size"),
+        merge=need(raw, "spatial_merge_size"),
+        temporal=one_size(raw, "temporal_patch_size"),
+        positions=need(raw, "num_position_embeddings"),
+        deepstack_layers=tuple(need(raw, "deepstack_visual_indexes")),
+        channels=raw["in_channels"],
+        activation=raw["hidden_act"],
+        theta=read_axial_theta(raw),
+        dtype=text.dtype,
+    )
+    if config.output_width != text.width:
+        raise ConfigError(f"vision out_hidden_size {config.output_width}; expected the text width {text.width}")
+    if len(config.deepstack_layers) > text.layers:
+        raise ConfigError(f"{len(config.deepstack_layers)} deepstack layers; expected at most {text.layers}")
+    return config
+
+
+class Qwen3VL(nnx.Module):
+    """Tower and decoder with their parameters."""
+
+    def __init__(self, config: Qwen3VLConfig, rngs: nnx.Rngs):
+        self.visual = Qwen3VisionTower(config.vision, rngs)
+        self.decoder = Decoder(config.text, rngs)
+        self.config = config
+
+    def embed(
+        self, input_ids: Int[Array, "B T"], pixel_values: Float[Array, "P F"] | None, plan: Mapping[str, Array] | None
+    ) -> Float[Array, "B T D"] | tuple[Float[Array, "B T D"], Float[Array, "B T n D"]]:
+        """Token embeddings with image features where the placeholders stand, and the deepstack features (else 0)."""
+        embeddings = self.decoder.embed(input_ids)
+        if pixel_values is None or plan is None:
+            return embeddings
+        pads = (input_ids == self.config.image_token) | (input_ids == self.config.video_token)
+        features, deepstack = self.visual(pixel_values, **plan)
+        if not self.config.vision.deepstack_layers:
+            return place_features(embeddings, features, pads)
+        deep = [place_features(jnp.zeros_like(embeddings), layer, pads) for layer in deepstack]
+        return place_features(embeddings, features, pads), jnp.stack(deep, axis=2)
+
+
+def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.ndarray, "frames 3"] | None:
+    """Grids of single frames: Qwen3-VL writes each frame as its own run of placeholders behind a timestamp."""
+    if video_grid_thw is None:
+        return None
+    frames = [(1, height, width) for time, height, width in np.asarray(video_grid_thw).tolist() for _ in range(time)]
+    return np.array(frames, np.int32).reshape(-1, 3)
+
+
+def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
+    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge)
+    images, videos = arrays.get("image_grid_thw"), frame_grids(arrays.get("video_grid_thw"))
+    return get_rope_positions(input_ids, images, videos, None, rule)[0]
+
+
+def _plan(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    grids = one_kind_of_grid(arrays)
+    if grids is None:
+        return None
+    plan = plan_patches(config.vision, grids)
+    patches = plan["rows"].size
+    pads = (config.image_token, config.video_token)
+    shape = (patches, config.vision.features)
+    check_placeholders(input_ids, pads, patches // config.vision.merge**2, arrays.get("pixel_values"), shape)
+    return plan
+
+
+def _entries(config: Qwen3VLConfig, shapes: Shapes) -> list[TensorEntry]:
+    fused = "no"
+    if config.text.experts is not None:  # released files have [E, D, 2I], transformers writes [E, 2I, D]
+        name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+        rows = (config.text.experts.experts, 2 * config.text.experts.intermediate, config.text.width)
+        fused = "rows" if shapes.get(name) == rows else "columns"
+    decoder = decoder_entries(config.text, prefix="model.language_model.", fused_experts=fused)
+    return decoder + qwen3_vision_entries(config.vision, "model.visual")
+
+
+def _family(architecture: str, model_type: str) -> Family:
+    return Family(
+        architecture=architecture,
+        config=lambda raw, angles, regime: _read(architecture, raw, angles, regime),
+        module=Qwen3VL,
+        entries=_entries,
+        positions=_positions,
+        vision=Vision(
+            ImageConfig.from_directory, preprocess_images, pads_between_ends, _plan, fills=lambda config: {"frames": 1}
+        ),
+        model_type=model_type,
+    )
+
+
+FAMILIES = {DENSE: _family(DENSE, "qwen3_vl"), MIXTURE: _family(MIXTURE, "qwen3_vl_moe")}

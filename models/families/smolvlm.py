@@ -1,0 +1,90 @@
+"""SmolVLM2: SigLIP with bucketised positions, pixel shuffle, one linear map, Llama.
+
+Source: transformers' SmolVLMForConditionalGeneration and SmolVLMProcessor.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.errors import InputError
+
+from ..checkpoints import TensorEntry
+from ..decoder.hf_config import Regime, need
+from ..decoder.weights import decoder_entries
+from ..inputs.images import HALVES, PictureConfig, process_smolvlm
+from ..towers.vit import bucket_positions
+from ..towers.weights import clip_entries, linear_entries
+from .deepseek_vl import read_siglip
+from .family import Family, Shapes, Vision
+from .image_family import freeze, text_part, vision_part, whole
+from .text_families import read_llama
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
+
+ARCHITECTURE = "SmolVLMForConditionalGeneration"
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
+    model = whole(raw, "smolvlm")
+    text = read_llama(text_part(model, raw, ("llama",)), angles, regime)
+    tower = read_siglip(vision_part(model, "smolvlm_vision"), text.dtype)
+    glue = GlueConfig("linear", need(model, "scale_factor"))
+    return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))
+
+
+def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
+    entries = decoder_entries(config.text, prefix="model.text_model.")
+    entries += clip_entries(config.vision, "model.vision_model")
+    return entries + linear_entries("model.connector.modality_projection.proj", ("projector",), bias=False)
+
+
+def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Tiles that are all zero only fill up a batch; the others must be whole."""
+    pixel_values = arrays.get("pixel_values")
+    if pixel_values is None:
+        return None
+    flat = np.asarray(pixel_values).reshape(-1, *np.shape(pixel_values)[-3:])
+    real = np.flatnonzero((flat != 0).any(axis=(1, 2, 3)))
+    mask = arrays.get("pixel_attention_mask")
+    if mask is not None and not np.asarray(mask).reshape(len(flat), -1)[real].all():
+        raise InputError("pixel_attention_mask leaves out parts of a tile; expected whole tiles")
+    plan = tile_plan(config, input_ids, arrays, real)
+    assert plan is not None
+    positions = bucket_positions(config.vision.side, config.vision.side, config.vision.side)
+    return {**plan, "positions": np.tile(positions, (len(flat), 1))}
+
+
+def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
+    """Tiles row by row behind their names, then the whole image; without a tokenizer the placeholders alone."""
+    rows, columns = (int(arrays[name][index]) for name in ("tile_rows", "tile_columns"))
+    pads = [config.image_token] * config.tile_tokens
+    if tokenizer is None:
+        return pads * (rows * columns + 1)
+    edge, ids = "<fake_token_around_image>", []
+    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+    for row in range(rows):
+        for column in range(columns):
+            newline = "\n" if row and not column else ""
+            ids += [*encode(f"{newline}{edge}<row_{row + 1}_col_{column + 1}>"), *pads]
+    return [*ids, *encode(("\n\n" if rows else "") + f"{edge}<global-img>"), *pads, *encode(edge)]
+
+
+_SETTINGS = PictureConfig.reader(
+    only={"do_resize": True},
+    image_mean=HALVES,
+    image_std=HALVES,
+    resample=1,
+    size={"longest_edge": 1536},
+    max_image_size={"longest_edge": 384},
+    do_image_splitting=True,
+)
+FAMILY = Family(
+    architecture=ARCHITECTURE,
+    config=_read,
+    module=ViTModel,
+    entries=_entries,
+    vision=Vision(_SETTINGS, process_smolvlm, _tokens, _plan, tile_fills),
+    ignore=(r".*\.rotary_emb\.inv_freq",),
+    model_type="smolvlm",
+)

@@ -1,0 +1,161 @@
+"""What LLaVA, LLaVA-NeXT, DeepSeek-VL, InternVL and SmolVLM share: a plain ViT, a projector, a decoder.
+
+Each family's own file reads its configuration and says where its tensors are and how its images become tokens.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+from ..decoder.decoder import Decoder, DecoderConfig
+from ..decoder.layers import Linear
+from ..towers.common import place_features
+from ..towers.projectors import Projector, TileConfig, pack_tiles, pixel_shuffle
+from ..towers.vit import ViT, ViTConfig
+from .family import Family
+from .image_family import check_placeholders, thaw
+
+
+@dataclasses.dataclass(frozen=True)
+class GlueConfig:
+    """From the tower's features to embeddings.
+
+    Attributes:
+      kind: "mlp" (linear, activation, linear) or "linear" (one map without bias).
+      shuffle: side of the square of features that become one (pixel shuffle); 1 for none.
+      norm_epsilon: of a layer norm in front of the maps; None for none.
+      tiles: LLaVA-NeXT's resolutions, with a learned newline behind each row.
+    """
+
+    kind: str = "mlp"
+    shuffle: int = 1
+    activation: str = "gelu"
+    bias: bool = True
+    norm_epsilon: float | None = None
+    tiles: TileConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("mlp", "linear"):
+            raise ConfigError(f"projector {self.kind!r}; expected 'mlp' or 'linear'")
+        if self.shuffle < 1:
+            raise ConfigError(
+                f"pixel shuffle of {self.shuffle}; expected a square of at least 1 (downsample_ratio ≤ 1)"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTModelConfig:
+    """The whole backbone; `raw` is config.json as it was read."""
+
+    family: Family
+    text: DecoderConfig
+    vision: ViTConfig
+    glue: GlueConfig
+    image_token: int
+    raw: str
+
+    def __post_init__(self) -> None:
+        if self.vision.side % self.glue.shuffle:
+            raise ConfigError(f"{self.vision.side} patches a side; expected a multiple of {self.glue.shuffle}")
+
+    @property
+    def tile_tokens(self) -> int:
+        """Features that one image or tile becomes."""
+        kept_class = self.vision.class_token and not self.vision.drop_class
+        return (self.vision.side // self.glue.shuffle) ** 2 + kept_class
+
+    def to_dict(self) -> dict[str, Any]:
+        """`config.json` as it was read, with the dtype that the parameters have now."""
+        return thaw(self.raw, self.family.architecture, self.text.dtype)
+
+
+class ViTModel(nnx.Module):
+    """Tower, projector and decoder with their parameters."""
+
+    def __init__(self, config: ViTModelConfig, rngs: nnx.Rngs):
+        dtype, glue = jnp.dtype(config.vision.dtype), config.glue
+        inputs, width = config.vision.width * glue.shuffle**2, config.text.width
+        self.visual = ViT(config.vision, rngs)
+        if glue.kind == "linear":
+            self.projector = Linear(inputs, width, bias=False, rngs=rngs, dtype=dtype)
+        else:
+            self.projector = Projector(
+                inputs,
+                width,
+                width,
+                rngs=rngs,
+                activation=glue.activation,
+                bias=glue.bias,
+                norm_epsilon=glue.norm_epsilon,
+                dtype=dtype,
+            )
+        self.newline = nnx.Param(jnp.zeros((width,), dtype)) if glue.tiles else None
+        self.decoder = Decoder(config.text, rngs)
+        self.config = config
+
+    def embed(
+        self,
+        input_ids: Int[Array, "B T"],
+        pixel_values: Float[Array, "*images C H W"] | None,
+        plan: Mapping[str, Array] | None,
+    ) -> Float[Array, "B T D"]:
+        """Token embeddings with image features where the placeholders stand, in the plan's order."""
+        embeddings = self.decoder.embed(input_ids)
+        if pixel_values is None or plan is None:
+            return embeddings
+        tiles = pixel_values.reshape(-1, *pixel_values.shape[-3:])
+        features = self.visual(tiles, plan.get("positions"))
+        features = self.projector(features if self.config.glue.shuffle == 1 else self._shuffled(features))
+        newline = jnp.zeros(features.shape[-1], features.dtype) if self.newline is None else self.newline[...]
+        packed = pack_tiles(features, newline, plan["order"])
+        return place_features(embeddings, packed, input_ids == self.config.image_token)
+
+    def _shuffled(self, features: Float[Array, "B E D"]) -> Float[Array, "B merged wide"]:
+        return pixel_shuffle(features, self.config.glue.shuffle)
+
+
+def drops_class(model: Mapping[str, Any]) -> bool:
+    """Whether the tower's class token is left out.
+
+    Raises:
+      ConfigError: a strategy that is not known.
+    """
+    strategy = model["vision_feature_select_strategy"]
+    if strategy not in ("default", "full"):
+        raise ConfigError(f"vision_feature_select_strategy {strategy!r} is not known; expected 'default' or 'full'")
+    return strategy == "default"
+
+
+def tile_plan(
+    config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, Any], tiles: np.ndarray | None = None
+) -> dict[str, np.ndarray] | None:
+    """The plan of a family whose features stand in the order of its tiles.
+
+    `tiles` are the numbers of the tiles that count (all of them when None).
+
+    Raises:
+      InputError: pixels of another size, or placeholders that do not match them.
+    """
+    pixel_values = arrays.get("pixel_values")
+    if pixel_values is None:
+        return None
+    shape = np.shape(pixel_values)
+    if len(shape) < 4:
+        raise InputError(f"pixel_values of shape {shape}; expected [images, channels, height, width]")
+    tiles = np.arange(int(np.prod(shape[:-3]))) if tiles is None else tiles
+    order = (tiles[:, None] * config.tile_tokens + np.arange(config.tile_tokens)).reshape(-1).astype(np.int32)
+    image = (*shape[:-3], config.vision.channels, config.vision.image, config.vision.image)
+    check_placeholders(input_ids, (config.image_token,), order.size, pixel_values, image)
+    return {"order": order}
+
+
+def tile_fills(config: ViTModelConfig) -> dict[str, int]:
+    """The plan's table of feature numbers, and how many features a tile has."""
+    return {"order": config.tile_tokens}

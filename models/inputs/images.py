@@ -1,0 +1,365 @@
+"""Preprocessing of the plain-ViT families and Kimi-VL: from images to `pixel_values`, with NumPy and Pillow.
+
+Every step rounds as transformers' Pillow processors do (CLIP for LLaVA, LLaVA-NeXT, DeepSeek-VL, GotOcr2 for InternVL,
+SmolVLM), so the result is equal to theirs bit for bit. Kimi-VL's follows transformers' Kimi_K25ImageProcessor.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32, UInt8
+
+from kvpatch_jax.errors import ConfigError, ImageError, InputError
+
+from ..towers.projectors import best_resolution
+from .qwen_images import CONFIG_FILE, MAX_ASPECT_RATIO, ImageConfig, ImageSource, normalise, read_image
+
+Pixels = UInt8[np.ndarray, "H W 3"]
+CLIP_MEAN, CLIP_STD = ImageConfig.image_mean, ImageConfig.image_std
+HALVES = (0.5, 0.5, 0.5)
+LONGEST_SIDE = 4096  # SmolVLM's bound on any resized image
+KIMI_SIDE = 512  # patches per side that MoonViT's rotary table holds
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureConfig:
+    """How a family's images become pixels: `pixels` normalises them, `options` is what its processor's file says.
+
+    `options` is JSON, so that the settings can be hashed and written back as they were.
+    """
+
+    pixels: ImageConfig
+    options: str
+
+    def __getitem__(self, name: str) -> Any:
+        """An option of the file.
+
+        Raises:
+          ConfigError: it is not there.
+        """
+        options = json.loads(self.options)
+        if options.get(name) is None:
+            raise ConfigError(f"{CONFIG_FILE} has no {name!r}")
+        return options[name]
+
+    def option(self, name: str, default: Any) -> Any:
+        """An option of the file, or this where it is absent or null."""
+        value = json.loads(self.options).get(name)
+        return default if value is None else value
+
+    def side(self, name: str = "size") -> int:
+        """A size given as a number, by its (equal) height and width, or by one edge."""
+        value = self[name]
+        values = set(value.values()) if isinstance(value, Mapping) else {value}
+        values.discard(None)
+        if len(values) != 1:
+            raise ConfigError(f"{CONFIG_FILE} has {name} {value!r}; expected one length")
+        return int(values.pop())
+
+    @classmethod
+    def reader(
+        cls, only: Mapping[str, Any] | None = None, **defaults: Any
+    ) -> Callable[[str | os.PathLike[str]], "PictureConfig"]:
+        """A function that reads a directory's `preprocessor_config.json`, with these values for what is absent.
+
+        It raises ConfigError for an option that `only` has another value for: other ones are not built.
+        """
+
+        def read(directory: str | os.PathLike[str]) -> "PictureConfig":
+            options = _read(Path(directory) / CONFIG_FILE)
+            for name, value in (only or {}).items():
+                if options.get(name) not in (None, value):
+                    raise ConfigError(f"{CONFIG_FILE}: {name} {options[name]!r} is not built; expected {value!r}")
+            return cls.from_dict(defaults | options)
+
+        return read
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> "PictureConfig":
+        """From the JSON of `preprocessor_config.json`.
+
+        Raises:
+          ConfigError: a field of the wrong kind.
+        """
+        names = ("image_mean", "image_std", "rescale_factor", "resample", "do_rescale", "do_normalize")
+        fields = {name: options[name] for name in names if options.get(name) is not None}
+        return cls(ImageConfig.from_dict(fields), json.dumps(dict(options), sort_keys=True))
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write `preprocessor_config.json`. Returns its path."""
+        path = Path(directory) / CONFIG_FILE
+        path.write_text(json.dumps(json.loads(self.options), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} is not there; expected the image settings of a Hugging Face directory") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} holds a {type(fields).__name__}; expected a table")
+    return fields
+
+
+def resize(image: Pixels, height: int, width: int, config: PictureConfig) -> UInt8[np.ndarray, "rows columns 3"]:
+    """Resize with the settings' Pillow filter."""
+    if image.shape[:2] == (height, width):
+        return image
+    from PIL import Image
+
+    return np.array(Image.fromarray(image).resize((width, height), Image.Resampling(config.pixels.resample)))
+
+
+def _name(source: ImageSource, number: int) -> str:
+    return os.fspath(source) if isinstance(source, str | os.PathLike) else f"image {number}"
+
+
+def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
+    """The images as arrays.
+
+    Raises:
+      InputError: none at all. ImageError: one that cannot be read, or is more than 200 times longer than wide.
+    """
+    if not len(images):
+        raise InputError("no images; expected at least one")
+    found = []
+    for number, source in enumerate(images):
+        name = _name(source, number)
+        found.append(read_image(source, name))
+        height, width = found[-1].shape[:2]
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            raise ImageError(f"{name} is {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+    return found
+
+
+def _size(image: np.ndarray) -> tuple[int, int]:
+    return image.shape[0], image.shape[1]
+
+
+def _channels_first(image: np.ndarray, config: PictureConfig) -> Float32[np.ndarray, "3 H W"]:
+    return np.ascontiguousarray(normalise(image, config.pixels).transpose(2, 0, 1))
+
+
+def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
+    """LLaVA-1.5: resized to `size` and cut out in the middle. Returns pixel_values [n,3,H,W].
+
+    `do_resize` and `do_center_crop` may leave a step out; with `do_pad`, LLaVA's own processor first pads to a square
+    with the mean colour (CLIP's would pad what comes out, all of one size).
+
+    Raises:
+      InputError, ImageError: no images, one that cannot be read, or images that do not come out in one size.
+    """
+    square = config.option("do_pad", False) and str(config.option("image_processor_type", "")).startswith("Llava")
+    out = []
+    for image in _all(images):
+        if square:
+            image = _padded_square(image, max(image.shape[:2]), config)
+        if config.option("do_resize", True):
+            image = resize(image, *_clip_size(*_size(image), config), config)
+        if config.option("do_center_crop", True):
+            image = _centre(image, *_height_and_width(config, "crop_size"))
+        out.append(_channels_first(image, config))
+    sizes = {image.shape for image in out}
+    if len(sizes) > 1:
+        raise ImageError(f"images come out in sizes {sorted(sizes)} without a centre crop; expected one size")
+    return {"pixel_values": np.stack(out)}
+
+
+def _height_and_width(config: PictureConfig, name: str) -> tuple[int, int]:
+    value = config[name]
+    if isinstance(value, Mapping) and value.get("height") and value.get("width"):
+        return int(value["height"]), int(value["width"])
+    side = config.side(name)
+    return side, side
+
+
+def _clip_size(height: int, width: int, config: PictureConfig) -> tuple[int, int]:
+    """`size` as (height, width): the shortest edge's length, or both."""
+    value = config["size"]
+    if isinstance(value, Mapping) and value.get("height") and value.get("width"):
+        return int(value["height"]), int(value["width"])
+    size = config.side()
+    long = int(size * max(height, width) / min(height, width))
+    return (long, size) if width <= height else (size, long)
+
+
+def _centre(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The middle of an image, with black around it where it is smaller."""
+    rows, columns = max(height, image.shape[0]), max(width, image.shape[1])
+    top, left = -(-(rows - image.shape[0]) // 2), -(-(columns - image.shape[1]) // 2)
+    first, across = (image.shape[0] - height) // 2 + top, (image.shape[1] - width) // 2 + left
+    canvas = np.zeros((rows, columns, 3), np.uint8)
+    canvas[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return canvas[first : first + height, across : across + width]
+
+
+def _padded_square(image: np.ndarray, side: int, config: PictureConfig) -> np.ndarray:
+    """An image in the middle of a square of the mean colour."""
+    square = np.empty((side, side, 3), np.uint8)
+    square[:] = [int(value * 255) for value in config.pixels.image_mean]
+    height, width = image.shape[:2]
+    top, left = (side - height) // 2, (side - width) // 2
+    square[top : top + height, left : left + width] = image
+    return square
+
+
+def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
+    """DeepSeek-VL: longest side to `size`, padded to a square with the mean colour. Returns pixel_values [n,3,S,S]."""
+    side, out = config.side(), []
+    for image in _all(images):
+        scale = side / max(image.shape[:2])
+        height, width = (max(round(edge * scale), config["min_size"]) for edge in image.shape[:2])
+        square = _padded_square(resize(image, height, width, config), max(height, width), config)
+        out.append(_channels_first(square, config))
+    return {"pixel_values": np.stack(out)}
+
+
+def cut(image: Pixels, side: int) -> list[np.ndarray]:
+    """Squares of a resized image, in raster order."""
+    rows, columns = range(0, image.shape[0], side), range(0, image.shape[1], side)
+    return [image[row : row + side, column : column + side] for row in rows for column in columns]
+
+
+def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
+    """LLaVA-NeXT: the whole image squashed to a square, then tiles of the best resolution, padded in the middle.
+
+    Returns pixel_values [n,tiles,3,H,W], padded with zeros where images have fewer tiles, and image_sizes [n,2].
+    """
+    side, points = config.side("crop_size"), [tuple(point) for point in config["image_grid_pinpoints"]]
+    if config.side() != side:
+        raise ConfigError(f"{CONFIG_FILE} has size {config['size']!r}; expected the crop_size, {side}")
+    stacks, sizes = [], []
+    for image in _all(images):
+        height, width = image.shape[:2]
+        rows, columns = best_resolution(height, width, points)
+        across, down = columns / width, rows / height
+        if across < down:
+            inner = (min(math.ceil(height * across), rows), columns)
+        else:
+            inner = (rows, min(math.ceil(width * down), columns))
+        canvas = np.zeros((rows, columns, 3), np.uint8)
+        top, left = (rows - inner[0]) // 2, (columns - inner[1]) // 2
+        canvas[top : top + inner[0], left : left + inner[1]] = resize(image, *inner, config)
+        tiles = [resize(image, side, side, config), *cut(canvas, side)]
+        stacks.append(np.stack([_channels_first(tile, config) for tile in tiles]))
+        sizes.append((height, width))
+    return {"pixel_values": _pad_tiles(stacks), "image_sizes": np.array(sizes, np.int32)}
+
+
+def _pad_tiles(stacks: list[np.ndarray]) -> Float32[np.ndarray, "n tiles 3 H W"]:
+    most = max(len(stack) for stack in stacks)
+    return np.stack([np.pad(stack, ((0, most - len(stack)), *[(0, 0)] * 3)) for stack in stacks])
+
+
+def tile_canvas(height: int, width: int, side: int, fewest: int, most: int) -> tuple[int, int]:
+    """InternVL's (rows, columns) of tiles: the aspect ratio closest to the image's, larger where the image is."""
+    grids = [(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if fewest <= c * r <= most]
+    best, least = (1, 1), float("inf")
+    for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        difference = abs(width / height - columns / rows)
+        roomy = difference == least and width * height > 0.5 * side * side * columns * rows
+        if difference < least or roomy:
+            best, least = (columns, rows), difference
+    return best[1], best[0]
+
+
+def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
+    """InternVL: tiles of the closest aspect ratio, and the whole image behind them where there are several.
+
+    Returns pixel_values [tiles of all images,3,S,S] and num_patches [n].
+    """
+    side, out, counts = config.side(), [], []
+    for image in _all(images):
+        rows, columns = 1, 1
+        if config["crop_to_patches"] and config["max_patches"] > 1:
+            rows, columns = tile_canvas(*_size(image), side, config["min_patches"], config["max_patches"])
+        tiles = cut(resize(image, rows * side, columns * side, config), side)
+        tiles += [resize(image, side, side, config)] if len(tiles) > 1 else []
+        out += [_channels_first(tile, config) for tile in tiles]
+        counts.append(len(tiles))
+    return {"pixel_values": np.stack(out), "num_patches": np.array(counts, np.int32)}
+
+
+def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
+    """SmolVLM: longest side to `size`, both sides up to multiples of the tile, tiles and the whole image behind them.
+
+    Returns pixel_values [1,tiles of all images,3,S,S], tile_rows and tile_columns [n] (0 where there is one tile).
+    """
+    side, out, grids = config.side("max_image_size"), [], []
+    for image in _all(images):
+        image = resize(image, *_longest_side(*_size(image), config.side()), config)
+        tiles, grid = [image], (0, 0)
+        if config["do_image_splitting"]:
+            image = resize(image, *_up_to_tiles(*_size(image), side), config)
+            if max(image.shape[:2]) > side:
+                tiles, grid = cut(image, side), (image.shape[0] // side, image.shape[1] // side)
+                tiles.append(resize(image, side, side, config))
+            else:
+                tiles = [image]
+        else:
+            tiles = [resize(image, side, side, config)]
+        out += [_channels_first(tile, config) for tile in tiles]
+        grids.append(grid)
+    rows, columns = np.array(grids, np.int32).T
+    return {"pixel_values": np.stack(out)[None], "tile_rows": rows, "tile_columns": columns}
+
+
+def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    height, width = max(height, 1), max(width, 1)
+    ratio = width / height
+    if max(height, width) > LONGEST_SIDE:
+        wide = width >= height
+        height, width = (int(LONGEST_SIDE / ratio), LONGEST_SIDE) if wide else (LONGEST_SIDE, int(LONGEST_SIDE * ratio))
+    return max(height, 1), max(width, 1)
+
+
+def _up_to_tiles(height: int, width: int, side: int) -> tuple[int, int]:
+    ratio, up = width / height, lambda edge: math.ceil(edge / side) * side
+    if width >= height:
+        return up(int(up(width) / ratio)), up(width)
+    return up(height), up(int(up(height) * ratio))
+
+
+def kimi_size(height: int, width: int, patch: int, merge: int, limit: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Kimi's size to resize to (never up; at most `limit` patches, 512 a side) and to pad that to, (height, width)."""
+    patches = max(1.0, height // patch) * max(1.0, width // patch)
+    bound = KIMI_SIDE * patch
+    scale = min(1.0, math.sqrt(limit / patches), bound / height, bound / width)
+    rows, columns = (min(max(1, int(edge * scale)), bound) for edge in (height, width))
+    up = lambda edge: -(-edge // (merge * patch)) * merge * patch
+    return (rows, columns), (up(rows), up(columns))
+
+
+def process_kimi(
+    images: Sequence[ImageSource], config: PictureConfig
+) -> dict[str, Float32[np.ndarray, "P 3 y x"] | Int32[np.ndarray, "n 3"]]:
+    """Kimi-VL: shrunk to the patch budget, padded with black below and to the right. Patches are in raster order.
+
+    Returns pixel_values [P,3,patch,patch] and image_grid_thw [n,3] (1, height, width) in patches.
+    """
+    patch, merge, out, grids = config["patch_size"], config["merge_kernel_size"], [], []
+    merge = merge[0] if isinstance(merge, list | tuple) else merge
+    for image in _all(images):
+        inner, (height, width) = kimi_size(*_size(image), patch, merge, config["in_token_limit"])
+        canvas = np.zeros((height, width, 3), np.uint8)
+        canvas[: inner[0], : inner[1]] = resize(image, *inner, config)
+        cells = _channels_first(canvas, config).reshape(3, height // patch, patch, width // patch, patch)
+        out.append(cells.transpose(1, 3, 0, 2, 4).reshape(-1, 3, patch, patch))
+        grids.append((1, height // patch, width // patch))
+    return {"pixel_values": np.concatenate(out), "image_grid_thw": np.array(grids, np.int32)}

@@ -1,0 +1,1 @@
+"""Vision towers and projectors."""

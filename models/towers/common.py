@@ -1,0 +1,245 @@
+"""What the plain vision towers share: layer norm, MLP, a transformer block, attention in segments, table positions.
+
+Index arrays and interpolation weights are made on the host with NumPy, so that another image of the same size never
+recompiles. Axis letters: P packed patches, Y segments, Z patches per segment (padded), E merged tokens, D tower width.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from kvpatch_jax.errors import ConfigError, ShapeError
+
+from ..decoder.layers import ACTIVATIONS, Linear, attend
+
+VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    **ACTIVATIONS,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def check_heads(width: int, heads: int, multiple: int = 1) -> None:
+    """Raises ConfigError where a tower's width is not `heads` heads of a multiple of `multiple` channels each."""
+    if width < 1 or heads < 1 or width % heads or (width // heads) % multiple:
+        raise ConfigError(
+            f"tower of width {width} with {heads} heads; expected heads of equal width, a multiple of {multiple}"
+        )
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm over the last axis; statistics, weight and bias in float32."""
+
+    def __init__(self, width: int, *, epsilon: float, lead: tuple[int, ...] = (), dtype: DTypeLike = jnp.float32):
+        self.weight = nnx.Param(jnp.ones((*lead, width), dtype))
+        self.bias = nnx.Param(jnp.zeros((*lead, width), dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
+        """Normalise [..., D]."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        wide = wide * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return wide.astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """Sizes and switches of a tower's transformer block.
+
+    `fused` keeps query, key and value in one matrix, as the file has it; `layer_scale` multiplies both updates by a
+    learned vector (InternViT).
+    """
+
+    width: int
+    heads: int
+    intermediate: int
+    activation: str
+    norm_epsilon: float
+    fused: bool = False
+    layer_scale: bool = False
+    qkv_bias: bool = True
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.activation not in VISION_ACTIVATIONS:
+            raise ConfigError(f"vision activation {self.activation!r}; expected one of {sorted(VISION_ACTIVATIONS)}")
+        if self.width % self.heads:
+            raise ConfigError(f"vision width {self.width} is not a multiple of its {self.heads} heads")
+
+
+class PlainMLP(nnx.Module):
+    """out(activation(in(x)))."""
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        outputs: int,
+        *,
+        activation: str,
+        rngs: nnx.Rngs,
+        bias: bool = True,
+        lead: tuple[int, ...] = (),
+        dtype: DTypeLike = jnp.float32,
+    ):
+        self.inner = Linear(inputs, hidden, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        self.outer = Linear(hidden, outputs, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
+        """Apply to [..., D]."""
+        return self.outer(VISION_ACTIVATIONS[self.activation](self.inner(x)))
+
+
+class PlainBlock(nnx.Module):
+    """Pre-norm attention and MLP with layer norms (or, with `lead=(depth,)`, a stack of them to scan over)."""
+
+    def __init__(self, config: BlockConfig, rngs: nnx.Rngs, lead: tuple[int, ...] = ()):
+        dtype, width = jnp.dtype(config.dtype), config.width
+        norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
+        linear = {"rngs": rngs, "lead": lead, "dtype": dtype}
+        self.attention_norm = LayerNorm(width, **norm)
+        if config.fused:
+            self.qkv = Linear(width, 3 * width, bias=config.qkv_bias, **linear)
+        else:
+            self.query, self.key, self.value = (Linear(width, width, bias=config.qkv_bias, **linear) for _ in range(3))
+        self.output = Linear(width, width, bias=True, **linear)
+        self.mlp_norm = LayerNorm(width, **norm)
+        self.mlp = PlainMLP(width, config.intermediate, width, activation=config.activation, **linear)
+        scale = lambda: nnx.Param(jnp.ones((*lead, width), dtype)) if config.layer_scale else None
+        self.attention_scale, self.mlp_scale = scale(), scale()
+        self.config = config
+
+    def project(self, hidden: Float[Array, "*lead D"]) -> tuple[Array, Array, Array]:
+        """Query, key and value [..., N, H] of the normalised input."""
+        x = self.attention_norm(hidden)
+        if self.config.fused:
+            parts = tuple(jnp.moveaxis(self.qkv(x).reshape(*x.shape[:-1], 3, self.config.heads, -1), -3, 0))
+        else:
+            parts = (linear(x).reshape(*x.shape[:-1], self.config.heads, -1) for linear in self._split)
+        query, key, value = parts
+        return query, key, value
+
+    @property
+    def _split(self) -> tuple[Linear, Linear, Linear]:
+        return self.query, self.key, self.value
+
+    def update(self, hidden: Float[Array, "*lead D"], mixed: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
+        """The residual after this block, given what its attention read."""
+        scaled = lambda x, scale: x if scale is None else x * scale[...].astype(x.dtype)
+        hidden = hidden + scaled(self.output(mixed), self.attention_scale)
+        return hidden + scaled(self.mlp(self.mlp_norm(hidden)), self.mlp_scale)
+
+
+def scan_blocks[Block: nnx.Module](
+    blocks: Block, step: Callable[[Block, Array], Array], hidden: Array, first: int, last: int
+) -> Array:
+    """Run `step(block, hidden)` over blocks first … last-1 of a stack."""
+    graph, state = nnx.split(blocks)
+    body = lambda carry, leaf: (step(nnx.merge(graph, leaf), carry), None)
+    return jax.lax.scan(body, hidden, jax.tree.map(lambda leaf: leaf[first:last], state))[0]
+
+
+def attend_segments(
+    query: Float[Array, "P N H"], key: Float[Array, "P N H"], value: Float[Array, "P N H"], segments: Int[Array, "Y Z"]
+) -> Float[Array, "P D"]:
+    """Full attention inside each segment of packed patches; `segments` holds patch numbers, padded by P."""
+    patches, heads, head_dim = query.shape
+    gather = lambda x: jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
+    mask = (segments < patches)[:, None, None, :]
+    mask = jnp.broadcast_to(mask, (segments.shape[0], 1, segments.shape[1], segments.shape[1]))
+    mixed = attend(gather(query), gather(key), gather(value), mask, head_dim**-0.5)
+    flat = jnp.zeros((patches, heads * head_dim), query.dtype)
+    return flat.at[segments.reshape(-1)].set(mixed.reshape(-1, heads * head_dim), mode="drop")
+
+
+def segment_table(sizes: list[int]) -> Int32[np.ndarray, "Y Z"]:
+    """Patch numbers of consecutive segments of these sizes, one row each, padded by their sum."""
+    table = np.full((len(sizes), max(sizes, default=0)), sum(sizes), np.int32)
+    for row, (first, size) in enumerate(zip(np.cumsum([0, *sizes]), sizes, strict=False)):
+        table[row, :size] = np.arange(first, first + size)
+    return table
+
+
+def patch_places(height: int, width: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of each patch of a frame, in raster order of block×block squares (1: plain raster order).
+
+    Raises:
+      ShapeError: a frame that is not a multiple of the block.
+    """
+    if height < 1 or width < 1 or height % block or width % block:
+        raise ShapeError(f"image grid {height}×{width} patches is not a positive multiple of the merge size {block}")
+    row, column = np.meshgrid(np.arange(height, dtype=np.int32), np.arange(width, dtype=np.int32), indexing="ij")
+    order = lambda x: x.reshape(height // block, block, width // block, block).transpose(0, 2, 1, 3).reshape(-1)
+    return order(row), order(column)
+
+
+def resample_taps(
+    rows: Int[np.ndarray, " P"],
+    columns: Int[np.ndarray, " P"],
+    grid: tuple[int, int],
+    side: int,
+    mode: Literal["bilinear", "bicubic"],
+) -> tuple[Int32[np.ndarray, "P taps"], Float32[np.ndarray, "P taps"]]:
+    """Where patches read a learned side×side table, and with which weights: `torch.nn.functional.interpolate`.
+
+    "bilinear" is with align_corners=True (Qwen3-VL), "bicubic" with a = −0.75 and align_corners=False (MoonViT). Taps
+    are 4 or 16 places in the flattened table. Computed in float32 in torch's order of operations.
+    """
+    (row_taps, row_weights), (column_taps, column_weights) = (
+        _axis_taps(place, size, side, mode) for place, size in zip((rows, columns), grid, strict=True)
+    )
+    taps = row_taps[:, :, None] * side + column_taps[:, None, :]
+    weights = row_weights[:, :, None] * column_weights[:, None, :]
+    return taps.reshape(len(rows), -1).astype(np.int32), weights.reshape(len(rows), -1).astype(np.float32)
+
+
+def _axis_taps(place: np.ndarray, size: int, side: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
+    place, one = place.astype(np.float32), np.float32
+    if mode == "bilinear":
+        source, offsets = place * one(side - 1) / one(max(size - 1, 1)), np.arange(2)
+    else:
+        source, offsets = (place + one(0.5)) * one(side) / one(size) - one(0.5), np.arange(-1, 3)
+    floor = np.floor(source)
+    taps = floor.astype(np.int64)[:, None] + offsets
+    distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
+    if mode == "bilinear":
+        return taps.clip(0, side - 1), np.maximum(one(1) - distance, one(0))
+    a = one(-0.75)
+    near = ((a + one(2)) * distance - (a + one(3))) * distance * distance + one(1)
+    far = ((a * distance - one(5) * a) * distance + one(8) * a) * distance - one(4) * a
+    return taps.clip(0, side - 1), np.where(distance <= 1, near, far)
+
+
+def axial_tables(
+    first: Int[Array, " P"], second: Int[Array, " P"], head_dim: int, theta: float, *, alternate: bool
+) -> tuple[Float[Array, "P R"], Float[Array, "P R"]]:
+    """Cosines and sines of two-dimensional rotary positions, head_dim/4 frequencies per axis.
+
+    The axes' frequencies stand one after the other (Qwen3-VL), or take turns, `first` first (MoonViT).
+    """
+    quarter = head_dim // 4
+    exponents = np.arange(0, head_dim // 2, 2, dtype=np.float32) / np.float32(head_dim // 2)
+    frequencies = np.float32(1) / np.float32(theta) ** exponents
+    angles = jnp.stack([place[:, None].astype(jnp.float32) * frequencies for place in (first, second)], axis=1)
+    angles = (jnp.swapaxes(angles, 1, 2) if alternate else angles).reshape(-1, 2 * quarter)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def place_features(
+    values: Float[Array, "B T D"], features: Float[Array, "E D"], pads: Bool[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    """`values` with the features put, in order, where `pads` is True."""
+    flat = pads.reshape(-1)
+    index = jnp.maximum(jnp.cumsum(flat) - 1, 0)
+    placed = jnp.take(features.astype(values.dtype), index, axis=0, mode="clip").reshape(values.shape)
+    return jnp.where(pads[..., None], placed, values)

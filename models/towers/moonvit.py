@@ -1,0 +1,147 @@
+"""MoonViT, Kimi-VL's vision tower: native resolution, bicubic learned and alternating rotary positions, 2×2 merger.
+
+Sources: transformers' Kimi_K25VisionModel (its image path is Kimi-VL's tower) and Kimi-VL's released configuration.
+Axis letters: P patches, Y images, Z patches per image (padded), E merged tokens, D width.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvpatch_jax.errors import ShapeError
+from kvpatch_jax.rope import rotate
+
+from ..decoder.layers import Linear
+from .common import (
+    BlockConfig,
+    LayerNorm,
+    PlainBlock,
+    PlainMLP,
+    attend_segments,
+    axial_tables,
+    check_heads,
+    patch_places,
+    resample_taps,
+    scan_blocks,
+    segment_table,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoonViTConfig:
+    """Sizes of the tower and its projector. `positions`: side of the learned table.
+
+    `fused` and `rotary` follow the file: released ones keep query, key and value in one matrix whose rotary pairs are
+    neighbours ("pairs"), transformers' split them and turn halves ("half"). The function computed is the same.
+    """
+
+    depth: int
+    width: int
+    heads: int
+    intermediate: int
+    output_width: int
+    patch: int
+    merge: int
+    positions: int
+    channels: int = 3
+    activation: str = "gelu_pytorch_tanh"
+    theta: float = 1e4
+    norm_epsilon: float = 1e-5
+    projector_epsilon: float = 1e-5
+    fused: bool = True
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads, 4)
+
+    @property
+    def rotary(self) -> str:
+        """Which channels turn together: "pairs" or "half"."""
+        return "pairs" if self.fused else "half"
+
+    @property
+    def features(self) -> int:
+        """Values per patch: channels · patch · patch."""
+        return self.channels * self.patch**2
+
+    @property
+    def block(self) -> BlockConfig:
+        """The transformer block."""
+        return BlockConfig(
+            self.width,
+            self.heads,
+            self.intermediate,
+            self.activation,
+            self.norm_epsilon,
+            fused=self.fused,
+            dtype=self.dtype,
+        )
+
+
+def plan_patches(config: MoonViTConfig, grids: Int[np.ndarray, "images axes"]) -> dict[str, np.ndarray]:
+    """Index arrays for images with these (height, width) or (1, height, width) grids of patches, in raster order.
+
+    Returns `rows`, `columns` (int32 [P]), `taps` (int32 [P,16]) and `weights` (float32 [P,16]) of the learned
+    positions, `images` (int32 [Y,Z], patch numbers per image, padded by P) and `merged` (int32 [E,merge²], the patches
+    of each token).
+
+    Raises:
+      ShapeError: a grid that is not a multiple of the merge size, or of more than one frame.
+    """
+    parts, sizes, merged = [], [], []
+    for *frames, height, width in np.asarray(grids).tolist():
+        if frames not in ([], [1]):
+            raise ShapeError(f"grid {(*frames, height, width)}: expected one frame; MoonViT's video is not built")
+        block_rows, block_columns = patch_places(height, width, config.merge)
+        merged.append((sum(sizes) + block_rows * width + block_columns).reshape(-1, config.merge**2))
+        rows, columns = patch_places(height, width, 1)
+        parts.append((rows, columns, *resample_taps(rows, columns, (height, width), config.positions, "bicubic")))
+        sizes.append(rows.size)
+    names = ("rows", "columns", "taps", "weights")
+    plan = {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*parts, strict=True), strict=True)}
+    return {**plan, "images": segment_table(sizes), "merged": np.concatenate(merged).astype(np.int32)}
+
+
+class MoonViT(nnx.Module):
+    """Pixels to embeddings of the language tower, one per 2×2 patches; the projector is part of it."""
+
+    def __init__(self, config: MoonViTConfig, rngs: nnx.Rngs):
+        dtype, merged = jnp.dtype(config.dtype), config.width * config.merge**2
+        self.patch_embedding = Linear(config.features, config.width, bias=True, rngs=rngs, dtype=dtype)
+        positions = 0.02 * jax.random.normal(rngs.params(), (config.positions**2, config.width), jnp.float32)
+        self.position_embedding = nnx.Param(positions.astype(dtype))
+        self.blocks = PlainBlock(config.block, rngs, (config.depth,))
+        self.final_norm = LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
+        self.merger_norm = LayerNorm(config.width, epsilon=config.projector_epsilon, dtype=dtype)
+        self.merger = PlainMLP(merged, merged, config.output_width, activation="gelu", rngs=rngs, dtype=dtype)
+        self.config = config
+
+    def __call__(
+        self,
+        pixel_values: Float[Array, " P *patch"],
+        rows: Int[Array, " P"],
+        columns: Int[Array, " P"],
+        taps: Int[Array, "P taps"],
+        weights: Float[Array, "P taps"],
+        images: Int[Array, "Y Z"],
+        merged: Int[Array, "E M"],
+    ) -> Float[Array, "E D"]:
+        """Embed packed patches [P, channels, patch, patch] (or flat); the index arrays come from `plan_patches`."""
+        config = self.config
+        flat = pixel_values.reshape(pixel_values.shape[0], -1).astype(jnp.dtype(config.dtype))
+        hidden = self.patch_embedding(flat)
+        table = self.position_embedding[...].astype(jnp.float32)
+        hidden = hidden + jnp.einsum("PtD,Pt->PD", table[taps], weights).astype(hidden.dtype)
+        tables = axial_tables(columns, rows, config.width // config.heads, config.theta, alternate=True)
+
+        def step(block: PlainBlock, hidden: Array) -> Array:
+            query, key, value = block.project(hidden)
+            query, key = (rotate(x, *tables, "pairs" if config.fused else "half") for x in (query, key))
+            return block.update(hidden, attend_segments(query, key, value, images))
+
+        hidden = self.merger_norm(self.final_norm(scan_blocks(self.blocks, step, hidden, 0, config.depth)))
+        return self.merger(hidden[merged].reshape(merged.shape[0], -1))

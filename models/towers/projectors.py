@@ -1,0 +1,121 @@
+"""From a tower's features to embeddings of the language tower: MLPs, pixel shuffle, LLaVA-NeXT's packing of tiles.
+
+Axis letters: B images or tiles, E features per image, D width, F packed features.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int32
+
+from kvpatch_jax.errors import ConfigError, ShapeError
+
+from .common import LayerNorm, PlainMLP
+
+
+def pixel_shuffle(features: Float[Array, "B E D"], factor: int) -> Float[Array, "B merged wide"]:
+    """factor×factor neighbours of a square of features concatenated: by row, then column, then channel.
+
+    This is `pixel_shuffle` of transformers' InternVL (factor 2: scale ½) and SmolVLM (factor 3).
+
+    Raises:
+      ShapeError: features that are not a square, or a side that is not a multiple of the factor.
+    """
+    side = round(features.shape[1] ** 0.5)
+    if side**2 != features.shape[1] or side % factor:
+        raise ShapeError(f"{features.shape[1]} features per image; expected a square with a side multiple of {factor}")
+    return rearrange(features, "B (h y w x) D -> B (h w) (y x D)", h=side // factor, y=factor, x=factor)
+
+
+class Projector(nnx.Module):
+    """[layer norm,] linear, activation, linear: LLaVA, DeepSeek-VL (no norm), InternVL (norm)."""
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        outputs: int,
+        *,
+        rngs: nnx.Rngs,
+        activation: str = "gelu",
+        bias: bool = True,
+        norm_epsilon: float | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ):
+        self.norm = None if norm_epsilon is None else LayerNorm(inputs, epsilon=norm_epsilon, dtype=dtype)
+        self.mlp = PlainMLP(inputs, hidden, outputs, activation=activation, bias=bias, rngs=rngs, dtype=dtype)
+
+    def __call__(self, features: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
+        """Apply to [..., D]."""
+        return self.mlp(features if self.norm is None else self.norm(features))
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """LLaVA-NeXT's tiles: `image` pixels per tile side, `side` features per tile side, resolutions to choose from.
+
+    `pinpoints` are (height, width) in pixels, multiples of `image`.
+    """
+
+    image: int
+    side: int
+    pinpoints: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        if not self.pinpoints or any(len(point) != 2 or min(point) < 1 for point in self.pinpoints):
+            raise ConfigError(f"image_grid_pinpoints {self.pinpoints!r}; expected pairs of heights and widths")
+
+
+def best_resolution(height: int, width: int, pinpoints: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The (height, width) of `pinpoints` that shows most of an image, and among those wastes least."""
+    best, most, least = pinpoints[0], -1, float("inf")
+    for rows, columns in pinpoints:
+        scale = min(columns / width, rows / height)
+        shown = min(int(width * scale) * int(height * scale), width * height)
+        wasted = rows * columns - shown
+        if shown > most or (shown == most and wasted < least):
+            best, most, least = (rows, columns), shown, wasted
+    return best
+
+
+def packing_index(config: TileConfig, image_sizes: Int[np.ndarray, "images 2"]) -> Int32[np.ndarray, " F"]:
+    """Which features, in which order, stand for images of these (height, width): LLaVA-NeXT's unpadding and newlines.
+
+    Features are counted over all tiles of all images (an image's first tile is the whole image, small); the number
+    after the last stands for the learned newline. An image is its first tile, then the grid of the others without the
+    rows or columns that only padding made, a newline after each row.
+    """
+    size, first, parts = config.side**2, 0, []
+    sizes = [(int(height), int(width)) for height, width in np.asarray(image_sizes).tolist()]
+    grids = [tuple(edge // config.image for edge in best_resolution(*size_, config.pinpoints)) for size_ in sizes]
+    newline = size * sum(1 + rows * columns for rows, columns in grids)
+    for (height, width), (rows, columns) in zip(sizes, grids, strict=True):
+        count = size * rows * columns
+        grid = first + size + np.arange(count).reshape(rows, columns, config.side, config.side)
+        grid = _unpad(grid.transpose(0, 2, 1, 3).reshape(rows * config.side, -1), height, width)
+        lines = np.concatenate([grid, np.full((len(grid), 1), newline)], axis=1)
+        parts += [np.arange(first, first + size), lines.reshape(-1)]
+        first += size + count
+    return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+
+
+def _unpad(grid: np.ndarray, height: int, width: int) -> np.ndarray:
+    rows, columns = grid.shape
+    if width / height > columns / rows:
+        margin = (rows - int(round(height * (columns / width), 7))) // 2
+        return grid[margin : rows - margin]
+    margin = (columns - int(round(width * (rows / height), 7))) // 2
+    return grid[:, margin : columns - margin]
+
+
+def pack_tiles(
+    features: Float[Array, "B E D"], newline: Float[Array, " D"], index: Int[Array, " F"]
+) -> Float[Array, "F D"]:
+    """Tiles' features in the order of `packing_index`."""
+    flat = features.reshape(-1, features.shape[-1])
+    return jnp.concatenate([flat, newline[None].astype(flat.dtype)])[index]

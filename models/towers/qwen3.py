@@ -1,0 +1,167 @@
+"""Qwen3-VL's vision tower: interpolated and rotary positions, full attention per frame, main and deepstack mergers.
+
+Source: transformers' Qwen3VLVisionModel. Images of a batch are packed into one row of patches; which patches attend to
+each other, and where each reads the learned positions, is decided on the host (`plan_patches`).
+
+Axis letters: P patches, Y frames, Z patches per frame (padded), E merged tokens, D width.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.rope import rotate
+
+from ..decoder.layers import Linear
+from .common import (
+    BlockConfig,
+    LayerNorm,
+    PlainBlock,
+    PlainMLP,
+    attend_segments,
+    axial_tables,
+    check_heads,
+    patch_places,
+    resample_taps,
+    scan_blocks,
+    segment_table,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3VisionConfig:
+    """Sizes of the tower. `deepstack_layers`: blocks whose output goes to the first language layers as well.
+
+    `positions` is the number of learned positions, a square.
+    """
+
+    depth: int
+    width: int
+    heads: int
+    intermediate: int
+    output_width: int
+    patch: int
+    merge: int
+    temporal: int
+    positions: int
+    deepstack_layers: tuple[int, ...]
+    channels: int = 3
+    activation: str = "gelu_pytorch_tanh"
+    theta: float = 1e4
+    norm_epsilon: float = 1e-6
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads, 4)
+        if self.side**2 != self.positions:
+            raise ConfigError(f"num_position_embeddings {self.positions}; expected a square")
+        inside = {layer for layer in self.deepstack_layers if type(layer) is int and 0 <= layer < self.depth}
+        if list(self.deepstack_layers) != sorted(inside):
+            raise ConfigError(f"deepstack layers {self.deepstack_layers}; expected rising layers below {self.depth}")
+
+    @property
+    def features(self) -> int:
+        """Values per patch as the processor hands them over: channels · temporal · patch · patch."""
+        return self.channels * self.temporal * self.patch**2
+
+    @property
+    def side(self) -> int:
+        """Rows of the square of learned positions."""
+        return round(self.positions**0.5)
+
+    @property
+    def block(self) -> BlockConfig:
+        """The transformer block."""
+        return BlockConfig(
+            self.width, self.heads, self.intermediate, self.activation, self.norm_epsilon, fused=True, dtype=self.dtype
+        )
+
+
+def plan_patches(config: Qwen3VisionConfig, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
+    """Index arrays for images or videos with these (time, height, width) grids of patches.
+
+    Returns `rows`, `columns` (int32 [P], place in the frame), `taps` (int32 [P,4]) and `weights` (float32 [P,4]) of the
+    learned positions, and `frames` (int32 [Y,Z], patch numbers per frame, padded by P). Patches are in the processor's
+    order: merge blocks in raster order, the patches of a block together.
+
+    Raises:
+      ShapeError: a grid that is not a multiple of the merge size.
+    """
+    parts, sizes = [], []
+    for time, height, width in np.asarray(grids).tolist():
+        rows, columns = patch_places(height, width, config.merge)
+        frame = (rows, columns, *resample_taps(rows, columns, (height, width), config.side, "bilinear"))
+        parts += [frame] * time
+        sizes += [rows.size] * time
+    names = ("rows", "columns", "taps", "weights")
+    plan = {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*parts, strict=True), strict=True)}
+    return {**plan, "frames": segment_table(sizes)}
+
+
+class Qwen3VisionTower(nnx.Module):
+    """Pixels to embeddings of the language tower, one per merge block, and the same for each deepstack layer."""
+
+    def __init__(self, config: Qwen3VisionConfig, rngs: nnx.Rngs):
+        dtype, merged = jnp.dtype(config.dtype), config.width * config.merge**2
+        self.patch_embedding = Linear(config.features, config.width, bias=True, rngs=rngs, dtype=dtype)
+        positions = 0.02 * jax.random.normal(rngs.params(), (config.positions, config.width), jnp.float32)
+        self.position_embedding = nnx.Param(positions.astype(dtype))
+        self.blocks = PlainBlock(config.block, rngs, (config.depth,))
+        self.merger_norm = LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
+        mlp = {"activation": "gelu", "rngs": rngs, "dtype": dtype}
+        self.merger = PlainMLP(merged, merged, config.output_width, **mlp)
+        lead = (len(config.deepstack_layers),)
+        self.deepstack_norm = LayerNorm(merged, epsilon=config.norm_epsilon, lead=lead, dtype=dtype)
+        self.deepstack = PlainMLP(merged, merged, config.output_width, lead=lead, **mlp)
+        self.config = config
+
+    def __call__(
+        self,
+        pixel_values: Float[Array, "P F"],
+        rows: Int[Array, " P"],
+        columns: Int[Array, " P"],
+        taps: Int[Array, "P taps"],
+        weights: Float[Array, "P taps"],
+        frames: Int[Array, "Y Z"],
+    ) -> tuple[Float[Array, "E D"], Float[Array, "S E D"]]:
+        """Embed packed patches [P, channels·temporal·patch²]; the index arrays come from `plan_patches`.
+
+        Returns the features [E,D] and the deepstack features [S,E,D], S being the number of deepstack layers: the s-th
+        are to be added to the residual that leaves language layer s, at the image's tokens.
+        """
+        config = self.config
+        hidden = self.patch_embedding(pixel_values.astype(jnp.dtype(config.dtype)))
+        table = self.position_embedding[...].astype(jnp.float32)
+        hidden = hidden + jnp.einsum("PtD,Pt->PD", table[taps], weights).astype(hidden.dtype)
+        tables = axial_tables(rows, columns, config.width // config.heads, config.theta, alternate=False)
+
+        def step(block: PlainBlock, hidden: Array) -> Array:
+            query, key, value = block.project(hidden)
+            query, key = (rotate(x, *tables, "half") for x in (query, key))
+            return block.update(hidden, attend_segments(query, key, value, frames))
+
+        stops, taken = [layer + 1 for layer in config.deepstack_layers], []
+        for first, last in itertools.pairwise(sorted({0, *stops, config.depth})):
+            hidden = scan_blocks(self.blocks, step, hidden, first, last)
+            taken += [hidden] if last in stops else []
+        square = config.width * config.merge**2
+        features = self.merger(self.merger_norm(hidden).reshape(-1, square))
+        if not taken:
+            return features, jnp.zeros((0, *features.shape), features.dtype)
+        stacked = jnp.stack(taken).reshape(len(taken), -1, square)
+        return features, self._merge_deepstack(stacked)
+
+    def _merge_deepstack(self, stacked: Float[Array, "S E M"]) -> Float[Array, "S E D"]:
+        graph, state = nnx.split((self.deepstack_norm, self.deepstack))
+
+        def body(carry: None, item: tuple) -> tuple[None, Array]:
+            norm, mlp = nnx.merge(graph, item[0])
+            return carry, mlp(norm(item[1]))
+
+        return jax.lax.scan(body, None, (state, stacked))[1]

@@ -1,0 +1,164 @@
+"""One plain vision transformer for CLIP, SigLIP and InternViT-300M, told apart by switches.
+
+Sources: transformers' CLIPVisionModel, SiglipVisionModel, SmolVLMVisionTransformer and InternVLVisionModel.
+Axis letters: B images (or tiles), T tokens (class token included), E features per image, D width.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Float, Int, Int32
+
+from kvpatch_jax.errors import ConfigError, ShapeError
+
+from ..decoder.layers import Linear, attend
+from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, scan_blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTConfig:
+    """Sizes and switches.
+
+    Attributes:
+      image, patch: pixels per side of the image the positions are for, and of a patch.
+      class_token: one learned token in front (CLIP, InternViT); it is dropped from the features if `drop_class`.
+      patch_bias: the patch embedding has a bias (not in CLIP).
+      pre_norm: a layer norm on the embeddings (CLIP).
+      final_norm: "applied" to the features, "kept" (parameters that are loaded and saved, not used), or "none".
+      layer_scale: learned vectors scale both updates of a block (InternViT).
+      feature_layer: which hidden state the features are, as transformers counts them: -1 the last, -2 the one before.
+    """
+
+    depth: int
+    width: int
+    heads: int
+    intermediate: int
+    image: int
+    patch: int
+    channels: int = 3
+    activation: str = "gelu"
+    norm_epsilon: float = 1e-6
+    class_token: bool = False
+    drop_class: bool = True
+    patch_bias: bool = True
+    pre_norm: bool = False
+    final_norm: str = "none"
+    layer_scale: bool = False
+    qkv_bias: bool = True
+    feature_layer: int = -1
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads)
+        if not isinstance(self.feature_layer, int):
+            raise ConfigError(f"vision_feature_layer {self.feature_layer!r}; expected one layer")
+        if self.final_norm not in ("applied", "kept", "none"):
+            raise ConfigError(f"final_norm {self.final_norm!r}; expected 'applied', 'kept' or 'none'")
+        if not -self.depth - 1 <= self.feature_layer <= self.depth:
+            raise ConfigError(f"vision_feature_layer {self.feature_layer} is outside a tower of {self.depth} layers")
+
+    @property
+    def side(self) -> int:
+        """Patches along a side of the image."""
+        return self.image // self.patch
+
+    @property
+    def tokens(self) -> int:
+        """Learned positions: patches, and the class token."""
+        return self.side**2 + self.class_token
+
+    @property
+    def layers_run(self) -> int:
+        """Blocks up to the hidden state that is the feature."""
+        return self.feature_layer if self.feature_layer >= 0 else self.depth + 1 + self.feature_layer
+
+    @property
+    def block(self) -> BlockConfig:
+        """The transformer block."""
+        return BlockConfig(
+            width=self.width,
+            heads=self.heads,
+            intermediate=self.intermediate,
+            activation=self.activation,
+            norm_epsilon=self.norm_epsilon,
+            layer_scale=self.layer_scale,
+            qkv_bias=self.qkv_bias,
+            dtype=self.dtype,
+        )
+
+
+def bucket_positions(height: int, width: int, side: int) -> Int32[np.ndarray, " T"]:
+    """Position of each patch of a height×width grid in a side×side table, by its share of the way (SmolVLM, Idefics).
+
+    Equal to transformers' `bucketize` in float32 for the sides in use (27 and 32); elsewhere, where a share falls on a
+    boundary, torch's own rounding depends on the processor's vector width.
+    """
+    step = 1 / side
+    boundaries = (step + step * np.arange(math.ceil((1 - step) / step))).astype(np.float32)
+    row, column = (np.searchsorted(boundaries, _shares(count), side="right") for count in (height, width))
+    return (row[:, None] * side + column).reshape(-1).astype(np.int32)
+
+
+def _shares(count: int) -> np.ndarray:
+    shares = np.arange(count, dtype=np.float32) * (np.float32(1) / np.float32(count))
+    return np.minimum(shares, np.float32(1 - 1e-6))
+
+
+class ViT(nnx.Module):
+    """Images to one feature vector per patch."""
+
+    def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.dtype)
+        learned = lambda *shape: nnx.Param((0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype))
+        norm = lambda wanted: LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype) if wanted else None
+        features = config.channels * config.patch**2
+        self.patch_embedding = Linear(features, config.width, bias=config.patch_bias, rngs=rngs, dtype=dtype)
+        self.position_embedding = learned(config.tokens, config.width)
+        self.class_embedding = learned(config.width) if config.class_token else None
+        self.pre_norm = norm(config.pre_norm)
+        self.blocks = PlainBlock(config.block, rngs, (config.depth,))
+        self.final_norm = norm(config.final_norm != "none")
+        self.config = config
+
+    def __call__(
+        self, pixel_values: Float[Array, "B C H W"], positions: Int[Array, "B P"] | None = None
+    ) -> Float[Array, "B E D"]:
+        """Features of images [B,C,H,W]; `positions` (from `bucket_positions`) replace the patches' own order.
+
+        Raises:
+          ShapeError: images of another size than the learned positions, without `positions`.
+        """
+        config = self.config
+        patches = rearrange(
+            pixel_values.astype(jnp.dtype(config.dtype)),
+            "B C (row y) (column x) -> B (row column) (C y x)",
+            y=config.patch,
+            x=config.patch,
+        )
+        if positions is None and patches.shape[1] != config.side**2:
+            raise ShapeError(f"images of {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
+        hidden = self._embed(patches, positions)
+        mask = jnp.ones((hidden.shape[0], 1, hidden.shape[1], hidden.shape[1]), bool)
+        scale = (config.width // config.heads) ** -0.5
+
+        def step(block: PlainBlock, hidden: Array) -> Array:
+            return block.update(hidden, attend(*block.project(hidden), mask, scale).reshape(hidden.shape))
+
+        hidden = scan_blocks(self.blocks, step, hidden, 0, config.layers_run)
+        if config.final_norm == "applied" and self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        return hidden[:, 1:] if config.class_token and config.drop_class else hidden
+
+    def _embed(self, patches: Float[Array, "B P F"], positions: Int[Array, "B P"] | None) -> Float[Array, "B T D"]:
+        hidden = self.patch_embedding(patches)
+        table = self.position_embedding[...].astype(hidden.dtype)
+        if self.class_embedding is not None:
+            first = jnp.broadcast_to(self.class_embedding[...].astype(hidden.dtype), (len(hidden), 1, hidden.shape[-1]))
+            hidden = jnp.concatenate([first, hidden], axis=1)
+        hidden = hidden + (table if positions is None else table[positions])
+        return hidden if self.pre_norm is None else self.pre_norm(hidden)

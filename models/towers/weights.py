@@ -1,0 +1,170 @@
+"""Where the plain vision towers' tensors go: file name → parameter path, permutation. One function per tower or glue.
+
+`prefix` is the tower's place in the file, `path` its place in the model.
+"""
+
+from collections.abc import Mapping
+
+from ..checkpoints import ParamPath, TensorEntry
+from .moonvit import MoonViTConfig
+from .qwen3 import Qwen3VisionConfig
+from .vit import ViTConfig
+
+CONV2D = (1, 2, 3, 0)  # [out, in, row, column] to [in · row · column, out]
+CONV3D = (1, 2, 3, 4, 0)
+NORM = ("weight", "bias")
+
+CLIP_NAMES = {
+    "attention_norm": "layer_norm1",
+    "mlp_norm": "layer_norm2",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.out_proj",
+    "mlp.inner": "mlp.fc1",
+    "mlp.outer": "mlp.fc2",
+}
+"""Our block's names to CLIP's and SigLIP's."""
+
+INTERN_NAMES = {
+    "attention_norm": "layernorm_before",
+    "mlp_norm": "layernorm_after",
+    "query": "attention.q_proj",
+    "key": "attention.k_proj",
+    "value": "attention.v_proj",
+    "output": "attention.projection_layer",
+    "mlp.inner": "mlp.fc1",
+    "mlp.outer": "mlp.fc2",
+}
+"""Our block's names to InternViT's, as transformers writes them."""
+
+
+def linear_entries(name: str, path: ParamPath, *, bias: bool = True, stack: bool = False) -> list[TensorEntry]:
+    """A linear map's weight (transposed) and bias."""
+    entries = [TensorEntry(f"{name}.weight", (*path, "kernel"), permute=(1, 0), stack=stack)]
+    return [*entries, TensorEntry(f"{name}.bias", (*path, "bias"), stack=stack)] if bias else entries
+
+
+def norm_entries(name: str, path: ParamPath, *, stack: bool = False) -> list[TensorEntry]:
+    """A layer norm's weight and bias."""
+    return [TensorEntry(f"{name}.{part}", (*path, part), stack=stack) for part in NORM]
+
+
+def block_entries(name: str, path: ParamPath, names: Mapping[str, str], *, qkv_bias: bool = True) -> list[TensorEntry]:
+    """A stack of `PlainBlock`; `name` holds `{layer}`, `names` says what the file calls our parts."""
+    entries: list[TensorEntry] = []
+    for ours, theirs in names.items():
+        place = (*path, *ours.split("."))
+        if ours.endswith("_norm"):
+            entries += norm_entries(f"{name}.{theirs}", place, stack=True)
+        else:
+            bias = qkv_bias or ours not in ("query", "key", "value", "qkv")
+            entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=True)
+    return entries
+
+
+def qwen3_vision_entries(config: Qwen3VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
+    """Qwen3-VL's tower with its main and deepstack mergers."""
+    shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
+    names = {
+        "attention_norm": "norm1",
+        "mlp_norm": "norm2",
+        "qkv": "attn.qkv",
+        "output": "attn.proj",
+        "mlp.inner": "mlp.linear_fc1",
+        "mlp.outer": "mlp.linear_fc2",
+    }
+    entries = [
+        TensorEntry(
+            f"{prefix}.patch_embed.proj.weight", (*path, "patch_embedding", "kernel"), CONV3D, file_shape=shape
+        ),
+        TensorEntry(f"{prefix}.patch_embed.proj.bias", (*path, "patch_embedding", "bias")),
+        TensorEntry(f"{prefix}.pos_embed.weight", (*path, "position_embedding")),
+        *block_entries(f"{prefix}.blocks.{{layer}}", (*path, "blocks"), names),
+        *norm_entries(f"{prefix}.merger.norm", (*path, "merger_norm")),
+        *norm_entries(f"{prefix}.deepstack_merger_list.{{layer}}.norm", (*path, "deepstack_norm"), stack=True),
+    ]
+    for number, part in enumerate(("inner", "outer"), start=1):
+        deep = f"{prefix}.deepstack_merger_list.{{layer}}.linear_fc{number}"
+        entries += linear_entries(f"{prefix}.merger.linear_fc{number}", (*path, "merger", part))
+        entries += linear_entries(deep, (*path, "deepstack", part), stack=True)
+    return entries
+
+
+def clip_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
+    """CLIP (class token, `pre_layrnorm` as the files spell it) or SigLIP."""
+    shape = (config.width, config.channels, config.patch, config.patch)
+    embeddings = f"{prefix}.embeddings"
+    entries = [
+        TensorEntry(
+            f"{embeddings}.patch_embedding.weight", (*path, "patch_embedding", "kernel"), CONV2D, file_shape=shape
+        ),
+        TensorEntry(f"{embeddings}.position_embedding.weight", (*path, "position_embedding")),
+        *block_entries(f"{prefix}.encoder.layers.{{layer}}", (*path, "blocks"), CLIP_NAMES),
+    ]
+    if config.patch_bias:
+        entries.append(TensorEntry(f"{embeddings}.patch_embedding.bias", (*path, "patch_embedding", "bias")))
+    if config.class_token:
+        entries.append(TensorEntry(f"{embeddings}.class_embedding", (*path, "class_embedding")))
+    if config.pre_norm:
+        entries += norm_entries(f"{prefix}.pre_layrnorm", (*path, "pre_norm"))
+    if config.final_norm != "none":
+        entries += norm_entries(f"{prefix}.post_layernorm", (*path, "final_norm"))
+    return entries
+
+
+def intern_vit_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
+    """InternViT as transformers' InternVL writes it."""
+    shape = (config.width, config.channels, config.patch, config.patch)
+    embeddings, blocks = f"{prefix}.embeddings", f"{prefix}.encoder.layer.{{layer}}"
+    patch = f"{embeddings}.patch_embeddings.projection"
+    scales = {"attention_scale": "lambda_1", "mlp_scale": "lambda_2"}
+    return [
+        TensorEntry(f"{patch}.weight", (*path, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
+        TensorEntry(f"{patch}.bias", (*path, "patch_embedding", "bias")),
+        TensorEntry(f"{embeddings}.cls_token", (*path, "class_embedding"), file_shape=(1, 1, config.width)),
+        TensorEntry(
+            f"{embeddings}.position_embeddings",
+            (*path, "position_embedding"),
+            file_shape=(1, config.tokens, config.width),
+        ),
+        *block_entries(blocks, (*path, "blocks"), INTERN_NAMES, qkv_bias=config.qkv_bias),
+        *(TensorEntry(f"{blocks}.{theirs}", (*path, "blocks", ours), stack=True) for ours, theirs in scales.items()),
+    ]
+
+
+def moonvit_entries(
+    config: MoonViTConfig, prefix: str, projector: str, released: bool, path: ParamPath = ("visual",)
+) -> list[TensorEntry]:
+    """MoonViT and its projector, in Kimi-VL's released names or (`released` False) in transformers'."""
+    shape = (config.width, config.channels, config.patch, config.patch)
+    names = {"attention_norm": "norm1", "mlp_norm": "norm2", "output": "attn.proj", "mlp.inner": "mlp.fc1"}
+    names |= {"query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "mlp.outer": "mlp.fc2"}
+    blocks, norm, table = "layers", "final_layernorm", "pos_emb.position_embeddings"
+    glue = {"inner": "in_proj", "outer": "out_proj"}
+    if released:
+        names = {"attention_norm": "norm0", "mlp_norm": "norm1", "qkv": "wqkv", "output": "wo"}
+        names |= {"mlp.inner": "mlp.fc0", "mlp.outer": "mlp.fc1"}
+        blocks, norm, table = "encoder.blocks", "encoder.final_layernorm", "pos_emb.weight"
+        glue = {"inner": "linear_1", "outer": "linear_2"}
+    patch, side = f"{prefix}.patch_embed", config.positions
+    entries = [
+        TensorEntry(f"{patch}.proj.weight", (*path, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
+        TensorEntry(f"{patch}.proj.bias", (*path, "patch_embedding", "bias")),
+        TensorEntry(f"{patch}.{table}", (*path, "position_embedding"), file_shape=(side, side, config.width)),
+        *block_entries(f"{prefix}.{blocks}.{{layer}}", (*path, "blocks"), names),
+        *norm_entries(f"{prefix}.{norm}", (*path, "final_norm")),
+        *norm_entries(f"{projector}.pre_norm", (*path, "merger_norm")),
+    ]
+    for ours, theirs in glue.items():
+        entries += linear_entries(f"{projector}.{theirs}", (*path, "merger", ours))
+    return entries
+
+
+def projector_entries(
+    inner: str, outer: str, *, norm: str | None = None, bias: bool = True, path: ParamPath = ("projector",)
+) -> list[TensorEntry]:
+    """A `Projector`: names of its two linear maps, and of its layer norm where it has one."""
+    entries = norm_entries(norm, (*path, "norm")) if norm else []
+    entries += linear_entries(inner, (*path, "mlp", "inner"), bias=bias)
+    return entries + linear_entries(outer, (*path, "mlp", "outer"), bias=bias)
