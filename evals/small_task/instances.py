@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
 from models import FAMILIES
-from models.decoder.decoder import DecoderConfig
+from models.decoder.config import DecoderConfig
 from models.families.qwen2_5_vl import Qwen25VLConfig
 from models.inputs.images import PictureConfig
 from models.inputs.qwen_images import ImageConfig

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from models.decoder.attention import GroupedAttention, LatentAttention
-from models.decoder.decoder import DecoderConfig
+from models.decoder.config import DecoderConfig
 
 from . import sequences, task
 from .instances import instance

@@ -11,55 +11,24 @@ Axis letters: B batch, T tokens, S keys, N query heads, K KV heads, H head width
 U width of a head's position-free part, W width of a head's value.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from .config import DecoderConfig
 from .layers import Linear, RMSNorm, attend
-
-if TYPE_CHECKING:
-    from .decoder import DecoderConfig
 
 LATENT_EPSILON = 1e-6
 """Of the norms inside latent attention, whatever the configuration's own epsilon is."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LatentConfig:
-    """Widths of multi-head latent attention.
-
-    Attributes:
-      latent: width of the cached latent (`kv_lora_rank`).
-      rope_dim: width of the decoupled key (`qk_rope_head_dim`).
-      plain_dim: width of a head's part without position (`qk_nope_head_dim`).
-      value_dim: width of a head's value (`v_head_dim`).
-      query_rank: width of the queries' own latent (`q_lora_rank`), or None.
-      reads_pairs: the projections give rotary pairs side by side, halves are rotated and cached (DeepSeek-V3, Kimi).
-      scale_factor: multiplies the softmax scale (YaRN's mscale², 1 without).
-    """
-
-    latent: int = 512
-    rope_dim: int = 64
-    plain_dim: int = 128
-    value_dim: int = 128
-    query_rank: int | None = None
-    reads_pairs: bool = False
-    scale_factor: float = 1.0
-
-    @property
-    def scale(self) -> float:
-        """What the scores are multiplied by."""
-        return (self.plain_dim + self.rope_dim) ** -0.5 * self.scale_factor
-
-
 class GroupedAttention(nnx.Module):
     """Query, key, value and output projections of one layer (or a stack of layers)."""
 
-    def __init__(self, config: "DecoderConfig", rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype):
         heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.width
         bias = config.attention_bias
         self.query = Linear(width, heads * head_dim, bias=bias, rngs=rngs, lead=lead, dtype=dtype)
@@ -91,7 +60,7 @@ class GroupedAttention(nnx.Module):
 class LatentAttention(nnx.Module):
     """Projections to and from the latent of one layer (or a stack of layers)."""
 
-    def __init__(self, config: "DecoderConfig", rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lead: tuple[int, ...], dtype: jnp.dtype):
         latent = config.latent
         assert latent is not None
         heads, width, bias = config.heads, config.width, config.attention_bias

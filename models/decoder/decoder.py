@@ -8,7 +8,6 @@ the engine frame, as an ordinary attention kernel reads it.
 Axis letters: B batch, T tokens, S keys, L layers, N query heads, K KV heads, H head width, D model width, V vocabulary.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,85 +17,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpatch_jax.errors import ConfigError, ShapeError
-from kvpatch_jax.layout import KVLayout
-from kvpatch_jax.rope import Rope, rope_tables, rotate
+from kvpatch_jax.errors import ShapeError
+from kvpatch_jax.rope import rope_tables, rotate
 
-from .attention import GroupedAttention, LatentAttention, LatentConfig
-from .layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
-from .moe import ExpertConfig, Experts
+from .attention import GroupedAttention, LatentAttention
+from .config import DecoderConfig
+from .layers import GatedMLP, Linear, RMSNorm
+from .moe import Experts
 
 KV = dict[str, Array]
 TURNING = ("k", "kpe")
 """Channels that carry rotary phase."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """Everything that tells one language tower from another.
-
-    `rope` holds frequencies, cached layout, partial width and M-RoPE sections. `qk_norm` puts an RMS norm on each
-    head before rotation (Qwen3), `post_norms` adds norms after attention and MLP (GLM-4-0414), `attention_bias` puts
-    biases on query, key and value (Qwen2; on the downward projections of latent attention), `latent` makes attention
-    latent ("mla": `kv_heads` and `head_dim` then play no part), `experts` makes the MLP a mixture. `window` is the
-    longest row of keys the model may attend over (a sliding window: within it, attention is ordinary).
-
-    Raises:
-      ConfigError: a kind of attention that keeps no KV or is not built, or sizes that do not fit.
-    """
-
-    vocabulary: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    rope: Rope
-    norm_epsilon: float = 1e-6
-    attention_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False
-    activation: str = "silu"
-    tied_embeddings: bool = False
-    attention: str = "gqa"
-    dtype: str = "float32"
-    latent: LatentConfig | None = None
-    experts: ExpertConfig | None = None
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.attention not in ("gqa", "mla"):
-            raise ConfigError(
-                f"attention kind {self.attention!r} keeps no KV or is not built; this decoder knows 'gqa' (MHA "
-                "included) and 'mla'"
-            )
-        if (self.attention == "mla") != (self.latent is not None):
-            raise ConfigError(f"attention {self.attention!r} with latent {self.latent}; expected both for 'mla'")
-        for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "head_dim", "intermediate"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected a positive whole number")
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"query heads {self.heads} are not a multiple of KV heads {self.kv_heads}")
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"activation {self.activation!r} is not known; expected one of {sorted(ACTIVATIONS)}")
-
-    @property
-    def layout(self) -> KVLayout:
-        """The KV layout that follows from this configuration."""
-        if self.latent is not None:
-            return KVLayout.mla(self.layers, self.latent.latent, self.latent.rope_dim, rope=self.rope)
-        make = KVLayout.mha if self.heads == self.kv_heads else KVLayout.gqa
-        heads = {"heads": self.heads} if self.heads == self.kv_heads else {"kv_heads": self.kv_heads}
-        return make(layers=self.layers, head_dim=self.head_dim, rope=self.rope, **heads)
-
-    @property
-    def dense_layers(self) -> int:
-        """How many layers at the bottom are a stack of their own."""
-        return 0 if self.experts is None else min(self.experts.dense_layers, self.layers)
 
 
 class DecoderLayer(nnx.Module):

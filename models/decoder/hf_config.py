@@ -13,9 +13,7 @@ from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
 from kvpatch_jax.scaling import Scaling
 
-from .attention import LatentConfig
-from .decoder import DecoderConfig
-from .moe import ExpertConfig
+from .config import DecoderConfig, ExpertConfig, LatentConfig
 
 Raw = Mapping[str, Any]
 Regime = str | int | None

@@ -6,8 +6,7 @@ costs experts / chosen times the arithmetic of a grouped kernel.
 Axis letters: B batch, T tokens, D model width, E experts, I width inside an expert, Q groups of experts.
 """
 
-import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,47 +14,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kvpatch_jax.errors import ConfigError
-
+from .config import ExpertConfig
 from .layers import ACTIVATIONS, GatedMLP, Linear, normal
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertConfig:
-    """How tokens choose experts.
-
-    Attributes:
-      experts, chosen: how many there are, and how many each token takes (`num_experts_per_tok`).
-      intermediate: width inside an expert.
-      router: "softmax" over all experts (Qwen3-MoE, DeepSeek-V2), or "sigmoid" of each, chosen with a correction bias
-        and weighted without it (DeepSeek-V3, Kimi; arXiv:2412.19437, section 2.1.2).
-      renormalise: the chosen weights are divided by their sum.
-      scaling: multiplies the weights (`routed_scaling_factor`).
-      groups, chosen_groups: experts are first limited to the best groups: by their best expert (softmax) or by the sum
-        of their best two (sigmoid).
-      shared: width inside the MLP that every token takes as well; 0 for none.
-      dense_layers: how many layers at the bottom have an ordinary MLP (`first_k_dense_replace`).
-    """
-
-    experts: int
-    chosen: int
-    intermediate: int
-    router: Literal["softmax", "sigmoid"]
-    renormalise: bool
-    scaling: float = 1.0
-    groups: int = 1
-    chosen_groups: int = 1
-    shared: int = 0
-    dense_layers: int = 0
-
-    def __post_init__(self) -> None:
-        if self.router not in ("softmax", "sigmoid"):
-            raise ConfigError(f"router {self.router!r} is not known; expected 'softmax' or 'sigmoid'")
-        if not 0 < self.chosen <= self.experts or self.experts % self.groups:
-            raise ConfigError(
-                f"{self.chosen} of {self.experts} experts in {self.groups} groups; expected groups of equal size and "
-                "at most all experts"
-            )
 
 
 def route(config: ExpertConfig, logits: Float[Array, "*lead E"], correction: Array | None) -> Float[Array, "*lead E"]:

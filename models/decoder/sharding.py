@@ -21,7 +21,7 @@ from kvpatch_jax.errors import ConfigError, WeightsError
 from kvpatch_jax.layout import KVLayout
 
 from ..checkpoints import Expected, ParamPath
-from .decoder import DecoderConfig
+from .config import DecoderConfig
 
 TENSOR = "tensor"
 """Name of the mesh axis that heads, MLP widths, experts and vocabulary lie over."""

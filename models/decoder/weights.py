@@ -3,7 +3,7 @@
 from typing import Literal
 
 from ..checkpoints import ParamPath, Part, TensorEntry
-from .decoder import DecoderConfig
+from .config import DecoderConfig
 
 TRANSPOSE = (1, 0)
 FusedExperts = Literal["no", "rows", "columns"]

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from ..checkpoints import TensorEntry
-from ..decoder.decoder import DecoderConfig
+from ..decoder.config import DecoderConfig
 from ..decoder.known_keys import DEFAULTS
 
 Arrays = Mapping[str, Any]

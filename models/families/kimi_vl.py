@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
-from ..decoder.decoder import Decoder, DecoderConfig
+from ..decoder.config import DecoderConfig
+from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need, read_axial_theta
 from ..decoder.weights import decoder_entries
 from ..inputs.images import HALVES, PictureConfig, process_kimi

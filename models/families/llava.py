@@ -11,7 +11,7 @@ import numpy as np
 from kvpatch_jax.errors import ConfigError
 
 from ..checkpoints import TensorEntry
-from ..decoder.decoder import DecoderConfig
+from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_clip, process_llava_next

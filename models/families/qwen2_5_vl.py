@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
 
-from ..decoder.decoder import Decoder, DecoderConfig
+from ..decoder.config import DecoderConfig
+from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need, read_axial_theta, read_decoder, read_rope, read_window
 from ..decoder.known_keys import DEFAULTS, ONLY, complete
 from ..inputs.positions import PositionConfig, get_rope_positions

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.errors import ConfigError, InputError
 
-from ..decoder.decoder import Decoder, DecoderConfig
+from ..decoder.config import DecoderConfig
+from ..decoder.decoder import Decoder
 from ..decoder.layers import Linear
 from ..towers.common import place_features
 from ..towers.projectors import Projector, TileConfig, pack_tiles, pixel_shuffle

@@ -13,9 +13,10 @@ from safetensors.numpy import load_file, save_file
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
 from models.checkpoints import flatten_params, load_weights, save_weights
-from models.decoder.attention import LatentAttention, LatentConfig
-from models.decoder.decoder import Decoder, DecoderConfig
-from models.decoder.moe import ExpertConfig, Experts, route
+from models.decoder.attention import LatentAttention
+from models.decoder.config import DecoderConfig, ExpertConfig, LatentConfig
+from models.decoder.decoder import Decoder
+from models.decoder.moe import Experts, route
 from models.decoder.weights import decoder_entries
 
 EXPERTS = ExpertConfig(experts=6, chosen=2, intermediate=10, router="softmax", renormalise=True)
