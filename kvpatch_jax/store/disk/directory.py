@@ -1,11 +1,15 @@
-"""What a directory shows of objects without opening them, and taking them away."""
+"""Lists objects by what their directories show, without opening them, and takes them away."""
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ..io.files import Identity, folder, identity
+from ..format.naming import is_object
+from ..io.files import Identity, folder, identity, locked, typed, typed_errors, written
+
+_DEPTH = 4
+"""Folders above an object: obj/tenant/backbone/xx."""
 
 
 class DirectoryEntry(NamedTuple):
@@ -34,13 +38,39 @@ def entry_of(path: str, stat: os.stat_result) -> DirectoryEntry:
     return DirectoryEntry(path, stat.st_size, stat.st_atime, identity(stat), stat.st_mtime_ns)
 
 
+def scan(root: str, below: str) -> list[DirectoryEntry]:
+    """Every object below a folder of a root, in no order. What vanishes meanwhile is left out. Raises StoreError.
+
+    So is what no object is called, and what lies deeper than objects do. What has an object's name and is a link, a
+    FIFO or the like is in it, so that it can be seen and taken away; nothing reads it.
+    """
+    found: list[DirectoryEntry] = []
+    waiting = [below]
+    while waiting:
+        each = waiting.pop()
+        try:
+            with folder(root, each) as fd, os.scandir(fd) as entries:
+                for entry in entries:
+                    path = f"{each}/{entry.name}"
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting += [path] if path.count("/") < _DEPTH else []
+                    elif is_object(path):
+                        with contextlib.suppress(FileNotFoundError):
+                            found.append(entry_of(path, entry.stat(follow_symlinks=False)))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise typed(error, "store: list") from error
+    return found
+
+
 Still = Callable[[int, str], bool]
 """Says of a name in an open directory, while nobody can put anything else there, whether the object that has it is the
 one that is meant."""
 
 
 class Removal:
-    """Takes away objects of a root, by their paths from there; made by `Disk.removing`.
+    """Takes away objects of a root, by their paths from there; made by `removing`.
 
     Attributes:
       folders: where objects were, from the root; to be synced.
@@ -50,29 +80,55 @@ class Removal:
         self.root = root
         self.folders: set[str] = set()
 
+    @contextlib.contextmanager
+    def _meant(self, path: str, still: Still | None) -> Iterator[tuple[int, str] | None]:
+        """The open folder and the name of an object; None where it is gone or is not the one that is meant."""
+        above, _, file = path.rpartition("/")
+        with contextlib.ExitStack() as stack:
+            found = None
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                fd = stack.enter_context(folder(self.root, above))
+                os.stat(file, dir_fd=fd, follow_symlinks=False)
+                found = (fd, file) if still is None or still(fd, file) else None
+            yield found
+
     def is_there(self, path: str, still: Still | None = None) -> bool:
         """Whether there is an object, and the one that is meant."""
-        above, _, file = path.rpartition("/")
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, above) as fd:
-            return _is_meant(fd, file, still)
-        return False
+        with self._meant(path, still) as found:
+            return found is not None
 
     def remove(self, path: str, still: Still | None = None) -> bool:
         """Takes an object away, if it is the one that is meant. Whether it did."""
-        above, _, file = path.rpartition("/")
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, above) as fd:
-            if _is_meant(fd, file, still):
+        with self._meant(path, still) as found, contextlib.suppress(FileNotFoundError):
+            if found is not None:
+                fd, file = found
                 os.unlink(file, dir_fd=fd)
-                self.folders.add(above)
+                self.folders.add(path.rpartition("/")[0])
                 return True
         return False
 
 
-def _is_meant(fd: int, file: str, still: Still | None) -> bool:
-    os.stat(file, dir_fd=fd, follow_symlinks=False)
-    return still is None or still(fd, file)
+@contextlib.contextmanager
+def removing(root: str) -> Iterator[Removal]:
+    """Takes objects of a root away while nobody adds a name; durably when this is left.
+
+    Raises:
+      StoreReadOnlyError, StoreIOError: one could not be taken away.
+    """
+    removal = Removal(root)
+    with typed_errors("store: delete"):
+        with locked(f"{root}/names.lock", shared=False):
+            yield removal
+        for each in sorted(removal.folders):
+            with contextlib.suppress(FileNotFoundError), folder(root, each) as fd:  # its tenant was deleted
+                os.fsync(fd)
 
 
 def same_file(file: Identity) -> Still:
     """Whether a name is that of the same file, which nobody has used or linked meanwhile."""
     return lambda fd, name: identity(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file
+
+
+def was_written(file: Identity) -> Still:
+    """Whether a name is that of the file that was written, by `io.files.written`."""
+    return lambda fd, name: written(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file

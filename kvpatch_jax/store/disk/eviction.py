@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ...errors import StoreFullError
 from ..format.expiry import expiry_look
 from ..io.files import locked, typed_errors
-from .directory import DirectoryEntry, same_file
+from .directory import DirectoryEntry, removing, same_file
 from .disk import Disk
 
 SLACK = 0.05
@@ -97,7 +97,7 @@ def _take(disk: Disk, units: Iterable[_Unit], gone: set[str]) -> list[tuple[_Uni
       gone: paths of what went before; filled.
     """
     taken: list[tuple[_Unit, DirectoryEntry]] = []
-    with disk.removing() as removal:
+    with removing(disk.root) as removal:
         for unit in units:
             if unit.entries[0].path in gone:
                 continue

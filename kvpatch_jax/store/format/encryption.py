@@ -27,7 +27,7 @@ from ...errors import InputError, StoreCorruptError, StoreKeyError
 from ..io.files import as_bytes
 from .buffers import Buffers
 from .header import DTYPES, Header, Leaf, dtype_word
-from .objects import Blob, arranged
+from .objects import Arrays, Blob, arranged, read_leaves
 
 Read = Callable[[Sequence[str]], dict[str, np.ndarray]]
 """Reads neighbouring leaves, their checksums verified."""
@@ -67,6 +67,25 @@ class Encryption(Protocol):
 def is_sealed(header: Header) -> bool:
     """Whether an object is encrypted."""
     return "sealed" in header.body
+
+
+def open_object(fd: int, header: Header, encryption: Encryption, buffers: Buffers) -> tuple[Header, Read] | None:
+    """Opens an object's file to be read: its plain header and a reader of its plain leaves, as `Encryption.opened`."""
+    return encryption.opened(header, lambda names: read_leaves(fd, header, names, buffers))
+
+
+def decrypted(header: Header, arrays: Arrays, encryption: Encryption) -> tuple[Header, Arrays]:
+    """Plain header and leaves of an object that was read whole; those of one that is not encrypted as they are.
+
+    Raises:
+      StoreKeyError, StoreCorruptError: as `Encryption.opened`.
+    """
+    if not is_sealed(header):
+        return header, arrays
+    opening = encryption.opened(header, lambda names: {name: arrays[name] for name in names})
+    assert opening is not None  # only an object that is not encrypted is refused so
+    plain, read = opening
+    return plain, read(list(plain.leaves))
 
 
 class Plain:

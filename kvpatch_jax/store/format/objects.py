@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import StoreCorruptError
-from ..io.files import as_bytes, crc32, read_into, reserve, write_all
+from ..io.files import Identity, as_bytes, crc32, read_into, reserve, write_all
 from ..io.thread_pool import ThreadPool
 from .buffers import Buffers
 from .expiry import seconds, shown_time
@@ -61,6 +61,29 @@ class Blob:
     def nbytes(self) -> int:
         """Bytes of the leaves."""
         return sum(array.nbytes for array in self.arrays.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """One version of an object: the file that it was read from, and the checksum of its header."""
+
+    file: Identity | None
+    crc: bytes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """An object read from the disk, verified. `arrays` are read-only views of one buffer; `file` is where they were,
+    None for one that comes from elsewhere."""
+
+    header: Header
+    arrays: dict[str, np.ndarray] = dataclasses.field(repr=False)
+    file: Identity | None = None
+
+    @property
+    def version(self) -> Version:
+        """Which version of the object it is."""
+        return Version(self.file, self.header.crc)
 
 
 def file_size(blob: Blob, name: str) -> int:

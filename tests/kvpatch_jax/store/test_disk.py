@@ -398,7 +398,7 @@ def test_sweep_takes_what_the_dead_left_and_spares_the_living(store: ChunkStore)
     from kvpatch_jax.store.format.objects import write_blob
 
     write = functools.partial(write_blob, blob=chunk_blob(chunk_of()), name=name.file)
-    with store.disk._temporaries() as aside, store.disk._written(name, aside, write) as (living, _, _):
+    with store.disk.writer.temporaries() as aside, store.disk.writer.written(name, aside, write) as (living, _, _):
         assert store.disk.sweep() == 1
         assert dead.with_name(living.name).exists()
         assert not dead.exists()
