@@ -35,7 +35,7 @@ def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_operators_page_runs():
-    space = run(python_blocks(ROOT / "docs" / "operators.md"), "docs/operators.md")
+    space = run(python_blocks(ROOT / "docs" / "guides" / "operators.md"), "docs/guides/operators.md")
     assert space["kvp"].__name__ == "kvpatch_jax"
 
 

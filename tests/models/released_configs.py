@@ -2,7 +2,7 @@
 
 Published counts cover every parameter of the file, the tower included. Fields and counts are what is publicly said of
 these releases; not every file was read from its own repository, and a total that fits is the evidence that the fields
-do. No weights of these were loaded: the table of `docs/backbones.md` follows from the configurations alone.
+do. No weights of these were loaded: the table of `docs/reference/backbones.md` follows from the configurations alone.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Released checkpoints: the table of docs/backbones.md computed again, and its how-to for a new family followed."""
+"""Released checkpoints: docs/reference/backbones.md computed again, and the how-to for a new family followed."""
 
 import json
 import re
@@ -18,7 +18,8 @@ from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 from tests.models.released_configs import RELEASED
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = (ROOT / "docs" / "backbones.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs" / "reference" / "backbones.md").read_text(encoding="utf-8")
+HOW_TO = (ROOT / "docs" / "guides" / "adding-a-family.md").read_text(encoding="utf-8")
 
 
 def described(name: str) -> tuple[str, str, str, str]:
@@ -69,11 +70,11 @@ RENAMED = {
 @pytest.fixture
 def toy(monkeypatch):
     """The family of the document's how-to, made by running its text as a module of `models`, and registered."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```$", HOW_TO, re.MULTILINE | re.DOTALL)
     (source,) = [block for block in blocks if block.startswith('"""Toy-VL')]
-    module = types.ModuleType("models.toy_vl")
-    module.__package__ = "models"
-    exec(compile(source, "docs/backbones.md", "exec"), module.__dict__)
+    module = types.ModuleType("models.families.toy_vl")
+    module.__package__ = "models.families"
+    exec(compile(source, "docs/guides/adding-a-family.md", "exec"), module.__dict__)
     monkeypatch.setitem(models.FAMILIES, module.FAMILY.architecture, module.FAMILY)
     return module
 
@@ -129,4 +130,4 @@ def test_a_tensor_that_no_entry_names_is_refused(toy, toy_checkpoint):
 
 @pytest.mark.parametrize("file", ["deepseek_vl", "internvl", "llava", "smolvlm"])
 def test_a_family_whose_parts_exist_is_short(file):
-    assert len((ROOT / "models" / f"{file}.py").read_text().splitlines()) < 150
+    assert len((ROOT / "models" / "families" / f"{file}.py").read_text().splitlines()) < 150

@@ -112,7 +112,7 @@ def test_vocabulary_that_does_not_divide_is_replicated():
 
 
 def test_documented_table_is_the_one_in_the_code():
-    text = (ROOT / "docs" / "backbones.md").read_text()
+    text = (ROOT / "docs" / "guides" / "checkpoint.md").read_text()
     rows = dict(re.findall(r"^\| (\w+) \| (?:yes|no)[^|]* \| (.*) \|$", text, re.MULTILINE))
     documented = {axis: re.findall(r"`([\w.]+)`", cell) for axis, cell in rows.items()}
     coded = {axis: [name for name, axes in PARAMETERS.items() if axis in axes] for axis in MESH_AXES}
