@@ -117,6 +117,10 @@ class StoreSnapshotError(StoreError):
         self.bad = bad
 
 
+class StorePlatformError(StoreError):
+    """A system without what the store stands on: file locks as POSIX has them (`fcntl`)."""
+
+
 class StoreClosedError(StoreError):
     """A store used after `close`."""
 

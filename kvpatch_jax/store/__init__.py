@@ -1,5 +1,12 @@
 """Chunks that outlive requests, processes and machines: a content-addressed, tiered, crash-safe store."""
 
+import importlib.util
+
+from ..errors import StorePlatformError
+
+if importlib.util.find_spec("fcntl") is None:  # before anything below fails at it
+    raise StorePlatformError("store: this system has no `fcntl`; expected a POSIX system, such as Linux or macOS")
+
 from ..chunk_ids import chunk_id as chunk_id
 from ..chunk_ids import encoder_id as encoder_id
 from .disk.budget import Budget as Budget

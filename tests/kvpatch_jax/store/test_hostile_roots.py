@@ -14,7 +14,7 @@ from store_cases import BACKBONE, chunk_of, patch_of, same_chunk
 
 from kvpatch_jax.errors import KVPatchError, StoreError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary
-from kvpatch_jax.store.__main__ import main
+from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.format.header import make_header
 from kvpatch_jax.store.format.objects import Blob
 

@@ -11,7 +11,7 @@ import pytest
 from store_cases import BACKBONE, chunk_of, file_of, patch_of
 
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.__main__ import main
+from kvpatch_jax.store.cli.main import main
 
 NO_MEMORY = Budget(host=0)
 MANY = 60

@@ -12,7 +12,7 @@ from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, 
 
 from kvpatch_jax.errors import StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, save_snapshot
-from kvpatch_jax.store.__main__ import main
+from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.snapshots.checkpoint import export_arrays
 
 MARK = b"a text that nobody else has written"
@@ -166,7 +166,7 @@ def test_the_command_line_lists_and_purges_quarantine(tmp_path: Path, capsys):
 def test_nobody_who_does_not_say_yes_purges(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     with opened(tmp_path) as store:
         damaged(store, "B")
-    monkeypatch.setattr("kvpatch_jax.store.__main__._ask", lambda question: "no\n")
+    monkeypatch.setattr("kvpatch_jax.store.cli.main._ask", lambda question: "no\n")
     assert call("quarantine", "purge", f"--root={tmp_path}", capsys=capsys)[0] == 1
     assert len(files(tmp_path)) == 1
 

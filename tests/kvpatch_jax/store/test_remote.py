@@ -16,7 +16,7 @@ from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreIOError, StoreUnreachableError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Patience, Request, fetch
-from kvpatch_jax.store.__main__ import main
+from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.tiers.patience import Circuit
 
 

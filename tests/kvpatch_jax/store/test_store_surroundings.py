@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from kvpatch_jax.store import (
     load_snapshot,
     save_snapshot,
 )
-from kvpatch_jax.store.__main__ import main
+from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.format import encryption
 from kvpatch_jax.store.snapshots.checkpoint import export_arrays, load_arrays, save_arrays
 
@@ -263,3 +265,17 @@ def test_verify_says_where_the_damaged_are_when_they_could_not_be_moved(tmp_path
     found = json.loads(capsys.readouterr().out)
     assert (found["bad"], found["left"]) == ([], [str(path.relative_to(tmp_path))])
     assert path.exists()
+
+
+def test_a_system_without_fcntl_is_told_so():
+    """A plain, typed error at import, and not the ImportError of some module far below."""
+    program = """
+import sys
+sys.modules["fcntl"] = None
+try:
+    import kvpatch_jax.store
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert told.startswith("StorePlatformError store: this system has no `fcntl`; expected a POSIX system"), told

@@ -22,7 +22,7 @@ from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, place_of
 
 from kvpatch_jax.errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, KeyValueStore, Served, StaticLibrary, prometheus_text
-from kvpatch_jax.store.__main__ import main
+from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.cli.audit import listing, totals, verify
 from kvpatch_jax.store.snapshots.restore import load_objects, save_objects
 from kvpatch_jax.store.tenants import finish
@@ -469,8 +469,8 @@ def test_no_log_error_or_print_says_what_is_stored(tmp_path: Path, caplog, capsy
 
 def test_the_library_has_no_logger():
     """What the store says is in its exceptions, its `.reason` files and on its command line, and nowhere else."""
-    for path in (Path(__file__).parents[3] / "kvpatch_jax" / "store").glob("*.py"):
+    for path in (Path(__file__).parents[3] / "kvpatch_jax" / "store").rglob("*.py"):
         text = path.read_text("utf-8")
         assert "import logging" not in text
         assert "warnings" not in text
-        assert ("print(" in text) == (path.name == "__main__.py"), path.name
+        assert ("print(" in text) == (path.name == "main.py"), path.name

@@ -1,0 +1,155 @@
+"""The operator's command line: `python -m kvpatch_jax.store ls --root=DIR`. Needs the extra `operate`."""
+
+import difflib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ...errors import InputError, KVPatchError
+from ..disk.directory import DirectoryEntry
+from .commands import COMMANDS, Options, Outcome
+
+_PROGRAM = "python -m kvpatch_jax.store"
+
+
+def _flags():
+    from absl import flags
+
+    values = flags.FlagValues()  # our own, so that `main` can be called twice, and inside other programs
+    text = lambda name, what: flags.DEFINE_string(name, None, what, flag_values=values)
+    truth = lambda name, what: flags.DEFINE_bool(name, False, what, flag_values=values)
+    text("root", "The store's directory.")
+    text("tenant", "Only this tenant's objects. Without it, the whole root.")
+    text("secret-file", "File with the secret of the names, where the store was not opened with its own.")
+    text("key-file", "File with the master key, so that verify can open what --tenant has encrypted.")
+    text("directory", "export, import: where the snapshot is to be, or is.")
+    text("remote", "rm-tenant, gc: a TensorStore key-value spec (JSON or URL) to delete from too.")
+    flags.DEFINE_integer("budget", None, "gc, import: bytes to evict down to.", lower_bound=0, flag_values=values)
+    flags.DEFINE_integer("library-quota", None, "import: bytes that --tenant's static library may have then; more is "
+                         "refused.", lower_bound=1, flag_values=values)  # fmt: skip
+    truth("copy", "export, import: copy files in place of linking them.")
+    truth("arrays", "export, import: Orbax arrays, without secret or encryption, in place of a snapshot.")
+    truth("yes", "rm-tenant, quarantine purge: do not ask.")
+    truth("json", "Print one JSON object.")
+    truth("help", "Print this.")
+    return values, flags.Error
+
+
+def _usage(values) -> str:
+    rows = "\n".join(f"  {name:<16} {command.help}" for name, command in COMMANDS.items())
+    return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
+
+
+def _progress(entries: list[DirectoryEntry]) -> Any:  # whoever checks that it is an Iterable uses it up
+    """The entries, with a bar on stderr if that is a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(entries, unit=" objects", file=sys.stderr, disable=None)
+
+
+class _ByteProgress:
+    """The bar of a pass over bytes, drawn at its first step."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None or self._bar.total != total:  # an import verifies first, then adds
+            from tqdm import tqdm
+
+            self.close()
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _ask(question: str) -> str:
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
+
+
+def _file(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; expected a file that can be read") from error
+
+
+def _lines(outcome: Outcome, as_json: bool) -> Iterator[str]:
+    """What a command found, to print; of many rows each as soon as it is there."""
+    name, rows = outcome.rows or (None, iter(()))
+    if not as_json:
+        yield from outcome.lines
+        yield from (line for _, line in rows)
+    elif name is None:
+        yield json.dumps(outcome.result)
+    else:
+        yield f'{{"{name}": ['
+        for number, (row, _) in enumerate(rows):
+            yield ", " * (number > 0) + json.dumps(row)
+        yield "]}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command. 0: all is well; 1: something is not (`verify`), or was not done, or there is nothing of the
+    tenant; 2: it could not be run; 141: nobody read what it printed."""
+    values, wrong = _flags()
+    try:
+        names = values([_PROGRAM, *arguments])[1:]
+    except wrong as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if values.help:
+        return _printed([_usage(values)])
+    if wrongly := _wrongly_called(names, values.root):
+        print(f"error: {wrongly}\n\n{_usage(values)}", file=sys.stderr)
+        return 2
+    bar = _ByteProgress()
+    try:
+        options = Options(values.root, _progress, bar, _ask, values.tenant, _file(values["secret-file"].value),
+                          _file(values["key-file"].value), values.remote, values.budget, values.yes,
+                          values.directory, values.copy, values.arrays,
+                          values["library-quota"].value)  # fmt: skip
+        outcome = COMMANDS[" ".join(names)].run(options)
+        for warning in outcome.remarks:
+            print(f"warning: {warning}", file=sys.stderr)
+        return _printed(_lines(outcome, values.json), 0 if outcome.good else 1)
+    except KVPatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        bar.close()
+
+
+def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
+    """What is wrong with a call before anything is run; None where nothing is."""
+    every, command = ", ".join(COMMANDS), " ".join(names)
+    if not names:
+        return f"no command; expected one of {every}"
+    if command not in COMMANDS and names[0] in COMMANDS:
+        return f"{' '.join(map(repr, names[1:]))} behind the command; expected flags alone"
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        return f"unknown command {command!r}; expected " + (f"{near[0]!r}?" if near else f"one of {every}")
+    return None if root else "no root; expected --root=DIR"
+
+
+def _printed(lines: Iterable[str], status: int = 0) -> int:
+    """Prints, and gives the status; where nobody reads any more (`ls | head`), that of a program that SIGPIPE ended."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return 128 + signal.SIGPIPE
+    return status
