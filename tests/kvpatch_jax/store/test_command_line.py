@@ -14,8 +14,8 @@ from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, 
 
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, KeyValueStore, StaticLibrary
-from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.cli.commands import COMMANDS
+from kvpatch_jax.store.cli.main import main
 
 KEY = b"k" * 32
 

@@ -22,8 +22,8 @@ from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, place_of
 
 from kvpatch_jax.errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, KeyValueStore, Served, StaticLibrary, prometheus_text
-from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.cli.audit import listing, totals, verify
+from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.snapshots.restore import load_objects, save_objects
 from kvpatch_jax.store.tenants import finish
 
