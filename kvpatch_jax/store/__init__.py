@@ -16,11 +16,10 @@ from .fetch import Request as Request
 from .fetch import fetch as fetch
 from .format.naming import ENCODINGS as ENCODINGS
 from .format.naming import Served as Served
+from .libraries.dynamic import DynamicLibrary as DynamicLibrary
+from .libraries.dynamic import HeldReference as HeldReference
 from .libraries.entries import LibraryEntry as LibraryEntry
 from .libraries.entries import Resource as Resource
-from .libraries.libraries import DynamicLibrary as DynamicLibrary
-from .libraries.libraries import HeldReference as HeldReference
-from .libraries.libraries import StaticLibrary as StaticLibrary
 from .libraries.references import Reference as Reference
 from .libraries.references import escape as escape
 from .libraries.references import parse_prompt as parse_prompt
@@ -29,6 +28,7 @@ from .libraries.retriever import ExactRetriever as ExactRetriever
 from .libraries.retriever import Retriever as Retriever
 from .libraries.retriever import pooled as pooled
 from .libraries.retriever import recall as recall
+from .libraries.static import StaticLibrary as StaticLibrary
 from .linker import Linked as Linked
 from .linker import LinkedChunk as LinkedChunk
 from .linker import Linker as Linker

@@ -151,16 +151,6 @@ def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def _is_here(store: ChunkStore, request: Request) -> bool:
-    return store.contains(request.id, request.backbone, encoding=request.encoding)
-
-
-def _may_have(store: ChunkStore, request: Request) -> bool:
-    """Whether loading is worth trying: the disk has it, or a remote store might. Raises StoreClosedError."""
-    store._open()
-    return store._remote is not None or _is_here(store, request)
-
-
 class _Round:
     """One pass over some requests: those that nobody else is at are led, the others waited for."""
 
@@ -250,7 +240,11 @@ class _Round:
     def _start(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
         past = self.deadline is not None and time.monotonic() >= self.deadline
         for request in self._led:
-            if not past and any(_may_have(store, request) for store, _ in self._stores(request)):
+            may_be_there = any(
+                store.may_have(request.id, request.backbone, encoding=request.encoding)
+                for store, _ in self._stores(request)
+            )
+            if may_be_there and not past:
                 self._loads[request] = pool.submit(self._load, request)
                 self._submitted.append(self._loads[request])
             else:
@@ -275,8 +269,10 @@ class _Round:
 
     def _streamed(self, store: ChunkStore, request: Request) -> Chunk | None:
         stream = store.stream(request.id, request.backbone, encoding=request.encoding, placement=self.placement)
-        if stream is None:  # unless it is on its way to the disk
-            chunk = self._whole(store, request) if _is_here(store, request) else None
+        if stream is None:
+            if not store.contains(request.id, request.backbone, encoding=request.encoding):
+                return None
+            chunk = self._whole(store, request)  # it is queued, and not on the disk yet
             if chunk is not None:
                 self._show(request, chunk)
             return chunk
@@ -365,7 +361,7 @@ class _Round:
                 self.got[request] = self.got[request]._replace(ack=ack)
 
     def _put(self, request: Request, chunk: Chunk) -> Ack | None:
-        ttl = None if request.expires is None else request.expires - self.store.clock()
+        ttl = None if request.expires is None else request.expires - self.store.tenant_disk.clock()
         if ttl is not None and ttl <= 0:
             return None
         try:

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from ..content import Text, fingerprint_of
 from ..errors import UnknownReferenceError
 from .fetch import Request
+from .libraries.dynamic import DynamicLibrary
 from .libraries.entries import Resource
-from .libraries.libraries import DynamicLibrary, StaticLibrary
 from .libraries.references import Reference, parse_prompt
+from .libraries.static import StaticLibrary
 from .store import ChunkStore
 
 
@@ -93,7 +94,12 @@ class Linker:
       InputError: no fingerprint.
     """
 
-    def __init__(self, backbone: str, static: StaticLibrary | None = None, dynamic: DynamicLibrary | None = None):
+    def __init__(
+        self,
+        backbone: str,
+        static: StaticLibrary[ChunkStore] | None = None,
+        dynamic: DynamicLibrary[ChunkStore] | None = None,
+    ):
         self.backbone, self.static, self.dynamic = fingerprint_of(backbone, "linker"), static, dynamic
 
     def link(self, prompt: str) -> Linked:

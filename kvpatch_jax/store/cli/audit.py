@@ -11,14 +11,15 @@ import numpy as np
 
 from ...errors import StoreCorruptError, StoreKeyError
 from ..disk import quarantine
-from ..disk.disk import DirectoryEntry, Disk
+from ..disk.directory import DirectoryEntry
+from ..disk.disk import Disk
 from ..format.codec import chunk_of, patch_parts
 from ..format.encryption import Plain, is_sealed
 from ..format.header import Header
-from ..format.naming import Name
+from ..format.naming import Name, name_at
 from ..format.objects import check_name, read_header, read_leaves
-from ..io.files import NotRegularError, folder, identity, identity_of, open_regular, try_lock, typed_errors
-from ..libraries.entries import changing, check_resource
+from ..io.files import folder, identity, identity_of, open_regular, typed_errors
+from ..libraries.entries import check_resource
 
 ALL = ("obj", "lib")
 """The folders of all tenants: of their chunks, and of their libraries."""
@@ -71,20 +72,13 @@ def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:
         expires, encrypted = header.expires, is_sealed(header)
     except (OSError, StoreCorruptError):
         expires = encrypted = None
-    return ObjectInfo(entry.path, _name(entry).tenant, _kind(entry), entry.size, entry.used, expires, encrypted)
+    return ObjectInfo(entry.path, name_at(entry.path).tenant, _kind(entry), entry.size, entry.used, expires, encrypted)
 
 
 def _kind(entry: DirectoryEntry) -> str:
     if entry.path.startswith("lib/"):
         return entry.path.split("/")[2]
     return "patch" if entry.part.startswith("p.") else entry.part
-
-
-def _name(entry: DirectoryEntry) -> Name:
-    above, _, file = entry.path.rpartition("/")
-    kind = {"p": "patch", "enc": "encoder"}.get(entry.part.partition(".")[0], "kv")
-    kind = "entry" if above.startswith("lib/") else kind
-    return Name(above, file.partition(".")[0], file, kind)  # pyright: ignore[reportArgumentType]
 
 
 def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
@@ -130,36 +124,6 @@ def names_in(disk: Disk, below: str, tenant: str) -> list[str]:
     return []
 
 
-def drop_old_versions(disk: Disk, below: str = "lib") -> int:
-    """Deletes versions of dynamic references that are not the newest and that nobody holds. How many.
-
-    Readers that died leave them. The chunks that were published with them stay, and go as any chunk does.
-
-    Raises:
-      StoreReadOnlyError, StoreIOError.
-    """
-    dropped = 0
-    folders = {entry.path.rpartition("/")[0].rpartition("/")[0] for entry in disk.scan(below)}
-    for library in sorted(each for each in folders if each.endswith("/dynamic")):
-        with changing(disk.root, library):
-            versions: dict[str, list[str]] = collections.defaultdict(list)
-            for entry in disk.scan(library):
-                versions[entry.chunk].append(entry.path)
-            old = [path for paths in versions.values() for path in sorted(paths)[:-1]]
-            dropped += sum(_dropped(disk, path) for path in old)
-    return dropped
-
-
-def _dropped(disk: Disk, path: str) -> bool:
-    with typed_errors("store: gc"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        try:
-            with open_regular(disk.root, path) as fd:
-                return try_lock(fd) and disk.delete(path)
-        except NotRegularError:  # which nobody can hold
-            return disk.delete(path)
-    return False
-
-
 # ------------------------------------------------------------------------------------------------------ verification
 
 
@@ -195,7 +159,7 @@ def verify(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) 
 
 
 def _verdict(disk: Disk, entry: DirectoryEntry) -> Verdict:
-    name = _name(entry)
+    name = name_at(entry.path)
     try:
         with open_regular(disk.root, entry.path, unnoticed=True) as fd:
             try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import InputError
 from ..disk import quarantine
+from ..disk.budget import Budget
 from ..disk.disk import Disk
 from ..disk.eviction import collect, make_room
 from ..disk.root_config import check_key, read_secret
@@ -16,14 +17,15 @@ from ..disk.unfinished import sweep_unfinished
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm
 from ..format.naming import Names
+from ..libraries.dynamic import drop_old_versions
 from ..snapshots.manifest import Progress as ByteProgress
 from ..snapshots.manifest import Summary
 from ..snapshots.restore import load_snapshot, save_snapshot
-from ..store import Budget, ChunkStore
+from ..store import ChunkStore
 from ..tenants import delete_tenant, finish
 from ..tiers.remote import KeyValueStore
 from ..tiers.remote_tier import Beyond
-from .audit import ALL, ObjectInfo, Progress, drop_old_versions, listing, names_in, totals, verify
+from .audit import ALL, ObjectInfo, Progress, listing, names_in, totals, verify
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,10 @@ import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ..format.header import Header
 from ..format.naming import is_object
-from ..io.files import Identity, folder, identity, locked, typed, typed_errors, written
+from ..format.objects import check_name, read_header
+from ..io.files import Identity, folder, identity, locked, open_regular, typed, typed_errors, written
 
 _DEPTH = 4
 """Folders above an object: obj/tenant/backbone/xx."""
@@ -62,6 +64,19 @@ def scan(root: str, below: str) -> list[DirectoryEntry]:
         except OSError as error:
             raise typed(error, "store: list") from error
     return found
+
+
+@contextlib.contextmanager
+def reading(root: str, path: str) -> Iterator[tuple[int, Header]]:
+    """Opens an object by its path below a root; yields its file and its header, checked against the file's name.
+
+    Raises:
+      StoreCorruptError: no object of that name. OSError: it cannot be read.
+    """
+    with open_regular(root, path, unnoticed=True) as fd:
+        header = read_header(fd)
+        check_name(header, os.path.basename(path))
+        yield fd, header
 
 
 Still = Callable[[int, str], bool]

@@ -15,13 +15,14 @@ import jax
 
 from ...chunk_ids import digest_of, encoded
 from ...content import fingerprint_of, names_of
-from ...errors import InputError
+from ...errors import InputError, StoreCorruptError
 from ...ops import PatchFrame
 from ...patch_metadata import Base, Patch, PatchMetadata
 
 Encoding = Literal["bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"]
 ENCODINGS: tuple[str, ...] = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 _BYTES = 32
+_KINDS: dict[str, Literal["kv", "patch", "encoder"]] = {"kv": "kv", "p": "patch", "enc": "encoder"}
 _PATH = re.compile(
     r"(?:obj/[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}\.(?:kv|enc|p)(?:\.[a-z0-9_]{1,40}){0,2}"
     r"|lib/[0-9a-f]{32}/(?:static/[0-9a-f]{2}/[0-9a-f]{64}\.entry|dynamic/[0-9a-f]{2}/[0-9a-f]{64}\.v[0-9]{9}))"
@@ -52,6 +53,26 @@ class Name:
     def path(self) -> str:
         """Relative path, with forward slashes."""
         return f"{self.folder}/{self.file}"
+
+    @property
+    def chunk_key(self) -> str:
+        """Equal for all objects of one chunk: the folder and the keyed name (`DirectoryEntry.chunk` is it too)."""
+        return f"{self.folder}/{self.chunk}"
+
+
+def name_at(path: str) -> Name:
+    """Parses an object's path below the root into its name.
+
+    Raises:
+      StoreCorruptError: no object has such a path.
+    """
+    if not is_object(path):
+        raise StoreCorruptError(
+            f"object: path {path[:200]!r}; expected obj/tenant/backbone/xx/name.kind.safetensors or a library's"
+        )
+    above, _, file = path.rpartition("/")
+    kind = "entry" if path.startswith("lib/") else _KINDS[file.split(".")[1]]
+    return Name(above, file.partition(".")[0], file, kind)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,18 +20,18 @@ from jaxtyping import Float
 from ...chunk import AnyArray, Chunk
 from ...chunk_ids import chunk_id, content_digest, encoded
 from ...content import Text, check_text, sort_of
-from ...errors import InputError, NotFiniteError, StoreCorruptError, StoreError
+from ...errors import InputError, LibraryFullError, NotFiniteError, StoreCorruptError, StoreError
 from ...images import decoded, is_encoded
 from ..disk.directory import DirectoryEntry
 from ..disk.quarantine import purge
+from ..disk.tenant_disk import TenantDisk, TenantStore
+from ..disk.version_floor import Floor, Floors, number_of
 from ..format.header import MALFORMED, Header
-from ..format.naming import Name, Names
+from ..format.naming import Name, Names, name_at
 from ..format.objects import Blob
 from ..io.files import locked, make_directories, typed_errors
-from ..store import ChunkStore
 from .folder_index import Contents, Seen
 from .references import Kind, Reference, check_name
-from .version_floor import Floor, Floors, number_of
 
 Content = str | bytes | np.ndarray | list[int] | tuple[int, ...]
 """What a resource shows: text, an encoded file, pixels (or another array), or token ids."""
@@ -151,6 +151,24 @@ def check_kind(reference: Reference, content: Content) -> None:
     wanted = {"TEXT": ("TEXT",), "TOKENS": ("TOKENS",), "IMAGE": ("IMAGE", "FILE")}.get(reference.kind)
     if wanted is not None and kind_of(content) not in wanted:
         raise InputError(f"{reference}: content is {kind_of(content)}; expected {' or '.join(wanted)}")
+
+
+def named_content(name: str, content: Any, chunk: Chunk | None, kind: Kind | None) -> tuple[Reference, Content | None]:
+    """Returns what a library puts: a reference, its kind told from the content where none is given, and the content.
+
+    Raises:
+      InputError: as `as_content` and `check_name`.
+    """
+    content = None if content is None else as_content(content, kind)
+    if kind is None:
+        kind = "IMAGE" if content is None else kind_of(content)
+    return Reference(*check_name(kind, name)), content
+
+
+def check_quota(what: str, coming: int, used: int, quota: int) -> None:
+    """Raises LibraryFullError where bytes that come into a static library exceed its quota."""
+    if used + coming > quota:
+        raise LibraryFullError(f"{what}: {coming} bytes, {used} of {quota} are taken; expected room within the quota")
 
 
 def entry_blob(
@@ -302,35 +320,35 @@ def _make_folder(root: str, folder: str) -> None:
             make_directories(root, folder)
 
 
-class Shelf:
+class LibraryEntries:
     """The entries of one tenant's library.
 
     Args:
-      store: whose directory, tenant and clock.
+      tenant_disk: whose.
       library: a word; libraries of different words do not meet.
     """
 
-    def __init__(self, store: ChunkStore, library: str):
-        self.store, self.library = store, library
-        self.folder = os.path.dirname(store.names.entry(library).folder)
-        _make_folder(store.disk.root, self.folder)
-        self._contents = Contents(store.disk, self.folder, self._look)
-        self._floors = Floors(store.disk)
+    def __init__(self, tenant_disk: TenantDisk, library: str):
+        self.tenant_disk, self.disk, self.library = tenant_disk, tenant_disk.disk, library
+        self.folder = os.path.dirname(tenant_disk.names.entry(library).folder)
+        _make_folder(self.disk.root, self.folder)
+        self._contents = Contents(self.disk, self.folder, self._look)
+        self._floors = Floors(self.disk)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """Alone, among the threads and processes that change this library. Raises StoreError."""
-        with changing(self.store.disk.root, self.folder):
+        with changing(self.disk.root, self.folder):
             yield
 
     def name(self, kind: str, name: str, version: int | None = None) -> Name:
         """What an entry's file is called."""
-        return self.store.names.entry(self.library, kind, name, version=version)
+        return self.tenant_disk.names.entry(self.library, kind, name, version=version)
 
     def versions(self, kind: str, name: str) -> list[int]:
         """The versions that are there, ascending."""
         own = self.name(kind, name)
-        entries = self.store.disk.of_chunk(own)
+        entries = self.disk.of_chunk(own)
         return sorted(int(entry.part[1:]) for entry in entries if entry.part[1:].isdecimal())
 
     def read(self, name: Name) -> Resource | None:
@@ -339,7 +357,7 @@ class Shelf:
         None too where an encrypted static library had a later one of its name. It stays where it is.
         """
         floor = self._floors.of(name.folder)  # first: an entry is there before its floor
-        found = self.store.disk.get(name)
+        found = self.disk.get(name)
         if found is None:
             return None
         header = found.header
@@ -348,13 +366,13 @@ class Shelf:
             check_resource(header.body, found.arrays, header.expires)
         except StoreCorruptError as error:  # whole, and no entry: somebody else wrote it
             if found.file is not None:
-                self.store.disk.quarantine(name, found.file, str(error))
+                self.disk.quarantine(name, found.file, str(error))
             return None
         body = header.body
         if body["withdrawn"]:
             return None
         if floor is not None and body["version"] is None and not floor.takes(name.chunk, number_of(body)):
-            self.store.counters.add("replayed")
+            self.disk.counters.add("replayed")
             return None
         return resource_of(body, found.arrays, header.expires)
 
@@ -363,7 +381,7 @@ class Shelf:
 
         Of an encrypted static library without those that had been replaced or deleted and were put back.
         """
-        now, floors = self.store.clock(), self._floors.all(self.folder)
+        now, floors = self.disk.clock(), self._floors.all(self.folder)
         found: list[LibraryEntry] = []
         for seen in self._contents.refresh().values():
             if seen.listed is not None and _lives(seen.expires, now):
@@ -389,7 +407,7 @@ class Shelf:
         return self._alive(self._contents.look(name.path)[0])
 
     def _alive(self, seen: Seen[LibraryEntry] | None) -> LibraryEntry | None:
-        if seen is None or seen.listed is None or not _lives(seen.expires, self.store.clock()):
+        if seen is None or seen.listed is None or not _lives(seen.expires, self.disk.clock()):
             return None
         floor = self._floors.of(os.path.dirname(seen.listed.path)) if seen.listed.reference.version is None else None
         return seen.listed if floor is None or _taken(seen.listed, {os.path.dirname(seen.listed.path): floor}) else None
@@ -408,23 +426,23 @@ class Shelf:
     def nbytes(self) -> int:
         """Bytes of all entries that have not expired."""
         _, nbytes, expiring = self._contents.look()
-        now = self.store.clock()
+        now = self.disk.clock()
         if not self._floors.kept and all(now < expires for expires in expiring.values()):
             return nbytes
         return sum(listed.nbytes for listed in self.listed())
 
     def _look(self, entry: DirectoryEntry) -> Seen[LibraryEntry]:
-        with self.store.disk.reading(_name_at(entry.path), noticed=False) as opening:
+        with self.disk.reading(name_at(entry.path), noticed=False) as opening:
             if opening is not None:
                 try:
                     return Seen(entry.file, opening[0].expires, _listed(opening[0], entry.path))
                 except StoreCorruptError as error:
-                    self.store.disk.quarantine(_name_at(entry.path), entry.file, str(error))
-        return Seen(entry.file, self.store.disk.expires(entry.path), None)
+                    self.disk.quarantine(name_at(entry.path), entry.file, str(error))
+        return Seen(entry.file, self.disk.expires(entry.path), None)
 
     def vector(self, listed: LibraryEntry) -> np.ndarray | None:
         """What a retriever finds an entry by, [D] float32; its content is not read. None: it has none, or is gone."""
-        with self.store.disk.reading(_name_at(listed.path), noticed=False) as opening:
+        with self.disk.reading(name_at(listed.path), noticed=False) as opening:
             if opening is None or "vector" not in opening[0].leaves:
                 return None
             try:
@@ -432,57 +450,58 @@ class Shelf:
             except StoreError:
                 return None
 
+    def vectors(self, entries: Iterable[LibraryEntry]) -> Iterator[tuple[str, np.ndarray]]:
+        """Reads (reference without version, vector) of every entry that has a vector."""
+        for entry in entries:
+            vector = self.vector(entry)
+            if vector is not None:
+                yield str(Reference(entry.reference.kind, entry.reference.name)), vector
+
     def put(self, name: Name, blob: Blob) -> None:
         """Durable when it returns, sealed like all that is the tenant's, outside the budgets.
 
         Raises:
           As `ChunkStore.put`; then what was there is still there.
         """
-        self.store._open()
-        self.store._note_key()
+        self.tenant_disk.expect_open()
         self._floors.put(name, blob)
 
-    def remove(self, listed: LibraryEntry) -> bool:
+    def remove(self, listed: LibraryEntry, store: TenantStore) -> bool:
         """Takes an entry away, and the chunk that was put with it where no other entry of this library has it."""
-        gone = self.store.disk.delete(listed.path)
+        gone = self.disk.delete(listed.path)
         if listed.reference.version is None:
             self._floors.removed([listed.path])
-        self.release(listed.chunk)
+        self.delete_unused_chunk(listed.chunk, store)
         return gone
 
-    def release(self, chunk: tuple[str, str] | None) -> None:
+    def delete_unused_chunk(self, chunk: tuple[str, str] | None, store: TenantStore) -> None:
         """Deletes a chunk that an entry had, where no other entry of this library has it."""
         if chunk is None or (self._contents.has_chunk(chunk) and any(each.chunk == chunk for each in self.listed())):
             return
-        self.store.delete(chunk[1], chunk[0])
+        store.delete(chunk[1], chunk[0])
 
     def purge(self, name: Name) -> None:
         """Deletes what is in quarantine of an entry, in any version. Raises StoreError."""
-        purge(self.store.disk.root, name.tenant, name.chunk)
+        purge(self.disk.root, name.tenant, name.chunk)
 
     def remove_expired(self) -> int:
         """Takes away what is past its time (the chunks have the same one, and go by it). How many entries."""
         return self._remove_expired(self._contents.look()[2])
 
     def _remove_expired(self, expiring: Mapping[str, float]) -> int:
-        now = self.store.clock()
+        now = self.disk.clock()
         paths = [path for path, expires in expiring.items() if now >= expires]
-        gone = [path for path in paths if self.store.disk.delete(path, self.store.disk.has_expired)]
+        gone = [path for path in paths if self.disk.delete(path, self.disk.has_expired)]
         self._floors.removed(gone)
         return len(gone)
 
 
 def _taken(listed: LibraryEntry, floors: Mapping[str, Floor]) -> bool:
     """Whether an entry is not one that had been replaced, withdrawn or deleted before."""
-    name = _name_at(listed.path)
+    name = name_at(listed.path)
     floor = floors.get(name.folder)
     return floor is None or floor.takes(name.chunk, listed.number)
 
 
 def _lives(expires: float | None, now: float) -> bool:
     return expires is None or now < expires
-
-
-def _name_at(path: str) -> Name:
-    folder, _, file = path.rpartition("/")
-    return Name(folder, file.partition(".")[0], file, "entry")

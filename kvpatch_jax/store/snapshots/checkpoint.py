@@ -24,15 +24,16 @@ from orbax.checkpoint import v1 as ocp
 from ...chunk import AnyArray, Chunk
 from ...errors import InputError, StoreCorruptError, StoreFullError, StoreIOError, StoreSnapshotError
 from ...patch_metadata import Patch
+from ..disk.disk import Disk
+from ..disk.tenant_disk import TenantDisk, TenantStore
 from ..disk.unfinished import new_directory
 from ..format.buffers import expect_memory
 from ..format.codec import encoder_blob, patch_blob, patch_of, patch_parts
 from ..format.header import MALFORMED
-from ..format.naming import Encoding, Name
+from ..format.naming import Encoding, Name, name_at
 from ..format.objects import Blob, file_size
 from ..io.files import make_private, sync_directory, sync_file_system, typed_errors
 from ..libraries.entries import Resource, check_resource, chunk_bytes, resource_of
-from ..store import ChunkStore
 from ..tiers.placement import Placement, target_of
 from .array_entries import (
     ArrayEntry,
@@ -48,7 +49,7 @@ from .array_entries import (
     specs_of,
 )
 from .import_rules import changing_libraries, check_library, entries_last, is_entry, is_there
-from .manifest import Progress, Summary, name_at, read_list, unchanged_libraries, write_list
+from .manifest import Progress, Summary, read_list, unchanged_libraries, write_list
 from .multihost import ProcessGroup
 from .orbax_item import local_path
 from .restore import blob_of, name_of, part_of
@@ -190,7 +191,7 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
 
 
 def export_arrays(
-    store: ChunkStore,
+    store: TenantStore,
     directory: str | os.PathLike[str],
     *,
     compress: bool = False,
@@ -209,11 +210,12 @@ def export_arrays(
     """
     _expect_one_process("export_arrays")
     store.flush()
-    with new_directory(os.fspath(directory), store.disk.root, store.names.tenant_name) as unfinished:
-        export = _Export(store, unfinished, compress, part_bytes)
-        with unchanged_libraries(store.disk.root, store.names.libraries):
-            export.take(store.names.libraries, None)
-        export.take(store.names.space, progress)
+    disk, names = store.tenant_disk.disk, store.tenant_disk.names
+    with new_directory(os.fspath(directory), disk.root, names.tenant_name) as unfinished:
+        export = _Export(disk, unfinished, compress, part_bytes)
+        with unchanged_libraries(disk.root, names.libraries):
+            export.take(names.libraries, None)
+        export.take(names.space, progress)
         export.save()
         write_list(f"{unfinished}/{LIST}", {"version": 1, "parts": export.parts, "objects": export.objects})
         with typed_errors(f"export {unfinished}: sync"):
@@ -224,18 +226,18 @@ def export_arrays(
 class _Export:
     """An export on its way: what waits for the next checkpoint of it, and what was taken so far."""
 
-    def __init__(self, store: ChunkStore, directory: str, compress: bool, part_bytes: int):
-        self._store, self._directory, self._compress, self._part_bytes = store, directory, compress, part_bytes
+    def __init__(self, disk: Disk, directory: str, compress: bool, part_bytes: int):
+        self._disk, self._directory, self._compress, self._part_bytes = disk, directory, compress, part_bytes
         self._waiting: list[ArrayEntry] = []
         self.objects, self.nbytes, self.skipped, self.parts = 0, 0, 0, 0
 
     def take(self, below: str, progress: Progress | None) -> None:
         """Takes every object below a folder of the store."""
-        listed = sorted(self._store.disk.scan(below), key=lambda entry: entry.path)
+        listed = sorted(self._disk.scan(below), key=lambda entry: entry.path)
         total, done = sum(each.size for each in listed), 0
         for each in listed:
             name = name_at(each.path)
-            found = self._store.disk.get(name)
+            found = self._disk.get(name)
             if found is None:
                 self.skipped += 1
             else:
@@ -254,7 +256,9 @@ class _Export:
             self._waiting, self.parts = [], self.parts + 1
 
 
-def import_arrays(directory: str | os.PathLike[str], store: ChunkStore, *, progress: Progress | None = None) -> Summary:
+def import_arrays(
+    directory: str | os.PathLike[str], store: TenantStore, *, progress: Progress | None = None
+) -> Summary:
     """Puts what `export_arrays` or `save_arrays` saved into a store, under its tenant's names: all of it or nothing.
 
     Every array is verified before its object is put. What is there already stays; what is expired stays out.
@@ -263,17 +267,18 @@ def import_arrays(directory: str | os.PathLike[str], store: ChunkStore, *, progr
       StoreSnapshotError: not an export, or damaged. As `ChunkStore.put`. Nothing was added then.
     """
     _expect_one_process("import_arrays")
+    tenant_disk = store.tenant_disk
     parts = list(reversed(_parts(os.fspath(directory))))  # entries were exported first, and come in last
-    plans = [_planned(part, store) for part in parts]
+    plans = [_planned(part, tenant_disk) for part in parts]
     every = [name for plan in plans for _, name in plan.values()]
-    with changing_libraries(store.disk, every) as has:
-        lacks = lambda name: not (has(name) if is_entry(name) else is_there(store.disk, name))
+    with changing_libraries(tenant_disk.disk, every) as has:
+        lacks = lambda name: not (has(name) if is_entry(name) else is_there(tenant_disk.disk, name))
         plans = [{index: each for index, each in plan.items() if lacks(each[1])} for plan in plans]
         sizes = [sum(file_size(blob_of_entry(entry), name.file) for entry, name in plan.values()) for plan in plans]
         coming = [each for plan in plans for each in plan.values()]
-        check_library(store, sum(_counted(store, *each) for each in coming))
+        check_library(tenant_disk, sum(_counted(tenant_disk, *each) for each in coming))
         need = sum(file_size(blob_of_entry(entry), name.file) for entry, name in coming if not is_entry(name))
-        added = store.add(_groups(parts, plans, sizes, progress), need)
+        added = tenant_disk.add(_groups(parts, plans, sizes, progress), need)
     return Summary(added, sum(sizes), sum(len(_about(part)) for part in parts) - added)
 
 
@@ -307,11 +312,11 @@ def _groups(
             progress(done, sum(sizes))
 
 
-def _counted(store: ChunkStore, entry: ArrayEntry, name: Name) -> int:
+def _counted(tenant_disk: TenantDisk, entry: ArrayEntry, name: Name) -> int:
     """Bytes that an entry will count for in a static library; 0 for all else."""
-    if store.budget.library is None or entry.about["part"] != "entry":
+    if tenant_disk.budget.library is None or entry.about["part"] != "entry":
         return 0
-    sealed = store.disk.seal.sealed(blob_of_entry(entry), name.file)
+    sealed = tenant_disk.sealed(name, blob_of_entry(entry))
     return file_size(sealed, name.file) + chunk_bytes(entry.about["body"])
 
 
@@ -465,15 +470,15 @@ def _template(about: Mapping[str, Any], placement: Placement | None) -> dict[str
     return template
 
 
-def _planned(path: str, store: ChunkStore) -> dict[int, tuple[ArrayEntry, Name]]:
+def _planned(path: str, tenant_disk: TenantDisk) -> dict[int, tuple[ArrayEntry, Name]]:
     """What of a checkpoint has not expired: outline and name, by place in the checkpoint."""
     plan: dict[int, tuple[ArrayEntry, Name]] = {}
     for index, about in enumerate(_about(path)):
-        if about["expires"] is not None and store.clock() >= about["expires"]:
+        if about["expires"] is not None and tenant_disk.clock() >= about["expires"]:
             continue
         entry = outline(about)
         try:
-            name = name_of(store.names, about["kind"], about["part"], about["body"], _host(entry))
+            name = name_of(tenant_disk.names, about["kind"], about["part"], about["body"], _host(entry))
         except StoreCorruptError as error:
             raise StoreSnapshotError(f"export {path}: object {index}: {error}", (str(error),)) from error
         plan[index] = (entry, name)

@@ -10,12 +10,11 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-from ...errors import LibraryFullError
 from ..disk.disk import Disk, Elsewhere
+from ..disk.tenant_disk import TenantDisk
 from ..format.naming import Name
 from ..io.files import open_regular, typed_errors
-from ..libraries.entries import Shelf, changing
-from ..store import ChunkStore
+from ..libraries.entries import LibraryEntries, changing, check_quota
 
 
 def is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
@@ -89,8 +88,8 @@ def entries_last[T](coming: Iterable[T], name: Callable[[T], Name]) -> list[T]:
     return others + sorted(entries, key=lambda each: name(each).path, reverse=True)
 
 
-def check_library(store: ChunkStore, coming: int) -> None:
-    """Refuses static entries beyond the store's `Budget.library`, the chunks that were put with them included.
+def check_library(tenant_disk: TenantDisk, coming: int) -> None:
+    """Refuses static entries beyond the tenant's `Budget.library`, the chunks that were put with them included.
 
     Args:
       coming: bytes of the entries that come in; the library is held meanwhile.
@@ -98,11 +97,6 @@ def check_library(store: ChunkStore, coming: int) -> None:
     Raises:
       LibraryFullError.
     """
-    bound = store.budget.library
-    if bound is None or not coming:
-        return
-    used = sum(entry.nbytes for entry in Shelf(store, "static").listed())
-    if used + coming > bound:
-        raise LibraryFullError(
-            f"static library: {coming} bytes come in, {used} of {bound} are taken; expected room within the quota"
-        )
+    quota = tenant_disk.budget.library
+    if quota is not None and coming:
+        check_quota("static library", coming, LibraryEntries(tenant_disk, "static").nbytes, quota)

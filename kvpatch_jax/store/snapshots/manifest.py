@@ -23,12 +23,13 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreIOError, StoreSnapshotError
-from ..disk.disk import DirectoryEntry, Disk
+from ..disk.directory import DirectoryEntry, reading
+from ..disk.disk import Disk
 from ..disk.root_config import SECRETS, find_secret, secret_digest, secret_text
 from ..format.buffers import Buffers, expect_memory
 from ..format.header import MALFORMED, Header
-from ..format.naming import Name, Names, is_object
-from ..format.objects import Kind, check_name, read_header, read_leaves
+from ..format.naming import Names, name_at
+from ..format.objects import read_leaves
 from ..io.files import (
     NotRegularError,
     copy_into,
@@ -52,7 +53,6 @@ MANIFEST, KEY = "MANIFEST", "KEY"
 UNTOLD = ""
 LARGEST_KEY = 1 << 10
 _LARGEST_LIST, _DIGEST_BYTES = 1 << 30, 66
-_KINDS: dict[str, Kind] = {"kv": "kv", "p": "patch", "enc": "encoder"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,30 +91,6 @@ class Manifest:
     scope: Scope
     objects: tuple[ManifestEntry, ...]
     secret: str | None = UNTOLD
-
-
-def name_at(path: str) -> Name:
-    """The name of an object by its path below the root. Raises StoreCorruptError where no object has such a path."""
-    if not is_object(path):
-        raise StoreCorruptError(
-            f"object: path {path[:200]!r}; expected obj/tenant/backbone/xx/name.kind.safetensors or a library's"
-        )
-    above, _, file = path.rpartition("/")
-    kind = "entry" if path.startswith("lib/") else _KINDS[file.split(".")[1]]
-    return Name(above, file.partition(".")[0], file, kind)
-
-
-@contextlib.contextmanager
-def reading(root: str, path: str) -> Iterator[tuple[int, Header]]:
-    """An open object by its file below a root, with its header, checked against the file's name.
-
-    Raises:
-      StoreCorruptError: no object of that name. OSError: it cannot be read.
-    """
-    with open_regular(root, path, unnoticed=True) as fd:
-        header = read_header(fd)
-        check_name(header, os.path.basename(path))
-        yield fd, header
 
 
 def read_whole(fd: int, header: Header, buffers: Buffers) -> dict[str, np.ndarray]:

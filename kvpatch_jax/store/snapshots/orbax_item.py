@@ -6,8 +6,8 @@ from collections.abc import Awaitable
 from typing import Any
 
 from ...errors import InputError, StoreSnapshotError
+from ..disk.tenant_disk import TenantStore
 from ..io.files import typed_errors
-from ..store import ChunkStore
 from .manifest import MANIFEST
 from .multihost import TIMEOUT, ProcessGroup
 from .restore import load_objects, save_objects
@@ -35,7 +35,7 @@ class StoreItem:
 
     def __init__(
         self,
-        store: ChunkStore,
+        store: TenantStore,
         *,
         copy: bool = False,
         skip_damaged: bool = False,
@@ -48,7 +48,7 @@ class StoreItem:
         """Awaits nothing, and so comes before what other items of the checkpoint do, in every process alike."""
         together = ProcessGroup(self.timeout)
         if self.shared:
-            together.expect_one_root(self.store.disk.root)
+            together.expect_one_root(self.store.tenant_disk.disk.root)
         return together
 
     async def save(self, directory: Any) -> Awaitable[None]:
@@ -127,7 +127,7 @@ class StoreItem:
         elif len(folders) > 1:
             folders = folders[together.index :: together.count]
         for folder in folders:
-            load_objects(self.store, folder, copy=self.copy, skip_damaged=self.skip_damaged)
+            load_objects(self.store.tenant_disk, folder, copy=self.copy, skip_damaged=self.skip_damaged)
 
 
 def _folder(path: str, index: int, count: int) -> str:

@@ -16,18 +16,20 @@ from typing import Any
 import numpy as np
 
 from ...errors import InputError, StoreCorruptError, StoreIOError, StoreSnapshotError
+from ..disk.budget import Budget
+from ..disk.directory import reading
 from ..disk.disk import Disk, Elsewhere
 from ..disk.root_config import SECRETS, check_key, find_secret, holds_objects, put_secret, read_secret, secret_digest
+from ..disk.tenant_disk import TenantDisk, TenantStore
 from ..disk.unfinished import WHOLE, new_directory
 from ..format.buffers import Buffers
 from ..format.codec import patch_of, patch_parts
 from ..format.encryption import Encryption, Plain, is_sealed
 from ..format.header import MALFORMED, Header
-from ..format.naming import Name, Names
+from ..format.naming import Name, Names, name_at
 from ..format.objects import Blob, file_size
 from ..io.files import typed_errors
 from ..libraries.entries import check_resource, chunk_bytes, entry_name
-from ..store import Budget, ChunkStore
 from .import_rules import changing_libraries, check_library, entries_last, is_entry, is_there
 from .manifest import (
     MANIFEST,
@@ -37,10 +39,8 @@ from .manifest import (
     Progress,
     Summary,
     header_crc,
-    name_at,
     read_manifest,
     read_whole,
-    reading,
     write_snapshot,
 )
 
@@ -74,14 +74,17 @@ def save_snapshot(
         return write_snapshot(Disk(root), names, unfinished, copy=copy, progress=progress)
 
 
-def save_objects(store: ChunkStore, directory: str, *, copy: bool = False, progress: Progress | None = None) -> Summary:
+def save_objects(
+    store: TenantStore, directory: str, *, copy: bool = False, progress: Progress | None = None
+) -> Summary:
     """Fills an empty directory with a snapshot of an open store's tenant; asynchronous puts are waited for.
 
     Raises:
       StoreError: as `flush`, or the directory cannot be written.
     """
     store.flush()
-    return write_snapshot(store.disk, store.names, directory, copy=copy, progress=progress)
+    tenant_disk = store.tenant_disk
+    return write_snapshot(tenant_disk.disk, tenant_disk.names, directory, copy=copy, progress=progress)
 
 
 def load_snapshot(
@@ -120,8 +123,8 @@ def load_snapshot(
     verify = functools.partial(_verify, directory, skip_damaged=skip_damaged, progress=progress)
     if tenant is not None:
         manifest = _of_tenant(directory, manifest, tenant, secret)
-        with ChunkStore(root, tenant=tenant, secret=secret, key=key, budget=budget) as store:
-            return _add(store, directory, verify(manifest, _into(store)), copy)
+        tenant_disk = TenantDisk(root, tenant, secret=secret, key=key, budget=budget)
+        return _add(tenant_disk, directory, verify(manifest, _into(tenant_disk)), copy)
     if manifest.scope != "store":
         raise InputError(f"snapshot {directory}: tenant None; expected the tenant whose snapshot it is")
     if budget is not None and budget.library is not None:
@@ -132,26 +135,25 @@ def load_snapshot(
     _check_secret(directory, manifest, root, own)
     verified = verify(manifest, _Into(None, Plain()))
     _adopt_secret(root, own)
-    with ChunkStore(root, secret=secret, budget=budget) as store:
-        return _add(store, directory, verified, copy)
+    return _add(TenantDisk(root, secret=secret, budget=budget), directory, verified, copy)
 
 
 def load_objects(
-    store: ChunkStore,
+    tenant_disk: TenantDisk,
     directory: str,
     *,
     copy: bool = False,
     skip_damaged: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Puts a tenant's snapshot into an open store, under its names. As `load_snapshot`."""
+    """Puts a tenant's snapshot onto its disk, under its names. As `load_snapshot`."""
     manifest = read_manifest(directory)
     if manifest.scope != "tenant":
         raise StoreSnapshotError(
             f"snapshot {directory}: of a whole store; expected a tenant's (load_snapshot takes both)"
         )
-    verified = _verify(directory, manifest, _into(store), skip_damaged, progress)
-    return _add(store, directory, verified, copy)
+    verified = _verify(directory, manifest, _into(tenant_disk), skip_damaged, progress)
+    return _add(tenant_disk, directory, verified, copy)
 
 
 # --------------------------------------------------------------------------------------------------- the objects
@@ -187,8 +189,9 @@ class _Into:
     bounded: bool = False
 
 
-def _into(store: ChunkStore) -> _Into:
-    return _Into(store.names, store.disk.seal, store.clock, store.budget.library is not None)
+def _into(tenant_disk: TenantDisk) -> _Into:
+    bounded = tenant_disk.budget.library is not None
+    return _Into(tenant_disk.names, tenant_disk.disk.seal, tenant_disk.clock, bounded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,22 +274,22 @@ def _unsealed(
     return plain, read(list(plain.leaves))
 
 
-def _add(store: ChunkStore, directory: str, verified: _Verified, copy: bool) -> Summary:
+def _add(tenant_disk: TenantDisk, directory: str, verified: _Verified, copy: bool) -> Summary:
     """Adds what the store does not have, its libraries held meanwhile."""
-    with changing_libraries(store.disk, [each.name for each in verified.coming]) as has:
+    with changing_libraries(tenant_disk.disk, [each.name for each in verified.coming]) as has:
 
         def lacks(each: _Incoming) -> bool:
             source = Elsewhere(directory, each.kept.path)
-            return not (has(each.name) if is_entry(each.name) else is_there(store.disk, each.name, source))
+            return not (has(each.name) if is_entry(each.name) else is_there(tenant_disk.disk, each.name, source))
 
         coming = entries_last(filter(lacks, verified.coming), lambda each: each.name)
-        check_library(store, sum(each.counts for each in coming))
+        check_library(tenant_disk, sum(each.counts for each in coming))
         for tenant, check in sorted(
             {(each.name.tenant, each.check) for each in coming if each.as_it_is and each.check}
         ):
-            check_key(store.disk.root, f"obj/{tenant}", check, note=True)
+            check_key(tenant_disk.disk.root, f"obj/{tenant}", check, note=True)
         need = sum(each.kept.size for each in coming if not is_entry(each.name))
-        added = store.add(_groups(store, directory, coming), need, copy=copy)
+        added = tenant_disk.add(_groups(tenant_disk.disk, directory, coming), need, copy=copy)
     nbytes = sum(each.kept.size for each in coming)
     return Summary(added, nbytes, verified.expired + len(verified.coming) - added, verified.damaged)
 
@@ -320,15 +323,13 @@ def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays:
         ) from None
 
 
-def _groups(
-    store: ChunkStore, directory: str, coming: Sequence[_Incoming]
-) -> Iterator[list[tuple[Name, Blob | Elsewhere]]]:
+def _groups(disk: Disk, directory: str, coming: Sequence[_Incoming]) -> Iterator[list[tuple[Name, Blob | Elsewhere]]]:
     """What goes in together: linked or copied where the name stays, else read and written again."""
     group: list[tuple[Name, Blob | Elsewhere]] = []
     nbytes = 0
     for each in coming:
         file = Elsewhere(directory, each.kept.path)
-        group.append((each.name, file if each.as_it_is else _blob(store.disk, file)))
+        group.append((each.name, file if each.as_it_is else _blob(disk, file)))
         nbytes += each.kept.size
         if len(group) == _GROUP or nbytes >= _GROUP_BYTES:
             yield group

@@ -11,11 +11,10 @@ import numpy as np
 from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreachableError
 from ..format.encryption import Encryption, Read
 from ..format.header import Header
-from ..format.naming import Name
+from ..format.naming import Name, name_at
 from ..format.objects import Blob
 from ..io.counters import Counters
 from ..io.thread_pool import ThreadPool
-from ..snapshots.manifest import name_at
 from .remote import Remote, Stored
 
 _callers = ThreadPool(8, "kvpatch-remote")

@@ -72,7 +72,7 @@ def same_chunk(found: kvp.Chunk | None, chunk: kvp.Chunk) -> bool:
 
 
 def name_of(store: ChunkStore, chunk: kvp.Chunk, encoding: str | None = None) -> Name:
-    return store._names.canonical(chunk.backbone, chunk.id, encoding)
+    return store.names.canonical(chunk.backbone, chunk.id, encoding)
 
 
 def file_of(store: ChunkStore, chunk: kvp.Chunk, encoding: str | None = None) -> Path:

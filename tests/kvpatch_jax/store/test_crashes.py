@@ -134,10 +134,10 @@ def check(store: ChunkStore, kind: str, id: str, gone: set[str]) -> int:
     """How many of the objects that were acknowledged together are there: all but those the evictor took."""
     if kind == "kv":
         chunk = made(id)
-        there = store._names.canonical(chunk.backbone, id).path not in gone
+        there = store.names.canonical(chunk.backbone, id).path not in gone
         assert not there or same_chunk(store.get(id, BACKBONE), chunk), f"{id}: acknowledged and lost"
         return int(there)
-    kept = [patch for patch in patches_made(id, jnp.asarray) if store._names.patch(patch).path not in gone]
+    kept = [patch for patch in patches_made(id, jnp.asarray) if store.names.patch(patch).path not in gone]
     for patch in kept:
         found = store.get_patches(patch.metadata)
         assert len(found) == 1, f"a patch of {id}: acknowledged and lost"

@@ -64,8 +64,8 @@ def shelf(store: ChunkStore) -> list[Kept]:
     store.put(CHUNK, encoding="int8")
     store.put_encoder("B", BACKBONE, np.ones((3, 7), np.float32))
     store.put_patches([PATCH])
-    patch = Path(store.disk.root) / store._names.patch(PATCH).path
-    encoder = Path(store.disk.root) / store._names.encoder(BACKBONE, "B").path
+    patch = Path(store.disk.root) / store.names.patch(PATCH).path
+    encoder = Path(store.disk.root) / store.names.encoder(BACKBONE, "B").path
     reads: list[tuple[Path, Callable[[], object]]] = [
         (file_of(store, CHUNK), lambda: store.get("B", BACKBONE)),
         (file_of(store, CHUNK), lambda: streamed(store, None)),

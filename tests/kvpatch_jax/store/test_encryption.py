@@ -141,7 +141,7 @@ def test_tenants_have_different_keys(tmp_path: Path):
     with ChunkStore(tmp_path, tenant="one", key=KEY) as one, ChunkStore(tmp_path, tenant="two", key=KEY) as two:
         one.put(chunk_of())
         two.put(chunk_of())
-        assert one._seal.check != two._seal.check
+        assert one.disk.seal.check != two.disk.seal.check
         file_of(two, chunk_of()).write_bytes(file_of(one, chunk_of()).read_bytes())
         assert two.get("B", BACKBONE) is None
         assert same_chunk(one.get("B", BACKBONE), chunk_of())
@@ -253,7 +253,7 @@ def test_a_wrong_key_is_refused_and_destroys_nothing(store: ChunkStore, key):
     before = file_of(store, chunk).read_bytes()
     with pytest.raises(StoreKeyError, match="expected the one of this tenant's objects"):
         ChunkStore(store.disk.root, key=key)
-    os.unlink(f"{store.disk.root}/{store._names.space}/KEY")  # as for objects that came by another way
+    os.unlink(f"{store.disk.root}/{store.names.space}/KEY")  # as for objects that came by another way
     with ChunkStore(store.disk.root, key=key, budget=NO_MEMORY) as wrong:
         for read in (wrong.get, wrong.stream):
             with pytest.raises(StoreKeyError, match="expected the key that it was put with"):

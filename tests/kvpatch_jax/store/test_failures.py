@@ -107,7 +107,7 @@ def prepared(store: ChunkStore) -> None:
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\1")
-    (root / "tmp" / f"{store._names.space.removeprefix('obj/')}.dead").write_bytes(b"half an object")
+    (root / "tmp" / f"{store.names.space.removeprefix('obj/')}.dead").write_bytes(b"half an object")
     (root / "tmp" / "settings-dead").write_bytes(b"half of them")
     os.utime(file_of(store, chunk_of("filler", 3)), (1, 1))
 

@@ -105,13 +105,14 @@ FORGED = {
 @pytest.mark.parametrize("word", FORGED)
 def test_a_forged_entry_cannot_spoil_a_library(tmp_path: Path, word: str):
     """Whole by its checksums, and not what an entry says: a listing of the library would fail over it."""
+    from kvpatch_jax.store.disk.directory import reading
     from kvpatch_jax.store.format.objects import Blob, write_blob
-    from kvpatch_jax.store.snapshots.manifest import header_crc, reading
+    from kvpatch_jax.store.snapshots.manifest import header_crc
 
     with opened(tmp_path / "store") as store:
         libraries(store)[0].put("A", b"\xff\xfe not text")
         (entry,) = store.disk.scan(store.names.libraries)
-        found = store.disk.get(libraries(store)[0]._shelf.name("FILE", "A"))
+        found = store.disk.get(libraries(store)[0]._entries.name("FILE", "A"))
     assert found is not None
     for value in FORGED[word]:
         folder = tmp_path / "snapshot"

@@ -105,8 +105,8 @@ def test_a_prompt_becomes_texts_and_chunks(libraries):
         assert hotel.resource.reference == Reference("TEXT", "HOTEL", 2)
         assert linked.items[1] == "a hotel on the hill"
         assert same(linked.items[3], PIXELS)
-        assert static.store._pinned(_pin_key(static.store, louvre))
-    assert not static.store._pinned(_pin_key(static.store, louvre))
+        assert static.store.tenant_disk.pinned(_pin_key(static.store, louvre))
+    assert not static.store.tenant_disk.pinned(_pin_key(static.store, louvre))
     assert linker.resolve("IMAGE#LOUVRE").chunks[0].id == louvre.id
     with pytest.raises(UnknownReferenceError, match="KIND#NAME"):
         linker.resolve("IMAGE#LOUVRE and more")

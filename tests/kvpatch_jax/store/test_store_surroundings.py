@@ -81,8 +81,8 @@ def test_a_deletion_between_the_check_and_the_put_leaves_a_key_check(tmp_path: P
     """The one moment at which only the lock helps."""
     with ChunkStore(tmp_path, key=KEY) as mine, ChunkStore(tmp_path, key=KEY) as another:
         mine.put(chunk_of())
-        make_room = mine._make_room
-        monkeypatch.setattr(mine, "_make_room", lambda size: another.delete_tenant() and make_room(size))
+        make_room = mine.tenant_disk.make_room
+        monkeypatch.setattr(mine.tenant_disk, "make_room", lambda size: another.delete_tenant() and make_room(size))
         mine.put(chunk_of())
         assert (tmp_path / mine.names.space / "KEY").exists()
         assert same_chunk(mine.get("B", BACKBONE), chunk_of())

@@ -37,7 +37,7 @@ def fill(store: ChunkStore) -> None:
         store.put(chunk_of(f"B{number}", number, encoder=np.ones((2, 3), np.float32)))
         store.put_patches([patch_of(chunk_of(f"B{number}", number))])
     spoil(store, "bad")
-    name = store._names.canonical(BACKBONE, "dead")
+    name = store.names.canonical(BACKBONE, "dead")
     Path(store.disk.root, "tmp", f"{name.tenant}.1-2-3").write_bytes(b"half an object")
 
 
@@ -53,7 +53,7 @@ def everything(root: Path | str) -> dict[str, bytes]:
 
 
 def own_files(root: Path | str, store: ChunkStore) -> dict[str, bytes]:
-    tenant = store._names.space.rpartition("/")[2]
+    tenant = store.names.space.rpartition("/")[2]
     return {path: data for path, data in everything(root).items() if tenant in path}
 
 
@@ -74,7 +74,7 @@ def test_a_deleted_tenant_leaves_nothing_and_others_keep_all(tmp_path: Path, key
         assert deleted.nbytes > 0
         assert own_files(tmp_path, one) == {}
         assert own_files(tmp_path, two) == kept
-        assert remote.paths("obj/") == [path for path in far if path.startswith(two._names.space)]
+        assert remote.paths("obj/") == [path for path in far if path.startswith(two.names.space)]
         assert one.statistics().held["host"] == one.statistics().held["device"] == 0
         assert one.get("B0", BACKBONE) is None
         again = one.delete_tenant()
@@ -227,7 +227,7 @@ def test_a_tenant_over_its_quota_lets_its_own_go(tmp_path: Path):
             two.put(chunk_of(f"B{number}", number))
         for number in range(9):
             one.put(chunk_of(f"B{number}", number))
-            assert sum(entry.size for entry in one.disk.scan(one._names.space)) <= 3 * size
+            assert sum(entry.size for entry in one.disk.scan(one.names.space)) <= 3 * size
         assert one.contains("B8", BACKBONE)
         assert not one.contains("B0", BACKBONE)
         assert all(two.contains(f"B{number}", BACKBONE) for number in range(6))
@@ -306,7 +306,7 @@ def transcript(root: Path, steps: list[tuple[str, str]], other: bool, shared: Bu
                 StaticLibrary(one, quota=1 << 20).put(id, "another's")
                 DynamicLibrary(one).publish(id, "another's")
             spoil(one, "bad")
-            Path(root, "tmp", f"{one._names.space.rpartition('/')[2]}.1-2").write_bytes(b"dead")
+            Path(root, "tmp", f"{one.names.space.rpartition('/')[2]}.1-2").write_bytes(b"dead")
         answers = [act(two, *step) for step in steps]
         counts = two.statistics()
         calls = {key: histogram.count for key, histogram in counts.latencies.items()}
@@ -349,15 +349,15 @@ def test_no_call_of_a_tenant_opens_what_is_anothers(tmp_path: Path, monkeypatch)
                      "upload", "publish", "entries", "snapshot", "restore", "list", "stat", "verify", "bad",
                      "gone"):  # fmt: skip
             act(two, what, "B0")
-        assert any(two._names.space in path for path in touched)
-        assert not any(one._names.space.rpartition("/")[2] in path for path in touched)
+        assert any(two.names.space in path for path in touched)
+        assert not any(one.names.space.rpartition("/")[2] in path for path in touched)
 
 
 def test_a_secret_from_outside_is_not_in_the_root(tmp_path: Path):
     """So that who holds the root alone cannot tell by its names whether a content in hand is in it."""
     with ChunkStore(tmp_path, secret=SECRET, key=KEY) as store:
         fill(store)
-        name = store._names.canonical(BACKBONE, "B0")
+        name = store.names.canonical(BACKBONE, "B0")
         files = everything(tmp_path)
     assert name.path in files
     assert "STORE.json" not in files
@@ -365,7 +365,7 @@ def test_a_secret_from_outside_is_not_in_the_root(tmp_path: Path):
     with pytest.raises(StoreCorruptError, match="secret"):
         ChunkStore(tmp_path, key=KEY)
     with ChunkStore(tmp_path, key=KEY, secret=bytes(32)) as guess:  # what one can derive from the root
-        assert guess._names.canonical(BACKBONE, "B0").path not in files
+        assert guess.names.canonical(BACKBONE, "B0").path not in files
 
 
 # ------------------------------------------------------------------------------------------------------------ silence
@@ -393,11 +393,11 @@ def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseExcep
         attempt(lambda: store.put_patches([patch]))
         attempt(lambda: list(store.stream("cat.png", "a model of ours") or []))
         assert get() is not None
-        held = next(iter(store._host._segments[2, False].values()))
-        found = store.disk.get(store._names.canonical("a model of ours", "cat.png"))
+        held = next(iter(store._reader.host._segments[2, False].values()))
+        found = store.disk.get(store.names.canonical("a model of ours", "cat.png"))
         shown += [
             store,
-            store._names,
+            store.names,
             held,
             found,
             found and found.header,
@@ -405,7 +405,7 @@ def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseExcep
             store.disk,
         ]
         shown += [Served("cat.png", "b", ("before.png",), base_antecedent=("secret text",)), store.statistics()]
-        shown += [prometheus_text(store.statistics()), list(listing(store.disk)), totals(store.disk), store._seal]
+        shown += [prometheus_text(store.statistics()), list(listing(store.disk)), totals(store.disk), store.disk.seal]
         attempt(lambda: store.put(chunk, ttl=-1))
         attempt(lambda: store.put(chunk, encoding="int3"))  # pyright: ignore
         attempt(lambda: store.get("cat.png", "a model of ours", placement={"k": jax.devices()[0]}))

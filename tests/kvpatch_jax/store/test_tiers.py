@@ -211,7 +211,7 @@ def test_order_of_eviction_on_the_disk(tmp_path: Path):
 def _shown(store: ChunkStore) -> tuple[bool, ...]:
     there = {(entry.chunk, entry.part.partition(".")[0] if entry.part[0] == "p" else entry.part): True
              for entry in store.disk.scan()}  # fmt: skip
-    key = lambda id: (lambda name: f"{name.folder}/{name.chunk}")(store._names.canonical(BACKBONE, id))
+    key = lambda id: (lambda name: f"{name.folder}/{name.chunk}")(store.names.canonical(BACKBONE, id))
     wanted = [("brief", "kv"), ("plain", "kv.int8"), ("plain", "p"), ("coded", "p"), ("coded", "kv"), ("plain", "kv")]
     return tuple((key(id), part) in there for id, part in [*wanted, ("coded", "enc")])
 
@@ -222,7 +222,7 @@ def test_patches_go_with_their_canonical(tmp_path: Path):
         store.put(chunk, ttl=5)
         store.put_patches([patch_of(chunk), patch_of(chunk, ("other",))])
         store.put_patches([patch_of(chunk_of("C"))])
-        store.clock = store.disk.clock = Clock(2e10)
+        store.disk.clock = Clock(2e10)
         assert store.collect() == 3
         assert store.get_patches(patch_of(chunk).metadata) == []
         assert len(store.get_patches(patch_of(chunk_of("C")).metadata)) == 1
@@ -292,7 +292,7 @@ def test_memory_counts_what_it_holds(tmp_path: Path, encoding, key):
             store.put(chunk, encoding=encoding)
         for chunk in chunks:
             assert store.get(chunk.id, BACKBONE, encoding=encoding) is not None
-        held = [each.value for segment in store._host._segments.values() for each in segment.values()]
+        held = [each.value for segment in store._reader.host._segments.values() for each in segment.values()]
         assert 3 <= len(held) <= 4
         memory = sum(_memory((dict(chunk.kv), chunk.local)) for chunk in held)
         assert memory <= store.statistics().held["host"] <= budget
@@ -305,7 +305,7 @@ def test_memory_counts_patches_and_encoder_outputs(tmp_path: Path):
         store.put_patches([patch_of(chunk), patch_of(chunk, ("other",))])
         assert len(store.get_patches(patch_of(chunk).metadata)) == 1
         assert store.get("B", BACKBONE, encoder=True) is not None
-        held = [each for segment in store._host._segments.values() for each in segment.values()]
+        held = [each for segment in store._reader.host._segments.values() for each in segment.values()]
         assert len(held) == 3
         for each in held:
             value = (dict(each.value.kv), each.value.local) if isinstance(each.value, kvp.Chunk) else each.value

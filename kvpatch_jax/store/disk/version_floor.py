@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreFullError
-from ..disk.disk import Disk, Elsewhere
 from ..format.encryption import Read
 from ..format.header import Header
-from ..format.naming import Name
+from ..format.naming import Name, name_at
 from ..format.objects import Blob, read_leaves
 from ..io.files import Identity, identity
-from ..snapshots.manifest import name_at, reading
+from .directory import reading
+from .disk import Disk, Elsewhere
 
 _LEAF = np.zeros(1, np.uint8)  # an object has at least one byte
 

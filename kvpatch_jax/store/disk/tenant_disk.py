@@ -1,0 +1,212 @@
+"""One tenant's disk: what `ChunkStore`, its libraries and its snapshots share below the memory tiers.
+
+`Disk` knows paths and files of all tenants; here are one tenant's names, its encryption, its pins and its budgets.
+"""
+
+import collections
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from ...chunk import Chunk
+from ...errors import StoreClosedError
+from ..format.buffers import Buffers
+from ..format.encryption import AesGcm, Plain
+from ..format.expiry import Seconds
+from ..format.naming import Name, Names
+from ..format.objects import Blob, file_size
+from ..io.counters import Counters
+from ..io.thread_pool import tell_of_forks
+from .budget import Budget
+from .disk import Disk, Elsewhere
+from .eviction import collect, make_room
+from .root_config import check_key, secret_of
+from .unfinished import sweep_unfinished
+from .version_floor import Floors
+
+
+class TenantDisk:
+    """Reads, writes and counts one tenant's objects on a root's disk. Any number of threads.
+
+    Args:
+      root, tenant, budget, secret, key, wipe, clock: as of `ChunkStore`.
+
+    Attributes:
+      disk: the root's files; reads decrypt with this tenant's key.
+      names: what the tenant's objects are called.
+      budget, counters.
+
+    Raises:
+      StoreError: the root cannot be made or is not a store. InputError: an empty tenant or a short key.
+      StoreKeyError: the tenant's objects are encrypted and `key` is not theirs.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        tenant: str = "default",
+        *,
+        budget: Budget | None = None,
+        secret: bytes | None = None,
+        key: bytes | None = None,
+        wipe: bool | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.budget = Budget() if budget is None else budget
+        self.counters = Counters()
+        buffers = Buffers(wipe=key is not None if wipe is None else wipe)
+        seal = Plain() if key is None else AesGcm(key, tenant, buffers)
+        self.disk = Disk(os.fspath(root), self.counters, buffers, clock, seal, self.budget.quarantine)
+        self.names = Names(tenant, secret_of(self.disk.root) if secret is None else secret)
+        check_key(self.disk.root, self.names.space, seal.check)
+
+        self._pins: collections.Counter[str] = collections.Counter()
+        # Per budgeted folder: bytes at the last scan, and bytes that this process has written since.
+        self._used: dict[str, int] = {}
+        self._fresh: collections.Counter[str] = collections.Counter()
+        self._counting = threading.Lock()
+        self._closed = False
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """Replaces the lock in a forked process, where its holder may not exist."""
+        self._counting = threading.Lock()
+
+    def close(self) -> None:
+        """Refuses writes from now on and drops cached headers."""
+        self._closed = True
+        self.disk.forget()
+
+    def expect_open(self) -> None:
+        """Raises StoreClosedError after `close`."""
+        if self._closed:
+            raise StoreClosedError(f"store {self.disk.root}: used after close; expected an open store")
+
+    def clock(self) -> float:
+        """Seconds since the epoch."""
+        return self.disk.clock()
+
+    def exists(self, name: Name) -> bool:
+        """Whether the disk has a file of that name. It is not opened."""
+        return os.path.exists(f"{self.disk.root}/{name.path}")
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def sealed(self, name: Name, blob: Blob) -> Blob:
+        """Encrypts an object where the tenant has a key; else returns it unchanged."""
+        return self.disk.seal.sealed(blob, name.file)
+
+    def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
+        """Writes sealed objects in one durable commit, after making room for them. Raises as `ChunkStore.put`."""
+        self.make_room(functools.partial(sum, (file_size(blob, name.file) for name, blob in items)))
+        with self.counters.timed("commit", "disk"):
+            written = self.disk.put_group(items)
+        self._note_written(written)
+
+    def add(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], need: int, *, copy: bool = False) -> int:
+        """Adds objects from elsewhere to the disk, each only where nothing has its name yet: all of them or none.
+
+        Args:
+          groups: each one commit; blobs (encrypted here where there is a key), or files that are objects already.
+          need: bytes in all, for which room is made first.
+          copy: copies files; else links them where the file system can.
+
+        Returns:
+          How many were added.
+
+        Raises:
+          As `ChunkStore.put`; nothing was added then.
+        """
+        self.expect_open()
+        check_key(self.disk.root, self.names.space, self.disk.seal.check)
+        self.make_room(lambda: need)
+        floors, noted = Floors(self.disk), dict[str, int]()
+
+        def coming() -> Iterator[list[tuple[Name, Blob | Elsewhere]]]:
+            for group in groups:
+                floors.admit(group, noted)
+                yield [(name, self.sealed(name, item) if isinstance(item, Blob) else item) for name, item in group]
+
+        added = self.disk.add_all(coming(), copy)
+        self._note_written(need)
+        return added
+
+    def make_room(self, size: Callable[[], int]) -> None:
+        """Evicts where `size` more bytes may exceed a budget. Raises StoreFullError.
+
+        Scans the folder only where the last scan and what was written since do not already show that they fit.
+        """
+        budgets = {self.names.space: self.budget.tenant, "obj": self.budget.disk}
+        bounds = {below: budget for below, budget in budgets.items() if budget is not None}
+        need = size() if bounds else 0
+        for below, budget in bounds.items():
+            with self._counting:
+                used, fresh = self._used.get(below), self._fresh[below]
+                # Other processes write too: after a sixteenth of the budget the scan is too old to be believed.
+                if used is None or fresh > budget // 16 or used + fresh + need > budget:
+                    self._used[below] = make_room(self.disk, budget, need, self.pinned, below, self.names.space)
+                    self._fresh[below] = 0
+
+    def _note_written(self, nbytes: int) -> None:
+        with self._counting:
+            self._fresh.update(dict.fromkeys(("obj", self.names.space), nbytes))
+
+    # ------------------------------------------------------------------------------------------------ keeping
+
+    @contextlib.contextmanager
+    def pin(self, chunk: str) -> Iterator[None]:
+        """Keeps a chunk, by its key (`Name.chunk_key`), from eviction by this object. Pins of one chunk add up."""
+        self._pins[chunk] += 1
+        try:
+            yield
+        finally:
+            self._pins[chunk] -= 1
+            if not self._pins[chunk]:
+                del self._pins[chunk]
+
+    def pinned(self, chunk: str) -> bool:
+        """Whether a chunk is pinned, by its key."""
+        return chunk in self._pins
+
+    def collect(self) -> int:
+        """Deletes expired objects, leftovers of dead writers, unfinished snapshots, and old quarantined files.
+
+        Returns:
+          How many objects expired or were left over.
+        """
+        self.forget_usage()
+        gone = collect(self.disk, self.names.space)
+        self.disk.collect_quarantine(self.names.tenant_name)
+        sweep_unfinished(self.disk.root, self.names.tenant_name)
+        return gone
+
+    def forget_usage(self) -> None:
+        """Has the next write scan the disk before it trusts the budget."""
+        self._used.clear()
+
+
+@runtime_checkable
+class TenantStore(Protocol):
+    """The part of `ChunkStore` that libraries and snapshots use, so that they need not import it."""
+
+    tenant_disk: TenantDisk
+
+    def put(self, chunk: Chunk, *, ttl: Seconds | None = None) -> None:
+        """Stores a canonical, durably."""
+        ...
+
+    def delete(self, id: str, backbone: str) -> bool:
+        """Deletes a chunk in every tier."""
+        ...
+
+    def pin(self, id: str, backbone: str) -> contextlib.AbstractContextManager[None]:
+        """Keeps a chunk from eviction."""
+        ...
+
+    def flush(self) -> None:
+        """Waits for asynchronous puts."""
+        ...

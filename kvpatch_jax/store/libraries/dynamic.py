@@ -1,0 +1,229 @@
+"""The dynamic library: references that the operator maintains, versioned (MPIC, section 3.1).
+
+Whoever reads a version keeps it until letting go, while others already see the next.
+"""
+
+import collections
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from ...chunk import AnyArray, Chunk
+from ...errors import StoreReadOnlyError
+from ..disk.disk import Disk
+from ..disk.tenant_disk import TenantStore
+from ..format.naming import Name, name_at
+from ..io.files import NotRegularError, open_regular, try_lock, typed, typed_errors
+from .entries import LibraryEntries, LibraryEntry, Resource, changing, entry_blob, named_content, withdrawn_blob
+from .references import Kind, Reference, check_name
+
+
+class HeldReference:
+    """One version of a reference, kept on the disk until it is closed or its process ends. A context manager."""
+
+    def __init__(self, resource: Resource, stack: contextlib.ExitStack):
+        self.resource, self._stack = resource, stack
+
+    def close(self) -> None:
+        """Lets go. An old version that nobody else holds goes then. Closing twice is allowed."""
+        self._stack.close()
+
+    def __enter__(self) -> Resource:
+        return self.resource
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class DynamicLibrary[Store: TenantStore]:
+    """References that the operator maintains, versioned; refreshed while readers are in them, also across processes.
+
+    `publish` makes the next version, seen by every later `open` at once and whole. An older version stays on the disk
+    as long as somebody holds it, with the chunk that was published with it. Versions count from 1 and go up.
+
+    Args:
+      store: the operator's own tenant of a chunk store.
+
+    Raises:
+      StoreError: the directory cannot be made.
+    """
+
+    def __init__(self, store: Store):
+        self.store = store
+        self._entries = LibraryEntries(store.tenant_disk, "dynamic")
+
+    def publish(
+        self,
+        name: str,
+        content: Any = None,
+        *,
+        chunk: Chunk | None = None,
+        kind: Kind | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        vector: Float[AnyArray, " D"] | None = None,
+    ) -> Reference:
+        """Publishes the next version of a reference, durably when this returns.
+
+        Args:
+          content, chunk, kind, vector: as `StaticLibrary.put`.
+          metadata: JSON.
+
+        Returns:
+          The reference with its version.
+
+        Raises:
+          As `StaticLibrary.put`, without a quota; the version before is still the current one then.
+        """
+        bare, content = named_content(name, content, chunk, kind)
+        with self._entries.changing():
+            least = self._entries.least(bare.kind, bare.name)
+            version = max([least, *self._entries.versions(bare.kind, bare.name)]) + 1
+            reference = Reference(bare.kind, bare.name, version)
+            blob = entry_blob(reference, content, chunk, vector, metadata or {}, None)
+            if chunk is not None:
+                self.store.put(chunk)
+            self._entries.put(self._entries.name(bare.kind, bare.name, version), blob)
+            self._drop_old(bare.kind, bare.name)
+        return reference
+
+    def withdraw(self, kind: str, name: str) -> bool:
+        """Publishes that there is no such reference any more. Whether there was one. Readers keep what they hold."""
+        kind, name = check_name(kind, name)
+        with self._entries.changing():
+            self._entries.purge(self._entries.name(kind, name))
+            least, versions = self._entries.least(kind, name), self._entries.versions(kind, name)
+            if not versions or versions[-1] < least:
+                return False
+            if self._entries.read(self._entries.name(kind, name, versions[-1])) is None:
+                return False
+            version = versions[-1] + 1
+            blob = withdrawn_blob(Reference(kind, name, version))
+            self._entries.put(self._entries.name(kind, name, version), blob)
+            self._drop_old(kind, name)
+        return True
+
+    def open(self, kind: str, name: str, version: int | None = None) -> HeldReference | None:
+        """A version, by default the current one, held until it is closed; None where it is not there (any more).
+
+        In an encrypted library no version is the current one that is below one that was published or withdrawn.
+
+        Raises:
+          InputError: a kind or name that no reference has. StoreIOError.
+        """
+        kind, name = check_name(kind, name)
+        while True:
+            # The floor first: a version is on the disk before its floor is raised to it.
+            least = self._entries.least(kind, name) if version is None else 0
+            versions = self._entries.versions(kind, name)
+            wanted = version if version is not None else max(versions, default=None)
+            if wanted is None or wanted not in versions:
+                return None
+            if wanted < least:
+                self._entries.disk.counters.add("replayed")
+                return None
+            own = self._entries.name(kind, name, wanted)
+            with contextlib.ExitStack() as stack:
+                if not self._hold(own, stack):
+                    continue  # dropped between the look and the hold
+                resource = self._entries.read(own)
+                if resource is not None:
+                    if resource.chunk is not None:
+                        stack.enter_context(self.store.pin(resource.chunk[1], resource.chunk[0]))
+                    return self._handed(resource, stack.pop_all())
+            if wanted in self._entries.versions(kind, name):
+                return None  # withdrawn, or it cannot be read just now; else it was damaged and is gone
+
+    def _hold(self, own: Name, stack: contextlib.ExitStack) -> bool:
+        """Holds a file by a shared lock, which whoever would drop it asks for alone. False: it is gone."""
+        try:
+            fd = stack.enter_context(open_regular(self._entries.disk.root, own.path))
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            return os.fstat(fd).st_nlink > 0
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise typed(error, "library dynamic: open") from error
+
+    def _handed(self, resource: Resource, held: contextlib.ExitStack) -> HeldReference:
+        stack = contextlib.ExitStack()
+        stack.callback(self._let_go, resource.reference)
+        stack.push(held)
+        return HeldReference(resource, stack)
+
+    def _let_go(self, reference: Reference) -> None:
+        """After the lock is gone: drops an old version. A reader that may not write leaves that to the operator."""
+        newest = max(self._entries.versions(reference.kind, reference.name), default=0)
+        if newest > (reference.version or 0):
+            with contextlib.suppress(StoreReadOnlyError), self._entries.changing():
+                self._drop_old(reference.kind, reference.name)
+
+    def _drop_old(self, kind: str, name: str) -> int:
+        """Drops every version but the newest that nobody holds; under the library's lock. How many."""
+        paths = [entry.path for entry in self._entries.disk.of_chunk(self._entries.name(kind, name))]
+        return _drop_unheld(self._entries.disk, paths, self._remove)
+
+    def _remove(self, path: str) -> bool:
+        listed = self._entries.at(name_at(path))
+        return self._entries.disk.delete(path) if listed is None else self._entries.remove(listed, self.store)
+
+    def versions(self, kind: str, name: str) -> list[int]:
+        """The versions that are still there, ascending; the last is the current one."""
+        return self._entries.versions(*check_name(kind, name))
+
+    def entries(self) -> list[LibraryEntry]:
+        """The current version of every reference that was not withdrawn."""
+        current = [entry for entry in self._entries.newest().values() if not entry.withdrawn]
+        return sorted(current, key=lambda entry: str(entry.reference))
+
+    def vectors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(reference without version, vector) of every current entry that has one."""
+        return self._entries.vectors(self.entries())
+
+    def collect(self) -> int:
+        """Drops old versions that nobody holds: those of readers that died. How many."""
+        with self._entries.changing():
+            names = {(entry.reference.kind, entry.reference.name) for entry in self._entries.listed()}
+            return sum(self._drop_old(kind, name) for kind, name in names)
+
+
+def drop_old_versions(disk: Disk, below: str = "lib") -> int:
+    """Deletes versions of dynamic references that are not the newest and that nobody holds, of one tenant or of all.
+
+    Readers that died leave them. The chunks that were published with them stay, and are evicted as any chunk is.
+
+    Args:
+      below: the folder of a tenant's libraries, or of all.
+
+    Returns:
+      How many were deleted.
+
+    Raises:
+      StoreReadOnlyError, StoreIOError.
+    """
+    dropped = 0
+    folders = {os.path.dirname(os.path.dirname(entry.path)) for entry in disk.scan(below)}
+    for library in sorted(folder for folder in folders if folder.endswith("/dynamic")):
+        with changing(disk.root, library):
+            versions: dict[str, list[str]] = collections.defaultdict(list)
+            for entry in disk.scan(library):
+                versions[entry.chunk].append(entry.path)
+            dropped += sum(_drop_unheld(disk, paths, disk.delete) for paths in versions.values())
+    return dropped
+
+
+def _drop_unheld(disk: Disk, paths: Iterable[str], delete: Callable[[str], bool]) -> int:
+    """Deletes all versions of one reference but the newest, where no reader holds them. Returns how many."""
+    dropped = 0
+    for path in sorted(paths)[:-1]:
+        with typed_errors("library dynamic: drop"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            try:
+                with open_regular(disk.root, path) as fd:
+                    dropped += try_lock(fd) and delete(path)
+            except NotRegularError:  # which nobody can hold
+                dropped += delete(path)
+    return dropped

@@ -1,0 +1,133 @@
+"""The static library: files that one tenant uploads by name, within a quota (MPIC, section 3.1)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from ...chunk import AnyArray, Chunk
+from ...content import fingerprint_of, names_of
+from ...errors import InputError
+from ..disk.tenant_disk import TenantStore
+from ..format.expiry import Seconds, checked_ttl, expires_at
+from ..format.objects import file_size
+from .entries import LibraryEntries, LibraryEntry, Resource, check_quota, entry_blob, named_content
+from .references import Kind, Reference, check_name
+
+
+class StaticLibrary[Store: TenantStore]:
+    """Files that one tenant uploads, by name: images, text, token ids, or whole chunks. Durable like the store.
+
+    Args:
+      store: the tenant's; chunks go into it, and entries beside it, in the same directory.
+      quota: bytes of all entries, the chunks that were put with them included; by default the store's
+        `Budget.library`, which also bounds what a restore brings.
+      ttl: seconds that entries live unless `put` says otherwise; None keeps them.
+
+    Raises:
+      StoreError: the directory cannot be made. InputError: no quota, one below 1, or a ttl that is no finite
+        number above 0.
+    """
+
+    def __init__(self, store: Store, *, quota: int | None = None, ttl: Seconds | None = None):
+        quota = store.tenant_disk.budget.library if quota is None else quota
+        if quota is None:
+            raise InputError(
+                "static library: no quota, and its store has no Budget(library=...); expected quota=BYTES, or a store "
+                "with that budget"
+            )
+        if quota < 1:
+            raise InputError(f"static library: quota {quota}; expected bytes above 0")
+        self.store, self.quota, self._ttl = store, quota, checked_ttl(ttl, "static library")
+        self._entries = LibraryEntries(store.tenant_disk, "static")
+
+    def put(
+        self,
+        name: str,
+        content: Any = None,
+        *,
+        chunk: Chunk | None = None,
+        kind: Kind | None = None,
+        ttl: Seconds | None = None,
+        vector: Float[AnyArray, " D"] | None = None,
+    ) -> Reference:
+        """Puts a file under a name, durably when this returns, in place of what had this kind and name.
+
+        Args:
+          content: text, an encoded image or other file (bytes, or its `pathlib.Path`), pixels (an array or PIL image),
+            or token ids. A str that names a file is refused unless `kind` is TEXT.
+          chunk: its canonical, where it was computed already; goes into the store. Without content it cannot be
+            computed again after it was evicted.
+          kind: told from the content by default, IMAGE where there is only a chunk.
+          ttl: seconds it lives, the chunk too.
+          vector: what a retriever finds it by (`pooled`).
+
+        Returns:
+          How a prompt names it.
+
+        Raises:
+          LibraryFullError: it does not fit the quota; nothing changed. InputError, DtypeError, NotFiniteError: content,
+          name or vector that cannot be kept. As `ChunkStore.put` otherwise.
+        """
+        reference, content = named_content(name, content, chunk, kind)
+        ttl = self._ttl if ttl is None else ttl
+        expires = expires_at(self.store.tenant_disk.clock(), ttl, str(reference))
+        blob = entry_blob(reference, content, chunk, vector, {}, expires)
+        own = self._entries.name(reference.kind, reference.name)
+        with self._entries.changing():
+            before, used = self._entries.room(own)
+            need = file_size(blob, own.file) + (0 if chunk is None else chunk.nbytes)
+            check_quota(str(reference), need, used, self.quota)
+            if chunk is not None:
+                self.store.put(chunk, ttl=ttl)
+            self._entries.put(own, blob)
+            if before is not None:
+                self._entries.delete_unused_chunk(before.chunk, self.store)
+        return reference
+
+    @property
+    def used(self) -> int:
+        """Bytes of all entries that have not expired."""
+        return self._entries.nbytes
+
+    def get(self, kind: str, name: str) -> Resource | None:
+        """A file, verified; None where there is none, or where it was damaged. Raises InputError as `put`."""
+        return self._entries.read(self._entries.name(*check_name(kind, name)))
+
+    def entries(self) -> list[LibraryEntry]:
+        """What is there, by kind and name. Contents are not read."""
+        return sorted(self._entries.listed(), key=lambda entry: str(entry.reference))
+
+    def vectors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(reference, vector) of every entry that has one: what a retriever is filled with."""
+        return self._entries.vectors(self.entries())
+
+    def delete(self, kind: str, name: str, backbones: Sequence[str] = ()) -> bool:
+        """Deletes a file, and the chunk that was put with it where no other entry has it. Whether there was one.
+
+        Args:
+          backbones: fingerprints of models whose chunks of this content, computed since, are deleted too.
+
+        Raises:
+          StoreReadOnlyError, StoreIOError.
+        """
+        own, wanted = self._entries.name(*check_name(kind, name)), names_of(backbones, "library: backbones")
+        for backbone in wanted:
+            fingerprint_of(backbone, "library: backbones")
+        with self._entries.changing():
+            self._entries.purge(own)
+            listed = self._entries.at(own)
+            if listed is None:
+                return False
+            resource = self._entries.read(own) if backbones else None
+            gone = self._entries.remove(listed, self.store)
+            if resource is not None and resource.content is not None:
+                for backbone in wanted:
+                    self.store.delete(resource.content_id(backbone), backbone)
+        return gone
+
+    def collect(self) -> int:
+        """Takes expired entries off the disk (`put` does so too). How many."""
+        with self._entries.changing():
+            return self._entries.remove_expired()
