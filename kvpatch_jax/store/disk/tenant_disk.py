@@ -22,11 +22,12 @@ from ..format.objects import Blob, file_size
 from ..io.counters import Counters
 from ..io.thread_pool import tell_of_forks
 from .budget import Budget
-from .disk import Disk, Elsewhere
+from .disk import Disk
 from .eviction import collect, make_room
 from .root_config import check_key, secret_of
 from .unfinished import sweep_unfinished
 from .version_floor import Floors
+from .writing import Elsewhere
 
 
 class TenantDisk:

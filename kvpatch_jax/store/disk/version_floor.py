@@ -24,7 +24,8 @@ from ..format.naming import Name, name_at
 from ..format.objects import Blob, read_leaves
 from ..io.files import Identity, identity
 from .directory import reading
-from .disk import Disk, Elsewhere
+from .disk import Disk
+from .writing import Elsewhere
 
 _LEAF = np.zeros(1, np.uint8)  # an object has at least one byte
 

@@ -10,8 +10,9 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-from ..disk.disk import Disk, Elsewhere
+from ..disk.disk import Disk
 from ..disk.tenant_disk import TenantDisk
+from ..disk.writing import Elsewhere
 from ..format.naming import Name
 from ..io.files import open_regular, typed_errors
 from ..libraries.entries import LibraryEntries, changing, check_quota

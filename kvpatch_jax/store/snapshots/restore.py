@@ -18,10 +18,11 @@ import numpy as np
 from ...errors import InputError, StoreCorruptError, StoreIOError, StoreSnapshotError
 from ..disk.budget import Budget
 from ..disk.directory import reading
-from ..disk.disk import Disk, Elsewhere
+from ..disk.disk import Disk
 from ..disk.root_config import SECRETS, check_key, find_secret, holds_objects, put_secret, read_secret, secret_digest
 from ..disk.tenant_disk import TenantDisk, TenantStore
 from ..disk.unfinished import WHOLE, new_directory
+from ..disk.writing import Elsewhere
 from ..format.buffers import Buffers
 from ..format.codec import patch_of, patch_parts
 from ..format.encryption import Encryption, Plain, is_sealed

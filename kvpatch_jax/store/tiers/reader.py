@@ -8,11 +8,10 @@ from typing import Any
 
 from ...chunk import Chunk
 from ...errors import StoreCorruptError, StoreError
-from ..disk.disk import Found
 from ..disk.tenant_disk import TenantDisk
 from ..format.codec import chunk_of, content_in, memory_of
 from ..format.naming import Name
-from ..format.objects import Blob
+from ..format.objects import Blob, Found
 from .memory import CANONICAL, CacheEntry, MemoryTier, Policy
 from .placement import LayerStream, Placement, place_chunk, placement_key
 from .remote_tier import Arriving, Beyond
