@@ -6,14 +6,13 @@ alternatives. Leaves results.json, items.jsonl, table.md, figures and report.htm
 `--backbone=all` does so for every shipped instance, each in a folder of its own, and sets them side by side.
 """
 
+from . import extra as extra  # isort: split
+
 import dataclasses
 import json
-import os
-import platform
 import shlex
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,30 @@ from absl import app, flags
 from models import ModelBackbone, load
 
 from . import probes, small_task
-from .plain import plainly
+from .command_line import errors_as_one_line
 from .probes.results_table import ResultsTable
 from .report import side_by_side
 from .report.figures import draw_all, example_figure
 from .report.page import print_summary, write_report
 from .report.table import write_table
+from .results.environment import environment
+from .results.rows import without_nan
 from .small_task import scenes
-from .statistics import without_nan
 from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 
 SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control")
 CONTROL_ARMS = ("re-prefill", "blind", "patch.rank=8", "patch.rank=16", "first_k.budget=0.15", "cacheblend.budget=0.15")
+PACKAGES = (
+    "kvpatch_jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "orbax-checkpoint",
+    "safetensors",
+    "pillow",
+    "scikit-learn",
+)
 QUESTIONS = {"page": 4, "legend": 4, "chain": 8, "aggregate": 5, "override": 4}
 
 NOTES = [
@@ -155,19 +166,6 @@ def measure_control(config: RunConfig, folder: Path, progress: Progress) -> Resu
     return ledger
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, for the results file."""
-    names = ("jax", "jaxlib", "flax", "numpy", "orbax-checkpoint", "safetensors", "pillow", "scikit-learn")
-    return {
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "device": jax.devices()[0].device_kind,
-        "versions": {name: version(name) for name in names},
-        "kvpatch_jax": version("kvpatch_jax"),
-    }
-
-
 def training_of(name: str) -> dict[str, Any]:
     """How a shipped instance was trained, as disclosed beside it ({} for other checkpoints)."""
     path = shipped(name) / "training.json"
@@ -217,7 +215,7 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
             "fingerprint": backbone.fingerprint,
             "training": {name: training_of(name) for name in models},
         },
-        "environment": environment(),
+        "environment": environment(PACKAGES),
         "rows": [row for ledger in ledgers for row in ledger.rows()],
     }
     write_results(results, ledgers, folder)
@@ -242,7 +240,7 @@ def main(arguments: list[str]) -> None:
     use_compilation_cache()
     folder, name = Path(_OUT.value), _BACKBONE.value
     if name != "all":
-        with plainly():
+        with errors_as_one_line():
             shipped(name)
         run_backbone(RunConfig(name, _suites_of(name, suite), _SEED.value, **small), folder)
         return

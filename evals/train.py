@@ -4,6 +4,8 @@ Every choice is a field of `Recipe` and is written beside the weights. Interrupt
 checkpoint in DIR/checkpoints. Leaves DIR/model (a Hugging Face directory), DIR/curve.jsonl and DIR/curve.png.
 """
 
+from . import extra as extra  # isort: split
+
 import dataclasses
 import json
 import time
@@ -23,7 +25,7 @@ from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone
 
 from . import small_task
-from .plain import plainly
+from .command_line import errors_as_one_line
 from .small_task.instances import INSTANCES, instance
 from .small_task.training import Recipe, draw_batch, image_plan, initialise, loss_of, make_optimiser, make_tokenizer
 
@@ -189,7 +191,7 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
     logging.set_verbosity(logging.WARNING)
     recipe = Recipe(**{field.name: getattr(flags.FLAGS, field.name) for field in dataclasses.fields(Recipe)})
-    with plainly():
+    with errors_as_one_line():
         trainer = Trainer(recipe, Path(flags.FLAGS.out))
     began = trainer.resume()
     print(f"training from step {began} to {recipe.steps}; {trainer.folder}")

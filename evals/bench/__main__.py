@@ -1,12 +1,14 @@
 """Runs a benchmark suite, prints its JSON and, with --out, writes it. See `python -m evals.bench --help`."""
 
+from .. import extra as extra  # isort: split
+
 import json
 import pathlib
 from typing import Any
 
 from absl import app, flags
 
-from ..plain import plainly
+from ..command_line import errors_as_one_line
 from . import backbones, kernels, patch, store, store_growth
 
 _SUITE = flags.DEFINE_enum("suite", "patch", ["backbones", "kernels", "patch", "store"], "Which benchmark to run.")
@@ -33,7 +35,7 @@ def _run() -> dict[str, Any]:
         return kernels.run(**common)
     if _SUITE.value == "store":
         return store.run(**common, out=_OUT.value, quick=_QUICK.value)
-    with plainly():
+    with errors_as_one_line():
         for name in _ARCHITECTURES.value or ():
             backbones.tiny_config(name)
     choices = {"torch_python": _TORCH.value, "threads": _THREADS.value, "architectures": _ARCHITECTURES.value}

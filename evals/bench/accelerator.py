@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..results.tables import markdown_table
 from . import accelerator_rows
 from .accelerator_rows import FILE, PARTS, Row
 
@@ -140,9 +141,8 @@ def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> st
         rows = result["rows"]
         if rows:
             columns = list(dict.fromkeys(key for row in rows for key in row if key not in ("key", "seconds")))
-            lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-            lines += [f"| {' | '.join(_cell(row.get(column)) for column in columns)} |" for row in rows]
-            lines.append("")
+            cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+            lines += [markdown_table(columns, cells), ""]
         lines += [f"- {note}" for note in result.get("notes", [])] + [""] * bool(result.get("notes"))
     lines += ["## What went wrong", "", *(f"- {each}" for each in wrong)] if wrong else ["Nothing went wrong."]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,5 @@
 """What the parts on an accelerator share: shapes, fresh arrays, the implementations there are, the machine."""
 
-import platform
 from typing import Any, NamedTuple
 
 import jax
@@ -71,9 +70,3 @@ def implementation(which: str) -> str:
     if which != "kernel":
         return "xla"
     return platform_ if platform_ in ("gpu", "tpu") else "gpu"
-
-
-def environment() -> dict[str, Any]:
-    """Where this ran."""
-    device = jax.devices()[0]
-    return {"device": str(device.device_kind), "jax": jax.__version__, "python": platform.python_version()}

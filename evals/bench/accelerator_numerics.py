@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 from pallas_kernels import factorise, rotate_patch, splice
 
 from .accelerator_cases import PAGE_SIZE, Case, cases_of_numbers, draw, implementation
-from .accelerator_cases import environment as environment
 from .accelerator_rows import Row, Task
 
 NARROW = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}

@@ -12,7 +12,6 @@ import numpy as np
 
 from pallas_kernels._timing import seconds_of
 
-from .accelerator_cases import environment as environment
 from .accelerator_rows import Row, Task
 
 TOKENS = 1024

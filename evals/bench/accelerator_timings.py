@@ -16,7 +16,6 @@ from pallas_kernels._wins import shape_word
 from pallas_kernels.rotate_patch import reference
 
 from .accelerator_cases import PAGE_SIZE, Case, cases, draw, implementation
-from .accelerator_cases import environment as environment
 from .accelerator_rows import Row, Task
 
 LEAST_TOKENS = 2048

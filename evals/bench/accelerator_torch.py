@@ -15,8 +15,8 @@ SETS = 4
 """Sets of inputs that a timed loop goes through, so that none is found in a cache of the device."""
 
 
-def environment() -> Row:
-    """Where this ran."""
+def torch_environment() -> Row:
+    """Describes the device as torch sees it, in place of `results.environment`."""
     if importlib.util.find_spec("torch") is None:
         return {"device": "none", "jax": "none; torch is not installed"}
     import torch as library  # pyright: ignore[reportMissingImports]

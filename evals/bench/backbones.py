@@ -17,7 +17,6 @@ import dataclasses
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,11 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.layout import to_engine
 from models import ModelBackbone, save
 
+from ..results.environment import environment
+from ..results.tables import aligned_table
 from .checkpoints import LARGE, TINY, UNTIMED, pad_cache, prompt, random_backbone, tiny_config, tiny_pictures
-from .patch import environment
+from .timing import LEAST_SECONDS, Turns, mean_seconds, spread, stopwatch, take_turns
 from .transformers_side import TransformersSide
-from .transformers_worker import LEAST_SECONDS, mean_seconds, stopwatch
 
 AGREEMENT = 2e-4
 """Largest difference of logits and features, over the largest magnitude, at which both sides are one function."""
@@ -111,19 +111,6 @@ class Ours:
         jax.block_until_ready(logits)
 
 
-Turns = dict[str, list[float]]
-
-
-def take_turns(sides: Mapping[str, Callable[[], float]], repeats: int) -> Turns:
-    """Seconds per call of each side, `repeats` times in turns, so that a busy spell of the machine hits both alike."""
-    turns: Turns = {name: [] for name in sides}
-    for _ in range(repeats):
-        for name, seconds in sides.items():
-            turns[name].append(seconds())
-            time.sleep(0.02)  # threads of the other side that still spin for work would take ours away
-    return turns
-
-
 def _rates(row: dict[str, Any], turns: Turns, items: int) -> dict[str, Any]:
     rates = {name: [items / seconds for seconds in taken] for name, taken in turns.items()}
     return row | {name: statistics.median(values) for name, values in rates.items()} | {"all": rates}
@@ -134,9 +121,8 @@ def _against(row: dict[str, Any], agrees: bool, bar: float) -> dict[str, Any]:
     if "theirs" not in row:
         return row
     ratios = [ours / theirs for ours, theirs in zip(row["all"]["ours"], row["all"]["theirs"], strict=True)]
-    value = statistics.median(ratios)
-    spread = {"value": value, "low": min(ratios), "high": max(ratios)}
-    return row | spread | {"bar": bar, "passed": bool(agrees and value >= bar)}
+    row = row | spread(ratios)
+    return row | {"bar": bar, "passed": bool(agrees and row["value"] >= bar)}
 
 
 def measure(ours: Ours, theirs: TransformersSide | None, row: dict[str, Any], size: Size, repeats: int, agrees: bool):
@@ -268,9 +254,7 @@ _HEADS = ("size", "architecture", "metric", "ours/s", "theirs/s", "ratio", "low"
 
 def table(result: Mapping[str, Any]) -> str:
     """The rows for reading: rates per second, ratios (above 1 ours is faster), pass or fail."""
-    lines = [_HEADS, *(_cells(row) for row in result["rows"])]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADS))]
-    text = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    text = aligned_table(_HEADS, [_cells(row) for row in result["rows"]])
     other = result["config"]["other_side"]
     return f"{text}\n{other if isinstance(other, str) else _verdict(result['rows'])}"
 

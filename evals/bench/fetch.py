@@ -22,6 +22,8 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.store import Budget, ChunkStore, Miss, Request, fetch
 
+from .timing import spread, stopwatch
+
 LAYOUT = kvp.KVLayout.gqa(28, 4, 128, kvp.Rope(1e6, 128))
 TOKENS = 256
 LATENCY = 0.06
@@ -69,12 +71,6 @@ class _Far:
         return self._get(name)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
 def _measure(arm: Arm, repeats: int, folder: Path | None) -> list[dict[str, Any]]:
     chunks = [_chunk(number) for number in range(2 * arm.half)]
     requests = [Request(chunk.id, chunk.backbone) for chunk in chunks]
@@ -101,7 +97,7 @@ def _measure(arm: Arm, repeats: int, folder: Path | None) -> list[dict[str, Any]
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         for round_ in range(repeats + 1):
             for name, asked in arms.items():
-                taken = _seconds(lambda asked=asked: fetch(store, asked, compute))
+                taken = stopwatch(lambda asked=asked: fetch(store, asked, compute))
                 if round_:
                     seconds[name].append(taken)
                 store.flush()
@@ -116,8 +112,8 @@ def _refuse(_: Sequence[Miss]) -> list[kvp.Chunk]:
 
 def _calibrated(load: Callable[[], object], product: Callable[[], object], half: int) -> int:
     """Products per chunk, so that computing takes as long as loading."""
-    loading = statistics.median(_seconds(load) for _ in range(5)) / half
-    one = statistics.median(_seconds(lambda: [product() for _ in range(20)]) for _ in range(9)) / 20
+    loading = statistics.median(stopwatch(load) for _ in range(5)) / half
+    one = statistics.median(stopwatch(lambda: [product() for _ in range(20)]) for _ in range(9)) / 20
     return max(1, round(loading / one))
 
 
@@ -130,16 +126,10 @@ def _rows(arm: Arm, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
         for name, values in seconds.items()
     ]
     for metric, values in (("fetch_over_longer", longer), ("fetch_over_sum", apart)):
-        row = {
-            "metric": metric,
-            "arm": arm.name,
-            "value": statistics.median(values),
-            "low": min(values),
-            "high": max(values),
-        }
-        rows.append(
-            row | {"n": len(values)} | ({"at_most": arm.bar} if arm.bar and metric == "fetch_over_longer" else {})
-        )
+        row = {"metric": metric, "arm": arm.name} | spread(values) | {"n": len(values)}
+        if arm.bar and metric == "fetch_over_longer":
+            row["at_most"] = arm.bar
+        rows.append(row)
     return rows
 
 

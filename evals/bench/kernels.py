@@ -20,8 +20,11 @@ from pallas_kernels import rotate_patch, splice
 from pallas_kernels.factorise.shapes import PRODUCTION, SMALL
 from pallas_kernels.factorise.shapes import Shape as Matrices
 
+from ..results.environment import environment
+from ..results.tables import aligned_table
 from .operators import check_rows, placing_rows
-from .patch import environment, factorise_rows, interleaved
+from .patch import factorise_rows
+from .timing import spread, take_turns, time_calls
 
 STEPS_BAR = 3.0
 """The compiled pass is at least this many times as fast as its steps one by one."""
@@ -32,7 +35,7 @@ LINEAR_BAR = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class KernelSizes:
     """What is timed.
 
     Attributes:
@@ -57,11 +60,11 @@ class Sizes:
     placed: int = 2048
 
 
-TINY = Sizes(2, 16, 2, 16, (0, 4), (8, 16, 32), 2, 4, 16, SMALL[0], 16)
+TINY = KernelSizes(2, 16, 2, 16, (0, 4), (8, 16, 32), 2, 4, 16, SMALL[0], 16)
 """To see that everything runs; its times say nothing."""
 
 
-def draw(sizes: Sizes, layers: int, tokens: int, rank: int, seed: int) -> dict[str, Any]:
+def draw(sizes: KernelSizes, layers: int, tokens: int, rank: int, seed: int) -> dict[str, Any]:
     """A chunk of bfloat16 keys as `rotate_patch` takes it."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
@@ -92,7 +95,7 @@ def one_by_one(
     return jnp.concatenate(turned, -1).astype(x.dtype)
 
 
-def pass_rows(sizes: Sizes, repeats: int, seed: int) -> list[dict[str, Any]]:
+def pass_rows(sizes: KernelSizes, repeats: int, seed: int) -> list[dict[str, Any]]:
     """The compiled XLA path against its steps, at every rank."""
     rows = []
     jitted = jax.jit(lambda given: rotate_patch(**given, implementation="xla"))
@@ -101,7 +104,7 @@ def pass_rows(sizes: Sizes, repeats: int, seed: int) -> list[dict[str, Any]]:
         wide = lambda value: np.asarray(value, np.float32)
         close = np.allclose(wide(jitted(given)), wide(one_by_one(**given)), rtol=2**-6, atol=2**-6)
         calls = {"one pass": lambda given=given: jitted(given), "steps": lambda given=given: one_by_one(**given)}
-        seconds = interleaved(calls, repeats)
+        seconds = time_calls(calls, repeats)
         ratios = [slow / fast for slow, fast in zip(seconds["steps"], seconds["one pass"], strict=True)]
         row = {"metric": "steps over one pass", "arm": f"rank {rank}", "seconds": seconds, "agrees": bool(close)}
         rows.append(row | _verdict(ratios, STEPS_BAR, lambda value, close=close: close and value >= STEPS_BAR))
@@ -109,15 +112,14 @@ def pass_rows(sizes: Sizes, repeats: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _verdict(values: Sequence[float], bar: float, passes: Callable[[float], bool]) -> dict[str, Any]:
-    value = statistics.median(values)
-    spread = {"value": value, "low": min(values), "high": max(values)}
-    return spread | {"bar": bar, "passed": bool(passes(value))}
+    row = spread(values)
+    return row | {"bar": bar, "passed": bool(passes(row["value"]))}
 
 
 class _Splicing:
     """A pool, a chunk, and a call that splices it at other slots each time; the pool is donated and kept."""
 
-    def __init__(self, sizes: Sizes, tokens: int, pages: int, seed: int):
+    def __init__(self, sizes: KernelSizes, tokens: int, pages: int, seed: int):
         shape = (sizes.splice_layers, pages, sizes.page_size, sizes.heads, sizes.width)
         # Written once, so that the system has given the memory before anything is timed.
         self.pool = jnp.ones(shape, jnp.bfloat16)
@@ -135,20 +137,14 @@ class _Splicing:
 
 
 def splice_seconds(
-    sizes: Sizes, cases: Mapping[str, tuple[int, int]], repeats: int, seed: int
+    sizes: KernelSizes, cases: Mapping[str, tuple[int, int]], repeats: int, seed: int
 ) -> dict[str, list[float]]:
     """Seconds of splices in turns; cases are (tokens, pages) by name. One warm-up each."""
     own = {name: _Splicing(sizes, *case, seed) for name, case in cases.items()}
-    for case in own.values():
-        case.seconds()
-    taken: dict[str, list[float]] = {name: [] for name in own}
-    for _ in range(repeats):
-        for name, case in own.items():
-            taken[name].append(case.seconds())
-    return taken
+    return take_turns({name: case.seconds for name, case in own.items()}, repeats, warm_ups=1, pause=0.0)
 
 
-def splice_rows(sizes: Sizes, repeats: int, seed: int) -> list[dict[str, Any]]:
+def splice_rows(sizes: KernelSizes, repeats: int, seed: int) -> list[dict[str, Any]]:
     """Splice's seconds by tokens, with a line through their medians; and by size of the pool."""
     taken = splice_seconds(sizes, {str(tokens): (tokens, sizes.pages) for tokens in sizes.spliced}, repeats, seed)
     medians = np.asarray([statistics.median(values) for values in taken.values()])
@@ -168,7 +164,7 @@ def splice_rows(sizes: Sizes, repeats: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def run(*, repeats: int = 5, seed: int = 0, sizes: Sizes | None = None) -> dict[str, Any]:
+def run(*, repeats: int = 5, seed: int = 0, sizes: KernelSizes | None = None) -> dict[str, Any]:
     """Times the XLA path of the kernels.
 
     Args:
@@ -179,7 +175,7 @@ def run(*, repeats: int = 5, seed: int = 0, sizes: Sizes | None = None) -> dict[
     Returns:
       {"config", "environment", "rows"}, ready for JSON; rows with a bar have `passed`.
     """
-    sizes = Sizes() if sizes is None else sizes
+    sizes = KernelSizes() if sizes is None else sizes
     rows = pass_rows(sizes, repeats, seed) + splice_rows(sizes, repeats, seed)
     factorised, needed = factorise_rows(sizes.matrices, repeats, seed)
     rows += [row | {"metric": f"factorise {row['metric']}"} for row in factorised]
@@ -192,13 +188,11 @@ def run(*, repeats: int = 5, seed: int = 0, sizes: Sizes | None = None) -> dict[
 
 def table(result: Mapping[str, Any]) -> str:
     """The rows for reading, and how many are within their bars."""
-    lines: list[tuple[str, ...]] = [("metric", "", "value", "low", "high", "bar", "")]
+    verdicts = {None: "", True: "pass", False: "FAIL"}
+    lines = []
     for row in result["rows"]:
         numbers = ["" if row.get(name) is None else f"{row[name]:.3g}" for name in ("value", "low", "high", "bar")]
-        lines.append(
-            (row["metric"], row.get("arm", ""), *numbers, {None: "", True: "pass", False: "FAIL"}[row.get("passed")])
-        )
-    widths = [max(len(line[column]) for line in lines) for column in range(7)]
-    text = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+        lines.append((row["metric"], row.get("arm", ""), *numbers, verdicts[row.get("passed")]))
+    text = aligned_table(("metric", "", "value", "low", "high", "bar", ""), lines)
     judged = [row for row in result["rows"] if "passed" in row]
     return f"{text}\n{sum(row['passed'] for row in judged)} of {len(judged)} rows within their bars"

@@ -5,7 +5,6 @@ that others use; and of the whole process, for XLA's threads are where the work 
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
@@ -16,6 +15,8 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax import layout, ops, pool
+
+from .timing import Turns, cpu_seconds, take_turns
 
 BARS = {"blind": 1.0, "patched": 3.0, "spliced": 4.0}
 """CPU time of `apply_patch` without a patch and with one, and of `splice` with one, over the chunk's x · 2, jitted."""
@@ -52,17 +53,9 @@ class _Placing:
         return self.pool
 
 
-def _cpu_seconds(calls: Mapping[str, Callable[[], Any]], repeats: int, times: int = 1) -> dict[str, list[float]]:
-    """CPU seconds of one call, the process's threads together, the calls in turns; one warm-up first."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(repeats + 1):
-        for name, call in calls.items():
-            begin = time.process_time()
-            for _ in range(times):
-                jax.block_until_ready(call())
-            if round_:
-                taken[name].append((time.process_time() - begin) / times)
-    return taken
+def _cpu_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, times: int = 1) -> Turns:
+    sides = {name: lambda call=call: cpu_seconds(call, times) for name, call in calls.items()}
+    return take_turns(sides, repeats, warm_ups=1, pause=0.0)
 
 
 def _row(metric: str, arm: str, value: float, values: list[float], bar: float | None) -> dict[str, Any]:
@@ -84,7 +77,7 @@ def placing_rows(layers: int, tokens: int, heads: int, width: int, repeats: int,
         "spliced": lambda: case.splice(case.patch),
         "relocated": lambda: kvp.relocate(case.layout, engine, 7, 99),
     }
-    taken = _cpu_seconds(calls, repeats)
+    taken = _cpu_turns(calls, repeats)
     metric = f"placing over x · 2, CPU time, {tokens} × {layers} × {heads} × {width}"
     rows = []
     for name, seconds in taken.items():
@@ -111,6 +104,6 @@ def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[dict[str, An
     with contextlib.ExitStack() as stack:
         for module, name in programs:
             stack.enter_context(mock.patch.object(module, name, returned))
-        taken = _cpu_seconds(calls, max(repeats, 20), times=20)
+        taken = _cpu_turns(calls, max(repeats, 20), times=20)
     micros = {name: [1e6 * value for value in seconds] for name, seconds in taken.items()}
     return [_row("checks of a call, µs", name, min(values), values, CHECKS_BAR) for name, values in micros.items()]

@@ -4,13 +4,10 @@ The synthetic deficit is 28 layers × 1024 tokens × width 512 with a spectrum t
 its energy, which is slower to fall, and so harder to sketch, than the deficits that were measured.
 """
 
-import os
 import pathlib
-import platform
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +17,9 @@ from jaxtyping import Array, Float
 from kvpatch_jax import deficit
 from pallas_kernels import factorise
 from pallas_kernels.factorise.shapes import PRODUCTION, Shape
+
+from ..results.environment import environment
+from .timing import spread, time_calls
 
 Deltas = Float[Array | np.ndarray, "*batch T F"]
 
@@ -44,18 +44,6 @@ def energy_ratio(deltas: Deltas, rank: int, method: str = "randomised", seed: in
     deltas = jnp.asarray(deltas, jnp.float32)
     u, v = factorise(deltas, rank, method=method, key=jax.random.key(seed))
     return np.asarray(deficit.energy_ratio(deltas, u, v))
-
-
-def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, taken in turns so that a busy spell of the machine hits all alike; one warm-up first."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(repeats + 1):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(call())
-            if round_:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
 
 
 def shipped_deficits(contexts: int = 16, seed: int = 4242) -> dict[str, np.ndarray]:
@@ -91,7 +79,7 @@ def factorise_rows(shape: Shape, repeats: int, seed: int) -> tuple[list[dict], i
     key = jax.random.key(seed)
     randomised = jax.jit(lambda value: factorise(value, shape.rank, method="randomised", key=key))
     full = jax.jit(lambda value: jnp.linalg.svd(value, full_matrices=False))
-    seconds = interleaved({"randomised": lambda: randomised(matrix), "svd": lambda: full(matrix)}, repeats)
+    seconds = time_calls({"randomised": lambda: randomised(matrix), "svd": lambda: full(matrix)}, repeats)
     ratios = [slow / fast for slow, fast in zip(seconds["svd"], seconds["randomised"], strict=True)]
     u, v = randomised(matrix)
     energy = np.asarray(deficit.energy_ratio(matrix, u, v))
@@ -99,7 +87,7 @@ def factorise_rows(shape: Shape, repeats: int, seed: int) -> tuple[list[dict], i
         {"metric": "seconds", "arm": arm, "value": statistics.median(values), "all": values}
         for arm, values in seconds.items()
     ]
-    rows.append({"metric": "speedup", "value": statistics.median(ratios), "low": min(ratios), "high": max(ratios)})
+    rows.append({"metric": "speedup"} | spread(ratios))
     rows.append({"metric": "energy_ratio", "value": float(energy.mean()), "low": float(energy.min())})
     return rows, int(np.median(needed))
 
@@ -125,14 +113,3 @@ def run(*, repeats: int = 5, seed: int = 0, deficits: str | None = None) -> dict
     rows += _real_deficits(real, (4, 8, 16, 32))
     config = shape._asdict() | {"repeats": repeats, "seed": seed, "e90": needed}
     return {"config": config, "environment": environment(), "rows": rows}
-
-
-def environment() -> dict:
-    """Where this ran."""
-    return {
-        "jax": jax.__version__,
-        "device": str(jax.devices()[0].device_kind),
-        "cores": os.cpu_count(),
-        "load": pathlib.Path("/proc/loadavg").read_text().split()[0] if os.path.exists("/proc/loadavg") else None,
-        "python": platform.python_version(),
-    }

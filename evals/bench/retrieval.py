@@ -7,7 +7,6 @@ as they are, one per image token; and clustered synthetic ones, which are many. 
 import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,8 @@ from jaxtyping import Float
 
 from kvpatch_jax.store import ApproximateRetriever, ExactRetriever, Retriever, pooled, recall
 from models import ModelBackbone
+
+from .timing import stopwatch
 
 K = 10
 
@@ -70,12 +71,7 @@ def measure(vectors: Float[np.ndarray, "n D"], arm: str, probes: Sequence[float]
 
 
 def _timed(retriever: Retriever, queries: np.ndarray, arm: str, stored: int) -> dict[str, Any]:
-    seconds = []
-    for query in queries:
-        begin = time.perf_counter()
-        retriever.search(query, K)
-        seconds.append(time.perf_counter() - begin)
-    value = statistics.median(seconds)
+    value = statistics.median(stopwatch(lambda query=query: retriever.search(query, K)) for query in queries)
     return {"metric": "search_seconds", "arm": arm, "value": value, "n": len(queries), "stored": stored}
 
 

@@ -27,11 +27,11 @@ import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore
 
+from ..results.environment import environment
+from ..results.tables import markdown_table
 from . import fetch, orbax_side, store_data, store_growth
-from .backbones import Turns, take_turns
-from .patch import environment
 from .store_data import BACKBONE
-from .transformers_worker import stopwatch
+from .timing import Turns, stopwatch, take_turns
 
 LEAST_REPEATS = 7
 """Turns of every pair: the extremes of seven ratios hold their median with 98 %."""
@@ -49,14 +49,13 @@ class Bench:
     store: ChunkStore
     chunk: kvp.Chunk
     patches: Sequence[kvp.Patch]
-    sizes: store_data.Sizes
+    sizes: store_data.StoreSizes
     repeats: int
     seed: int
 
     def turns(self, sides: Mapping[str, Callable[[], float]]) -> Turns:
         """Seconds of each side, in turns, after one turn that does not count."""
-        take_turns(sides, 1)
-        return take_turns(sides, self.repeats)
+        return take_turns(sides, self.repeats, warm_ups=1)
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -229,7 +228,7 @@ def patches(bench: Bench) -> Iterator[Row]:
 def opening(bench: Bench) -> Iterator[Row]:
     """Opening a store of many objects, and finding them all as the first eviction does."""
     root, count = bench.folder / "many", bench.sizes.objects
-    small = store_data.chunk_of(store_data.Sizes(layers=1, tokens=1, heads=1, width=8), bench.seed)
+    small = store_data.chunk_of(store_data.StoreSizes(layers=1, tokens=1, heads=1, width=8), bench.seed)
     with ChunkStore(root, budget=Budget(host=0)) as store:
         for number in range(count):
             store.put_async(dataclasses.replace(small, id=f"small{number}"))
@@ -331,13 +330,12 @@ _HEADS = ("what", "against", "ours", "theirs", "value", "interval", "bar", "")
 def table(result: Mapping[str, Any]) -> str:
     """The rows as Markdown, with what they were measured on and how many are within their bars."""
     config, rows = result["config"], result["rows"]
-    lines = [_HEADS, tuple("---" for _ in _HEADS), *(_cells(row) for row in rows)]
     judged = [row for row in rows if "passed" in row]
     where = f"{config['repeats']} interleaved repeats, {config['file_system']}, {result['environment']['cores']} cores"
     sizes = f"a chunk of {config['chunk_bytes'] / 1e6:.3g} MB, patches of {config['patch_bytes'] / 1e6:.3g} MB"
     note = " Tiny sizes: these are no measurements." if config["quick"] else ""
     within = f"{sum(row['passed'] for row in judged)} of {len(judged)} rows within their bars"
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = markdown_table(_HEADS, [_cells(row) for row in rows])
     return f"{text}\n\n{where}; {sizes}; {within}.{note}\n"
 
 

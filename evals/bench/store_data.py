@@ -11,7 +11,7 @@ BACKBONE = "benchmark"
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class StoreSizes:
     """Of all that is timed. `WHOLE`: 58.7 MB of bf16 in 56 leaves, patches of 1.03 MB, 10 000 small objects, growth to
     50 000, a library of 4 000 entries."""
 
@@ -26,11 +26,11 @@ class Sizes:
     entries: int = 4_000
 
 
-WHOLE = Sizes()
-QUICK = Sizes(layers=4, tokens=64, heads=8, width=16, rank=2, group=4, objects=40, growth=(20, 40), entries=20)
+WHOLE = StoreSizes()
+QUICK = StoreSizes(layers=4, tokens=64, heads=8, width=16, rank=2, group=4, objects=40, growth=(20, 40), entries=20)
 
 
-def chunk_of(sizes: Sizes, seed: int, id: str = "large") -> kvp.Chunk:
+def chunk_of(sizes: StoreSizes, seed: int, id: str = "large") -> kvp.Chunk:
     """A canonical of bf16 host arrays."""
     layout = kvp.KVLayout.gqa(sizes.layers, sizes.heads, sizes.width, kvp.Rope(1e4, sizes.width))
     rng = np.random.default_rng(seed)
@@ -45,7 +45,7 @@ def leaves_of(chunk: kvp.Chunk) -> dict[str, np.ndarray]:
     return {f"layer.{layer}.{name}": np.asarray(chunk.kv[name][layer]) for layer in layers for name in chunk.kv}
 
 
-def patches_of(chunk: kvp.Chunk, sizes: Sizes, seed: int) -> list[kvp.Patch]:
+def patches_of(chunk: kvp.Chunk, sizes: StoreSizes, seed: int) -> list[kvp.Patch]:
     """As many patches as one commit takes, each behind another antecedent."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)

@@ -24,7 +24,7 @@ from kvpatch_jax.store.format.codec import chunk_blob
 
 from . import store_data
 from .store_data import BACKBONE
-from .transformers_worker import stopwatch
+from .timing import stopwatch
 
 EVICTING, COLLECT, LISTED, LIBRARY = "evicting put", "collect, nothing expired", "ls, the first row", "library put"
 BARS = {EVICTING: 0.1, COLLECT: 1.0, LIBRARY: 0.01}
@@ -49,7 +49,7 @@ Measured = Iterator[tuple[str, int, list[float]]]
 
 def small_chunk(seed: int) -> kvp.Chunk:
     """A canonical whose file is little more than its header."""
-    return store_data.chunk_of(store_data.Sizes(layers=1, tokens=1, heads=1, width=8), seed)
+    return store_data.chunk_of(store_data.StoreSizes(layers=1, tokens=1, heads=1, width=8), seed)
 
 
 def growing(root: Path, counts: Sequence[int], repeats: int, seed: int) -> Measured:
@@ -101,7 +101,7 @@ def library_puts(root: Path, entries: int, repeats: int) -> Measured:
 
 
 def rows(
-    folder: Path, sizes: store_data.Sizes, repeats: int, seed: int
+    folder: Path, sizes: store_data.StoreSizes, repeats: int, seed: int
 ) -> Iterator[tuple[dict[str, Any], list[float]]]:
     """Each measurement as a row without its judgement, and its seconds."""
     measured = itertools.chain(

@@ -16,14 +16,13 @@ import jax
 import numpy as np
 
 from evals.bench import orbax_side, store_data
-from evals.bench.backbones import take_turns
-from evals.bench.transformers_worker import stopwatch
+from evals.bench.timing import stopwatch, take_turns
 from kvpatch_jax.store import Budget, ChunkStore
 
 DEVICES = 8
 
 
-def main(folder: Path, sizes: store_data.Sizes, repeats: int, seed: int) -> None:
+def main(folder: Path, sizes: store_data.StoreSizes, repeats: int, seed: int) -> None:
     """Puts a chunk, reads it into shards both ways, and compares every shard once."""
     chunk = store_data.chunk_of(sizes, seed)
     mesh = jax.make_mesh((DEVICES,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -46,4 +45,4 @@ def main(folder: Path, sizes: store_data.Sizes, repeats: int, seed: int) -> None
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), store_data.Sizes(**json.loads(sys.argv[2])), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), store_data.StoreSizes(**json.loads(sys.argv[2])), int(sys.argv[3]), int(sys.argv[4]))

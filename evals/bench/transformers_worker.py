@@ -1,7 +1,7 @@
 """The other side of `--suite=backbones`: transformers on the CPU, run as a script by an interpreter that has torch.
 
 It imports nothing of this project. Each line on stdin is a request {"call": name, ...}, each line on stdout its answer;
-an answer {"error": ...} says what went wrong. `measure.py` imports `mean_seconds`, so that both sides are timed by the
+an answer {"error": ...} says what went wrong. `timing.py` imports `mean_seconds`, so that both sides are timed by the
 same rule; torch is imported only where a model is run.
 """
 # pyright: reportMissingImports=false

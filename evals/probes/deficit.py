@@ -5,7 +5,7 @@ import numpy as np
 
 from kvpatch_jax import deficit
 
-from .. import statistics
+from ..results import intervals
 from .repair import PageReuse
 from .results_table import ResultsTable
 
@@ -34,5 +34,5 @@ def _rows(ledger: ResultsTable, metric: str, tables: list[dict]) -> None:
     for channel in tables[0]:
         values = np.concatenate([np.asarray(table[channel], np.float64) for table in tables])
         for layer in range(values.shape[1]):
-            interval = statistics.mean(values[:, layer], np.arange(len(values)))
+            interval = intervals.mean(values[:, layer], np.arange(len(values)))
             ledger.row("deficit", f"layer={layer}.{channel}", metric, interval)

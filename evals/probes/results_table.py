@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import statistics
+from ..results import intervals
+from ..results.rows import Row, measured_row
 from ..small_task import KINDS, VOCABULARY, Questions
 from ..small_task.scenes import Answers
-
-Row = dict[str, object]
 
 
 class ProbeItems:
@@ -58,13 +57,13 @@ class ResultsTable:
         """The sheet of a probe (or of one part of it, with a reference of its own), made at first use."""
         return self.sheets.setdefault((probe, part), ProbeItems(probe, reference, blind))
 
-    def row(self, probe: str, arm: str, metric: str, interval: statistics.Interval) -> None:
+    def row(self, probe: str, arm: str, metric: str, interval: intervals.Interval) -> None:
         """Add one row that is not derived from items."""
-        self.plain.append(_row(self.model, probe, arm, metric, interval))
+        self.plain.append(measured_row(probe, self.model, arm, metric, interval))
 
     def value(self, probe: str, arm: str, metric: str, value: float, n: int) -> None:
         """Add one number without an interval."""
-        self.row(probe, arm, metric, statistics.Interval(value, value, value, n))
+        self.row(probe, arm, metric, intervals.Interval(value, value, value, n))
 
     def largest(self, probe: str, arm: str, metric: str, value: float, n: int) -> None:
         """One batch of a number of which the largest counts; its row is the maximum over all batches."""
@@ -80,9 +79,9 @@ class ResultsTable:
         rows = [row for sheet in self.sheets.values() for row in self._rows_of(sheet)]
         for (probe, arm, metric), batches in self.samples.items():
             values, clusters = (np.concatenate(columns) for columns in zip(*batches, strict=True))
-            rows.append(_row(self.model, probe, arm, metric, statistics.mean(values, clusters)))
+            rows.append(measured_row(probe, self.model, arm, metric, intervals.mean(values, clusters)))
         for (probe, arm, metric), (value, n) in self.maxima.items():
-            rows.append(_row(self.model, probe, arm, metric, statistics.Interval(value, value, value, n)))
+            rows.append(measured_row(probe, self.model, arm, metric, intervals.Interval(value, value, value, n)))
         return rows + self.plain
 
     def _rows_of(self, sheet: ProbeItems) -> Iterator[Row]:
@@ -96,7 +95,7 @@ class ResultsTable:
             for arm in sheet.predicted:
                 metrics = _metrics(cut(sheet.arm(arm)), cut(reference), cut(blind), answer[here], cluster[here])
                 for metric, interval in metrics.items():
-                    yield _row(self.model, sheet.label, arm, f"{metric}.{name}", interval)
+                    yield measured_row(sheet.label, self.model, arm, f"{metric}.{name}", interval)
 
     def write_items(self, path: Path) -> None:
         """One JSON line per probe and question: context, kind, answer, and per arm [prediction, KL in nats]."""
@@ -120,16 +119,12 @@ class ResultsTable:
                     file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-def _metrics(arm, reference, blind, answer: np.ndarray, cluster: np.ndarray) -> dict[str, statistics.Interval]:
+def _metrics(arm, reference, blind, answer: np.ndarray, cluster: np.ndarray) -> dict[str, intervals.Interval]:
     right, reference_right = (pair[0] == answer for pair in (arm, reference))
     return {
-        "accuracy": statistics.mean(right.astype(float), cluster),
-        "difference": statistics.paired_difference(right.astype(float), reference_right.astype(float), cluster),
-        "kl": statistics.mean(arm[1], cluster),
-        "eta": statistics.eta(arm[1], blind[1], cluster),
-        "flip_recover": statistics.flip_recover(reference[0], blind[0], arm[0], cluster),
+        "accuracy": intervals.mean(right.astype(float), cluster),
+        "difference": intervals.paired_difference(right.astype(float), reference_right.astype(float), cluster),
+        "kl": intervals.mean(arm[1], cluster),
+        "eta": intervals.eta(arm[1], blind[1], cluster),
+        "flip_recover": intervals.flip_recover(reference[0], blind[0], arm[0], cluster),
     }
-
-
-def _row(model: str, probe: str, arm: str, metric: str, interval: statistics.Interval) -> Row:
-    return {"probe": probe, "model": model, "arm": arm, "metric": metric, **interval._asdict()}

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvpatch_jax import ops
 
-from .. import small_task, statistics
+from .. import small_task
+from ..results import intervals
 from ..small_task import KINDS, LEGENDS, Questions, scenes
 from ..small_task.scenes import KV, Scene
 from .repair import PageReuse, factorise
@@ -150,5 +151,5 @@ def orbit_against_exact(ledger: ResultsTable) -> None:
     for number, name in enumerate(sheet.kinds):
         here = kind == number
         if here.any():
-            interval = statistics.paired_difference(orbit[here].astype(float), exact[here].astype(float), cluster[here])
+            interval = intervals.paired_difference(orbit[here].astype(float), exact[here].astype(float), cluster[here])
             ledger.row("reorder", "orbit", f"orbit_minus_exact.{name}", interval)

@@ -15,7 +15,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..statistics import Interval, Rows
+from ..results.intervals import Interval
+from ..results.rows import Rows
 
 Results = Mapping[str, Any]
 

@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..statistics import Interval, Rows, above, number, show, within
+from ..results.intervals import Interval
+from ..results.rows import COLUMNS, Rows
 from .figures import DEFICIT_METRICS, KINDS, MULTI_HOP, Results, arm_label, byte_share, deficit_table
+from .wording import above, number, show, within
 
 VISIBLE = "repair.visible"
 DEEP = "patch.deepest_half.rank=16"
 SINGLE_HOP = ("page", "legend")
 NO_WINDOW = "_no_window"
 TOKEN_METHODS = ("first_k", "cacheblend", "oracle_delta")
-COLUMNS = ("probe", "model", "arm", "metric", "value", "low", "high", "n")
 
 
 def smallest_rank(results: Results, probe: str, tolerance: float = 0.01) -> int | None:

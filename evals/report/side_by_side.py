@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..results.rows import Rows, without_nan
+from ..results.tables import markdown_table
 from ..small_task import KINDS
-from ..statistics import Rows, number, show, without_nan
 from .figures import Results
 from .page import TOKEN_METHODS, VISIBLE, smallest_rank
+from .wording import number, show
 
 RANK = 8
 HEAD = (
@@ -54,9 +56,9 @@ def line(results: Results) -> list[str]:
 def write(results: Mapping[str, Results], folder: Path) -> Path:
     """Write the table, the figure and the numbers of both; returns the table's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [list(HEAD), ["---"] * len(HEAD), *(line(each) for each in results.values())]
     table = folder / "backbones.md"
-    table.write_text("\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n", encoding="utf-8")
+    lines = [line(each) for each in results.values()]
+    table.write_text(markdown_table(HEAD, lines) + "\n", encoding="utf-8")
     kept = {name: {"config": each["config"], "rows": _kept(each)} for name, each in results.items()}
     (folder / "backbones.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     draw(results, folder / "backbones.png")

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from ..results.rows import Rows
+from ..results.tables import markdown_table
 from ..small_task import KINDS
-from ..statistics import Rows, show
 from .figures import Results, arm_label
+from .wording import show
 
 ARMS = (
     "re-prefill",
@@ -25,10 +27,10 @@ def write_table(results: Results, path: Path, probe: str = "repair.visible") -> 
     """Write accuracy with 95 % intervals per arm and kind, KL of chain questions and the share of KV bytes."""
     rows = Rows(results)
     head = ["way of reuse", "bytes", *KINDS, "KL, chain"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for arm in ARMS:
         share = rows.get(probe, arm, "bytes").value
         accuracy = [show(rows.get(probe, arm, f"accuracy.{kind}")) for kind in KINDS]
         lines.append([arm_label(arm), f"{share:.0%}", *accuracy, show(rows.get(probe, arm, "kl.chain"))])
-    path.write_text("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n", encoding="utf-8")
+    path.write_text(markdown_table(head, lines) + "\n", encoding="utf-8")
     return path

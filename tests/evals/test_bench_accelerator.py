@@ -71,7 +71,6 @@ import os, sys, time
 from pathlib import Path
 from evals.bench import accelerator_rows
 from evals.bench.accelerator_rows import Task
-from evals.bench.accelerator_cases import environment
 NOTES = []
 def fault(): os._exit(7)
 def hang(): time.sleep(60)
@@ -80,7 +79,7 @@ def tasks(tiny, which):
     for key, run in (("a", dict), ("b", fault), ("c", hang), ("d", wrong), ("e", dict)):
         yield Task(key, run)
 module = sys.modules["evals.bench.faulty"] = sys.modules["__main__"]
-accelerator_rows.PARTS["numerics"] = accelerator_rows.Part("faulty", "tasks")
+accelerator_rows.PARTS["numerics"] = accelerator_rows.BenchPart("faulty", "tasks")
 accelerator_rows.work("numerics", Path(sys.argv[1]), True)
 """
 

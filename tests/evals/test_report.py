@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from evals.report import figures, page
-from evals.statistics import UNDEFINED, Interval, Rows, as_row
+from evals.results.intervals import UNDEFINED, Interval
+from evals.results.rows import Rows, as_row
 
 KINDS = ("page", "legend", "chain", "aggregate", "override")
 TOP = {"page": 0.97, "legend": 0.99, "chain": 0.96, "aggregate": 0.8, "override": 0.9, "survivor": 0.95, "evicted": 0.3}

@@ -16,9 +16,11 @@ import pytest
 from evals import probes, run, small_task
 from evals.report import side_by_side
 from evals.report.figures import draw_all
-from evals.report.page import COLUMNS, TOKEN_METHODS, write_report
+from evals.report.page import TOKEN_METHODS, write_report
+from evals.report.wording import number
+from evals.results.environment import environment
+from evals.results.rows import COLUMNS
 from evals.small_task import COLOURS, KINDS, VOCABULARY
-from evals.statistics import number
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import REPAIRS
@@ -82,7 +84,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, backbone: QwenVLBackbone) -> J
     ledger = run.measure(backbone, CONFIG, folder, progress)
     rows = ledger.rows()
     config = {**dataclasses.asdict(CONFIG), "command": "python -m evals.run --seed=77"}
-    results = {"config": config, "environment": run.environment(), "rows": rows}
+    results = {"config": config, "environment": environment(run.PACKAGES), "rows": rows}
     run.write_results(results, [ledger], folder)
     example = run.draw_example(backbone, folder, CONFIG.seed)
     figures = [example, *draw_all(results, folder / "figures")]
@@ -129,7 +131,7 @@ def test_nan_is_written_as_null(job: Job):
             undefined += nan
             assert written[name] == (None if nan else row[name])
     assert undefined > 0
-    assert job.written["environment"]["cpus"] >= 1
+    assert job.written["environment"]["cores"] >= 1
     assert job.written["config"]["seed"] == CONFIG.seed
 
 

@@ -1,4 +1,4 @@
-"""Intervals over questions that come in clusters, and the long-form rows they are written as.
+"""Bootstrap intervals of statistics over questions that come in clusters.
 
 Questions about one context share its images, so contexts, not questions, are resampled. The resamples depend on the
 number of contexts and the seed alone: two arms over the same questions are compared on the same draws (paired), and
@@ -7,8 +7,7 @@ an interval never depends on which other arms were run. All intervals are 95 % p
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped
@@ -188,118 +187,3 @@ def _interval(value: float, drawn: np.ndarray, n: int) -> Interval:
         return Interval(value, math.nan, math.nan, n)
     low, high = np.percentile(drawn, [LOW, HIGH])
     return Interval(value, float(low), float(high), n)
-
-
-def number(value: float) -> str:
-    """Three decimals, or two significant digits below 0.01 ("<1e-6" for less); "–" where undefined."""
-    if not math.isfinite(value):
-        return "–"
-    if value == 0:
-        return "0"
-    if abs(value) < 0.01:
-        return "<1e-6" if 0 < value < 1e-6 else f"{value:.2g}".replace("-", "−", 1 if value < 0 else 0)
-    return f"{value:.3f}".replace("-", "−")
-
-
-def show(interval: Interval) -> str:
-    """A value with its interval: "0.453 [0.421, 0.486]"; the value alone where there is none or it has no width."""
-    if not math.isfinite(interval.low + interval.high) or interval.low == interval.value == interval.high:
-        return number(interval.value)
-    return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
-
-
-def within(got: Interval, low: float, high: float) -> str:
-    """Whether a statistic lies in [low, high], by its whole interval (by its value where it has none).
-
-    "same direction" if inside, "differs" if outside, "undecided" across an edge, "not measured" where undefined.
-    """
-    if not math.isfinite(got.value):
-        return "not measured"
-    left, right = _ends(got)
-    if low <= left and right <= high:
-        return "same direction"
-    return "differs" if right < low or left > high else "undecided"
-
-
-def above(a: Interval, b: Interval, margin: float = 0.0) -> str:
-    """Whether a is above b by more than `margin`, interval against interval, in the words of `within`."""
-    if not (math.isfinite(a.value) and math.isfinite(b.value)):
-        return "not measured"
-    if _ends(a)[0] - _ends(b)[1] > margin:
-        return "same direction"
-    return "differs" if _ends(a)[1] - _ends(b)[0] < margin else "undecided"
-
-
-def _ends(got: Interval) -> tuple[float, float]:
-    return (got.low, got.high) if math.isfinite(got.low + got.high) else (got.value, got.value)
-
-
-# ------------------------------------------------------------------------------------------------- long-form rows
-
-
-def as_row(probe: str, model: str, arm: str, metric: str, interval: Interval | float) -> dict[str, Any]:
-    """One row of results.json; what is not finite is written as None, so that the file is strict JSON.
-
-    A bare number (a share of bytes, say) is a row without interval and with n = 1.
-    """
-    if not isinstance(interval, Interval):
-        interval = Interval(float(interval), math.nan, math.nan, 1)
-    finite = lambda number: float(number) if math.isfinite(number) else None
-    value, low, high = (finite(number) for number in interval[:3])
-    return dict(probe=probe, model=model, arm=arm, metric=metric, value=value, low=low, high=high, n=int(interval.n))
-
-
-class Rows:
-    """The rows of a results dictionary by (probe, arm, metric) for one model. What is missing reads as UNDEFINED.
-
-    Args:
-      results: {"config", "environment", "rows"}; only "rows" and config["model"] are read.
-      model: whose rows; by default config["model"], else the first model that is not a "…_no_window" control.
-    """
-
-    def __init__(self, results: Mapping[str, Any], model: str | None = None) -> None:
-        self.results = results
-        rows: Sequence[Mapping[str, Any]] = results.get("rows", [])
-        self.models = list(dict.fromkeys(row["model"] for row in rows))
-        chosen = model or results.get("config", {}).get("model")
-        if chosen not in self.models:
-            main = [name for name in self.models if not name.endswith("_no_window")]
-            chosen = model or (main or self.models or [""])[0]
-        self.model: str = chosen
-        number = lambda value: math.nan if value is None else float(value)
-        self.table = {
-            (row["probe"], row["arm"], row["metric"]): Interval(
-                number(row["value"]), number(row.get("low")), number(row.get("high")), int(row.get("n") or 0)
-            )
-            for row in rows
-            if row["model"] == self.model
-        }
-
-    def get(self, probe: str, arm: str, metric: str) -> Interval:
-        """The statistic, or UNDEFINED."""
-        return self.table.get((probe, arm, metric), UNDEFINED)
-
-    def gap(self, probe: str, arm: str, kind: str) -> float:
-        """Accuracy of an arm minus re-prefill's (−1…1), NaN where either is missing."""
-        metric = f"accuracy.{kind}"
-        return self.get(probe, arm, metric).value - self.get(probe, "re-prefill", metric).value
-
-    def arms(self, probe: str, prefix: str = "") -> list[str]:
-        """Arms of a probe that begin with `prefix`, in order of appearance."""
-        return list(dict.fromkeys(arm for where, arm, _ in self.table if where == probe and arm.startswith(prefix)))
-
-    def kinds(self, probe: str, metric: str = "accuracy") -> list[str]:
-        """Question kinds for which the probe reports `metric`, in order of appearance."""
-        names = (name for where, _, name in self.table if where == probe and name.startswith(metric + "."))
-        return list(dict.fromkeys(name.split(".", 1)[1] for name in names))
-
-    def settings(self, probe: str, prefix: str) -> list[tuple[float, str]]:
-        """(setting, arm) of the arms named `prefix`<number>, ascending: ("patch.rank=" gives ranks)."""
-        found = [(arm.removeprefix(prefix), arm) for arm in self.arms(probe, prefix)]
-        return sorted((float(setting), arm) for setting, arm in found if setting.replace(".", "", 1).isdigit())
-
-
-def without_nan(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as strict JSON has them: None for what is not finite."""
-    clean = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
-    return [{name: clean(value) for name, value in row.items()} for row in rows]

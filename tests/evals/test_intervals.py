@@ -7,8 +7,9 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from evals import statistics
-from evals.statistics import Interval, Rows, as_row
+from evals.results import intervals
+from evals.results.intervals import Interval
+from evals.results.rows import Rows, as_row
 
 
 def draw(seed=0, clusters=40, size=6):
@@ -23,7 +24,7 @@ def test_equals_direct_resampling():
     values, cluster = draw()
     counts = np.random.default_rng(7).multinomial(40, np.full(40, 1 / 40), 300)
     direct = [np.mean(np.repeat(values, count[cluster.astype(int)])) for count in counts]
-    got = statistics.mean(values, cluster, seed=7, draws=300)
+    got = intervals.mean(values, cluster, seed=7, draws=300)
     np.testing.assert_allclose(got[:3], [values.mean(), *np.percentile(direct, [2.5, 97.5])], atol=1e-12)
     assert got.n == len(values)
 
@@ -38,7 +39,7 @@ def test_median_equals_direct_resampling():
     for count in counts:
         weight = count[cluster.astype(int)][keep]
         direct.append(np.median(np.repeat(1 - arm[keep] / blind[keep], weight)))
-    got = statistics.median_eta(arm, blind, control, cluster, seed=1, draws=200)
+    got = intervals.median_eta(arm, blind, control, cluster, seed=1, draws=200)
     assert got.n == keep.sum()
     np.testing.assert_allclose(got.value, np.median(1 - arm[keep] / blind[keep]))
     np.testing.assert_allclose(got[1:3], np.percentile(direct, [2.5, 97.5]), atol=1e-12)
@@ -50,9 +51,9 @@ def test_coverage_of_a_clustered_binomial():
     covered = naive = 0
     for _ in range(300):
         correct = np.repeat(rng.random(100) < 0.7, 8)
-        got = statistics.mean(correct, np.repeat(np.arange(100), 8), draws=400)
+        got = intervals.mean(correct, np.repeat(np.arange(100), 8), draws=400)
         covered += got.low <= 0.7 <= got.high
-        flat = statistics.mean(correct, np.arange(800), draws=400)
+        flat = intervals.mean(correct, np.arange(800), draws=400)
         naive += flat.low <= 0.7 <= flat.high
     assert 0.91 <= covered / 300 <= 0.985
     assert naive / 300 < 0.7
@@ -61,62 +62,62 @@ def test_coverage_of_a_clustered_binomial():
 def test_arms_are_paired():
     """Two arms that differ by a constant differ by that constant in every draw: an interval of width zero."""
     values, cluster = draw()
-    gap = statistics.paired_difference(values + 0.25, values, cluster)
+    gap = intervals.paired_difference(values + 0.25, values, cluster)
     np.testing.assert_allclose(gap[:3], 0.25)
-    assert statistics.mean(values + 0.25, cluster).high - statistics.mean(values, cluster).high == pytest.approx(0.25)
+    assert intervals.mean(values + 0.25, cluster).high - intervals.mean(values, cluster).high == pytest.approx(0.25)
 
 
 def test_seeds_decide_the_draws():
     values, cluster = draw()
-    assert statistics.mean(values, cluster, seed=1) == statistics.mean(values, cluster, seed=1)
-    assert statistics.mean(values, cluster, seed=1).low != statistics.mean(values, cluster, seed=2).low
-    assert statistics.mean(values, cluster, seed=1).value == statistics.mean(values, cluster, seed=2).value
+    assert intervals.mean(values, cluster, seed=1) == intervals.mean(values, cluster, seed=1)
+    assert intervals.mean(values, cluster, seed=1).low != intervals.mean(values, cluster, seed=2).low
+    assert intervals.mean(values, cluster, seed=1).value == intervals.mean(values, cluster, seed=2).value
 
 
 def test_eta_by_hand():
     blind, cluster = np.array([1.0, 3.0, 0.0, 4.0]), np.array([0, 0, 1, 1])
-    assert statistics.eta(blind, blind, cluster)[:3] == (0, 0, 0)
-    assert statistics.eta(0 * blind, blind, cluster)[:3] == (1, 1, 1)
-    half = statistics.eta(np.array([4.0, 0.0, 0.0, 0.0]), blind, cluster)
+    assert intervals.eta(blind, blind, cluster)[:3] == (0, 0, 0)
+    assert intervals.eta(0 * blind, blind, cluster)[:3] == (1, 1, 1)
+    half = intervals.eta(np.array([4.0, 0.0, 0.0, 0.0]), blind, cluster)
     assert (half.value, half.n) == (0.5, 4)
     assert half.low <= half.value <= half.high
-    assert statistics.eta(3 * blind, blind, cluster).value == -2
+    assert intervals.eta(3 * blind, blind, cluster).value == -2
 
 
 def test_flip_recover_counts_flips_only():
     reference, blind = np.array([1, 2, 3, 4, 5]), np.array([1, 0, 0, 0, 5])
     arm = np.array([9, 2, 3, 7, 9])
-    got = statistics.flip_recover(reference, blind, arm, np.array([0, 0, 1, 1, 2]))
+    got = intervals.flip_recover(reference, blind, arm, np.array([0, 0, 1, 1, 2]))
     assert got.value == pytest.approx(2 / 3)
     assert got.n == 3
-    none = statistics.flip_recover(reference, reference, arm, np.arange(5))
+    none = intervals.flip_recover(reference, reference, arm, np.arange(5))
     assert math.isnan(none.value)
     assert none.n == 0
 
 
 def test_what_cannot_be_said_is_nan():
     nothing = np.zeros(0)
-    assert statistics.mean(nothing, nothing).n == 0
-    assert math.isnan(statistics.mean(nothing, nothing).value)
-    one_context = statistics.mean(np.array([0.0, 1.0]), np.zeros(2))
+    assert intervals.mean(nothing, nothing).n == 0
+    assert math.isnan(intervals.mean(nothing, nothing).value)
+    one_context = intervals.mean(np.array([0.0, 1.0]), np.zeros(2))
     assert one_context.value == 0.5
     assert math.isnan(one_context.low)
     assert math.isnan(one_context.high)
     zeros, cluster = np.zeros(4), np.arange(4)
-    assert math.isnan(statistics.eta(zeros + 1, zeros, cluster).value)
-    assert math.isnan(statistics.eta(zeros, zeros + np.inf, cluster).value)
-    assert statistics.eta(np.array([np.inf, 0, 0, 0]), zeros + 1, cluster).value == -math.inf
-    assert statistics.median_eta(zeros, zeros, zeros, cluster) == pytest.approx(statistics.UNDEFINED, nan_ok=True)
-    assert math.isnan(statistics.mean(np.array([1.0, np.nan]), np.arange(2)).value)
+    assert math.isnan(intervals.eta(zeros + 1, zeros, cluster).value)
+    assert math.isnan(intervals.eta(zeros, zeros + np.inf, cluster).value)
+    assert intervals.eta(np.array([np.inf, 0, 0, 0]), zeros + 1, cluster).value == -math.inf
+    assert intervals.median_eta(zeros, zeros, zeros, cluster) == pytest.approx(intervals.UNDEFINED, nan_ok=True)
+    assert math.isnan(intervals.mean(np.array([1.0, np.nan]), np.arange(2)).value)
 
 
 def test_bad_lengths_are_named():
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         with pytest.raises(ValueError, match=r"\(3,\), \(2,\)"):
-            statistics.paired_difference(np.zeros(3), np.zeros(2), np.zeros(3))
+            intervals.paired_difference(np.zeros(3), np.zeros(2), np.zeros(3))
         with pytest.raises(ValueError, match="draw"):
-            statistics.mean(np.zeros(3), np.arange(3), draws=0)
+            intervals.mean(np.zeros(3), np.arange(3), draws=0)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
 

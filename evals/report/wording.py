@@ -1,0 +1,49 @@
+"""Intervals in words: numbers as they are shown, and verdicts on published directions."""
+
+import math
+
+from ..results.intervals import Interval
+
+
+def number(value: float) -> str:
+    """Three decimals, or two significant digits below 0.01 ("<1e-6" for less); "–" where undefined."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) < 0.01:
+        return "<1e-6" if 0 < value < 1e-6 else f"{value:.2g}".replace("-", "−", 1 if value < 0 else 0)
+    return f"{value:.3f}".replace("-", "−")
+
+
+def show(interval: Interval) -> str:
+    """A value with its interval: "0.453 [0.421, 0.486]"; the value alone where there is none or it has no width."""
+    if not math.isfinite(interval.low + interval.high) or interval.low == interval.value == interval.high:
+        return number(interval.value)
+    return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
+
+
+def within(got: Interval, low: float, high: float) -> str:
+    """Whether a statistic lies in [low, high], by its whole interval (by its value where it has none).
+
+    "same direction" if inside, "differs" if outside, "undecided" across an edge, "not measured" where undefined.
+    """
+    if not math.isfinite(got.value):
+        return "not measured"
+    left, right = _ends(got)
+    if low <= left and right <= high:
+        return "same direction"
+    return "differs" if right < low or left > high else "undecided"
+
+
+def above(a: Interval, b: Interval, margin: float = 0.0) -> str:
+    """Whether a is above b by more than `margin`, interval against interval, in the words of `within`."""
+    if not (math.isfinite(a.value) and math.isfinite(b.value)):
+        return "not measured"
+    if _ends(a)[0] - _ends(b)[1] > margin:
+        return "same direction"
+    return "differs" if _ends(a)[1] - _ends(b)[0] < margin else "undecided"
+
+
+def _ends(got: Interval) -> tuple[float, float]:
+    return (got.low, got.high) if math.isfinite(got.low + got.high) else (got.value, got.value)

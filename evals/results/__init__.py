@@ -1,0 +1,1 @@
+"""What a results file holds: intervals over clustered questions, rows, and where they were measured."""

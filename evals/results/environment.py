@@ -1,0 +1,41 @@
+"""Where something was measured, for every file of results. Imports jax alone, so that it runs on a bare machine."""
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def environment(packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Describes the machine and its software.
+
+    Args:
+      packages: distributions whose versions are told; None for one that runs from its checkout, not installed.
+
+    Returns:
+      device (jax's name of its kind), jax, python, machine, cores, load (of the last minute; None where the system does
+      not say), and versions where packages were asked for.
+    """
+    load = Path("/proc/loadavg")
+    described: dict[str, Any] = {
+        "device": str(jax.devices()[0].device_kind),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load": load.read_text().split()[0] if load.exists() else None,
+    }
+    if packages:
+        described["versions"] = {name: _version(name) for name in packages}
+    return described
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

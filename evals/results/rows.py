@@ -1,0 +1,86 @@
+"""The rows of results.json, long-form: probe, model, arm, metric, value, low, high, n."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .intervals import UNDEFINED, Interval
+
+COLUMNS = ("probe", "model", "arm", "metric", "value", "low", "high", "n")
+Row = dict[str, Any]
+
+
+def measured_row(probe: str, model: str, arm: str, metric: str, interval: Interval) -> Row:
+    """Makes one row; what is undefined is NaN (`without_nan` makes null of it)."""
+    return {"probe": probe, "model": model, "arm": arm, "metric": metric, **interval._asdict()}
+
+
+def as_row(probe: str, model: str, arm: str, metric: str, interval: Interval | float) -> Row:
+    """Makes one row of results.json; what is not finite is None, so that the file is strict JSON.
+
+    A bare number (a share of bytes, say) is a row without interval and with n = 1.
+    """
+    if not isinstance(interval, Interval):
+        interval = Interval(float(interval), math.nan, math.nan, 1)
+    return without_nan([measured_row(probe, model, arm, metric, interval)])[0]
+
+
+def without_nan(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Makes rows that strict JSON can hold: None for what is not finite."""
+    cleaned = []
+    for row in rows:
+        undefined = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        cleaned.append({**row, **dict.fromkeys(undefined)})
+    return cleaned
+
+
+class Rows:
+    """The rows of a results dictionary by (probe, arm, metric) for one model. What is missing reads as UNDEFINED.
+
+    Args:
+      results: {"config", "environment", "rows"}; only "rows" and config["model"] are read.
+      model: whose rows; by default config["model"], else the first model that is not a "…_no_window" control.
+    """
+
+    def __init__(self, results: Mapping[str, Any], model: str | None = None) -> None:
+        self.results = results
+        rows: Sequence[Mapping[str, Any]] = results.get("rows", [])
+        self.models = list(dict.fromkeys(row["model"] for row in rows))
+
+        chosen = model or results.get("config", {}).get("model")
+        if chosen not in self.models:
+            main = [name for name in self.models if not name.endswith("_no_window")]
+            chosen = model or (main or self.models or [""])[0]
+        self.model: str = chosen
+
+        self.table: dict[tuple[str, str, str], Interval] = {}
+        for row in rows:
+            if row["model"] == self.model:
+                # Undefined numbers are null in results.json and NaN in rows that were not written yet.
+                ends = [row["value"], row.get("low"), row.get("high")]
+                value, low, high = (math.nan if number is None else float(number) for number in ends)
+                interval = Interval(value, low, high, int(row.get("n") or 0))
+                self.table[row["probe"], row["arm"], row["metric"]] = interval
+
+    def get(self, probe: str, arm: str, metric: str) -> Interval:
+        """The statistic, or UNDEFINED."""
+        return self.table.get((probe, arm, metric), UNDEFINED)
+
+    def gap(self, probe: str, arm: str, kind: str) -> float:
+        """Accuracy of an arm minus re-prefill's (−1…1), NaN where either is missing."""
+        metric = f"accuracy.{kind}"
+        return self.get(probe, arm, metric).value - self.get(probe, "re-prefill", metric).value
+
+    def arms(self, probe: str, prefix: str = "") -> list[str]:
+        """Arms of a probe that begin with `prefix`, in order of appearance."""
+        return list(dict.fromkeys(arm for where, arm, _ in self.table if where == probe and arm.startswith(prefix)))
+
+    def kinds(self, probe: str, metric: str = "accuracy") -> list[str]:
+        """Question kinds for which the probe reports `metric`, in order of appearance."""
+        names = (name for where, _, name in self.table if where == probe and name.startswith(metric + "."))
+        return list(dict.fromkeys(name.split(".", 1)[1] for name in names))
+
+    def settings(self, probe: str, prefix: str) -> list[tuple[float, str]]:
+        """(setting, arm) of the arms named `prefix`<number>, ascending: ("patch.rank=" gives ranks)."""
+        found = [(arm.removeprefix(prefix), arm) for arm in self.arms(probe, prefix)]
+        return sorted((float(setting), arm) for setting, arm in found if setting.replace(".", "", 1).isdigit())
