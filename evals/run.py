@@ -27,7 +27,8 @@ from .command_line import errors_as_one_line
 from .probes.results_table import ResultsTable
 from .report import side_by_side
 from .report.figures import draw_all, example_figure
-from .report.page import print_summary, write_report
+from .report.page import write_report
+from .report.summary import print_summary
 from .report.table import write_table
 from .results.environment import environment
 from .results.rows import without_nan

@@ -9,8 +9,9 @@ from typing import Any
 from ..results.rows import Rows, without_nan
 from ..results.tables import markdown_table
 from ..small_task import KINDS
+from .comparison import VISIBLE, smallest_rank
 from .figures import Results
-from .page import TOKEN_METHODS, VISIBLE, smallest_rank
+from .summary import TOKEN_METHODS
 from .wording import number, show
 
 RANK = 8

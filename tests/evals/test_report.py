@@ -10,7 +10,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from evals.report import figures, page
+from evals.report import comparison, figures, page, summary
 from evals.results.intervals import UNDEFINED, Interval
 from evals.results.rows import Rows, as_row
 
@@ -129,7 +129,7 @@ def test_missing_probes_are_skipped(results, tmp_path):
     assert [path.stem for path in figures.draw_all(without(results, "re"), tmp_path)] == ["slide", "deficit"]
     for some in (nothing, without(results, "repair"), without(results, "recall"), without(results, "deficit")):
         assert page.write_report(some, [], tmp_path / "report.html", []).read_text().endswith("</html>\n")
-        page.print_summary(some, io.StringIO())
+        summary.print_summary(some, io.StringIO())
 
 
 def test_example_shows_every_answer(tmp_path):
@@ -155,10 +155,10 @@ def test_labels():
 
 def test_smallest_rank(results):
     """0.55 · 0.62 · 0.3ⁿ falls below 0.01 first at n = 3, rank 8; nothing comes within 1e-5."""
-    assert page.smallest_rank(results, "repair.visible") == 8
-    assert page.smallest_rank(results, "repair.visible", tolerance=0.2) == 2
-    assert page.smallest_rank(results, "repair.visible", tolerance=1e-5) is None
-    assert page.smallest_rank(results, "slide") is None
+    assert comparison.smallest_rank(results, "repair.visible") == 8
+    assert comparison.smallest_rank(results, "repair.visible", tolerance=0.2) == 2
+    assert comparison.smallest_rank(results, "repair.visible", tolerance=1e-5) is None
+    assert comparison.smallest_rank(results, "slide") is None
 
 
 def test_report_reads_offline(results, drawn, tmp_path):
@@ -179,7 +179,7 @@ def test_report_reads_offline(results, drawn, tmp_path):
 
 
 def verdicts(results):
-    return {claim.about: claim.verdict for claim in page.compare(results)}
+    return {claim.about: claim.verdict for claim in comparison.compare(results)}
 
 
 def test_directions_are_computed(results):
@@ -207,7 +207,7 @@ def test_directions_are_computed(results):
 
 def test_summary_is_a_dozen_lines(results):
     out = io.StringIO()
-    page.print_summary(results, out, report=Path("out") / "report.html")
+    summary.print_summary(results, out, report=Path("out") / "report.html")
     lines = out.getvalue().strip().splitlines()
     assert 10 <= len(lines) <= 16
     assert max(map(len, lines)) <= 120

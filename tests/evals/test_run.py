@@ -16,7 +16,8 @@ import pytest
 from evals import probes, run, small_task
 from evals.report import side_by_side
 from evals.report.figures import draw_all
-from evals.report.page import TOKEN_METHODS, write_report
+from evals.report.page import write_report
+from evals.report.summary import TOKEN_METHODS
 from evals.report.wording import number
 from evals.results.environment import environment
 from evals.results.rows import COLUMNS
