@@ -28,15 +28,15 @@ page = kvp.make_chunk(backbone, [folder / "page.png"], id="page")
 # Once, both images in one prompt: what the page becomes behind the legend. The patch is the thin part of the change.
 both = backbone.prefill(backbone.embed(**backbone.prepare([folder / "legend.png", folder / "page.png"]))).kv
 conditioned = {name: value[:, 0, legend.length :] for name, value in both.items()}
-patch = kvp.form_patch(layout, conditioned, page, rank=8, antecedent=[legend.id])
+patch = kvp.form_patch(page, conditioned, rank=8, antecedent=[legend.id])
 print(f"the page: {page.nbytes} bytes of KV; its patch: {patch.nbytes} bytes")
 
 # Later the same two images stand elsewhere. No forward pass: one rotation each, and the patch for the page.
 start = 30
 legend_kv = kvp.to_engine(layout, legend.kv, legend.local, start)
 page_start = start + legend.span
-blind = kvp.apply_patch(layout, page, None, page_start)
-patched = kvp.apply_patch(layout, page, patch, page_start, antecedent=[legend.id])
+blind = kvp.apply_patch(page, None, page_start)
+patched = kvp.apply_patch(page, patch, page_start, antecedent=[legend.id])
 
 
 def answer(question: str, page_kv: dict[str, jax.Array]) -> str:

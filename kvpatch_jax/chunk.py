@@ -33,15 +33,16 @@ class Chunk:
     """The canonical KV of one unit, with what is needed to place it anywhere.
 
     Attributes:
-      kv: {channel: [L, T, K, H]}, phase-free, in the storage dtype. T may be padded beyond `length`.
+      kv: {channel: [L, T, K, H]}, phase-free, in the storage dtype. T may be padded beyond `length`. A batch of chunks
+        that share everything else, as an evaluation has it, is {channel: [L, B, T, K, H]}; stores do not take one.
       local: positions relative to the chunk's start, [T] or [T, A]; float32, may be fractional.
       span: how far the next chunk's start moves (under M-RoPE the largest extent, not the token count).
       length: tokens that are not padding, 1 ≤ length ≤ T.
-      id: the chunk's name; patches carry it in their metadata it.
+      id: the chunk's name; patches carry it in their metadata.
       layout: of kv.
       backbone: fingerprint of the model that made it.
       encoder: the vision (or audio) tower's output, [T', D], or None.
-      hidden: the residual stream at some layers' inputs, {layer: [T, D]}, or None.
+      hidden: the residual stream at some layers' inputs, {layer: [T, D]} ([B, T, D] of a batch), or None.
       content: a digest of what the chunk shows, by which two chunks of one id are told apart; who makes it from inputs
         gives theirs. None takes a checksum of kv, "kv:…", computed in the pass that looks for NaN, and again wherever
         a chunk is made of this one's fields. It finds mistakes and not forgeries. A digest that was given is believed.
@@ -54,30 +55,31 @@ class Chunk:
       InputError: length out of range, an empty id or content, or no fingerprint.
     """
 
-    kv: Mapping[str, Float[AnyArray, "L T _ _"]]
-    local: Num[AnyArray, "..."]
+    kv: Mapping[str, Float[AnyArray, "L *B T _ _"]]
+    local: Num[AnyArray, " T"] | Num[AnyArray, "T A"]
     span: int
     length: int
     id: str
     layout: KVLayout
     backbone: str
     encoder: Float[AnyArray, "..."] | None = None
-    hidden: Mapping[int, Float[AnyArray, "T D"]] | None = None
+    hidden: Mapping[int, Float[AnyArray, "*B T D"]] | None = None
     content: str | None = None
 
     def __post_init__(self) -> None:
         expect_frame(self.kv, f"chunk {self.id!r}", "phase_free")
         self.layout.check(self.kv, f"chunk {self.id!r}")
         shape = self.kv[self.layout.names[0]].shape
-        if len(shape) != 4:
-            raise ShapeError(f"chunk {self.id!r}: kv of shape {shape}; expected [L, T, K, H]")
+        if len(shape) not in (4, 5):
+            raise ShapeError(f"chunk {self.id!r}: kv of shape {shape}; expected [L, T, K, H] or [L, B, T, K, H]")
+        tokens = shape[-3]
         if not self.id:
             raise InputError(f"chunk: id {self.id!r}; expected a name")
         fingerprint_of(self.backbone, f"chunk {self.id!r}")
-        if not 1 <= self.length <= shape[1]:
-            raise InputError(f"chunk {self.id!r}: length {self.length}; expected 1 to {shape[1]}")
+        if not 1 <= self.length <= tokens:
+            raise InputError(f"chunk {self.id!r}: length {self.length}; expected 1 to {tokens}")
         axes = self.layout.rope.axes
-        expected = (shape[1],) if axes is None else (shape[1], axes)
+        expected = (tokens,) if axes is None else (tokens, axes)
         if self.local.shape != expected:
             raise PositionError(f"chunk {self.id!r}: local positions {self.local.shape}; expected {expected}")
         if self.span < 0:
@@ -92,7 +94,7 @@ class Chunk:
         for word in ("kv", "local", "encoder", "hidden"):
             object.__setattr__(self, word, _kept(getattr(self, word)))
         object.__setattr__(self, "kv", PhaseFreeKV(self.kv))
-        computed, finite = examine(self.kv, self.length)
+        computed, finite = _examined(self)
         if not finite:
             check_finite(self.kv, f"chunk {self.id!r}")
         if self.content is None or self.content.startswith(COMPUTED):
@@ -108,7 +110,13 @@ class Chunk:
     @property
     def tokens(self) -> int:
         """Padded number of tokens, T."""
-        return self.kv[self.layout.names[0]].shape[1]
+        return self.kv[self.layout.names[0]].shape[-3]
+
+    @property
+    def batch(self) -> int | None:
+        """How many chunks kv holds, B; None for one chunk without a batch axis."""
+        shape = self.kv[self.layout.names[0]].shape
+        return shape[1] if len(shape) == 5 else None
 
     @functools.cached_property
     def places(self) -> str:
@@ -141,8 +149,8 @@ class Chunk:
             widths[axis] = (0, more)
             return jnp.pad(jnp.asarray(value), widths)
 
-        hidden = None if self.hidden is None else {layer: grow(value, 0) for layer, value in self.hidden.items()}
-        kv = {name: grow(value, 1) for name, value in self.kv.items()}
+        hidden = None if self.hidden is None else {layer: grow(value, -2) for layer, value in self.hidden.items()}
+        kv = {name: grow(value, -3) for name, value in self.kv.items()}
         return trusted(self, kv=PhaseFreeKV(kv), local=grow(self.local, 0), hidden=hidden)
 
 
@@ -168,10 +176,16 @@ def trusted(chunk: Chunk, **changes: Any) -> Chunk:
     return copy
 
 
+def _examined(chunk: Chunk) -> tuple[str, bool]:
+    """A checksum of a chunk's kv and whether it is finite; of a batch with tokens in front, as `examine` has them."""
+    kv = chunk.kv if chunk.batch is None else {name: jnp.moveaxis(value, 1, 2) for name, value in chunk.kv.items()}
+    return examine(kv, chunk.length)
+
+
 def content_of(chunk: Chunk) -> str:
     """A chunk's content; one that came without (from a store, unlooked at) is computed now, and known from then on."""
     if chunk.content is None:
-        object.__setattr__(chunk, "content", COMPUTED + examine(chunk.kv, chunk.length)[0])
+        object.__setattr__(chunk, "content", COMPUTED + _examined(chunk)[0])
     assert chunk.content is not None
     return chunk.content
 

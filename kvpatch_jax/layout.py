@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 from .errors import DtypeError, LayoutError, PositionError, ShapeError
 from .frames import EngineKV, LocalKV, PhaseFreeKV, expect_frame
 from .frames import Frame as Frame
-from .rope import POSITION_LIMIT, Rope, check_positions, extent, relocation_tables, rope_tables, rotate
+from .rope import POSITION_LIMIT, Angles, Rope, check_positions, extent, relocation_tables, rope_tables, rotate
 
 AnyArray = jax.Array | np.ndarray
 KV = Mapping[str, Float[AnyArray, "..."]]
@@ -113,6 +113,12 @@ class KVLayout:
                 return channel
         raise LayoutError(f"layout: no channel {name!r}; expected one of {self.names}")
 
+    def with_angles(self, angles: Angles | None) -> "KVLayout":
+        """The same layout, its rope with other `angles` ("exact" or "float32"); None leaves them as they are."""
+        if angles is None or angles == self.rope.angles:
+            return self
+        return dataclasses.replace(self, rope=dataclasses.replace(self.rope, angles=angles))
+
     def bytes_per_token(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
         """Bytes one token takes, all layers and channels."""
         return self.layers * sum(channel.features for channel in self.channels) * jnp.dtype(dtype).itemsize
@@ -164,16 +170,20 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
     return start.astype(jnp.int32)
 
 
-def one_start(rope: Rope, start: Start, what: str) -> Int[AnyArray, "..."]:
-    """A start as `as_start` makes it, of one chunk: a scalar, or [A] with sections.
+def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[AnyArray, "..."]:
+    """A start as `as_start` makes it, of one chunk: a scalar, or [A] with sections; of a batch also one for each.
 
     Raises:
-      PositionError: as `as_start`, or several starts.
+      PositionError: as `as_start`, or another number of starts.
     """
     place = as_start(rope, start)
-    if place.ndim != (0 if rope.axes is None else 1):
-        raise PositionError(f"{what}: start of shape {place.shape}; expected a scalar, or one per axis of the rope")
-    return place
+    one = () if rope.axes is None else (rope.axes,)
+    if place.shape == one or (batch is not None and place.shape == (batch, *one)):
+        return place
+    several = "" if batch is None else f", or the same for each of {batch} chunks"
+    raise PositionError(
+        f"{what}: start of shape {place.shape}; expected a scalar, or one per axis of the rope{several}"
+    )
 
 
 def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray, "..."]) -> None:

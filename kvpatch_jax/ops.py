@@ -7,7 +7,7 @@ Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here;
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -224,14 +224,28 @@ def apply(
     """
     if frame == "engine":
         return _apply_after_rotation(layout, kv, factors, local, start, layers, heads)
+    result = {}
+    for name, arguments in operator_arguments(layout, factors, local, start, layers, heads).items():
+        value = kv[name]
+        result[name] = rotate_patch(value, layout=layout.rope.cached, **arguments) if arguments else value
+    return result
+
+
+def operator_arguments(
+    layout: KVLayout,
+    factors: Factors,
+    local: Num[Array | np.ndarray, "..."],
+    start: Int[Array, "..."],
+    layers: tuple[int, ...] | None,
+    heads: Heads,
+) -> dict[str, dict[str, Any]]:
+    """Keyword arguments of the kernels for every channel: its factors, and tables where it rotates."""
     cos, sin = rope_tables(layout.rope, local, start)
     result = {}
     for channel in layout.channels:
-        arguments = kernel_arguments(factors.get(channel.name), layers, layout.layers, heads)
+        result[channel.name] = kernel_arguments(factors.get(channel.name), layers, layout.layers, heads)
         if channel.rotates:
-            arguments |= {"cos": cos, "sin": sin, "scale": layout.rope.attention_scaling}
-        value = kv[channel.name]
-        result[channel.name] = rotate_patch(value, layout=layout.rope.cached, **arguments) if arguments else value
+            result[channel.name] |= {"cos": cos, "sin": sin, "scale": layout.rope.attention_scaling}
     return result
 
 

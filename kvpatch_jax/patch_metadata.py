@@ -13,7 +13,7 @@ from jaxtyping import Array
 from .checksum import examine
 from .chunk import Chunk
 from .content import names_of
-from .errors import InputError, LayoutError, PatchMismatchError, ShapeError, StalePatchError
+from .errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from .layout import KVLayout
 from .ops import ChannelFactors, Heads, Leaf, PatchFrame, Quantised, is_low_rank
 from .rope import Rope
@@ -75,7 +75,7 @@ class Patch:
 
     `factors` is a pytree of arrays, the only part that enters jitted code: {channel: (u, v)} with u [L', T, M] and
     v [L', M, F] (per head: [L', K, T, M] and [L', K, M, H]), or {channel: dense [L', T, K, H]}; L' counts the
-    metadata's layers.
+    metadata's layers. The patches of a batch of chunks have B behind L' in every factor; stores do not take them.
     u carries the singular values and v's rows are orthonormal (until quantised). A channel left out gets no correction.
 
     Raises:
@@ -96,7 +96,8 @@ class Patch:
             for name, rank in self.ranks.items()
         )
         kind = f"{'orbit, ' if metadata.orbit else ''}{metadata.base}, {metadata.frame}"
-        layers = f"{len(metadata.layers)} of {metadata.layout.layers} layers"
+        batch = "" if self.batch is None else f"batch of {self.batch}, "
+        layers = f"{batch}{len(metadata.layers)} of {metadata.layout.layers} layers"
         behind = f"{metadata.chunk!r} behind {metadata.antecedent}"
         return f"Patch({behind}: {ranks}, {layers}, {kind}, {self.nbytes} bytes)"
 
@@ -106,6 +107,12 @@ class Patch:
         for factors in self.factors.values():
             return (_shape(factors[0])[-2:] if is_low_rank(factors) else _shape(factors)[-3:])[0]  # pyright: ignore
         return None
+
+    @property
+    def batch(self) -> int | None:
+        """How many chunks the patch is of, B; None of one without a batch axis, and of a patch without factors."""
+        batch = _batch_of(self.factors, self.metadata.heads)
+        return batch[0] if batch else None
 
     def pad(self, tokens: int) -> "Patch":
         """The same patch for its chunk padded to `tokens`, as `Chunk.pad` does it: nothing is added to padding.
@@ -162,8 +169,20 @@ def _with_zeros(value: Array, axis: int, more: int) -> Array:
     return jnp.pad(value, widths)
 
 
-def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata) -> None:
+def _batch_of(factors: Mapping[str, Any], heads: Heads) -> tuple[int, ...]:
+    """The batch axes of the first channel's factors."""
+    for own in factors.values():
+        if is_low_rank(own):
+            return _shape(own[0])[1 : -3 if heads == "separate" else -2]
+        return _shape(own)[1:-3]
+    return ()
+
+
+def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batched: bool = True) -> None:
     """Refuses factors, on the host or on devices, that do not fit their metadata, by their shapes alone.
+
+    Args:
+      batched: whether they may have a batch axis.
 
     Raises:
       As `Patch`.
@@ -171,11 +190,14 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata) -> None:
     layout, layers = metadata.layout, metadata.layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
         raise InputError(f"patch: layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
+    batch = _batch_of(factors, metadata.heads)
+    if len(batch) > batched:
+        batch = ()
     lefts, tokens = set(), set()
     for name, own in factors.items():
         channel = layout.channel(name)
         per_head = metadata.heads == "separate"
-        before = (len(layers), channel.heads) if per_head else (len(layers),)
+        before = (len(layers), *batch, channel.heads) if per_head else (len(layers), *batch)
         if is_low_rank(own):
             u, v = map(_shape, own)
             _check_shape(u, (*before, None, None), f"u of {name!r}", "layers, tokens, rank")
@@ -184,8 +206,9 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata) -> None:
             tokens.add(u[-2])
         else:
             dense = _shape(own)
-            _check_shape(dense, (len(layers), None, channel.heads, channel.width), f"{name!r}", "layers, tokens, heads")
-            tokens.add(dense[1])
+            wanted = (len(layers), *batch, None, channel.heads, channel.width)
+            _check_shape(dense, wanted, f"{name!r}", "layers, tokens, heads")
+            tokens.add(dense[-3])
         for leaf in own if is_low_rank(own) else (own,):
             if isinstance(leaf, Quantised):
                 _check_scale(leaf, name)
@@ -257,19 +280,18 @@ def patch_digest(patch: Patch) -> str:
     return hashlib.blake2b(f"{found}\0{sorted(said.items())}".encode(), digest_size=16).hexdigest()
 
 
-def check_layout(layout: KVLayout, chunk: Chunk) -> None:
-    """Raises LayoutError where a chunk is of another layout, and InputError where it is no chunk."""
+def check_is_chunk(chunk: Chunk) -> None:
+    """Raises InputError where what is given as a chunk is none."""
     if not isinstance(chunk, Chunk):
         raise InputError(f"chunk of type {type(chunk).__name__}; expected a Chunk")
-    if not same_storage(layout, chunk.layout):
-        raise LayoutError(f"chunk {chunk.id!r} is of layout {chunk.layout}; expected {layout}")
 
 
-def check_chunk(metadata: PatchMetadata, layout: KVLayout, chunk: Chunk, base: Base) -> None:
+def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
     """Raises PatchMismatchError where a patch is of another chunk, base, backbone or layout.
 
     Contents are compared where both are known: nothing is computed for it but a digest of few positions, once.
     """
+    metadata = patch.metadata
     for word, found, expected in (
         ("chunk", metadata.chunk, chunk.id),
         ("base", metadata.base, base),
@@ -277,8 +299,8 @@ def check_chunk(metadata: PatchMetadata, layout: KVLayout, chunk: Chunk, base: B
     ):
         if found != expected:
             raise PatchMismatchError(f"patch: {word} {found!r}; expected {expected!r}")
-    if not same_storage(metadata.layout, layout):
-        raise PatchMismatchError(f"patch: layout {metadata.layout}; expected {layout}")
+    if not same_storage(metadata.layout, chunk.layout):
+        raise PatchMismatchError(f"patch: layout {metadata.layout}; expected {chunk.layout}")
     if None not in (metadata.content, chunk.content) and metadata.content != chunk.content:
         raise PatchMismatchError(
             f"patch: formed of chunk {chunk.id!r} with content {metadata.content!r}; expected {chunk.content!r}, which "
@@ -291,9 +313,19 @@ def check_chunk(metadata: PatchMetadata, layout: KVLayout, chunk: Chunk, base: B
         )
 
 
+def check_factor_shapes(patch: Patch, chunk: Chunk) -> None:
+    """Raises ShapeError where a patch's factors have another number of tokens, or another batch, than the chunk."""
+    if patch.tokens not in (None, chunk.tokens):
+        raise ShapeError(
+            f"patch of chunk {chunk.id!r}: {patch.tokens} tokens; expected the chunk's {chunk.tokens} (`Patch.pad` "
+            "pads a patch as `Chunk.pad` its chunk)"
+        )
+    if patch.factors and patch.batch != chunk.batch:
+        raise ShapeError(f"patch of chunk {chunk.id!r}: batch {patch.batch}; expected the chunk's {chunk.batch}")
+
+
 def check_stamp(
     patch: Patch,
-    layout: KVLayout,
     chunk: Chunk,
     start: np.ndarray | jax.Array,
     antecedent: Sequence[str],
@@ -306,7 +338,7 @@ def check_stamp(
     """
     metadata, antecedent = patch.metadata, names_of(antecedent, "antecedent")
     base_antecedent = None if base_antecedent is None else names_of(base_antecedent, "base_antecedent")
-    check_chunk(metadata, layout, chunk, "canonical" if base_antecedent is None else "conditioned")
+    check_chunk(patch, chunk, "canonical" if base_antecedent is None else "conditioned")
     if metadata.frame == "engine":
         found = tuple(int(number) for number in np.asarray(start).ravel())
         if found != metadata.start:

@@ -19,10 +19,10 @@ from pallas_kernels.splice import check_slots, padded_width
 from . import ops
 from .chunk import AnyArray, Chunk
 from .errors import DtypeError, LayoutError, PoolError, ShapeError
-from .layout import Channel, KVLayout, Start, on_device, one_start
-from .patch import check_factor_shapes
-from .patch_metadata import Patch, check_layout, check_stamp
-from .rope import check_extent, rope_tables
+from .layout import Channel, KVLayout, Start, on_device
+from .patch import operator_call
+from .patch_metadata import Patch, check_is_chunk
+from .rope import Angles
 
 Slots = Int[AnyArray, " T"]
 Pool = Mapping[str, Float[AnyArray, "L P O _ _"]]
@@ -109,7 +109,6 @@ def check_held(pool: Pool) -> None:
 def splice(
     pool: Pool,
     slots: Slots,
-    layout: KVLayout,
     chunk: Chunk,
     patch: Patch | None,
     start: Start,
@@ -118,6 +117,7 @@ def splice(
     base: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
     base_antecedent: Sequence[str] = (),
     allow_stale: bool = False,
+    angles: Angles | None = None,
     allocator: "SlotAllocator | None" = None,
 ) -> dict[str, Float[Array, "L P O _ _"]]:
     """Writes R(start + local) · (KV + u v) into the pool, in place: `apply_patch`, with pages for a destination.
@@ -127,7 +127,8 @@ def splice(
         slots that are named becomes zero.
       slots: int32 [T] of the chunk's padded length, in any order; those from the chunk's length on are not looked at
         and their tokens are written nowhere.
-      layout, chunk, patch, start, antecedent, base, base_antecedent, allow_stale: as in `apply_patch`.
+      chunk: one, without a batch axis.
+      patch, start, antecedent, base, base_antecedent, allow_stale, angles: as in `apply_patch`.
       allocator: the pool's books. With them, slots that are written must have exactly one owner: what several share is
         not overwritten. Without, whoever calls sees to that.
 
@@ -137,32 +138,26 @@ def splice(
       slots that are not one per token. KernelShapeError: a rank beyond a channel's width. Else as `apply_patch`. All of
       it before anything is written.
     """
-    check_layout(layout, chunk)
-    kv = chunk.kv if base is None else base
+    check_is_chunk(chunk)
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
-    _check_splice(pool, slots, layout, chunk, kv)
+    _check_splice(pool, slots, chunk, chunk.kv if base is None else base)
     if allocator is not None:
         allocator.check_sole_owner(slots[: chunk.length], pool)
-    place = one_start(layout.rope, start, "splice")
-    check_extent(layout.rope, chunk.extent, place)
-    factors, plan = {}, {}
-    if patch is not None:
-        check_stamp(patch, layout, chunk, place, antecedent, None if base is None else base_antecedent, allow_stale)
-        check_factor_shapes(patch, chunk)
-        metadata = patch.metadata
-        layers = None if len(metadata.layers) == layout.layers else metadata.layers
-        factors, plan = dict(patch.factors), {"layers": layers, "heads": metadata.heads, "frame": metadata.frame}
-    own, arrays = ({name: on_device(value[name]) for name in layout.names} for value in (pool, kv))
+    call = operator_call("splice", chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles)
+    own = {name: on_device(pool[name]) for name in chunk.layout.names}
     slots = slots.astype(np.int32, copy=False)
-    return jitted_splice(layout, own, slots, arrays, factors, chunk.local, place, np.int32(chunk.length), **plan)
+    length = np.int32(chunk.length)
+    return jitted_splice(
+        call.layout, own, slots, call.kv, call.factors, chunk.local, call.start, length, **call.options
+    )
 
 
-def _check_splice(pool: Pool, slots: Slots, layout: KVLayout, chunk: Chunk, kv: Mapping[str, AnyArray]) -> None:
-    pages, page_size = check_pool(layout, pool)
-    layout.check(kv, f"kv of chunk {chunk.id!r}")
+def _check_splice(pool: Pool, slots: Slots, chunk: Chunk, kv: Mapping[str, AnyArray]) -> None:
+    if chunk.batch is not None:
+        raise ShapeError(f"splice: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+    pages, page_size = check_pool(chunk.layout, pool)
+    chunk.layout.check(kv, f"kv of chunk {chunk.id!r}")
     for name, value in kv.items():
-        if value.shape != chunk.kv[name].shape:
-            raise ShapeError(f"splice: {name!r} of shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
         if value.dtype != pool[name].dtype:
             raise DtypeError(f"splice: {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
     if slots.dtype.kind in "iu" and slots.shape != (chunk.tokens,):
@@ -187,15 +182,12 @@ def _splice(
     if frame == "engine":
         kv = ops.apply(layout, kv, factors, local, start, layers=layers, heads=heads, frame=frame)
         return {name: splice_kernel(pool[name], slots, kv[name], length=length) for name in pool}
-    cos, sin = rope_tables(layout.rope, local, start)
-    result = {}
-    for channel in layout.channels:
-        name = channel.name
-        arguments = ops.kernel_arguments(factors.get(name), layers, layout.layers, heads)
-        if channel.rotates:
-            arguments |= {"cos": cos, "sin": sin, "scale": layout.rope.attention_scaling}
-        result[name] = splice_kernel(pool[name], slots, kv[name], layout=layout.rope.cached, length=length, **arguments)
-    return result
+    given = ops.operator_arguments(layout, factors, local, start, layers, heads)
+    cached = layout.rope.cached
+    return {
+        name: splice_kernel(pool[name], slots, kv[name], layout=cached, length=length, **arguments)
+        for name, arguments in given.items()
+    }
 
 
 jitted_splice = jax.jit(_splice, static_argnames=("layout", "layers", "heads", "frame"), donate_argnames=("pool",))

@@ -27,6 +27,8 @@ from pallas_kernels import rotate_patch
 from .errors import LayoutError, PositionError
 from .scaling import Scaling
 
+Angles = Literal["exact", "float32"]
+
 POSITION_LIMIT = 2**30
 """Positions are refused, where they are concrete, from this magnitude on."""
 
@@ -60,7 +62,7 @@ class Rope:
     order: Literal["blocked", "interleaved"] = "blocked"
     width: int | None = None
     scaling: Scaling | None = None
-    angles: Literal["exact", "float32"] = "exact"
+    angles: Angles = "exact"
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:

@@ -26,7 +26,7 @@ def test_a_restored_store_answers_as_the_original(tmp_path: Path):
     (paths,) = scenes.write_images(scene.contexts, tmp_path / "pictures", canvas=scene.form.legend_shape)
     page = make_chunk(backbone, [paths[-1]], "page")
     conditioned = {name: value[:, 0, scene.page] for name, value in backbone.prefill(scene.prefix()).kv.items()}
-    patch = form_patch(page.layout, conditioned, page, rank=16, antecedent=ANTECEDENT)
+    patch = form_patch(page, conditioned, rank=16, antecedent=ANTECEDENT)
     with ChunkStore(tmp_path / "store", tenant=TENANT) as store:
         store.put(page)
         store.put_patches([patch])

@@ -18,9 +18,9 @@ def test_forming_and_applying_compile_once():
             chunk = chunk_of(name, seed=seed, length=length)
             for antecedent in (("A",), ("A", "C")):
                 conditioned = conditioned_of(chunk, seed=seed + len(antecedent))
-                patch = kvp.form_patch(layout, conditioned, chunk, 4, antecedent, key=jax.random.key(seed))
+                patch = kvp.form_patch(chunk, conditioned, 4, antecedent, key=jax.random.key(seed))
                 for start in (0, 7, np.int32(60), 5 if layout.rope.axes is None else np.array([1, 2, 3])):
-                    kvp.apply_patch(layout, chunk, patch, start, antecedent)
+                    kvp.apply_patch(chunk, patch, start, antecedent)
         assert ops.jitted_form._cache_size() == 1
         assert ops.jitted_apply._cache_size() == 1
 
@@ -33,8 +33,8 @@ def test_orbit_and_update_compile_once():
         acc = None
         for ordering in range(3):
             acc = kvp.accumulate(acc, conditioned_of(chunk, seed=ordering), chunk, ("A", "C"))
-        patch = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, 4, ("A",))
-        correction = kvp.correction_patch(chunk.layout, patch, conditioned_of(chunk, seed=3), chunk, 4, ("C",))
+        patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
+        correction = kvp.correction_patch(chunk, patch, conditioned_of(chunk, seed=3), 4, ("C",))
         kvp.update_patch(patch, correction)
     assert ops.jitted_accumulate._cache_size() == 1
     assert ops.jitted_merge._cache_size() == 1

@@ -228,20 +228,20 @@ def test_a_single_item_is_no_sequence_of_items(backbone, unchecked: None):
 def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
     chunk = chunk_of("gqa")
     conditioned = conditioned_of(chunk)
-    patch = kvp.form_patch(chunk.layout, conditioned, chunk, 4, ["a", "b", "c"])
+    patch = kvp.form_patch(chunk, conditioned, 4, ["a", "b", "c"])
     layout = chunk.layout
     sum_ = kvp.accumulate(None, conditioned, chunk)
     for call in (
-        lambda given: kvp.form_patch(layout, conditioned, chunk, 4, given),
-        lambda given: kvp.apply_patch(layout, chunk, patch, 0, given),
-        lambda given: kvp.apply_patch(layout, chunk, None, 0, given),
-        lambda given: kvp.apply_patch(layout, chunk, patch, 0, given, allow_stale=True),
-        lambda given: kvp.apply_patch(layout, chunk, patch, 0, ["a"], base=chunk.kv, base_antecedent=given),
+        lambda given: kvp.form_patch(chunk, conditioned, 4, given),
+        lambda given: kvp.apply_patch(chunk, patch, 0, given),
+        lambda given: kvp.apply_patch(chunk, None, 0, given),
+        lambda given: kvp.apply_patch(chunk, patch, 0, given, allow_stale=True),
+        lambda given: kvp.apply_patch(chunk, patch, 0, ["a"], base=chunk.kv, base_antecedent=given),
         lambda given: kvp.accumulate(None, conditioned, chunk, given),
         lambda given: kvp.orbit_patch(sum_, 4, given),
-        lambda given: kvp.removal_patch(layout, conditioned, chunk.kv, chunk, 4, given, ["a"]),
-        lambda given: kvp.removal_patch(layout, conditioned, chunk.kv, chunk, 4, ["a"], given),
-        lambda given: kvp.correction_patch(layout, patch, conditioned, chunk, 4, given),
+        lambda given: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, given, ["a"]),
+        lambda given: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, ["a"], given),
+        lambda given: kvp.correction_patch(chunk, patch, conditioned, 4, given),
         lambda given: kvp.PatchMetadata("B", "canonical", given, "tiny", layout, (0,)),
         lambda given: kvp.PatchMetadata("B", "conditioned", ("a",), "tiny", layout, (0,), base_antecedent=given),
         lambda given: Served("B", "tiny", given),
@@ -249,7 +249,7 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
         for given in ("abc", [chunk], [1], 3):
             with pytest.raises(InputError, match=r"antecedent.*expected"):
                 call(given)
-    assert kvp.apply_patch(layout, chunk, patch, 0, iter(["a", "b", "c"]))  # any sequence of names will do
+    assert kvp.apply_patch(chunk, patch, 0, iter(["a", "b", "c"]))  # any sequence of names will do
 
 
 def test_a_bare_backbone_is_refused_where_a_library_wants_several(store, unchecked: None):

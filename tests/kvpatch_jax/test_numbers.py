@@ -20,15 +20,15 @@ def large(size: float):
     """A patch whose deficit is this large."""
     chunk = chunk_of("gqa")
     conditioned = conditioned_of(chunk, size=size)
-    return chunk, conditioned, kvp.form_patch(chunk.layout, conditioned, chunk, 4, ("A",))
+    return chunk, conditioned, kvp.form_patch(chunk, conditioned, 4, ("A",))
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT8, jnp.int8])
 @pytest.mark.parametrize("size", [1e-6, 0.3, 1e4, 1e9])
 def test_eight_bits_are_scaled_whatever_the_range(size: float, dtype):
     chunk, conditioned, patch = large(size)
-    formed = kvp.form_patch(chunk.layout, conditioned, chunk, 4, ("A",), dtype=dtype)
-    applied = lambda patch: kvp.apply_patch(chunk.layout, chunk, patch, 3, ("A",))
+    formed = kvp.form_patch(chunk, conditioned, 4, ("A",), dtype=dtype)
+    applied = lambda patch: kvp.apply_patch(chunk, patch, 3, ("A",))
     whole, bare = applied(patch), applied(None)
     for small in (kvp.quantise(patch, dtype), formed, kvp.quantise(kvp.quantise(patch, jnp.int8), dtype)):
         assert jax.tree.leaves(small.factors)[0].dtype == dtype
@@ -44,7 +44,7 @@ def test_factors_beyond_float16_are_refused():
     with pytest.raises(NotFiniteError, match=r"float16.*expected finite"):
         kvp.quantise(patch, jnp.float16)
     with pytest.raises(NotFiniteError, match=r"float16.*expected finite"):
-        kvp.form_patch(chunk.layout, conditioned, chunk, 4, ("A",), dtype=jnp.float16)
+        kvp.form_patch(chunk, conditioned, 4, ("A",), dtype=jnp.float16)
     total = kvp.accumulate(None, conditioned, chunk, ("A",))
     with pytest.raises(NotFiniteError, match=r"float16.*expected finite"):
         kvp.orbit_patch(total, 4, dtype=jnp.float16)

@@ -32,10 +32,10 @@ def error(found: dict, expected: dict) -> float:
 def test_restores_a_low_rank_deficit_anywhere(name: str, method: str):
     chunk = chunk_of(name)
     conditioned = conditioned_of(chunk)
-    patch = kvp.form_patch(chunk.layout, conditioned, chunk, 4, A, method=method)
+    patch = kvp.form_patch(chunk, conditioned, 4, A, method=method)
     assert all(rank == 4 for rank in patch.ranks.values())
     for start in (0, 20):
-        found = kvp.apply_patch(chunk.layout, chunk, patch, start, A)
+        found = kvp.apply_patch(chunk, patch, start, A)
         assert error(found, kvp.to_engine(chunk.layout, conditioned, chunk.local, start)) < 2e-5
 
 
@@ -47,8 +47,8 @@ def test_other_forms_restore_too(name: str, options: dict):
     rank = 8 if options.get("shared_left") else 4
     if "frame" in options:
         rank = min(chunk.layout.channels[-1].features, 16)
-    patch = kvp.form_patch(chunk.layout, conditioned, chunk, rank, A, **options)
-    found = kvp.apply_patch(chunk.layout, chunk, patch, 7, A)
+    patch = kvp.form_patch(chunk, conditioned, rank, A, **options)
+    found = kvp.apply_patch(chunk, patch, 7, A)
     expected = kvp.to_engine(chunk.layout, conditioned, chunk.local, 7)
     bar = 2e-5 if "frame" not in options else 1.5
     assert error(found, expected) < bar
@@ -58,10 +58,10 @@ def test_no_patch_is_one_rotation_bit_for_bit():
     for dtype in (jnp.float32, jnp.bfloat16):
         for name in LAYOUTS:
             chunk = chunk_of(name, dtype=dtype)
-            empty = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, {}, A)
+            empty = kvp.form_patch(chunk, conditioned_of(chunk), {}, A)
             turned = kvp.to_engine(chunk.layout, chunk.kv, chunk.local, 20)
             for patch in (None, empty):
-                found = kvp.apply_patch(chunk.layout, chunk, patch, 20, A)
+                found = kvp.apply_patch(chunk, patch, 20, A)
                 assert all((found[c] == turned[c]).all() and found[c].dtype == dtype for c in chunk.layout.names)
 
 
@@ -70,8 +70,8 @@ def test_bfloat16_patch_stays_within_one_unit_of_recompute():
     conditioned = conditioned_of(chunk)
     exact = np.asarray(kvp.to_engine(chunk.layout, conditioned, chunk.local, 1000)["k"])
     small = dataclasses.replace(chunk, kv={name: value.astype(jnp.bfloat16) for name, value in chunk.kv.items()})
-    patch = kvp.form_patch(chunk.layout, conditioned, small, 8, A)
-    found = np.asarray(kvp.apply_patch(chunk.layout, small, patch, 1000, A)["k"].astype(jnp.float32))
+    patch = kvp.form_patch(small, conditioned, 8, A)
+    found = np.asarray(kvp.apply_patch(small, patch, 1000, A)["k"].astype(jnp.float32))
     recompute = np.asarray(jnp.asarray(exact).astype(jnp.bfloat16).astype(jnp.float32))
     ulp = 2.0 ** (np.floor(np.log2(np.abs(exact).max(-1))) - 7)
     assert (np.abs(found - exact).max(-1) <= np.abs(recompute - exact).max(-1) + ulp).all()
@@ -81,20 +81,20 @@ def test_bytes_are_the_papers():
     layout = kvp.KVLayout.gqa(1, 4, 128, kvp.Rope(1e6, 128))
     kv = kv_of(layout, 480)
     chunk = kvp.Chunk(kv, np.arange(480, dtype=np.float32), 480, 480, "B", layout, "tiny")
-    patch = kvp.form_patch(layout, kv_of(layout, 480, 1), chunk, 16, A)
+    patch = kvp.form_patch(chunk, kv_of(layout, 480, 1), 16, A)
     assert kvp.patch_bytes(patch) == 31 * layout.bytes_per_token(jnp.float32)
 
 
 def test_channels_ranks_and_dense():
     chunk = chunk_of("mla")
     conditioned = conditioned_of(chunk)
-    patch = kvp.form_patch(chunk.layout, conditioned, chunk, {"ckv": 4, "kpe": 16}, A)
+    patch = kvp.form_patch(chunk, conditioned, {"ckv": 4, "kpe": 16}, A)
     assert patch.ranks == {"ckv": 4, "kpe": None}
-    only = kvp.form_patch(chunk.layout, conditioned, chunk, {"kpe": 4, "ckv": 0}, A)
+    only = kvp.form_patch(chunk, conditioned, {"kpe": 4, "ckv": 0}, A)
     assert only.ranks == {"ckv": 0, "kpe": 4}
-    found = kvp.apply_patch(chunk.layout, chunk, only, 5, A)
+    found = kvp.apply_patch(chunk, only, 5, A)
     assert (found["ckv"] == chunk.kv["ckv"]).all()
-    full = kvp.apply_patch(chunk.layout, chunk, patch, 5, A)
+    full = kvp.apply_patch(chunk, patch, 5, A)
     assert error(full, kvp.to_engine(chunk.layout, conditioned, chunk.local, 5)) < 2e-5
 
 
@@ -105,11 +105,11 @@ def test_padding_changes_nothing():
     pad = lambda value: jnp.pad(value, [(0, 0), (0, 12), (0, 0), (0, 0)], constant_values=3.0)
     wide_conditioned = {name: pad(value) for name, value in conditioned.items()}
     for method in ("randomised", "exact"):
-        narrow = kvp.form_patch(chunk.layout, conditioned, chunk, 3, A, method=method)
-        padded = kvp.form_patch(chunk.layout, wide_conditioned, wide, 3, A, method=method)
+        narrow = kvp.form_patch(chunk, conditioned, 3, A, method=method)
+        padded = kvp.form_patch(wide, wide_conditioned, 3, A, method=method)
         assert not padded.factors["k"][0][:, 20:].any()
-        found = kvp.apply_patch(chunk.layout, wide, padded, 5, A)
-        expected = kvp.apply_patch(chunk.layout, chunk, narrow, 5, A)
+        found = kvp.apply_patch(wide, padded, 5, A)
+        expected = kvp.apply_patch(chunk, narrow, 5, A)
         assert error({name: value[:, :20] for name, value in found.items()}, expected) < (
             5e-3 if method == "randomised" else 1e-4
         )
@@ -123,10 +123,10 @@ def test_orbit_is_the_mean_of_the_orderings():
     patch = kvp.orbit_patch(acc, 4)
     mean = {name: (first[name] + second[name]) / 2 for name in first}
     for ordering in (A, A[::-1]):
-        found = kvp.apply_patch(chunk.layout, chunk, patch, 3, ordering)
+        found = kvp.apply_patch(chunk, patch, 3, ordering)
         assert error(found, kvp.to_engine(chunk.layout, mean, chunk.local, 3)) < 2e-5
     with pytest.raises(StalePatchError, match="A3"):
-        kvp.apply_patch(chunk.layout, chunk, patch, 3, ("A1", "A3"))
+        kvp.apply_patch(chunk, patch, 3, ("A1", "A3"))
     with pytest.raises(PatchMismatchError, match="A3"):
         kvp.accumulate(acc, second, chunk, ("A1", "A3"))
     with pytest.raises(PatchMismatchError, match="B5"):
@@ -138,26 +138,26 @@ def test_orbit_is_the_mean_of_the_orderings():
 def test_removal_adds_to_the_conditioned():
     chunk = chunk_of("gqa")
     conditioned, target = conditioned_of(chunk, 2, 1), conditioned_of(chunk, 2, 2)
-    patch = kvp.removal_patch(chunk.layout, target, conditioned, chunk, 4, ("A2",), A)
-    found = kvp.apply_patch(chunk.layout, chunk, patch, 3, ("A2",), base=conditioned, base_antecedent=A)
+    patch = kvp.removal_patch(chunk, target, conditioned, 4, ("A2",), A)
+    found = kvp.apply_patch(chunk, patch, 3, ("A2",), base=conditioned, base_antecedent=A)
     assert error(found, kvp.to_engine(chunk.layout, target, chunk.local, 3)) < 2e-5
     with pytest.raises(PatchMismatchError, match="'conditioned'; expected 'canonical'"):
-        kvp.apply_patch(chunk.layout, chunk, patch, 3, ("A2",))
+        kvp.apply_patch(chunk, patch, 3, ("A2",))
     with pytest.raises(StalePatchError, match="base"):
-        kvp.apply_patch(chunk.layout, chunk, patch, 3, ("A2",), base=conditioned, base_antecedent=("A9",))
+        kvp.apply_patch(chunk, patch, 3, ("A2",), base=conditioned, base_antecedent=("A9",))
 
 
 def test_update_follows_a_changed_antecedent():
     chunk = chunk_of("gqa")
     old, new = conditioned_of(chunk, 2, 1), conditioned_of(chunk, 2, 2)
-    patch = kvp.form_patch(chunk.layout, old, chunk, 4, A)
-    correction = kvp.correction_patch(chunk.layout, patch, new, chunk, 4, ("A1", "A3"))
+    patch = kvp.form_patch(chunk, old, 4, A)
+    correction = kvp.correction_patch(chunk, patch, new, 4, ("A1", "A3"))
     updated = kvp.update_patch(patch, correction)
     assert (updated.ranks, updated.metadata.antecedent) == ({"k": 4, "v": 4}, ("A1", "A3"))
-    found = kvp.apply_patch(chunk.layout, chunk, updated, 3, ("A1", "A3"))
+    found = kvp.apply_patch(chunk, updated, 3, ("A1", "A3"))
     assert error(found, kvp.to_engine(chunk.layout, new, chunk.local, 3)) < 5e-5
     with pytest.raises(PatchMismatchError, match="'patched'"):
-        kvp.apply_patch(chunk.layout, chunk, correction, 3, ("A1", "A3"))
+        kvp.apply_patch(chunk, correction, 3, ("A1", "A3"))
     with pytest.raises(RankError, match="rank 9"):
         kvp.update_patch(patch, correction, 9)
     with pytest.raises(PatchMismatchError, match="correction"):
@@ -167,10 +167,10 @@ def test_update_follows_a_changed_antecedent():
 def test_smaller_forms():
     chunk = chunk_of("gqa")
     conditioned = conditioned_of(chunk)
-    patch = kvp.form_patch(chunk.layout, conditioned, chunk, 6, A, method="exact")
+    patch = kvp.form_patch(chunk, conditioned, 6, A, method="exact")
     short = kvp.truncate(patch, 3)
-    own = kvp.form_patch(chunk.layout, conditioned, chunk, 3, A, method="exact")
-    applied = lambda patch: kvp.apply_patch(chunk.layout, chunk, patch, 3, A)
+    own = kvp.form_patch(chunk, conditioned, 3, A, method="exact")
+    applied = lambda patch: kvp.apply_patch(chunk, patch, 3, A)
     assert error(applied(short), applied(own)) < 1e-5
     for dtype, bar in ((jnp.bfloat16, 0.03), (jnp.int8, 0.05)):
         small = kvp.quantise(patch, dtype)
@@ -182,18 +182,16 @@ def test_smaller_forms():
     found, bare, full = applied(deep), applied(None), applied(patch)
     np.testing.assert_array_equal(found["k"][0], bare["k"][0])
     np.testing.assert_allclose(found["k"][1:], full["k"][1:], atol=1e-6)
-    formed = kvp.form_patch(chunk.layout, conditioned, chunk, 6, A, method="exact", layers=(1, 2))
+    formed = kvp.form_patch(chunk, conditioned, 6, A, method="exact", layers=(1, 2))
     assert error(applied(formed), found) < 1e-5
-    shared = kvp.form_patch(chunk.layout, conditioned, chunk, 6, A, shared_left=True)
+    shared = kvp.form_patch(chunk, conditioned, 6, A, shared_left=True)
     assert kvp.patch_bytes(shared) == 3 * 6 * (24 + 64) * 4
 
 
 def test_refuses_a_patch_that_does_not_belong():
     chunk = chunk_of("gqa")
-    patch = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, 4, A)
-    apply = lambda chunk, patch, antecedent=A, **more: kvp.apply_patch(
-        chunk.layout, chunk, patch, 3, antecedent, **more
-    )
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, A)
+    apply = lambda chunk, patch, antecedent=A, **more: kvp.apply_patch(chunk, patch, 3, antecedent, **more)
     with pytest.raises(StalePatchError, match=r"A2.*A1"):
         apply(chunk, patch, A[::-1])
     assert apply(chunk, patch, A[::-1], allow_stale=True)["k"].shape == chunk.kv["k"].shape
@@ -207,9 +205,9 @@ def test_refuses_a_patch_that_does_not_belong():
         apply(chunk, patch, base=chunk.kv)
     with pytest.raises(ShapeError, match="24 tokens"):
         apply(chunk.pad(30), patch)
-    with pytest.raises(LayoutError, match="layout"):
-        kvp.apply_patch(LAYOUTS["mla"], chunk, patch, 3, A)
-    engine = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, 4, A, frame="engine", start=5)
+    with pytest.raises(LayoutError, match="expected \\['k', 'v'\\]"):
+        apply(chunk, patch, base=kv_of(LAYOUTS["mla"], 24))
+    engine = kvp.form_patch(chunk, conditioned_of(chunk), 4, A, frame="engine", start=5)
     with pytest.raises(PatchMismatchError, match="engine"):
         apply(chunk, engine)
 
@@ -217,9 +215,7 @@ def test_refuses_a_patch_that_does_not_belong():
 def test_refuses_bad_ranks_and_input(unchecked):
     chunk = chunk_of("gqa")
     conditioned = conditioned_of(chunk)
-    form = lambda rank=4, conditioned=conditioned, **more: kvp.form_patch(
-        chunk.layout, conditioned, chunk, rank, A, **more
-    )
+    form = lambda rank=4, conditioned=conditioned, **more: kvp.form_patch(chunk, conditioned, rank, A, **more)
     for rank in (0, -1, {"k": -1}):
         with pytest.raises(RankError, match="expected at least 1"):
             form(rank)

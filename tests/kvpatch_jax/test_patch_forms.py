@@ -21,7 +21,7 @@ def worst(found: dict, wanted: dict) -> float:
 
 
 def form(chunk: kvp.Chunk, rank: int = 4, **more) -> kvp.Patch:
-    return kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, rank, A, **more)
+    return kvp.form_patch(chunk, conditioned_of(chunk), rank, A, **more)
 
 
 # ----------------------------------------------------------------------------------------------------- factors
@@ -65,9 +65,7 @@ def test_channels_and_layers_are_the_layouts():
             kvp.Patch(patch.factors, dataclasses.replace(patch.metadata, layers=layers))
     with pytest.raises(LayoutError, match="'q'"):
         kvp.truncate(patch, {"q": 2})
-    correction = kvp.correction_patch(
-        patch.metadata.layout, patch, conditioned_of(chunk_of("gqa"), seed=2), chunk_of("gqa"), 4, ("C",)
-    )
+    correction = kvp.correction_patch(chunk_of("gqa"), patch, conditioned_of(chunk_of("gqa"), seed=2), 4, ("C",))
     with pytest.raises(LayoutError, match="'q'"):
         kvp.update_patch(patch, correction, {"k": 4, "q": 4})
 
@@ -88,15 +86,15 @@ def test_a_shared_left_factor_is_cut_for_all_or_none():
 def test_a_rank_beyond_the_chunk_is_capped_and_the_patch_says_so(options: dict):
     chunk = chunk_of("gqa", tokens=14)
     conditioned = conditioned_of(chunk, rank=14)
-    patch = kvp.form_patch(chunk.layout, conditioned, chunk, 16, A, **options)
+    patch = kvp.form_patch(chunk, conditioned, 16, A, **options)
     assert patch.metadata.asked == (("k", 16), ("v", 16))
-    found = kvp.apply_patch(chunk.layout, chunk, patch, 3, A)
+    found = kvp.apply_patch(chunk, patch, 3, A)
     assert worst(found, kvp.to_engine(chunk.layout, conditioned, chunk.local, 3)) < 2e-5
     assert "16" in repr(patch)
-    assert kvp.form_patch(chunk.layout, conditioned, chunk, 4, A).metadata.asked is None
+    assert kvp.form_patch(chunk, conditioned, 4, A).metadata.asked is None
     for rank in (0, -1):
         with pytest.raises(RankError, match="expected at least 1"):
-            kvp.form_patch(chunk.layout, conditioned, chunk, rank, A)
+            kvp.form_patch(chunk, conditioned, rank, A)
 
 
 def test_ranks_are_capped_wherever_patches_are_formed():
@@ -104,9 +102,9 @@ def test_ranks_are_capped_wherever_patches_are_formed():
     one, two = conditioned_of(chunk, seed=1), conditioned_of(chunk, seed=2)
     patches = [
         kvp.orbit_patch(kvp.accumulate(None, one, chunk, A), 16),
-        kvp.removal_patch(chunk.layout, one, two, chunk, 16, A, ("A0",)),
-        kvp.correction_patch(chunk.layout, form(chunk), two, chunk, 16, ("C",)),
-        kvp.form_patch(chunk.layout, one, chunk, {"k": 15, "v": 3}, A),
+        kvp.removal_patch(chunk, one, two, 16, A, ("A0",)),
+        kvp.correction_patch(chunk, form(chunk), two, 16, ("C",)),
+        kvp.form_patch(chunk, one, {"k": 15, "v": 3}, A),
     ]
     asked = [dict(patch.metadata.asked) for patch in patches]
     assert asked == [{"k": 16, "v": 16}] * 3 + [{"k": 15}]
@@ -123,8 +121,8 @@ def test_a_patch_is_padded_with_its_chunk(options: dict, dtype):
     chunk = chunk_of("gqa")
     patch = form(chunk, **options)
     patch = patch if dtype is None else kvp.quantise(patch, dtype)
-    wide = kvp.apply_patch(chunk.layout, chunk.pad(32), patch.pad(32), 3, A)
-    narrow = kvp.apply_patch(chunk.layout, chunk, patch, 3, A)
+    wide = kvp.apply_patch(chunk.pad(32), patch.pad(32), 3, A)
+    narrow = kvp.apply_patch(chunk, patch, 3, A)
     for name in narrow:
         np.testing.assert_allclose(wide[name][:, :24], narrow[name], atol=1e-6)
         assert not wide[name][:, 24:].any()
@@ -132,7 +130,7 @@ def test_a_patch_is_padded_with_its_chunk(options: dict, dtype):
     with pytest.raises(ShapeError, match="at least 24"):
         patch.pad(12)
     with pytest.raises(ShapeError, match="24 tokens; expected the chunk's 32"):
-        kvp.apply_patch(chunk.layout, chunk.pad(32), patch, 3, A)
+        kvp.apply_patch(chunk.pad(32), patch, 3, A)
 
 
 # ----------------------------------------------------------------------------------------------- sums, updates
@@ -160,14 +158,14 @@ def test_a_chunk_of_one_token_is_not_broadcast():
 def test_an_update_keeps_the_patchs_dtype(dtype):
     chunk = chunk_of("gqa", tokens=48)
     new = conditioned_of(chunk, 2, seed=2)
-    patch = kvp.quantise(kvp.form_patch(chunk.layout, conditioned_of(chunk, 2), chunk, 4, A), dtype)
-    correction = kvp.correction_patch(chunk.layout, patch, new, chunk, 6, ("C",))
+    patch = kvp.quantise(kvp.form_patch(chunk, conditioned_of(chunk, 2), 4, A), dtype)
+    correction = kvp.correction_patch(chunk, patch, new, 6, ("C",))
     updated = kvp.update_patch(patch, correction)
     kinds = lambda patch: jax.tree.map(lambda leaf: leaf.dtype, dict(patch.factors))
     assert jax.tree.leaves(kinds(updated)) == jax.tree.leaves(kinds(patch))
     assert jax.tree.structure(kinds(updated)) == jax.tree.structure(kinds(patch))
     assert updated.nbytes == patch.nbytes
-    found = kvp.apply_patch(chunk.layout, chunk, updated, 3, ("C",))
+    found = kvp.apply_patch(chunk, updated, 3, ("C",))
     wanted = kvp.to_engine(chunk.layout, new, chunk.local, 3)
     size = max(float(jnp.abs(value).max()) for value in wanted.values())
     assert worst(found, wanted) < 0.05 * size
@@ -176,7 +174,7 @@ def test_an_update_keeps_the_patchs_dtype(dtype):
 def test_an_update_keeps_the_dtype_of_channels_that_are_dense_or_were_not_there():
     chunk = chunk_of("gqa")
     patch = kvp.quantise(form(chunk, {"k": 24}), jnp.int8)
-    correction = kvp.correction_patch(chunk.layout, patch, conditioned_of(chunk, seed=2), chunk, 4, ("C",))
+    correction = kvp.correction_patch(chunk, patch, conditioned_of(chunk, seed=2), 4, ("C",))
     updated = kvp.update_patch(patch, correction)
     assert isinstance(updated.factors["k"], Quantised)
     assert all(isinstance(leaf, Quantised) for leaf in updated.factors["v"])

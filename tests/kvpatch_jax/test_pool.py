@@ -53,13 +53,13 @@ def slots_of(tokens: int, seed: int = 0) -> np.ndarray:
 def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: bool):
     chunk = chunk_of(name, length=19)
     layout = chunk.layout
-    patch = kvp.form_patch(layout, conditioned_of(chunk), chunk, 4, ("A",))
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
     slots = slots_of(chunk.tokens)
     slots[chunk.length :] = -1
     pool = pool_of(layout, padded=padded)
     before = {channel: bits(value).copy() for channel, value in pool.items()}
-    made = kvp.apply_patch(layout, chunk, patch, 11, ("A",))
-    pool = kvp.splice(pool, slots, layout, chunk, patch, 11, ("A",))
+    made = kvp.apply_patch(chunk, patch, 11, ("A",))
+    pool = kvp.splice(pool, slots, chunk, patch, 11, ("A",))
     kept = slots[: chunk.length]
     others = np.setdiff1d(np.arange(PAGES * PAGE_SIZE), kept)
     for channel, value in kvp.read_slots(pool, kept).items():
@@ -78,12 +78,12 @@ def test_blind_and_kept_layers_and_engine_frame(padded: bool):
     conditioned = conditioned_of(chunk)
     for patch in (
         None,
-        kvp.form_patch(layout, conditioned, chunk, 3, ("A",), layers=(1,)),
-        kvp.form_patch(layout, conditioned, chunk, 3, ("A",), heads="separate"),
-        kvp.form_patch(layout, conditioned, chunk, 3, ("A",), frame="engine", start=4),
+        kvp.form_patch(chunk, conditioned, 3, ("A",), layers=(1,)),
+        kvp.form_patch(chunk, conditioned, 3, ("A",), heads="separate"),
+        kvp.form_patch(chunk, conditioned, 3, ("A",), frame="engine", start=4),
     ):
-        pool = kvp.splice(pool_of(layout, padded=padded), slots, layout, chunk, patch, 4, ("A",))
-        made = kvp.apply_patch(layout, chunk, patch, 4, ("A",))
+        pool = kvp.splice(pool_of(layout, padded=padded), slots, chunk, patch, 4, ("A",))
+        made = kvp.apply_patch(chunk, patch, 4, ("A",))
         for channel, value in kvp.read_slots(pool, slots, layout).items():
             np.testing.assert_allclose(value, made[channel], rtol=1e-6, atol=1e-6)
 
@@ -94,10 +94,10 @@ def test_splicing_compiles_once_and_donates():
     jitted_splice.clear_cache()
     for seed, length in ((0, 24), (1, 20)):
         chunk = chunk_of("mla", seed=seed, length=length)
-        patch = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, 4, ("A",))
+        patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
         for start in (0, 9):
             pool = pool_of(chunk.layout)
-            kvp.splice(pool, slots_of(24, seed + start), chunk.layout, chunk, patch, start, ("A",))
+            kvp.splice(pool, slots_of(24, seed + start), chunk, patch, start, ("A",))
             assert all(value.is_deleted() for value in pool.values())
     assert jitted_splice._cache_size() == 1
 
@@ -113,7 +113,7 @@ def test_splicing_compiles_once_and_donates():
         ({"antecedent": ("C",)}, StalePatchError, "'C'"),
         ({"chunk": chunk_of("gqa", seed=3)}, PatchMismatchError, "'B3'"),
         ({"chunk": chunk_of("gqa", dtype=jnp.bfloat16)}, DtypeError, "bfloat16"),
-        ({"chunk": chunk_of("mha")}, LayoutError, "layout"),
+        ({"chunk": chunk_of("mha")}, ShapeError, r"expected \[2, P, O, 4, 16\]"),
         ({"pool": {"k": jnp.zeros((3, 6, 8, 2, 16))}}, LayoutError, "pool"),
         ({"pool": {name: jnp.zeros((3, 6, 8, 2, 18)) for name in "kv"}}, ShapeError, "pool"),
         ({"pool": {name: jnp.zeros((3, 6, 8, 2, 127)) for name in "kv"}}, ShapeError, "2, 16 or 128"),
@@ -123,8 +123,8 @@ def test_splicing_compiles_once_and_donates():
 )
 def test_refuses_before_it_writes(unchecked, change, error, words):
     chunk = chunk_of("gqa")
-    patch = kvp.form_patch(chunk.layout, conditioned_of(chunk), chunk, 4, ("A",))
-    arguments = {"pool": pool_of(chunk.layout), "slots": slots_of(24), "layout": chunk.layout, "chunk": chunk}
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
+    arguments = {"pool": pool_of(chunk.layout), "slots": slots_of(24), "chunk": chunk}
     arguments |= {"patch": patch, "start": 4, "antecedent": ("A",)} | change
     with pytest.raises(error, match=words):
         kvp.splice(**arguments)
@@ -306,13 +306,13 @@ def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, m
     monkeypatch.setattr(api, "_jitted" if implementation == "tpu" else "_jitted_tpu", None)  # no falling back
     chunk = chunk_of("mla", length=19)
     layout = chunk.layout
-    patch = kvp.form_patch(layout, conditioned_of(chunk), chunk, 4, ("A",))
+    patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
     slots = np.arange(5, 5 + chunk.tokens, dtype=np.int32)
-    made = kvp.apply_patch(layout, chunk, patch, 11, ("A",))
+    made = kvp.apply_patch(chunk, patch, 11, ("A",))
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     jitted_splice.clear_cache()
     with targeting(implementation.replace("xla", "cpu"), interpret):
-        pool = kvp.splice(latent_pool(layout), slots, layout, chunk, patch, 11, ("A",))
+        pool = kvp.splice(latent_pool(layout), slots, chunk, patch, 11, ("A",))
     jitted_splice.clear_cache()
     kept = slots[: chunk.length]
     for name, value in kvp.read_slots(pool, kept, layout).items():
@@ -367,8 +367,8 @@ def spliced_sequence(layout: kvp.KVLayout, sizes: tuple[int, ...], rank: int) ->
         given = {"kv": kv_of(layout, tokens, seed), "local": local_of(layout, tokens), "span": tokens}
         chunk = kvp.Chunk(**given, length=tokens, id=f"B{seed}", layout=layout, backbone="tiny")
         conditioned = conditioned_of(chunk, rank, seed)
-        patch = kvp.form_patch(layout, conditioned, chunk, rank, ids, method="exact") if seed else None
-        pool = kvp.splice(pool, places[start : start + tokens], layout, chunk, patch, start, ids)
+        patch = kvp.form_patch(chunk, conditioned, rank, ids, method="exact") if seed else None
+        pool = kvp.splice(pool, places[start : start + tokens], chunk, patch, start, ids)
         parts.append(kvp.to_engine(layout, conditioned if seed else chunk.kv, chunk.local, start))
         start, ids = start + tokens, (*ids, chunk.id)
     whole = {name: jnp.concatenate([part[name] for part in parts], axis=1) for name in layout.names}
@@ -402,7 +402,7 @@ def test_masked_tails_do_not_reach_an_attention():
     books = kvp.SlotAllocator(PAGES, PAGE_SIZE)
     chunk = chunk_of("gqa", tokens=11)
     slots = books.allocate(11, aligned=True)
-    pool = kvp.splice(pool_of(layout), slots, layout, chunk, None, 3)
+    pool = kvp.splice(pool_of(layout), slots, chunk, None, 3)
     pages = kvp.pages_of(slots, PAGE_SIZE)
     mask = jnp.asarray(kvp.slot_mask(slots, pages, PAGE_SIZE))
     whole = {name: value[0, pages].reshape(-1, 2, 16) for name, value in pool.items()}
@@ -417,9 +417,9 @@ def test_a_donated_pool_is_refused_by_name():
     chunk = chunk_of("gqa")
     layout, slots = chunk.layout, slots_of(24)
     pool = pool_of(layout)
-    after = kvp.splice(pool, slots, layout, chunk, None, 4)
+    after = kvp.splice(pool, slots, chunk, None, 4)
     for use in (
-        lambda: kvp.splice(pool, slots, layout, chunk, None, 4),
+        lambda: kvp.splice(pool, slots, chunk, None, 4),
         lambda: kvp.read_slots(pool, slots),
         lambda: kvp.read_slots(pool, slots, layout),
         lambda: kvp.move_slots(pool, np.array([1]), np.array([2])),
@@ -443,19 +443,19 @@ def test_a_donated_pool_is_refused_by_name():
 )
 def test_refuses_foreign_arrays(unchecked, change, error, words):
     chunk = chunk_of("gqa")
-    arguments = {"pool": pool_of(chunk.layout), "slots": slots_of(24), "layout": chunk.layout, "chunk": chunk}
+    arguments = {"pool": pool_of(chunk.layout), "slots": slots_of(24), "chunk": chunk}
     with pytest.raises(error, match=words):
         kvp.splice(**arguments | {"patch": None, "start": 4} | change)
     if "chunk" in change:
         with pytest.raises(error, match=words):
-            kvp.apply_patch(chunk.layout, change["chunk"], None, 4)
+            kvp.apply_patch(change["chunk"], None, 4)
 
 
 def test_shared_slots_are_not_overwritten():
     chunk = chunk_of("gqa")
     layout, books = chunk.layout, kvp.SlotAllocator(PAGES, PAGE_SIZE)
     pool, slots = pool_of(layout), books.allocate(24)
-    put = lambda: kvp.splice(pool, slots, layout, chunk, None, 4, allocator=books)
+    put = lambda: kvp.splice(pool, slots, chunk, None, 4, allocator=books)
     books.share(slots[5:6])  # a fork reads it too
     with pytest.raises(PoolError, match=f"slot {slots[5]} has 2 owners; expected 1"):
         put()
@@ -464,10 +464,10 @@ def test_shared_slots_are_not_overwritten():
     with pytest.raises(PoolError, match=f"slot {slots[23]} has 0 owners; expected 1"):
         put()
     with pytest.raises(PoolError, match=r"6 pages of 8.*expected 5 pages of 8"):
-        kvp.splice(pool, slots, layout, chunk, None, 4, allocator=kvp.SlotAllocator(5, 8))
+        kvp.splice(pool, slots, chunk, None, 4, allocator=kvp.SlotAllocator(5, 8))
     assert not any(value.is_deleted() for value in pool.values())
     short = chunk_of("gqa", length=23)
-    after = kvp.splice(pool, slots, layout, short, None, 4, allocator=books)  # the padding's slot is nobody's
+    after = kvp.splice(pool, slots, short, None, 4, allocator=books)  # the padding's slot is nobody's
     assert set(after) == set(pool)
 
 

@@ -4,6 +4,7 @@ By default every family's forward, and the whole Protocol for one family of each
 slow.
 """
 
+import dataclasses
 import json
 
 import jax
@@ -14,9 +15,9 @@ from safetensors.numpy import load_file
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.chunk import Chunk
-from kvpatch_jax.errors import ConfigError, InputError, LayoutError, RopeRegimeError, ShapeError, WeightsError
+from kvpatch_jax.errors import ConfigError, InputError, PatchMismatchError, RopeRegimeError, ShapeError, WeightsError
 from kvpatch_jax.layout import relocate, to_engine
-from kvpatch_jax.patch_metadata import check_layout
+from kvpatch_jax.patch import apply_patch, form_patch
 from models import load, save
 from models.checkpoints import flatten_params
 from tests.goldens.load_text import text_arrays, text_config, text_families, write_text_checkpoint
@@ -229,9 +230,10 @@ def test_regimes(tmp_path):
     long.embed(ids, np.arange(30, 40)[None])
     kv = {name: np.zeros((3, 4, channel.heads, channel.width), np.float32) for name, channel in channels_of(short)}
     chunk = Chunk(kv, np.arange(4, dtype=np.float32), 4, 4, "page", short.layout, short.fingerprint)
-    check_layout(short.layout, chunk)
-    with pytest.raises(LayoutError, match="'page' is of layout"):
-        check_layout(long.layout, chunk)  # where a chunk is applied, patched or spliced
+    patch = form_patch(chunk, chunk.kv, 1, ())
+    apply_patch(chunk, patch, 0)
+    with pytest.raises(PatchMismatchError, match="layout"):
+        apply_patch(dataclasses.replace(chunk, layout=long.layout), patch, 0)
     for regime in ("middle", 7):
         with pytest.raises(ConfigError, match="expected 'short' or 'long'"):
             load(directory, regime=regime)

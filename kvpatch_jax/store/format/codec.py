@@ -92,7 +92,7 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
     """A canonical as an object: local positions, then layer by layer every channel [T, K, H], then residuals.
 
     Raises:
-      DtypeError: a dtype that objects do not hold.
+      DtypeError: a dtype that objects do not hold. ShapeError: a batch of chunks.
     """
     kv = {name: np.asarray(chunk.kv[name]) for name in chunk.layout.names}
     arrays: dict[str, np.ndarray] = {"local": np.asarray(chunk.local)}
@@ -108,7 +108,13 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
 
 
 def chunk_body(chunk: Chunk) -> dict[str, Any]:
-    """What a canonical's header says of it, as JSON."""
+    """What a canonical's header says of it, as JSON.
+
+    Raises:
+      ShapeError: a batch of chunks.
+    """
+    if chunk.batch is not None:
+        raise ShapeError(f"store: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk per object")
     return {
         "id": chunk.id,
         "backbone": chunk.backbone,
@@ -205,7 +211,8 @@ def unchecked_chunk(**fields: Any) -> Chunk:
     chunk = object.__new__(Chunk)
     for name, value in (fields | {"kv": PhaseFreeKV(fields["kv"])}).items():
         object.__setattr__(chunk, name, value)
-    if not 1 <= chunk.length <= chunk.tokens or chunk.span < 0 or len(chunk.local) != chunk.tokens:
+    one = chunk.batch is None and len(chunk.local) == chunk.tokens
+    if not one or not 1 <= chunk.length <= chunk.tokens or chunk.span < 0:
         raise StoreCorruptError(f"chunk: length {chunk.length}, span {chunk.span}; expected within its kv")
     return chunk
 
@@ -258,7 +265,15 @@ def encoder_blob(id: str, backbone: str, output: np.ndarray | jax.Array, expires
 
 
 def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
-    """A patch as an object: a few leaves, layers stacked in each; a shared left factor once."""
+    """A patch as an object: a few leaves, layers stacked in each; a shared left factor once.
+
+    Raises:
+      DtypeError: a dtype that objects do not hold. ShapeError: the patches of a batch of chunks.
+    """
+    if patch.batch is not None:
+        raise ShapeError(
+            f"store: the patch of chunk {patch.metadata.chunk!r} is a batch of {patch.batch}; expected one per object"
+        )
     arrays: dict[str, np.ndarray] = {}
     forms: dict[str, list[str]] = {}
     for name, factors in patch.factors.items():
@@ -309,7 +324,7 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
             leaves = tuple(leaf(name, part, shared) for part in parts)
             factors[name] = leaves if len(leaves) == 2 else leaves[0]
         made = PatchMetadata(**metadata)
-        check_factors(factors, made)
+        check_factors(factors, made, batched=False)
         return factors, made
 
     return _rebuilt(build, "patch")
