@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from kvpatch_jax.errors import ConfigError
-from models import ModelBackbone
+from models import ModelBackbone, save
 
 from . import small_task
 from .command_line import errors_as_one_line
@@ -196,7 +196,7 @@ def main(arguments: list[str]) -> None:
     began = trainer.resume()
     print(f"training from step {began} to {recipe.steps}; {trainer.folder}")
     trainer.train(recipe.steps)
-    root = trainer.backbone().save(trainer.folder / "model", dtype="bfloat16")
+    root = save(trainer.backbone(), trainer.folder / "model", dtype="bfloat16")
     versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
     disclosure = {"recipe": dataclasses.asdict(recipe), "versions": versions}
     (root / "training.json").write_text(json.dumps(disclosure, indent=2) + "\n")

@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from models.decoder.attention import GroupedAttention, LatentAttention
 from models.decoder.config import DecoderConfig
+from models.families.family import embed_tokens, placeholders
 
 from . import sequences, task
 from .instances import instance
@@ -111,8 +112,8 @@ def _read(hidden: Array, embedding: Array, labels: Array, first: int, size: int)
 
 def forward(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> tuple[Array, dict[int, Array]]:
     """Logits [B,Q,V] at the questions' last tokens, and the residuals at the auxiliary taps."""
-    embedded = model.embed(batch["input_ids"], batch["pixel_values"], plan)
-    hidden, deepstack = embedded if isinstance(embedded, tuple) else (embedded, None)
+    features = model.encode(batch["pixel_values"], plan)
+    hidden, deepstack = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
     taps = tuple(sorted({layer for layer, *_ in AUXILIARY}))
     state = model.decoder.run(
         hidden,

@@ -1,8 +1,8 @@
 """What tells one family of checkpoints from another: a handful of functions, and no class to derive from.
 
 To add a family: a configuration with `.text` (a `DecoderConfig`), `.family` and `.to_dict()`; a module with `.decoder`
-and `.embed(input_ids, pixel_values, plan)`; the list of entries that says where tensors go; a `Family` that names them;
-and a line in `models/__init__.py`. A family without images needs a row in `text_families.py`.
+and, with images, `.encode(pixel_values, plan)`; the list of entries that says where tensors go; a `Family` that names
+them; and a line in `registry.py`. A family without images needs a row in `text_families.py`.
 """
 
 import dataclasses
@@ -12,12 +12,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
+from ..decoder.decoder import Decoder
 from ..decoder.known_keys import DEFAULTS
+from ..towers.common import place_features
 
 Arrays = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -50,7 +54,7 @@ class Vision:
       settings: directory → image settings, a dataclass with `.save(directory)`.
       process: (images, settings) → arrays, `pixel_values` among them.
       tokens: (config, arrays, index, tokenizer) → the token ids that stand for image `index`, start and end included.
-      plan: (config, input_ids [B,T], arrays) → the index arrays that `embed` takes beside `pixel_values` (None when
+      plan: (config, input_ids [B,T], arrays) → the index arrays that `encode` takes beside `pixel_values` (None when
         there are no images); raises InputError where ids, patches and grids do not match.
       fills: config → the plan's tables of patch numbers (1) or feature numbers (features per tile), for padding to
         buckets: the number one past the last stands for none.
@@ -75,8 +79,8 @@ class Family:
     Attributes:
       architecture: the name in `config.json`.
       config: (config.json, angles, regime) → configuration; regime as `models.load` takes it.
-      module: (config, rngs) → nnx module with `.decoder` and `.embed(input_ids, pixel_values, plan)`, which gives
-        embeddings [B,T,D], or these and deepstack features [B,T,n,D].
+      module: (config, rngs) → nnx module with `.decoder` and, in a family with images, `.encode(pixel_values, plan)`,
+        which gives image features [n,E,D]: themselves, then one array per deepstack layer.
       entries: (config, shapes) → where tensors go. `shapes` are those of the file's tensors, for families whose
         releases differ; empty when saving.
       positions: (config, input_ids [T], arrays) → positions [T] or [T,A] of one prompt.
@@ -118,6 +122,34 @@ class Family:
             return with_tie(config, False) if own else config
         ties = DEFAULTS.get(self.model_type, {}).get("tie_word_embeddings", False)
         return with_tie(config, True) if ties and silent and head not in shapes else config
+
+
+def placeholders(config: Any) -> tuple[int, ...]:
+    """Token ids in whose places image features are put: images' and, where the family has one, videos'."""
+    found = (getattr(config, name, None) for name in ("image_token", "video_token"))
+    return tuple(token for token in found if token is not None)
+
+
+def feature_arrays(config: Any) -> int:
+    """How many arrays a tower makes of an image: its features, and one more per deepstack layer."""
+    return 1 + len(getattr(config.vision, "deepstack_layers", ()))
+
+
+def embed_tokens(
+    decoder: Decoder, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None, pads: tuple[int, ...]
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T deep D"] | None]:
+    """Token embeddings with image features put, in order, where the placeholders stand; and the deepstack features
+    (0 elsewhere), or None where there are none.
+    """
+    embeddings = decoder.embed(input_ids)
+    if features is None:
+        return embeddings, None
+    here = jnp.isin(input_ids, jnp.array(pads))
+    placed = place_features(embeddings, features[0], here)
+    if len(features) == 1:
+        return placed, None
+    deep = [place_features(jnp.zeros_like(embeddings), layer, here) for layer in features[1:]]
+    return placed, jnp.stack(deep, axis=2)
 
 
 def abstract(config: Any) -> Any:

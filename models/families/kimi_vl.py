@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
@@ -20,7 +20,6 @@ from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need, read_axial_theta
 from ..decoder.weights import decoder_entries
 from ..inputs.images import HALVES, PictureConfig, process_kimi
-from ..towers.common import place_features
 from ..towers.moonvit import MoonViT, MoonViTConfig, plan_patches
 from ..towers.weights import moonvit_entries
 from .family import Family, Shapes, Vision
@@ -97,17 +96,9 @@ class KimiVL(nnx.Module):
         self.decoder = Decoder(config.text, rngs)
         self.config = config
 
-    def embed(
-        self,
-        input_ids: Int[Array, "B T"],
-        pixel_values: Float[Array, "P C y x"] | None,
-        plan: Mapping[str, Array] | None,
-    ) -> Float[Array, "B T D"]:
-        """Token embeddings with image features put where the placeholders stand, in order."""
-        embeddings = self.decoder.embed(input_ids)
-        if pixel_values is None or plan is None:
-            return embeddings
-        return place_features(embeddings, self.visual(pixel_values, **plan), input_ids == self.config.image_token)
+    def encode(self, pixel_values: Float[Array, "P C y x"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Image features, n = 1."""
+        return self.visual(pixel_values, **plan)[None]
 
 
 def _plan(config: KimiVLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
@@ -20,7 +20,6 @@ from ..decoder.hf_config import Regime, need, read_axial_theta, read_decoder, re
 from ..decoder.known_keys import DEFAULTS, ONLY, complete
 from ..inputs.positions import PositionConfig, get_rope_positions
 from ..inputs.qwen_images import ImageConfig, preprocess_images
-from ..towers.common import place_features
 from ..towers.qwen2_5 import VisionConfig, VisionTower, plan_patches
 from .family import Family, Vision
 from .family import abstract as abstract
@@ -203,15 +202,9 @@ class Qwen25VL(nnx.Module):
         self.decoder = Decoder(config.text, rngs)
         self.config = config
 
-    def embed(
-        self, input_ids: Int[Array, "B T"], pixel_values: Float[Array, "P F"] | None, plan: Mapping[str, Array] | None
-    ) -> Float[Array, "B T D"]:
-        """Token embeddings with image features put where the image and video placeholders stand, in order."""
-        embeddings = self.decoder.embed(input_ids)
-        if pixel_values is None or plan is None:
-            return embeddings
-        pads = (input_ids == self.config.image_token) | (input_ids == self.config.video_token)
-        return place_features(embeddings, self.visual(pixel_values, **plan), pads)
+    def encode(self, pixel_values: Float[Array, "P F"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Image features, n = 1."""
+        return self.visual(pixel_values, **plan)[None]
 
 
 def _position_config(config: Qwen25VLConfig) -> PositionConfig:

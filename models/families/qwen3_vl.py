@@ -21,7 +21,6 @@ from ..decoder.hf_config import Regime, need, read_axial_theta
 from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionConfig, get_rope_positions
 from ..inputs.qwen_images import ImageConfig, preprocess_images
-from ..towers.common import place_features
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
 from .family import Family, Shapes, Vision
@@ -119,19 +118,10 @@ class Qwen3VL(nnx.Module):
         self.decoder = Decoder(config.text, rngs)
         self.config = config
 
-    def embed(
-        self, input_ids: Int[Array, "B T"], pixel_values: Float[Array, "P F"] | None, plan: Mapping[str, Array] | None
-    ) -> Float[Array, "B T D"] | tuple[Float[Array, "B T D"], Float[Array, "B T n D"]]:
-        """Token embeddings with image features where the placeholders stand, and the deepstack features (else 0)."""
-        embeddings = self.decoder.embed(input_ids)
-        if pixel_values is None or plan is None:
-            return embeddings
-        pads = (input_ids == self.config.image_token) | (input_ids == self.config.video_token)
+    def encode(self, pixel_values: Float[Array, "P F"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Image features, then those of each deepstack layer."""
         features, deepstack = self.visual(pixel_values, **plan)
-        if not self.config.vision.deepstack_layers:
-            return place_features(embeddings, features, pads)
-        deep = [place_features(jnp.zeros_like(embeddings), layer, pads) for layer in deepstack]
-        return place_features(embeddings, features, pads), jnp.stack(deep, axis=2)
+        return jnp.concatenate([features[None], deepstack])
 
 
 def frame_grids(video_grid_thw: Int[np.ndarray, "videos 3"] | None) -> Int32[np.ndarray, "frames 3"] | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.errors import ConfigError
 
@@ -58,10 +57,6 @@ class TextModel(nnx.Module):
 
     def __init__(self, config: TextConfig, rngs: nnx.Rngs):
         self.decoder = Decoder(config.text, rngs)
-
-    def embed(self, input_ids: Int[Array, "B T"], pixel_values: None, plan: None) -> Float[Array, "B T D"]:
-        """Token embeddings."""
-        return self.decoder.embed(input_ids)
 
 
 ReadText = Callable[[Raw, str, Regime], DecoderConfig]

@@ -10,14 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvpatch_jax.errors import ConfigError, InputError
 
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.layers import Linear
-from ..towers.common import place_features
 from ..towers.projectors import Projector, TileConfig, pack_tiles, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
 from .family import Family
@@ -101,25 +100,15 @@ class ViTModel(nnx.Module):
         self.decoder = Decoder(config.text, rngs)
         self.config = config
 
-    def embed(
-        self,
-        input_ids: Int[Array, "B T"],
-        pixel_values: Float[Array, "*images C H W"] | None,
-        plan: Mapping[str, Array] | None,
-    ) -> Float[Array, "B T D"]:
-        """Token embeddings with image features where the placeholders stand, in the plan's order."""
-        embeddings = self.decoder.embed(input_ids)
-        if pixel_values is None or plan is None:
-            return embeddings
+    def encode(self, pixel_values: Float[Array, "*images C H W"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        """Image features in the plan's order, n = 1."""
         tiles = pixel_values.reshape(-1, *pixel_values.shape[-3:])
         features = self.visual(tiles, plan.get("positions"))
-        features = self.projector(features if self.config.glue.shuffle == 1 else self._shuffled(features))
+        if self.config.glue.shuffle > 1:
+            features = pixel_shuffle(features, self.config.glue.shuffle)
+        features = self.projector(features)
         newline = jnp.zeros(features.shape[-1], features.dtype) if self.newline is None else self.newline[...]
-        packed = pack_tiles(features, newline, plan["order"])
-        return place_features(embeddings, packed, input_ids == self.config.image_token)
-
-    def _shuffled(self, features: Float[Array, "B E D"]) -> Float[Array, "B merged wide"]:
-        return pixel_shuffle(features, self.config.glue.shuffle)
+        return pack_tiles(features, newline, plan["order"])[None]
 
 
 def drops_class(model: Mapping[str, Any]) -> bool:

@@ -10,13 +10,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
 from kvpatch_jax.backbone import KV, Output, Tokens
 from kvpatch_jax.errors import ConfigError
+
+from .masks import causal_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Buckets:
         if self.smallest % (4 * self.steps):
             raise ConfigError(f"bucket smallest {self.smallest}; expected a multiple of 4 · steps ({4 * self.steps})")
 
-    def of(self, size: int) -> int:
+    def round_up(self, size: int) -> int:
         """The smallest bucket that holds `size` (0 holds nothing)."""
         if size <= self.smallest:
             return 0 if size == 0 else 1 << (size - 1).bit_length()
@@ -61,23 +62,30 @@ def pad_images(
     """
     if pixels.ndim > 4:
         pixels = pixels.reshape(-1, *pixels.shape[-3:])
-    rows, padded = len(pixels), buckets.of(len(pixels))
+    rows, padded = len(pixels), buckets.round_up(len(pixels))
     tables = {}
     for name, given in plan.items():
         table = np.asarray(given)
         if name in fills:
             fill = padded * fills[name]
             table = np.where(table == rows * fills[name], fill, table).astype(table.dtype)
-            tables[name] = _grown(table, [buckets.of(size) for size in table.shape], fill)
+            tables[name] = _grown(table, [buckets.round_up(size) for size in table.shape], fill)
         else:
-            tables[name] = _grown(table, [buckets.of(len(table)), *table.shape[1:]], 0)
+            tables[name] = _grown(table, [buckets.round_up(len(table)), *table.shape[1:]], 0)
     return _grown(np.asarray(pixels), [padded, *pixels.shape[1:]], 0), tables
 
 
 def pad_ids(buckets: Buckets, input_ids: np.ndarray, pads: tuple[int, ...]) -> np.ndarray:
     """Ids [B,T'], filled up with the first id that is no image placeholder."""
     fill = next(number for number in range(len(pads) + 1) if number not in pads)
-    return _grown(input_ids, [len(input_ids), buckets.of(input_ids.shape[1])], fill)
+    return _grown(input_ids, [len(input_ids), buckets.round_up(input_ids.shape[1])], fill)
+
+
+def pad_features(buckets: Buckets, features: Array | np.ndarray | None) -> Array | None:
+    """A tower's output [n,E',D], filled up with zeros."""
+    if features is None:
+        return None
+    return _room(jnp.asarray(features), 1, buckets.round_up(features.shape[1]) - features.shape[1])
 
 
 def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:
@@ -87,7 +95,7 @@ def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:
 
 def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
     """Tokens [B,T',…]; padded ones have zero embeddings and position 0."""
-    extra = buckets.of(tokens.embeddings.shape[1]) - tokens.embeddings.shape[1]
+    extra = buckets.round_up(tokens.embeddings.shape[1]) - tokens.embeddings.shape[1]
     room = lambda x: None if x is None else _room(x, 1, extra)
     return Tokens(
         _room(tokens.embeddings, 1, extra), _room(jnp.asarray(tokens.positions), 1, extra), room(tokens.deepstack)
@@ -99,32 +107,24 @@ def pad_context(buckets: Buckets, context: KV | None) -> KV | None:
     if context is None:
         return None
     size = next(iter(context.values())).shape[2]
-    return {name: _room(value, 2, buckets.of(size) - size) for name, value in context.items()}
+    return {name: _room(value, 2, buckets.round_up(size) - size) for name, value in context.items()}
 
 
 def pad_mask(
     buckets: Buckets, batch: int, length: int, size: int, mask: Array | np.ndarray | None
 ) -> Bool[Array, "B 1 T S"]:
     """Mask [B,1,T',S'+T'] over context and tokens from one [B,1,T,S+T], or the causal one for None."""
-    padded, keys = buckets.of(length), buckets.of(size)
+    padded, keys = buckets.round_up(length), buckets.round_up(size)
     if mask is None:
-        return _causal(batch, padded, keys, size)
+        return causal_mask(batch, padded, keys, size)
     mask = jnp.asarray(mask)
     context = _room(mask[..., :size], 3, keys - size)
     return _room(jnp.concatenate([context, _room(mask[..., size:], 3, padded - length)], axis=3), 2, padded - length)
 
 
-@jax.jit(static_argnums=(0, 1, 2))
-def _causal(batch: int, padded: int, keys: int, size: Any) -> Array:
-    """Causal over the tokens, and the first `size` keys of the context."""
-    key = jnp.arange(keys + padded)
-    seen = (key < size) | ((key >= keys) & (key - keys <= jnp.arange(padded)[:, None]))
-    return jnp.broadcast_to(seen, (batch, 1, *seen.shape))
-
-
 def pad_slots(buckets: Buckets, slots: Array, keep: Any, mask: Any, size: int) -> tuple[Array, Any, Any]:
     """Slots [B,T'], keep [L,B,T'] and mask [B,1,T',S] of a recompute; padded tokens are written nowhere."""
-    extra = buckets.of(slots.shape[1]) - slots.shape[1]
+    extra = buckets.round_up(slots.shape[1]) - slots.shape[1]
     keep = None if keep is None else _room(jnp.asarray(keep), 2, extra)
     mask = None if mask is None else _room(jnp.asarray(mask), 2, extra)
     return _room(slots, 1, extra, size), keep, mask

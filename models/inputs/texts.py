@@ -1,9 +1,47 @@
 """Texts to token ids: what a tokenizer does not know is told, and not replaced by its token for the unknown."""
 
 import json
+from pathlib import Path
 from typing import Any
 
-from kvpatch_jax.errors import InputError
+import numpy as np
+from jaxtyping import Int32
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def read_tokenizer(root: Path) -> Any:
+    """Reads a directory's tokenizer; None where it has none.
+
+    Raises:
+      ConfigError: a file that is no tokenizer.
+    """
+    path = root / TOKENIZER_FILE
+    if not path.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def check_ids(input_ids: Any, vocabulary: int, pads: tuple[int, ...]) -> Int32[np.ndarray, "B T"]:
+    """Checks token ids and returns them on the host; placeholders of images (`pads`) may lie past the vocabulary.
+
+    Raises:
+      InputError: ids that are not whole numbers, or that the embedding has no row for.
+    """
+    ids = np.asarray(input_ids)
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+        raise InputError(f"input_ids of {ids.dtype} {list(ids.shape)}; expected whole numbers [rows, tokens]")
+    wrong = ids[((ids < 0) | (ids >= vocabulary)) & ~np.isin(ids, pads)]
+    if wrong.size:
+        raise InputError(f"token id {int(wrong[0])} is outside the vocabulary; expected 0 … {vocabulary - 1}")
+    return ids.astype(np.int32)
 
 
 def unknown_token(tokenizer: Any) -> str | None:

@@ -25,7 +25,7 @@ from evals.small_task import COLOURS, KINDS, VOCABULARY
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import REPAIRS
-from models import QwenVLBackbone, load
+from models import ModelBackbone, load
 
 CONTEXTS = 8
 CONFIG = run.RunConfig(
@@ -63,12 +63,12 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def backbone() -> QwenVLBackbone:
+def backbone() -> ModelBackbone:
     return load(shipped(run.MAIN), dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, backbone: QwenVLBackbone) -> Job:
+def job(tmp_path_factory: pytest.TempPathFactory, backbone: ModelBackbone) -> Job:
     """Every suite but the control, on eight contexts."""
     folder = tmp_path_factory.mktemp("run")
 
@@ -148,7 +148,7 @@ def test_every_repair_arm_is_there(job: Job, probe: str):
     assert found == expected
 
 
-def test_arm_count_is_what_the_bar_was_told(job: Job, backbone: QwenVLBackbone):
+def test_arm_count_is_what_the_bar_was_told(job: Job, backbone: ModelBackbone):
     """The progress bar ends where its total says."""
     arms = probes.arm_count(backbone.layout)
     assert arms == len(REPAIR_ARMS)

@@ -22,7 +22,7 @@ from kvpatch_jax.repair import (
     oracle_delta,
 )
 from kvpatch_jax.repair._common import deviation, largest
-from models.backbone import QwenVLBackbone
+from models.backbone import ModelBackbone
 from models.families.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx, parameters
 from models.inputs.qwen_images import ImageConfig
 
@@ -38,13 +38,13 @@ def _highest_precision():
 
 
 @pytest.fixture(scope="module")
-def backbone() -> QwenVLBackbone:
+def backbone() -> ModelBackbone:
     config = Qwen25VLConfig.from_dict(json.loads(CONFIG.read_text()), "exact")
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, layers=LAYERS))
-    return QwenVLBackbone(config, parameters(Qwen25VL(config, nnx.Rngs(0))), ImageConfig())
+    return ModelBackbone(config, parameters(Qwen25VL(config, nnx.Rngs(0))), ImageConfig())
 
 
-def make_splice(backbone: QwenVLBackbone, seed: int = 0) -> tuple[Splice, dict[str, np.ndarray]]:
+def make_splice(backbone: ModelBackbone, seed: int = 0) -> tuple[Splice, dict[str, np.ndarray]]:
     """An antecedent, a chunk spliced blind behind it, spare slots; and the cache that a prefill in context gives."""
     ids = np.random.default_rng(seed).integers(0, 300, (ROWS, BEFORE + CHUNK))
     places = np.broadcast_to(np.arange(BEFORE + CHUNK)[None, :, None], (*ids.shape, 3)).copy()
@@ -63,7 +63,7 @@ def make_splice(backbone: QwenVLBackbone, seed: int = 0) -> tuple[Splice, dict[s
 
 
 @pytest.fixture(scope="module")
-def spliced(backbone: QwenVLBackbone) -> tuple[Splice, dict[str, np.ndarray]]:
+def spliced(backbone: ModelBackbone) -> tuple[Splice, dict[str, np.ndarray]]:
     with jax.default_matmul_precision("highest"):
         return make_splice(backbone)
 
@@ -201,7 +201,7 @@ def test_a_mask_is_obeyed(backbone, spliced):
 def test_jit_and_no_compile_for_another_chunk(backbone, spliced):
     splice, _ = spliced
     eager = [repair(backbone, splice, 2) for repair in REPAIRS.values()]
-    counted = [backbone._recompute, deviation, largest]
+    counted = [backbone.programs.recompute, deviation, largest]
     sizes = [function._cache_size() for function in counted]
     other, _ = make_splice(backbone, seed=1)
     moved = other._replace(

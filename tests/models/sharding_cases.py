@@ -24,7 +24,7 @@ import models.checkpoints
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.layout import to_engine
-from models import TEXT_FAMILIES, ModelBackbone, load
+from models import FAMILIES, ModelBackbone, load, save
 from models.checkpoints import flatten_params, tensor_shapes
 from models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
 from models.families.family import abstract, parameters
@@ -41,9 +41,9 @@ def write_changed(directory: Path, **changes: Any) -> Path:
     raw = {**text_config("qwen3"), **changes}
     if raw["num_hidden_layers"] != len(raw.get("layer_types", ())):
         raw.pop("layer_types", None)  # one kind of layer, however many
-    config = TEXT_FAMILIES["Qwen3ForCausalLM"].config(raw, "exact", None)
+    config = FAMILIES["Qwen3ForCausalLM"].config(raw, "exact", None)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), parameters(abstract(config)))
-    ModelBackbone(config, zeros).save(directory)
+    save(ModelBackbone(config, zeros), directory)
     save_file(redraw_all(tensor_shapes(directory)), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
@@ -164,7 +164,8 @@ def collectives(directory: Path) -> list[list[Any]]:
     shardings = cache_shardings(backbone.layout, backbone.mesh)
     channels = backbone.layout.channels
     cache = {each.name: jax.device_put(empty(each.heads, each.width), shardings[each.name]) for each in channels}
-    program = backbone._recompute.lower(backbone._state, tokens, cache, jnp.array([[12]]), None, None).compile()
+    calls = backbone.programs
+    program = calls.recompute.lower(calls.state, tokens, cache, jnp.array([[12]]), None, None).compile()
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     found = re.findall(rf" = (.*?) ({kinds})(?:-start)?\(", program.as_text() or "")
     sizes = lambda shapes: [

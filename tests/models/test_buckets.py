@@ -36,10 +36,10 @@ FAMILIES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
 def test_buckets_hold_and_waste_little(size: int, smallest: int, steps: int):
     """Never smaller, at most 1/steps larger beyond the smallest, themselves buckets, multiples of four."""
     buckets = Buckets(smallest, steps)
-    bucket = buckets.of(size)
+    bucket = buckets.round_up(size)
     assert bucket >= size
-    assert buckets.of(bucket) == bucket
-    assert buckets.of(size + 1) >= bucket
+    assert buckets.round_up(bucket) == bucket
+    assert buckets.round_up(size + 1) >= bucket
     if size > smallest:
         assert bucket - size < size / steps + 1
         assert bucket % 4 == 0
@@ -49,7 +49,7 @@ def test_buckets_hold_and_waste_little(size: int, smallest: int, steps: int):
 
 def test_there_are_few_buckets():
     """Four per doubling: 48 beyond 64 up to a quarter of a million."""
-    assert len({Buckets().of(size) for size in range(65, 2**18 + 1)}) == 48
+    assert len({Buckets().round_up(size) for size in range(65, 2**18 + 1)}) == 48
 
 
 @pytest.mark.parametrize(("change", "named"), [({"smallest": 48}, "48"), ({"steps": 3}, "3"), ({"steps": 32}, "128")])
@@ -72,9 +72,8 @@ def close(found, expected):
 
 def programs(backbone) -> list[int]:
     """How many programs each of the model's own calls has compiled."""
-    return [
-        call._cache_size() for call in (backbone._embed, backbone._prefill, backbone._recompute, backbone._generate)
-    ]
+    calls = backbone.programs
+    return [call._cache_size() for call in (calls.encode, calls.embed, calls.prefill, calls.recompute, calls.generate)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

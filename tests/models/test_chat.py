@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import ConfigError, InputError
-from models import load
+from models import load, save
 from models.inputs.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, ChatTemplate, expand_images, images_of
 from models.inputs.texts import ids_of_text, unknown_token
 from tests.goldens.load import GOLDENS, write_checkpoint
@@ -69,7 +69,7 @@ def test_text_alone_needs_no_image(checkpoint):
 def test_saved_with_the_backbone(checkpoint, tmp_path):
     """A saved directory renders the same."""
     backbone = load(checkpoint("llava"))
-    again = load(backbone.save(tmp_path / "saved"))
+    again = load(save(backbone, tmp_path / "saved"))
     assert backbone.chat_template is not None
     assert again.chat_template is not None
     assert again.chat_template.special_tokens == backbone.chat_template.special_tokens

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.layout import to_engine
-from models import load
-from models.families.image_families import IMAGE_FAMILIES
+from models import load, save
+from models.families.registry import IMAGE_FAMILIES
 from models.inputs.images import kimi_size
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
 
@@ -93,7 +93,7 @@ def test_decode_steps(backbone, family):
 
 @pytest.mark.slow
 def test_saved_and_loaded_again(backbone, family, tmp_path):
-    again = load(backbone.save(tmp_path / "saved"), angles="float32")
+    again = load(save(backbone, tmp_path / "saved"), angles="float32")
     assert again.config.text == backbone.config.text
     jax.tree.map(np.testing.assert_array_equal, again.parameters, backbone.parameters)
 

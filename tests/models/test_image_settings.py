@@ -12,7 +12,7 @@ from PIL import Image
 from kvpatch_jax.errors import ConfigError, ImageError, InputError
 from models import load
 from models.families.family import Vision
-from models.families.image_families import IMAGE_FAMILIES
+from models.families.registry import IMAGE_FAMILIES
 from models.inputs.images import PictureConfig, process_clip
 from models.inputs.qwen_images import CONFIG_FILE, read_image
 from tests.goldens.load import GOLDENS, write_checkpoint

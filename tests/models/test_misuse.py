@@ -118,7 +118,7 @@ def test_a_known_frame_does_not_compile_again(backbone, prefilled):
     """KV as it comes and the same as a plain dictionary run one program."""
     tokens, _, engine = prefilled
     rest = kvp.moved(tokens, T)
-    counted = [backbone._prefill, backbone._generate, backbone._recompute]
+    counted = [backbone.programs.prefill, backbone.programs.generate, backbone.programs.recompute]
 
     def use(kv):
         backbone.prefill(rest, kv)

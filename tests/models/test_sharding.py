@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-import models.backbone
+import models.directory
 from kvpatch_jax.errors import ConfigError, WeightsError
 from models import FAMILIES, load
 from models.checkpoints import flatten_params
@@ -163,7 +163,7 @@ def test_mesh_without_the_axis_is_refused_before_anything_is_read(tmp_path, monk
     def never(*_, **__):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(models.backbone, "load_weights", never)
+    monkeypatch.setattr(models.directory, "load_weights", never)
     directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
     with pytest.raises(ConfigError, match=r"mesh with axes \('model',\); expected one called 'tensor'"):
         load(directory, mesh=Mesh(np.array(jax.devices()[:1]), ("model",)))
@@ -184,8 +184,8 @@ def test_mesh_of_one_device_loads_the_same_parameters(tmp_path):
 
 def test_wrong_type_after_loading_is_refused(tmp_path, monkeypatch):
     directory = write_text_checkpoint("qwen3", tmp_path / "qwen3")
-    read = models.backbone.load_weights
-    monkeypatch.setattr(models.backbone, "load_weights", lambda *args, **rest: read(*args, dtype="float16", **rest))
+    read = models.directory.load_weights
+    monkeypatch.setattr(models.directory, "load_weights", lambda *args, **rest: read(*args, dtype="float16", **rest))
     with pytest.raises(WeightsError, match=r"decoder\.\S+ has type float16; expected float32"):
         load(directory)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from models import FAMILIES, load
+from models import FAMILIES, load, save
 from models.decoder.known_keys import DEFAULTS, INERT, ONLY
 from tests.goldens.load import GOLDENS
 from tests.goldens.redraw import redraw_all, standard_values
@@ -92,6 +92,6 @@ def test_windows_of_classes_hold_where_the_key_is_absent(tmp_path):
 
 def test_a_sparse_configuration_is_saved_as_it_is(tmp_path):
     backbone = load(write_sparse("internvl", tmp_path / "read"))
-    again = load(backbone.save(tmp_path / "saved"))
+    again = load(save(backbone, tmp_path / "saved"))
     assert again.config.text == backbone.config.text
     jax.tree.map(np.testing.assert_array_equal, again.parameters, backbone.parameters)

@@ -1,0 +1,130 @@
+"""Checkpoint directories in Hugging Face's layout: `load` reads one to a backbone, `save` writes one."""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from kvpatch_jax.errors import ConfigError
+
+from .backbone import ModelBackbone
+from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
+from .decoder.sharding import auto_mesh, check_parameters, parameter_shardings
+from .families.family import Family, abstract, parameters, with_dtype
+from .families.registry import FAMILIES
+from .inputs.buckets import Buckets
+from .inputs.chat import ChatTemplate
+from .inputs.texts import TOKENIZER_FILE, read_tokenizer
+
+_BY_MODEL_TYPE = {family.model_type: family.architecture for family in FAMILIES.values()}
+
+
+def load(
+    directory: str | os.PathLike[str],
+    dtype: str | None = None,
+    angles: str = "exact",
+    regime: str | int | None = None,
+    buckets: Buckets | None = None,
+    mesh: Mesh | None = None,
+) -> ModelBackbone:
+    """Loads a backbone.
+
+    Args:
+      directory: a Hugging Face checkpoint directory (config.json, safetensors, and for images
+        preprocessor_config.json).
+      dtype: "float32" or "bfloat16"; the configuration's own when None.
+      angles: "exact" for cosines right at every position, "float32" for parity with the original engines.
+      regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
+        "long" for longrope, a length for dynamic scaling (the model's own by default).
+      buckets: sizes that prompts and images are padded to, so that another size in the same bucket compiles nothing
+        anew; None for no padding.
+      mesh: lays parameters and KV over the axis "tensor" of this mesh, as `models/decoder/sharding.py` says; each shard
+        goes from the file straight to its devices. None puts everything on the default device.
+
+    Raises:
+      ConfigError: no such directory (names of the Hugging Face hub are not fetched), no readable config.json, a key
+        that is not known for the model or not of its kind, a layer that keeps no KV, a regime for a rope that has none,
+        an architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a
+        number of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
+      WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
+        come out in its type and sharding.
+    """
+    raw, family = _read_config(Path(directory))
+    config = family.config(raw, angles, regime)
+    config = config if dtype is None else with_dtype(config, dtype)
+
+    shapes = tensor_shapes(directory)
+    silent = raw.get("tie_word_embeddings") is None
+    config = family.settle_ties(config, shapes, functools.partial(same_tensors, directory), silent)
+    expected = flatten_params(parameters(abstract(config)))
+    entries = family.entries(config, shapes)
+
+    mesh = None if mesh is None else auto_mesh(mesh)
+    shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
+    values = load_weights(directory, entries, expected, ignore=family.ignored(config), shardings=shardings)
+    backbone = ModelBackbone(
+        config,
+        values,
+        image_config=None if family.vision is None else family.vision.settings(directory),
+        tokenizer=read_tokenizer(Path(directory)),
+        buckets=buckets,
+        chat_template=ChatTemplate.from_directory(directory),
+        mesh=mesh,
+    )
+    check_parameters(flatten_params(backbone.parameters), expected, shardings)
+    return backbone
+
+
+def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str | None = None) -> Path:
+    """Writes a backbone as a Hugging Face checkpoint directory that `load` (and transformers) reads. Returns it.
+
+    The directory gets config.json, model.safetensors and, where the backbone has them, preprocessor_config.json,
+    tokenizer.json and the chat template. `dtype` casts the parameters; None leaves them.
+    """
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    config, values = backbone.config, backbone.parameters
+    if dtype is not None:  # parameters that are float32 in every model (a router's correction) stay so
+        config = with_dtype(config, dtype)
+        values = jax.tree.map(lambda leaf, typed: leaf.astype(typed.dtype), values, parameters(abstract(config)))
+
+    (root / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if backbone.image_config is not None:
+        backbone.image_config.save(root)
+    if backbone.tokenizer is not None:
+        backbone.tokenizer.save(str(root / TOKENIZER_FILE))
+    if backbone.chat_template is not None:
+        backbone.chat_template.save(root)
+    save_weights(root, values, backbone.family.entries(backbone.config, {}))
+    return root
+
+
+def _read_config(root: Path) -> tuple[dict[str, Any], Family]:
+    """`config.json` as a table, and the family that reads it."""
+    path = root / "config.json"
+    if not root.exists():
+        raise ConfigError(
+            f"{str(root)!r} is not there; expected a Hugging Face checkpoint directory on this machine. Names of the "
+            f"hub are not fetched: download the checkpoint (`hf download {root} --local-dir DIRECTORY`, or "
+            f"`huggingface_hub.snapshot_download({str(root)!r})`, which returns its directory) and give its directory"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{path} is not there; expected a Hugging Face checkpoint directory") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a {type(raw).__name__}; expected a table")
+
+    names = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(raw.get("model_type")), raw.get("model_type"))]
+    if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: architectures is {names!r}; expected a list of names")
+    for name in names:
+        if name in FAMILIES:
+            return raw, FAMILIES[name]
+    raise ConfigError(f"architectures {names} in {path}; this library knows {sorted(FAMILIES)}")

@@ -1,0 +1,20 @@
+"""Every family, by its architecture's name in `config.json`."""
+
+from . import deepseek_vl, internvl, kimi_vl, llava, qwen2_5_vl, qwen3_vl, smolvlm
+from .family import Family
+from .text_families import TEXT_FAMILIES
+
+IMAGE_FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        *qwen3_vl.FAMILIES.values(),
+        *llava.FAMILIES.values(),
+        *kimi_vl.FAMILIES.values(),
+        deepseek_vl.FAMILY,
+        internvl.FAMILY,
+        smolvlm.FAMILY,
+    )
+}
+"""Families with images, beside Qwen2.5-VL."""
+
+FAMILIES: dict[str, Family] = {qwen2_5_vl.FAMILY.architecture: qwen2_5_vl.FAMILY} | IMAGE_FAMILIES | TEXT_FAMILIES

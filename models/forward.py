@@ -1,0 +1,148 @@
+"""The jitted programs of one model: its tower, embedding, prefill, recompute and greedy generation.
+
+Parameters are an argument of every program, never a constant inside one. Positions, slots, masks and caches are traced,
+so that neither another prompt of the same shape nor another place compiles anew.
+
+Axis letters: B batch, T tokens, S keys, E image features, n arrays per feature (itself, then one per deepstack layer).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from kvpatch_jax.backbone import KV, Output, Step, Tokens
+from kvpatch_jax.layout import KVLayout, to_engine
+
+from .decoder.sharding import cache_shardings
+from .families.family import embed_tokens
+from .inputs.masks import causal_mask
+
+
+class Forward:
+    """Programs over the parameters of one module.
+
+    Attributes:
+      state: the parameters, the first argument of every program.
+      encode, embed, prefill, recompute, generate: the programs, jitted.
+    """
+
+    def __init__(self, model: Any, pads: tuple[int, ...], layout: KVLayout, mesh: Mesh | None):
+        self.graph, self.state = nnx.split(model)
+        self.pads, self.layout = pads, layout
+        self.kv_shardings = {} if mesh is None else cache_shardings(layout, mesh)
+        self.encode = jax.jit(self._encode)
+        self.embed = jax.jit(self._embed)
+        self.prefill = jax.jit(self._prefill, static_argnames=("start_layer", "hidden_at"))
+        self.recompute = jax.jit(self._recompute)
+        self.generate = jax.jit(self._generate, static_argnames=("steps",))
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameters as nested dictionaries of arrays."""
+        return nnx.to_pure_dict(self.state)
+
+    def _encode(self, state: Any, pixel_values: Array, plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
+        return nnx.merge(self.graph, state).encode(pixel_values, plan)
+
+    def _embed(
+        self, state: Any, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T n D"] | None]:
+        return embed_tokens(nnx.merge(self.graph, state).decoder, input_ids, features, self.pads)
+
+    def _prefill(
+        self, state: Any, tokens: Tokens, context: KV | None, mask: Any, *, start_layer: int, hidden_at: tuple[int, ...]
+    ) -> Output:
+        decoder = nnx.merge(self.graph, state).decoder
+        B, T, _ = tokens.embeddings.shape
+        if mask is None:
+            keys = key_count(context)
+            mask = causal_mask(B, T, keys, keys)
+        run = decoder.run(
+            tokens.embeddings,
+            tokens.positions,
+            mask,
+            context=self._spread(context),
+            start_layer=start_layer,
+            hidden_at=hidden_at,
+            deepstack=_by_layer(tokens),
+        )
+        return Output(decoder.logits(run.hidden), self._spread(run.kv), run.taps)
+
+    def _recompute(self, state: Any, tokens: Tokens, cache: KV, slots: Array, keep: Any, mask: Any) -> Step:
+        decoder = nnx.merge(self.graph, state).decoder
+        if mask is None:
+            mask = (jnp.arange(key_count(cache)) <= slots[..., None])[:, None]
+        run = decoder.run(
+            tokens.embeddings,
+            tokens.positions,
+            mask,
+            context=self._spread(cache),
+            slots=slots,
+            keep=keep,
+            deepstack=_by_layer(tokens),
+        )
+        assert run.cache is not None
+        return Step(decoder.logits(run.hidden), self._spread(run.cache))
+
+    def _generate(
+        self, state: Any, tokens: Tokens, context: KV | None, mask: Any, last: Array, *, steps: int
+    ) -> Int[Array, "B steps"]:
+        """`last` is the last token's index: nothing behind it (padding) is read."""
+        decoder = nnx.merge(self.graph, state).decoder
+        B, T, _ = tokens.embeddings.shape
+        size = key_count(context)
+        seen = causal_mask(B, T, size, size) if mask is None else mask
+        out = self._prefill(state, tokens, context, seen, start_layer=0, hidden_at=())
+        first, later = jnp.argmax(out.logits[:, last], axis=-1), max(steps - 1, 0)
+        cache = self._grow(out.kv, tokens.positions, context, later)
+
+        axes = tuple(range(1, tokens.positions.ndim))
+        place = jnp.max(tokens.positions, axis=axes) + 1
+        ahead = jnp.arange(size + T + later)
+
+        def body(carry, index):
+            token, cache = carry
+            at = (place + index).reshape((B,) + (1,) * (tokens.positions.ndim - 1))
+            embeddings = decoder.embed(token[:, None])
+            step_tokens = Tokens(embeddings, jnp.broadcast_to(at, (B, 1, *tokens.positions.shape[2:])))
+            # The last token's own keys, and those that were generated since.
+            allowed = jnp.pad(seen[:, :, last, None], ((0, 0), (0, 0), (0, 0), (0, later)))
+            allowed = allowed | ((ahead >= size + T) & (ahead <= size + T + index))
+            slots = jnp.full((B, 1), size + T, jnp.int32) + index
+            step = self._recompute(state, step_tokens, cache, slots, None, allowed)
+            return (jnp.argmax(step.logits[:, -1], axis=-1), step.cache), token
+
+        (final, _), tokens_before = jax.lax.scan(body, (first, cache), jnp.arange(later))
+        return jnp.concatenate([tokens_before.T, final[:, None]], axis=1)[:, :steps]
+
+    def _grow(self, kv: KV, positions: Array | np.ndarray, context: KV | None, steps: int) -> KV:
+        """Engine-frame cache of context and tokens with room for `steps` more."""
+        turned = to_engine(self.layout, kv, positions, 0)
+        grown = {}
+        for name, new in turned.items():
+            whole = new if context is None else jnp.concatenate([context[name].astype(new.dtype), new], 2)
+            grown[name] = jnp.pad(whole, ((0, 0), (0, 0), (0, steps), (0, 0), (0, 0)))
+        return grown
+
+    def _spread(self, kv: Any) -> Any:
+        """A KV pytree laid over the mesh, where there is one (and None where there is no KV)."""
+        if kv is None or not self.kv_shardings:
+            return kv
+        lay = jax.lax.with_sharding_constraint
+        return {name: lay(value, self.kv_shardings[name]) for name, value in kv.items()}
+
+
+def key_count(context: KV | None) -> int:
+    """How many keys [L,B,S,K,H] a context holds; 0 for none."""
+    return 0 if context is None else next(iter(context.values())).shape[2]
+
+
+def _by_layer(tokens: Tokens) -> Float[Array, "n B T D"] | None:
+    """Deepstack features, layers first, as the decoder adds them."""
+    return None if tokens.deepstack is None else jnp.moveaxis(tokens.deepstack, 2, 0)

@@ -1,0 +1,106 @@
+"""Prompts: texts, images and chat messages to the arrays that a backbone embeds. Everything here runs on the host."""
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvpatch_jax.content import items_of, sort_of
+from kvpatch_jax.errors import InputError
+
+from .families.family import Config, Family
+from .inputs.chat import ChatTemplate, Message, expand_images, images_of
+from .inputs.texts import TOKENIZER_FILE, ids_of_text, unknown_token
+
+
+class Prompts:
+    """Makes prompts for one model.
+
+    Attributes:
+      config, family: of the model.
+      image_config: what its processor does with images; None for a text family.
+      tokenizer: of `tokenizers`, or None.
+      chat_template: the directory's, or None.
+    """
+
+    def __init__(self, config: Config, image_config: Any, tokenizer: Any, chat_template: ChatTemplate | None):
+        self.config: Any = config
+        self.family: Family = config.family
+        self.image_config, self.tokenizer, self.chat_template = image_config, tokenizer, chat_template
+
+    def prepare(self, items: Sequence[Any], second_per_grid_ts: Sequence[float] | None = None) -> dict[str, Any]:
+        """See `ModelBackbone.prepare`."""
+        items = items_of(items, "prompt")
+        sorts = [sort_of(item) for item in items]
+        images = [item for item, sort in zip(items, sorts, strict=True) if sort == "image"]
+        arrays = self._process(images) if images else {}
+        if second_per_grid_ts is not None:
+            if not hasattr(self.config, "tokens_per_second"):
+                name = self.family.architecture
+                raise InputError(f"second_per_grid_ts for {name}, whose positions count no seconds; expected None")
+            arrays |= {"second_per_grid_ts": np.asarray(second_per_grid_ts, np.float32)}
+
+        numbers = itertools.count()
+        ids: list[int] = []
+        for item, sort in zip(items, sorts, strict=True):
+            ids += self._image_ids(arrays, next(numbers)) if sort == "image" else self._text_ids(item)
+        if "text" in sorts:
+            before, after = self._own_special_tokens()
+            ids = [*before, *ids, *after]
+        return self._prompt(ids, arrays)
+
+    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
+        """See `ModelBackbone.chat`."""
+        if self.chat_template is None or self.tokenizer is None:
+            raise InputError("chat: this backbone has no chat template or no tokenizer; expected both in its directory")
+        images = images_of(messages)
+        text = self.chat_template.render(messages, add_generation_prompt, **variables)
+        own = self.family.vision is not None and not self.chat_template.starts(text)
+        ids = ids_of_text(self.tokenizer, text, self._unknown, own)
+
+        arrays = self._process(images) if images else {}
+        if self.family.vision is not None:
+            expansions = [self._image_ids(arrays, number) for number in range(len(images))]
+            ids = expand_images(ids, self.config.image_token, expansions)
+        return self._prompt(ids, arrays)
+
+    def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
+        """Token ids as text."""
+        if self.tokenizer is None:
+            raise InputError(f"this backbone has no {TOKENIZER_FILE}; expected one in its directory")
+        return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=False)
+
+    def _prompt(self, ids: list[int], arrays: Mapping[str, Any]) -> dict[str, Any]:
+        input_ids = np.array(ids, np.int32)
+        positions = self.family.positions(self.config, input_ids, arrays)
+        return {"input_ids": input_ids[None], "position_ids": positions[None], **arrays}
+
+    @functools.cached_property
+    def _unknown(self) -> str | None:
+        return unknown_token(self.tokenizer)
+
+    def _own_special_tokens(self) -> tuple[list[int], list[int]]:
+        """Ids that the tokenizer itself puts before and behind a text (a start token, mostly)."""
+        bare, whole = (list(self.tokenizer.encode("a", add_special_tokens=flag).ids) for flag in (False, True))
+        places = range(len(whole) - len(bare) + 1)
+        first = next((place for place in places if whole[place : place + len(bare)] == bare), 0)
+        return whole[:first], whole[first + len(bare) :]
+
+    def _process(self, images: list[Any]) -> dict[str, np.ndarray]:
+        if self.family.vision is None:
+            raise InputError(f"{len(images)} images for {self.family.architecture}, which takes none; expected text")
+        return self.family.vision.process(images, self.image_config)
+
+    def _image_ids(self, arrays: Mapping[str, Any], index: int) -> list[int]:
+        assert self.family.vision is not None
+        return self.family.vision.tokens(self.config, arrays, index, self.tokenizer)
+
+    def _text_ids(self, item: Any) -> list[int]:
+        if not isinstance(item, str):
+            return [int(token) for token in item]
+        if self.tokenizer is None:
+            raise InputError(f"text {item[:40]!r}: this backbone has no {TOKENIZER_FILE}; expected token ids instead")
+        return ids_of_text(self.tokenizer, item, self._unknown)
