@@ -235,7 +235,7 @@ class ModelBackbone:
         length = input_ids.shape[1]
         if self.buckets is not None:
             input_ids = pad_ids(self.buckets, input_ids, placeholders(self.config))
-            features = pad_features(self.buckets, features)
+            features = pad_features(features, input_ids.size)
         embeddings, deepstack = self.programs.embed(self.programs.state, input_ids, features)
         if input_ids.shape[1] != length:
             embeddings, deepstack = embeddings[:, :length], None if deepstack is None else deepstack[:, :length]

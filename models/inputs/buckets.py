@@ -81,11 +81,12 @@ def pad_ids(buckets: Buckets, input_ids: np.ndarray, pads: tuple[int, ...]) -> n
     return _grown(input_ids, [len(input_ids), buckets.round_up(input_ids.shape[1])], fill)
 
 
-def pad_features(buckets: Buckets, features: Array | np.ndarray | None) -> Array | None:
-    """A tower's output [n,E',D], filled up with zeros."""
-    if features is None:
-        return None
-    return _room(jnp.asarray(features), 1, buckets.round_up(features.shape[1]) - features.shape[1])
+def pad_features(features: Array | np.ndarray | None, room: int) -> Array | None:
+    """A tower's output [n,E',D], filled up with zeros to the most features that the padded ids have room for.
+
+    So the ids' bucket alone says which program embeds them, whatever the number of features is.
+    """
+    return None if features is None else _room(jnp.asarray(features), 1, room - features.shape[1])
 
 
 def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:
