@@ -1,0 +1,85 @@
+"""How Sphinx builds the site: `sphinx-build -W docs out/site`, in an environment with the extra `docs`."""
+
+import os
+import re
+from importlib.metadata import version as installed
+from pathlib import Path
+
+from sphinx.addnodes import pending_xref
+
+# Read when NumPy and jax are loaded, by autodoc here and by the notebooks' kernels.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
+
+project = "kvpatch_jax"
+author = "the authors of kvpatch_jax"
+project_copyright = f"{author}; Apache 2.0"
+version = release = installed("kvpatch_jax")
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+default_role = "code"
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+nb_execution_mode = "force"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_attr_annotations = False
+
+html_theme = "furo"
+html_title = "kvpatch_jax"
+html_show_sourcelink = False
+
+ROOT_PAGES = {
+    "README": "index",
+    "ARCHITECTURE": "project/architecture",
+    "CONTRIBUTING": "project/contributing",
+    "CHANGELOG": "project/changelog",
+}
+SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Note|Raises|Returns|Yields|Warning):\n")
+PACKAGES = ("kvpatch_jax", "pallas_kernels", "models")
+
+
+def from_elsewhere(app, what, name, obj, skip, options):
+    """Leaves out what a module only imports from other libraries."""
+    home = getattr(obj, "__module__", None)
+    return skip or (what == "module" and isinstance(home, str) and not home.startswith(PACKAGES))
+
+
+def as_rst(app, what, name, obj, options, lines):
+    """Makes reStructuredText of a docstring: code spans in single backticks, fields listed one a line, plain stars."""
+    blocks = re.split(r"\n{2,}", "\n".join(lines))
+    for index, block in enumerate(blocks):
+        if "\n  " in block and not block.startswith(" ") and not SECTION.match(block):
+            blocks[index] = re.sub(r"(?m)^(?=\S)", "- ", block)  # fields, with their next lines indented
+
+    parts = re.split(r"(`[^`]+`)", "\n\n".join(blocks))
+    for index, part in enumerate(parts):
+        if index % 2:
+            parts[index] = f"`{part}`" + ("\\ " if parts[index + 1][:1].isalnum() else "")
+        else:
+            parts[index] = re.sub(r"(?<=\w)_(?!\w)", r"\\_", re.sub(r"([*|])", r"\\\1", part))
+    lines[:] = "".join(parts).split("\n")
+
+
+def between_root_pages(app, doctree):
+    """Points links between the pages of the repository's root, which the site includes, at their copies here."""
+    for node in doctree.findall(pending_xref):
+        name = (node.get("reftarget") or "").removesuffix(".md")
+        if name in ROOT_PAGES and node.get("refdomain") != "doc":
+            node.attributes.update({"refdomain": "doc", "reftarget": ROOT_PAGES[name], "reftargetid": None})
+
+
+def setup(app):
+    """Connects the hooks above; that of docstrings runs before napoleon's."""
+    app.connect("doctree-read", between_root_pages)
+    app.connect("autodoc-skip-member", from_elsewhere)
+    app.connect("autodoc-process-docstring", as_rst, priority=100)
