@@ -19,7 +19,8 @@ from ..disk.disk import Disk
 from ..disk.tenant_disk import TenantStore
 from ..format.naming import Name, name_at
 from ..io.files import NotRegularError, open_regular, try_lock, typed, typed_errors
-from .entries import LibraryEntries, LibraryEntry, Resource, changing, entry_blob, named_content, withdrawn_blob
+from .entries import LibraryEntry, Resource, entry_blob, named_content, withdrawn_blob
+from .folder import LibraryFolder, changing
 from .references import Kind, Reference, check_name
 
 
@@ -55,7 +56,7 @@ class DynamicLibrary[Store: TenantStore]:
 
     def __init__(self, store: Store):
         self.store = store
-        self._entries = LibraryEntries(store.tenant_disk, "dynamic")
+        self._folder = LibraryFolder(store.tenant_disk, "dynamic")
 
     def publish(
         self,
@@ -80,30 +81,30 @@ class DynamicLibrary[Store: TenantStore]:
           As `StaticLibrary.put`, without a quota; the version before is still the current one then.
         """
         bare, content = named_content(name, content, chunk, kind)
-        with self._entries.changing():
-            least = self._entries.least(bare.kind, bare.name)
-            version = max([least, *self._entries.versions(bare.kind, bare.name)]) + 1
+        with self._folder.changing():
+            least = self._folder.least(bare.kind, bare.name)
+            version = max([least, *self._folder.versions(bare.kind, bare.name)]) + 1
             reference = Reference(bare.kind, bare.name, version)
             blob = entry_blob(reference, content, chunk, vector, metadata or {}, None)
             if chunk is not None:
                 self.store.put(chunk)
-            self._entries.put(self._entries.name(bare.kind, bare.name, version), blob)
+            self._folder.put(self._folder.name(bare.kind, bare.name, version), blob)
             self._drop_old(bare.kind, bare.name)
         return reference
 
     def withdraw(self, kind: str, name: str) -> bool:
         """Publishes that there is no such reference any more. Whether there was one. Readers keep what they hold."""
         kind, name = check_name(kind, name)
-        with self._entries.changing():
-            self._entries.purge(self._entries.name(kind, name))
-            least, versions = self._entries.least(kind, name), self._entries.versions(kind, name)
+        with self._folder.changing():
+            self._folder.purge(self._folder.name(kind, name))
+            least, versions = self._folder.least(kind, name), self._folder.versions(kind, name)
             if not versions or versions[-1] < least:
                 return False
-            if self._entries.read(self._entries.name(kind, name, versions[-1])) is None:
+            if self._folder.read(self._folder.name(kind, name, versions[-1])) is None:
                 return False
             version = versions[-1] + 1
             blob = withdrawn_blob(Reference(kind, name, version))
-            self._entries.put(self._entries.name(kind, name, version), blob)
+            self._folder.put(self._folder.name(kind, name, version), blob)
             self._drop_old(kind, name)
         return True
 
@@ -118,30 +119,30 @@ class DynamicLibrary[Store: TenantStore]:
         kind, name = check_name(kind, name)
         while True:
             # The floor first: a version is on the disk before its floor is raised to it.
-            least = self._entries.least(kind, name) if version is None else 0
-            versions = self._entries.versions(kind, name)
+            least = self._folder.least(kind, name) if version is None else 0
+            versions = self._folder.versions(kind, name)
             wanted = version if version is not None else max(versions, default=None)
             if wanted is None or wanted not in versions:
                 return None
             if wanted < least:
-                self._entries.disk.counters.add("replayed")
+                self._folder.disk.counters.add("replayed")
                 return None
-            own = self._entries.name(kind, name, wanted)
+            own = self._folder.name(kind, name, wanted)
             with contextlib.ExitStack() as stack:
                 if not self._hold(own, stack):
                     continue  # dropped between the look and the hold
-                resource = self._entries.read(own)
+                resource = self._folder.read(own)
                 if resource is not None:
                     if resource.chunk is not None:
                         stack.enter_context(self.store.pin(resource.chunk[1], resource.chunk[0]))
                     return self._handed(resource, stack.pop_all())
-            if wanted in self._entries.versions(kind, name):
+            if wanted in self._folder.versions(kind, name):
                 return None  # withdrawn, or it cannot be read just now; else it was damaged and is gone
 
     def _hold(self, own: Name, stack: contextlib.ExitStack) -> bool:
         """Holds a file by a shared lock, which whoever would drop it asks for alone. False: it is gone."""
         try:
-            fd = stack.enter_context(open_regular(self._entries.disk.root, own.path))
+            fd = stack.enter_context(open_regular(self._folder.disk.root, own.path))
             fcntl.flock(fd, fcntl.LOCK_SH)
             return os.fstat(fd).st_nlink > 0
         except FileNotFoundError:
@@ -157,37 +158,37 @@ class DynamicLibrary[Store: TenantStore]:
 
     def _let_go(self, reference: Reference) -> None:
         """After the lock is gone: drops an old version. A reader that may not write leaves that to the operator."""
-        newest = max(self._entries.versions(reference.kind, reference.name), default=0)
+        newest = max(self._folder.versions(reference.kind, reference.name), default=0)
         if newest > (reference.version or 0):
-            with contextlib.suppress(StoreReadOnlyError), self._entries.changing():
+            with contextlib.suppress(StoreReadOnlyError), self._folder.changing():
                 self._drop_old(reference.kind, reference.name)
 
     def _drop_old(self, kind: str, name: str) -> int:
         """Drops every version but the newest that nobody holds; under the library's lock. How many."""
-        paths = [entry.path for entry in self._entries.disk.of_chunk(self._entries.name(kind, name))]
-        return _drop_unheld(self._entries.disk, paths, self._remove)
+        paths = [entry.path for entry in self._folder.disk.of_chunk(self._folder.name(kind, name))]
+        return _drop_unheld(self._folder.disk, paths, self._remove)
 
     def _remove(self, path: str) -> bool:
-        listed = self._entries.at(name_at(path))
-        return self._entries.disk.delete(path) if listed is None else self._entries.remove(listed, self.store)
+        listed = self._folder.at(name_at(path))
+        return self._folder.disk.delete(path) if listed is None else self._folder.remove(listed, self.store)
 
     def versions(self, kind: str, name: str) -> list[int]:
         """The versions that are still there, ascending; the last is the current one."""
-        return self._entries.versions(*check_name(kind, name))
+        return self._folder.versions(*check_name(kind, name))
 
     def entries(self) -> list[LibraryEntry]:
         """The current version of every reference that was not withdrawn."""
-        current = [entry for entry in self._entries.newest().values() if not entry.withdrawn]
+        current = [entry for entry in self._folder.newest().values() if not entry.withdrawn]
         return sorted(current, key=lambda entry: str(entry.reference))
 
     def vectors(self) -> Iterator[tuple[str, np.ndarray]]:
         """(reference without version, vector) of every current entry that has one."""
-        return self._entries.vectors(self.entries())
+        return self._folder.vectors(self.entries())
 
     def collect(self) -> int:
         """Drops old versions that nobody holds: those of readers that died. How many."""
-        with self._entries.changing():
-            names = {(entry.reference.kind, entry.reference.name) for entry in self._entries.listed()}
+        with self._folder.changing():
+            names = {(entry.reference.kind, entry.reference.name) for entry in self._folder.listed()}
             return sum(self._drop_old(kind, name) for kind, name in names)
 
 

@@ -1,15 +1,14 @@
-"""What both libraries stand on: named resources as objects of the store's directory, beside its chunks.
+"""A library's entries: named resources, and how they are written as objects of the store.
 
-An entry is a verified, durable object like any other, under `lib/<tenant>/<library>/`. Its name is inside it, so that a
-library can be listed; the path tells nothing. Entries are outside the chunks' budget and eviction. Whoever changes a
-library holds its lock, among threads and processes; readers hold none.
+An entry is a verified, durable object like any other, under `lib/<tenant>/<library>/`. Its name is in its header, so
+that a library can be listed; the path is keyed and reveals nothing. Entries are outside the chunks' budget and are not
+evicted.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,17 +19,12 @@ from jaxtyping import Float
 from ...chunk import AnyArray, Chunk
 from ...chunk_ids import chunk_id, content_digest, encoded
 from ...content import Text, check_text, sort_of
-from ...errors import InputError, LibraryFullError, NotFiniteError, StoreCorruptError, StoreError
+from ...errors import InputError, NotFiniteError, StoreCorruptError
 from ...images import decoded, is_encoded
-from ..disk.directory import DirectoryEntry
-from ..disk.quarantine import purge
-from ..disk.tenant_disk import TenantDisk, TenantStore
-from ..disk.version_floor import Floor, Floors, number_of
+from ..disk.version_floor import number_of
 from ..format.header import MALFORMED, Header
-from ..format.naming import Name, Names, name_at
+from ..format.naming import Name, Names
 from ..format.objects import Blob
-from ..io.files import locked, make_directories, typed_errors
-from .folder_index import Contents, Seen
 from .references import Kind, Reference, check_name
 
 Content = str | bytes | np.ndarray | list[int] | tuple[int, ...]
@@ -42,7 +36,7 @@ _NOTHING = np.zeros(1, np.uint8)  # an object has at least one byte
 
 @dataclasses.dataclass(frozen=True)
 class LibraryEntry:
-    """A resource as its header tells it.
+    """A resource without its content, as a listing shows it.
 
     Attributes:
       reference: how a prompt names it, with its version in a dynamic library.
@@ -85,7 +79,7 @@ class Resource:
     chunk: tuple[str, str] | None = dataclasses.field(repr=False)
 
     def chunk_id(self, backbone: str) -> str:
-        """The id of its chunk for a backbone: of the one that was put with it, else `chunk_id` of its content.
+        """Returns the id of its chunk for a backbone: of the one that was put with it, else `chunk_id` of its content.
 
         Raises:
           InputError: only a chunk was put, and another backbone's.
@@ -113,7 +107,7 @@ class Resource:
 
 
 def as_content(content: Any, kind: Kind | None = None) -> Content:
-    """A content in one of the forms that are kept: PIL images and jax arrays as NumPy arrays, a path's file as bytes.
+    """Converts a content to a form that is kept: PIL images and jax arrays to NumPy arrays, a path to its file's bytes.
 
     Raises:
       InputError: content of another type, a str that names a file (unless `kind` is TEXT), or a file that cannot be
@@ -139,7 +133,7 @@ def as_content(content: Any, kind: Kind | None = None) -> Content:
 
 
 def kind_of(content: Content) -> Kind:
-    """The kind of a content where none is given."""
+    """Derives the kind of a content."""
     if isinstance(content, bytes) and not is_encoded(content):
         return "FILE"
     word = sort_of(Text(content) if isinstance(content, str) else content, "library")
@@ -165,12 +159,6 @@ def named_content(name: str, content: Any, chunk: Chunk | None, kind: Kind | Non
     return Reference(*check_name(kind, name)), content
 
 
-def check_quota(what: str, coming: int, used: int, quota: int) -> None:
-    """Raises LibraryFullError where bytes that come into a static library exceed its quota."""
-    if used + coming > quota:
-        raise LibraryFullError(f"{what}: {coming} bytes, {used} of {quota} are taken; expected room within the quota")
-
-
 def entry_blob(
     reference: Reference,
     content: Content | None,
@@ -179,7 +167,7 @@ def entry_blob(
     metadata: Mapping[str, Any],
     expires: float | None,
 ) -> Blob:
-    """A resource as an object.
+    """Makes the object of a resource.
 
     Raises:
       InputError: neither content nor chunk, empty content, or metadata that are not JSON. NotFiniteError: the vector.
@@ -209,7 +197,7 @@ def entry_blob(
 
 
 def withdrawn_blob(reference: Reference) -> Blob:
-    """A version that says that there is none any more."""
+    """Makes the object of a version that withdraws its reference."""
     body = {"kind": reference.kind, "name": reference.name, "version": reference.version, "content": "none"}
     more = {"digest": "", "chunk": None, "metadata": {}, "withdrawn": True}
     return Blob("entry", body | more, {"content": _NOTHING}, None)
@@ -253,9 +241,9 @@ def _reference_and_chunk(body: Mapping[str, Any]) -> tuple[Reference, tuple[str,
     return Reference(body["kind"], body["name"], body["version"]), (chunk[0], chunk[1]) if chunk else None
 
 
-def _listed(header: Header, path: str) -> LibraryEntry:
-    """Raises StoreCorruptError where the object is no entry."""
-    _check_body(header.body)
+def entry_of_header(header: Header, path: str) -> LibraryEntry:
+    """Describes an entry by its header. Raises StoreCorruptError where the object is no entry."""
+    check_body(header.body)
     reference, chunk = _reference_and_chunk(header.body)
     nbytes = header.size + chunk_bytes(header.body)
     number = number_of(header.body)
@@ -263,25 +251,25 @@ def _listed(header: Header, path: str) -> LibraryEntry:
 
 
 def chunk_bytes(body: Mapping[str, Any]) -> int:
-    """What the chunk that was put with an entry counts for, beside the entry's file."""
+    """Returns the bytes of the chunk that was put with an entry, which count for it beside its own file."""
     return body["chunk"][2] if body["chunk"] else 0
 
 
 def resource_of(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expires: float | None) -> Resource:
-    """A resource by its object's body and leaves."""
+    """Makes the resource of an object's body and leaves."""
     reference, chunk = _reference_and_chunk(body)
     content = _content_of(body["content"], arrays)
     return Resource(reference, content, body["digest"], body["metadata"], arrays.get("vector"), expires, chunk)
 
 
 def entry_name(names: Names, body: Mapping[str, Any]) -> Name:
-    """The name that a tenant's entry has by what it says about itself. Raises StoreCorruptError as `_check_body`."""
-    _check_body(body)
+    """Derives the name of a tenant's entry from its body. Raises StoreCorruptError as `check_body`."""
+    check_body(body)
     library = "static" if body["version"] is None else "dynamic"
     return names.entry(library, body["kind"], body["name"], version=body["version"])
 
 
-def _check_body(body: Mapping[str, Any]) -> None:
+def check_body(body: Mapping[str, Any]) -> None:
     """Raises StoreCorruptError where an object does not say what an entry says."""
     try:
         kind, name, version, chunk = (body[word] for word in ("kind", "name", "version", "chunk"))
@@ -304,204 +292,3 @@ def check_resource(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], ex
     except MALFORMED as error:
         kind = type(error).__name__  # the error itself may hold content
         raise StoreCorruptError(f"object: the body does not make an entry ({kind}); expected one that does") from None
-
-
-@contextlib.contextmanager
-def changing(root: str, folder: str) -> Iterator[None]:
-    """Alone, among the threads and processes that change the library in a folder. Raises StoreError."""
-    _make_folder(root, folder)  # the tenant may have been deleted
-    with typed_errors("library: lock"), locked(root, below=f"{folder}/lock", shared=False):
-        yield
-
-
-def _make_folder(root: str, folder: str) -> None:
-    if not os.path.isdir(f"{root}/{folder}"):
-        with typed_errors("library: open"):
-            make_directories(root, folder)
-
-
-class LibraryEntries:
-    """The entries of one tenant's library.
-
-    Args:
-      tenant_disk: whose.
-      library: a word; libraries of different words do not meet.
-    """
-
-    def __init__(self, tenant_disk: TenantDisk, library: str):
-        self.tenant_disk, self.disk, self.library = tenant_disk, tenant_disk.disk, library
-        self.folder = os.path.dirname(tenant_disk.names.entry(library).folder)
-        _make_folder(self.disk.root, self.folder)
-        self._contents = Contents(self.disk, self.folder, self._look)
-        self._floors = Floors(self.disk)
-
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Alone, among the threads and processes that change this library. Raises StoreError."""
-        with changing(self.disk.root, self.folder):
-            yield
-
-    def name(self, kind: str, name: str, version: int | None = None) -> Name:
-        """What an entry's file is called."""
-        return self.tenant_disk.names.entry(self.library, kind, name, version=version)
-
-    def versions(self, kind: str, name: str) -> list[int]:
-        """The versions that are there, ascending."""
-        own = self.name(kind, name)
-        entries = self.disk.of_chunk(own)
-        return sorted(int(entry.part[1:]) for entry in entries if entry.part[1:].isdecimal())
-
-    def read(self, name: Name) -> Resource | None:
-        """A resource, verified; None where it is absent, expired, withdrawn, or damaged (then quarantined).
-
-        None too where an encrypted static library had a later one of its name. It stays where it is.
-        """
-        floor = self._floors.of(name.folder)  # first: an entry is there before its floor
-        found = self.disk.get(name)
-        if found is None:
-            return None
-        header = found.header
-        try:
-            _check_body(header.body)
-            check_resource(header.body, found.arrays, header.expires)
-        except StoreCorruptError as error:  # whole, and no entry: somebody else wrote it
-            if found.file is not None:
-                self.disk.quarantine(name, found.file, str(error))
-            return None
-        body = header.body
-        if body["withdrawn"]:
-            return None
-        if floor is not None and body["version"] is None and not floor.takes(name.chunk, number_of(body)):
-            self.disk.counters.add("replayed")
-            return None
-        return resource_of(body, found.arrays, header.expires)
-
-    def listed(self) -> list[LibraryEntry]:
-        """Every entry that is there and has not expired, in no order. Headers are read once each.
-
-        Of an encrypted static library without those that had been replaced or deleted and were put back.
-        """
-        now, floors = self.disk.clock(), self._floors.all(self.folder)
-        found: list[LibraryEntry] = []
-        for seen in self._contents.refresh().values():
-            if seen.listed is not None and _lives(seen.expires, now):
-                held = seen.listed.reference.version is not None  # an older version that somebody reads, maybe
-                found += [seen.listed] if held or _taken(seen.listed, floors) else []
-        return found
-
-    def newest(self) -> dict[tuple[str, str], LibraryEntry]:
-        """The newest version of every dynamic reference, by kind and name; none that is below its floor."""
-        floors, newest = self._floors.all(self.folder), dict[tuple[str, str], LibraryEntry]()
-        for entry in sorted(self.listed(), key=lambda entry: entry.reference.version or 0):
-            newest[entry.reference.kind, entry.reference.name] = entry
-        return {key: entry for key, entry in newest.items() if _taken(entry, floors)}
-
-    def least(self, kind: str, name: str) -> int:
-        """The lowest version of an encrypted dynamic reference that may be the current one."""
-        own = self.name(kind, name)
-        floor = self._floors.of(own.folder)
-        return 0 if floor is None else floor.numbers.get(own.chunk, 0)
-
-    def at(self, name: Name) -> LibraryEntry | None:
-        """An entry by its name, if it is there and has not expired."""
-        return self._alive(self._contents.look(name.path)[0])
-
-    def _alive(self, seen: Seen[LibraryEntry] | None) -> LibraryEntry | None:
-        if seen is None or seen.listed is None or not _lives(seen.expires, self.disk.clock()):
-            return None
-        floor = self._floors.of(os.path.dirname(seen.listed.path)) if seen.listed.reference.version is None else None
-        return seen.listed if floor is None or _taken(seen.listed, {os.path.dirname(seen.listed.path): floor}) else None
-
-    def room(self, name: Name) -> tuple[LibraryEntry | None, int]:
-        """An entry by its name, and the bytes of all others, when what has expired was taken away."""
-        seen, nbytes, expiring = self._contents.look(name.path)
-        if self._remove_expired(expiring):
-            seen, nbytes, _ = self._contents.look(name.path)
-        entry = self._alive(seen)
-        if self._floors.kept:  # what was put back does not count
-            nbytes = sum(listed.nbytes for listed in self.listed())
-        return entry, nbytes - (0 if entry is None else entry.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all entries that have not expired."""
-        _, nbytes, expiring = self._contents.look()
-        now = self.disk.clock()
-        if not self._floors.kept and all(now < expires for expires in expiring.values()):
-            return nbytes
-        return sum(listed.nbytes for listed in self.listed())
-
-    def _look(self, entry: DirectoryEntry) -> Seen[LibraryEntry]:
-        with self.disk.reading(name_at(entry.path), noticed=False) as opening:
-            if opening is not None:
-                try:
-                    return Seen(entry.file, opening[0].expires, _listed(opening[0], entry.path))
-                except StoreCorruptError as error:
-                    self.disk.quarantine(name_at(entry.path), entry.file, str(error))
-        return Seen(entry.file, self.disk.expires(entry.path), None)
-
-    def vector(self, listed: LibraryEntry) -> np.ndarray | None:
-        """What a retriever finds an entry by, [D] float32; its content is not read. None: it has none, or is gone."""
-        with self.disk.reading(name_at(listed.path), noticed=False) as opening:
-            if opening is None or "vector" not in opening[0].leaves:
-                return None
-            try:
-                return opening[1](["vector"])["vector"]
-            except StoreError:
-                return None
-
-    def vectors(self, entries: Iterable[LibraryEntry]) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads (reference without version, vector) of every entry that has a vector."""
-        for entry in entries:
-            vector = self.vector(entry)
-            if vector is not None:
-                yield str(Reference(entry.reference.kind, entry.reference.name)), vector
-
-    def put(self, name: Name, blob: Blob) -> None:
-        """Durable when it returns, sealed like all that is the tenant's, outside the budgets.
-
-        Raises:
-          As `ChunkStore.put`; then what was there is still there.
-        """
-        self.tenant_disk.expect_open()
-        self._floors.put(name, blob)
-
-    def remove(self, listed: LibraryEntry, store: TenantStore) -> bool:
-        """Takes an entry away, and the chunk that was put with it where no other entry of this library has it."""
-        gone = self.disk.delete(listed.path)
-        if listed.reference.version is None:
-            self._floors.removed([listed.path])
-        self.delete_unused_chunk(listed.chunk, store)
-        return gone
-
-    def delete_unused_chunk(self, chunk: tuple[str, str] | None, store: TenantStore) -> None:
-        """Deletes a chunk that an entry had, where no other entry of this library has it."""
-        if chunk is None or (self._contents.has_chunk(chunk) and any(each.chunk == chunk for each in self.listed())):
-            return
-        store.delete(chunk[1], chunk[0])
-
-    def purge(self, name: Name) -> None:
-        """Deletes what is in quarantine of an entry, in any version. Raises StoreError."""
-        purge(self.disk.root, name.tenant, name.chunk)
-
-    def remove_expired(self) -> int:
-        """Takes away what is past its time (the chunks have the same one, and go by it). How many entries."""
-        return self._remove_expired(self._contents.look()[2])
-
-    def _remove_expired(self, expiring: Mapping[str, float]) -> int:
-        now = self.disk.clock()
-        paths = [path for path, expires in expiring.items() if now >= expires]
-        gone = [path for path in paths if self.disk.delete(path, self.disk.has_expired)]
-        self._floors.removed(gone)
-        return len(gone)
-
-
-def _taken(listed: LibraryEntry, floors: Mapping[str, Floor]) -> bool:
-    """Whether an entry is not one that had been replaced, withdrawn or deleted before."""
-    name = name_at(listed.path)
-    floor = floors.get(name.folder)
-    return floor is None or floor.takes(name.chunk, listed.number)
-
-
-def _lives(expires: float | None, now: float) -> bool:
-    return expires is None or now < expires

@@ -1,4 +1,4 @@
-"""What a library holds, kept from one look to the next: only folders that changed since are read again."""
+"""Index of a library's entries in memory: a refresh reads again only the folders that changed."""
 
 import collections
 import dataclasses
@@ -6,80 +6,65 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 from ..disk.directory import DirectoryEntry
 from ..disk.disk import Disk
 from ..io.files import Identity, typed_errors
+from .entries import LibraryEntry
 
 _TICK, _COARSE = 10**8, 3 * 10**9
 """Nanoseconds within which a folder may change twice and look the same; the longer where its file system keeps no
 fractions of a second."""
 
 
-@runtime_checkable
-class Item(Protocol):
-    """What an entry's header tells of it, as far as sums over entries need it."""
-
-    @property
-    def nbytes(self) -> int:
-        """What it counts for."""
-        ...
-
-    @property
-    def chunk(self) -> tuple[str, str] | None:
-        """(backbone, id) of the chunk that was put with it, or None."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
-class Seen[T: Item]:
-    """A file at the last look; `listed` is None where it had expired or could not be read."""
+class Seen:
+    """A file as it was last read; `entry` is None where it had expired or could not be read."""
 
     file: Identity
     expires: float | None
-    listed: T | None
+    entry: LibraryEntry | None
 
 
 @dataclasses.dataclass
-class _Folder[T: Item]:
-    """A folder at the last look: how it looked, whether a change would show, its entries by path."""
+class _Folder:
+    """A folder as it was last read: its identity, whether a later change must show in that, its files by path."""
 
     mark: Identity
     settled: bool
-    entries: dict[str, Seen[T]]
+    entries: dict[str, Seen]
 
 
-class Contents[T: Item]:
-    """The entries below a folder of folders, by path, with sums that need no pass over them. Safe among threads.
+class FolderIndex:
+    """Indexes the entries below a folder of folders by path, and keeps sums over them. Safe among threads.
 
     Args:
-      look: what a file's header tells.
+      look: reads a file's header.
     """
 
-    def __init__(self, disk: Disk, folder: str, look: Callable[[DirectoryEntry], Seen[T]]):
+    def __init__(self, disk: Disk, folder: str, look: Callable[[DirectoryEntry], Seen]):
         self._disk, self._folder, self._look = disk, folder, look
-        self._folders: dict[str, _Folder[T]] = {}
+        self._folders: dict[str, _Folder] = {}
         self._lock = threading.Lock()
         self._nbytes = 0
         self._chunks: collections.Counter[tuple[str, str]] = collections.Counter()
         self._expiring: dict[str, float] = {}
-        self._entries: dict[str, Seen[T]] = {}
+        self._entries: dict[str, Seen] = {}
 
-    def refresh(self) -> dict[str, Seen[T]]:
-        """Looks at what changed. All entries by path, as a copy. Raises StoreError."""
+    def refresh(self) -> dict[str, Seen]:
+        """Reads what changed. Returns all entries by path, as a copy. Raises StoreError."""
         with self._lock:
             self._refresh()
             return dict(self._entries)
 
-    def look(self, path: str = "") -> tuple[Seen[T] | None, int, dict[str, float]]:
-        """One entry, bytes of all that could be read, and when those expire that do, by path. Raises StoreError."""
+    def look(self, path: str = "") -> tuple[Seen | None, int, dict[str, float]]:
+        """Refreshes. Returns one entry, the bytes of all, and expiry times by path. Raises StoreError."""
         with self._lock:
             self._refresh()
             return self._entries.get(path), self._nbytes, dict(self._expiring)
 
     def has_chunk(self, chunk: tuple[str, str]) -> bool:
-        """Whether any entry has a chunk, after a look. Raises StoreError."""
+        """Refreshes. Whether any entry was put with a chunk. Raises StoreError."""
         with self._lock:
             self._refresh()
             return self._chunks[chunk] > 0
@@ -110,32 +95,32 @@ class Contents[T: Item]:
 
     def _read(self, path: str, mark: Identity, settled: bool) -> None:
         before = self._folders[path].entries if path in self._folders else {}
-        now: dict[str, Seen[T]] = {}
+        now: dict[str, Seen] = {}
         for entry in self._disk.scan(path):
             seen = before.get(entry.path)
-            if seen is None or seen.file != entry.file or seen.listed is None:
+            if seen is None or seen.file != entry.file or seen.entry is None:
                 seen = self._look(entry)
                 self._forget(entry.path)
                 self._note(entry.path, seen)
             now[entry.path] = seen
         for gone in before.keys() - now.keys():
             self._forget(gone)
-        readable = all(seen.listed is not None for seen in now.values())
+        readable = all(seen.entry is not None for seen in now.values())
         self._folders[path] = _Folder(mark, settled and readable, now)
 
-    def _note(self, path: str, seen: Seen[T]) -> None:
+    def _note(self, path: str, seen: Seen) -> None:
         self._entries[path] = seen
         if seen.expires is not None:
             self._expiring[path] = seen.expires
-        if seen.listed is not None:
-            self._nbytes += seen.listed.nbytes
-            if seen.listed.chunk is not None:
-                self._chunks[seen.listed.chunk] += 1
+        if seen.entry is not None:
+            self._nbytes += seen.entry.nbytes
+            if seen.entry.chunk is not None:
+                self._chunks[seen.entry.chunk] += 1
 
     def _forget(self, path: str) -> None:
         seen = self._entries.pop(path, None)
         self._expiring.pop(path, None)
-        if seen is not None and seen.listed is not None:
-            self._nbytes -= seen.listed.nbytes
-            if seen.listed.chunk is not None:
-                self._chunks[seen.listed.chunk] -= 1
+        if seen is not None and seen.entry is not None:
+            self._nbytes -= seen.entry.nbytes
+            if seen.entry.chunk is not None:
+                self._chunks[seen.entry.chunk] -= 1

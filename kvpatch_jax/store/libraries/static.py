@@ -12,7 +12,8 @@ from ...errors import InputError
 from ..disk.tenant_disk import TenantStore
 from ..format.expiry import Seconds, checked_ttl, expires_at
 from ..format.objects import file_size
-from .entries import LibraryEntries, LibraryEntry, Resource, check_quota, entry_blob, named_content
+from .entries import LibraryEntry, Resource, entry_blob, named_content
+from .folder import LibraryFolder, check_quota
 from .references import Kind, Reference, check_name
 
 
@@ -40,7 +41,7 @@ class StaticLibrary[Store: TenantStore]:
         if quota < 1:
             raise InputError(f"static library: quota {quota}; expected bytes above 0")
         self.store, self.quota, self._ttl = store, quota, checked_ttl(ttl, "static library")
-        self._entries = LibraryEntries(store.tenant_disk, "static")
+        self._folder = LibraryFolder(store.tenant_disk, "static")
 
     def put(
         self,
@@ -74,34 +75,34 @@ class StaticLibrary[Store: TenantStore]:
         ttl = self._ttl if ttl is None else ttl
         expires = expires_at(self.store.tenant_disk.clock(), ttl, str(reference))
         blob = entry_blob(reference, content, chunk, vector, {}, expires)
-        own = self._entries.name(reference.kind, reference.name)
-        with self._entries.changing():
-            before, used = self._entries.room(own)
+        own = self._folder.name(reference.kind, reference.name)
+        with self._folder.changing():
+            before, used = self._folder.room(own)
             need = file_size(blob, own.file) + (0 if chunk is None else chunk.nbytes)
             check_quota(str(reference), need, used, self.quota)
             if chunk is not None:
                 self.store.put(chunk, ttl=ttl)
-            self._entries.put(own, blob)
+            self._folder.put(own, blob)
             if before is not None:
-                self._entries.delete_unused_chunk(before.chunk, self.store)
+                self._folder.delete_unused_chunk(before.chunk, self.store)
         return reference
 
     @property
     def used(self) -> int:
         """Bytes of all entries that have not expired."""
-        return self._entries.nbytes
+        return self._folder.nbytes
 
     def get(self, kind: str, name: str) -> Resource | None:
         """A file, verified; None where there is none, or where it was damaged. Raises InputError as `put`."""
-        return self._entries.read(self._entries.name(*check_name(kind, name)))
+        return self._folder.read(self._folder.name(*check_name(kind, name)))
 
     def entries(self) -> list[LibraryEntry]:
         """What is there, by kind and name. Contents are not read."""
-        return sorted(self._entries.listed(), key=lambda entry: str(entry.reference))
+        return sorted(self._folder.listed(), key=lambda entry: str(entry.reference))
 
     def vectors(self) -> Iterator[tuple[str, np.ndarray]]:
         """(reference, vector) of every entry that has one: what a retriever is filled with."""
-        return self._entries.vectors(self.entries())
+        return self._folder.vectors(self.entries())
 
     def delete(self, kind: str, name: str, backbones: Sequence[str] = ()) -> bool:
         """Deletes a file, and the chunk that was put with it where no other entry has it. Whether there was one.
@@ -112,16 +113,16 @@ class StaticLibrary[Store: TenantStore]:
         Raises:
           StoreReadOnlyError, StoreIOError.
         """
-        own, wanted = self._entries.name(*check_name(kind, name)), names_of(backbones, "library: backbones")
+        own, wanted = self._folder.name(*check_name(kind, name)), names_of(backbones, "library: backbones")
         for backbone in wanted:
             fingerprint_of(backbone, "library: backbones")
-        with self._entries.changing():
-            self._entries.purge(own)
-            listed = self._entries.at(own)
+        with self._folder.changing():
+            self._folder.purge(own)
+            listed = self._folder.at(own)
             if listed is None:
                 return False
-            resource = self._entries.read(own) if backbones else None
-            gone = self._entries.remove(listed, self.store)
+            resource = self._folder.read(own) if backbones else None
+            gone = self._folder.remove(listed, self.store)
             if resource is not None and resource.content is not None:
                 for backbone in wanted:
                     self.store.delete(resource.content_id(backbone), backbone)
@@ -129,5 +130,5 @@ class StaticLibrary[Store: TenantStore]:
 
     def collect(self) -> int:
         """Takes expired entries off the disk (`put` does so too). How many."""
-        with self._entries.changing():
-            return self._entries.remove_expired()
+        with self._folder.changing():
+            return self._folder.remove_expired()

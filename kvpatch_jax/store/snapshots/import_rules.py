@@ -15,7 +15,7 @@ from ..disk.tenant_disk import TenantDisk
 from ..disk.writing import Elsewhere
 from ..format.naming import Name
 from ..io.files import open_regular, typed_errors
-from ..libraries.entries import LibraryEntries, changing, check_quota
+from ..libraries.folder import LibraryFolder, changing, check_quota
 
 
 def is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
@@ -100,4 +100,4 @@ def check_library(tenant_disk: TenantDisk, coming: int) -> None:
     """
     quota = tenant_disk.budget.library
     if quota is not None and coming:
-        check_quota("static library", coming, LibraryEntries(tenant_disk, "static").nbytes, quota)
+        check_quota("static library", coming, LibraryFolder(tenant_disk, "static").nbytes, quota)

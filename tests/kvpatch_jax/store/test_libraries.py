@@ -113,8 +113,8 @@ def test_entries_expire_and_give_their_room_back(store):
     assert store.get("B", BACKBONE) is None
     assert library.entries() == []
     library.put("B", b"x" * 12_000, ttl=5)
-    assert [path.name for path in Path(store.disk.root, library._entries.folder).rglob("*.entry.*")] == [
-        library._entries.name("FILE", "B").file
+    assert [path.name for path in Path(store.disk.root, library._folder.folder).rglob("*.entry.*")] == [
+        library._folder.name("FILE", "B").file
     ]
     now[0] += 6
     now[0] -= 3  # a clock that jumps back serves what was not yet collected
@@ -144,7 +144,7 @@ def test_chunks_go_with_their_last_entry(store):
 def test_a_damaged_entry_is_a_miss(store):
     library = StaticLibrary(store, quota=1 << 20)
     library.put("A", "text")
-    path = Path(store.disk.root, library._entries.name("TEXT", "A").path)
+    path = Path(store.disk.root, library._folder.name("TEXT", "A").path)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     assert library.get("TEXT", "A") is None
     assert store.counters["quarantined"] == 1
@@ -293,7 +293,7 @@ def test_a_damaged_version_gives_way_to_the_one_before(store):
     library.publish("A", "one")
     held = opened(library, "TEXT", "A")
     library.publish("A", "two")
-    path = Path(store.disk.root, library._entries.name("TEXT", "A", 2).path)
+    path = Path(store.disk.root, library._folder.name("TEXT", "A", 2).path)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with opened(library, "TEXT", "A") as found:
         assert found.content == "one"
@@ -322,7 +322,7 @@ def test_a_store_that_may_only_be_read(store, monkeypatch):
     def refuse():
         raise StoreReadOnlyError("read-only")
 
-    monkeypatch.setattr(library._entries, "changing", refuse)
+    monkeypatch.setattr(library._folder, "changing", refuse)
     held.close()
     assert operator.versions("TEXT", "A") == [1, 2]
     assert operator.collect() == 1

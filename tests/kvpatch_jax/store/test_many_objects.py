@@ -164,7 +164,7 @@ def library(tmp_path: Path):
 
 def settled(library: StaticLibrary) -> None:
     """The folders look as if nothing had changed for a while."""
-    for folder in Path(library.store.disk.root, library._entries.folder).iterdir():
+    for folder in Path(library.store.disk.root, library._folder.folder).iterdir():
         if folder.is_dir():
             os.utime(folder, ns=(10**18 + 1, 10**18 + 1))
 
@@ -189,7 +189,7 @@ def test_a_put_looks_only_at_what_changed(library: StaticLibrary):
         library.put("N0", "other")
         library.put("new", "of anything")
     assert len(opens) <= 4
-    assert len([path for path in listed if path.endswith(library._entries.folder)]) + 8 >= len(listed)
+    assert len([path for path in listed if path.endswith(library._folder.folder)]) + 8 >= len(listed)
 
 
 CHANGES: dict[str, Callable[[StaticLibrary], object]] = {
@@ -198,7 +198,7 @@ CHANGES: dict[str, Callable[[StaticLibrary], object]] = {
     "delete": lambda library: library.delete("TEXT", "N7"),
     "expire": lambda library: library.put("M", "m", ttl=1e-9),
     "damage": lambda library: library.store.disk.quarantine(
-        library._entries.name("TEXT", "N7"), _identity(library, "N7"), "damaged"
+        library._folder.name("TEXT", "N7"), _identity(library, "N7"), "damaged"
     ),
 }
 
@@ -206,7 +206,7 @@ CHANGES: dict[str, Callable[[StaticLibrary], object]] = {
 def _identity(library: StaticLibrary, name: str):
     from kvpatch_jax.store.io.files import identity
 
-    return identity(os.stat(f"{library.store.disk.root}/{library._entries.name('TEXT', name).path}"))
+    return identity(os.stat(f"{library.store.disk.root}/{library._folder.name('TEXT', name).path}"))
 
 
 @pytest.mark.parametrize("aged", [False, True])

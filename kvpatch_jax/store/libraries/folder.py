@@ -1,0 +1,234 @@
+"""One library of one tenant as a folder of entries. Readers take no lock; writers hold the library's lock."""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from ...errors import LibraryFullError, StoreCorruptError, StoreError
+from ..disk.directory import DirectoryEntry
+from ..disk.quarantine import purge
+from ..disk.tenant_disk import TenantDisk, TenantStore
+from ..disk.version_floor import Floor, Floors, number_of
+from ..format.naming import Name, name_at
+from ..format.objects import Blob
+from ..io.files import locked, make_directories, typed_errors
+from .entries import LibraryEntry, Resource, check_body, check_resource, entry_of_header, resource_of
+from .folder_index import FolderIndex, Seen
+from .references import Reference
+
+
+@contextlib.contextmanager
+def changing(root: str, folder: str) -> Iterator[None]:
+    """Locks the library in a folder against all other threads and processes that would change it.
+
+    Raises:
+      StoreError.
+    """
+    _make_folder(root, folder)  # the tenant may have been deleted
+    with typed_errors("library: lock"), locked(root, below=f"{folder}/lock", shared=False):
+        yield
+
+
+def _make_folder(root: str, folder: str) -> None:
+    if not os.path.isdir(f"{root}/{folder}"):
+        with typed_errors("library: open"):
+            make_directories(root, folder)
+
+
+def check_quota(what: str, coming: int, used: int, quota: int) -> None:
+    """Raises LibraryFullError where bytes that come into a static library exceed its quota."""
+    if used + coming > quota:
+        raise LibraryFullError(f"{what}: {coming} bytes, {used} of {quota} are taken; expected room within the quota")
+
+
+class LibraryFolder:
+    """Reads, lists and writes the entries of one library.
+
+    Args:
+      library: "static" or "dynamic"; entries of the two do not meet.
+    """
+
+    def __init__(self, tenant_disk: TenantDisk, library: str):
+        self.tenant_disk, self.disk, self.library = tenant_disk, tenant_disk.disk, library
+        self.folder = os.path.dirname(tenant_disk.names.entry(library).folder)
+        _make_folder(self.disk.root, self.folder)
+        self._index = FolderIndex(self.disk, self.folder, self._look)
+        self._floors = Floors(self.disk)
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Locks this library against all others that would change it. Raises StoreError."""
+        with changing(self.disk.root, self.folder):
+            yield
+
+    def name(self, kind: str, name: str, version: int | None = None) -> Name:
+        """Names the object of an entry."""
+        return self.tenant_disk.names.entry(self.library, kind, name, version=version)
+
+    def versions(self, kind: str, name: str) -> list[int]:
+        """Lists the versions of a dynamic reference that are on the disk, ascending."""
+        entries = self.disk.of_chunk(self.name(kind, name))
+        return sorted(int(entry.part[1:]) for entry in entries if entry.part[1:].isdecimal())
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def read(self, name: Name) -> Resource | None:
+        """Reads a resource and verifies it; None where it is absent, expired, withdrawn, or damaged.
+
+        A damaged one is moved to quarantine. None too where an encrypted static library had a later one of its name:
+        that one is left where it is.
+        """
+        floor = self._floors.of(name.folder)  # first: an entry is on the disk before its floor is
+        found = self.disk.get(name)
+        if found is None:
+            return None
+        body, expires = found.header.body, found.header.expires
+        try:
+            check_body(body)
+            check_resource(body, found.arrays, expires)
+        except StoreCorruptError as error:  # every byte verified, and yet no entry: somebody else wrote it
+            if found.file is not None:
+                self.disk.quarantine(name, found.file, str(error))
+            return None
+        if body["withdrawn"]:
+            return None
+        if floor is not None and body["version"] is None and not floor.takes(name.chunk, number_of(body)):
+            self.disk.counters.add("replayed")
+            return None
+        return resource_of(body, found.arrays, expires)
+
+    def listed(self) -> list[LibraryEntry]:
+        """Lists every entry that has not expired, in no order. Headers are read once each.
+
+        Static entries of an encrypted library that had been replaced or deleted and were put back are left out; older
+        versions of a dynamic one are not, since readers may hold them.
+        """
+        now, floors = self.disk.clock(), self._floors.all(self.folder)
+        found: list[LibraryEntry] = []
+        for seen in self._index.refresh().values():
+            entry = seen.entry
+            if entry is None or not _lives(entry, now):
+                continue
+            if entry.reference.version is not None or _is_last(entry, floors.get(os.path.dirname(entry.path))):
+                found.append(entry)
+        return found
+
+    def newest(self) -> dict[tuple[str, str], LibraryEntry]:
+        """Maps (kind, name) of every dynamic reference to its newest version; none that is below its floor."""
+        floors, newest = self._floors.all(self.folder), dict[tuple[str, str], LibraryEntry]()
+        for entry in sorted(self.listed(), key=lambda entry: entry.reference.version or 0):
+            newest[entry.reference.kind, entry.reference.name] = entry
+        return {key: entry for key, entry in newest.items() if _is_last(entry, floors.get(os.path.dirname(entry.path)))}
+
+    def least(self, kind: str, name: str) -> int:
+        """Returns the lowest version of an encrypted dynamic reference that may be the current one."""
+        own = self.name(kind, name)
+        floor = self._floors.of(own.folder)
+        return 0 if floor is None else floor.numbers.get(own.chunk, 0)
+
+    def at(self, name: Name) -> LibraryEntry | None:
+        """Looks up an entry that has not expired by its name."""
+        return self._current(self._index.look(name.path)[0])
+
+    def vectors(self, entries: Iterable[LibraryEntry]) -> Iterator[tuple[str, np.ndarray]]:
+        """Reads (reference without version, vector [D] float32) of every entry that has a vector, not its content."""
+        for entry in entries:
+            with self.disk.reading(name_at(entry.path), noticed=False) as opening:
+                if opening is None or "vector" not in opening[0].leaves:
+                    continue
+                try:
+                    vector = opening[1](["vector"])["vector"]
+                except StoreError:
+                    continue
+            yield str(Reference(entry.reference.kind, entry.reference.name)), vector
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries that have not expired."""
+        _, nbytes, expiring = self._index.look()
+        now = self.disk.clock()
+        if not self._floors.kept and all(now < expires for expires in expiring.values()):
+            return nbytes
+        return sum(entry.nbytes for entry in self.listed())
+
+    # ------------------------------------------------------------------------------------------------ changing
+
+    def room(self, name: Name) -> tuple[LibraryEntry | None, int]:
+        """Deletes what has expired. Returns the entry of a name, and the bytes of all other entries."""
+        seen, nbytes, expiring = self._index.look(name.path)
+        if self._remove_expired(expiring):
+            seen, nbytes, _ = self._index.look(name.path)
+        entry = self._current(seen)
+        if self._floors.kept:  # what was put back does not count
+            nbytes = sum(listed.nbytes for listed in self.listed())
+        return entry, nbytes - (0 if entry is None else entry.nbytes)
+
+    def put(self, name: Name, blob: Blob) -> None:
+        """Writes an entry durably, encrypted where the tenant has a key, outside the chunks' budgets.
+
+        Raises:
+          As `ChunkStore.put`; then what was there is still there.
+        """
+        self.tenant_disk.expect_open()
+        self._floors.put(name, blob)
+
+    def remove(self, entry: LibraryEntry, store: TenantStore) -> bool:
+        """Deletes an entry, and its chunk as `delete_unused_chunk`. Whether the entry was there."""
+        gone = self.disk.delete(entry.path)
+        if entry.reference.version is None:
+            self._floors.removed([entry.path])
+        self.delete_unused_chunk(entry.chunk, store)
+        return gone
+
+    def delete_unused_chunk(self, chunk: tuple[str, str] | None, store: TenantStore) -> None:
+        """Deletes a chunk (backbone, id) that was put with an entry, unless another entry of this library has it."""
+        if chunk is None or (self._index.has_chunk(chunk) and any(each.chunk == chunk for each in self.listed())):
+            return
+        store.delete(chunk[1], chunk[0])
+
+    def purge(self, name: Name) -> None:
+        """Deletes an entry's files in quarantine, of any version. Raises StoreError."""
+        purge(self.disk.root, name.tenant, name.chunk)
+
+    def remove_expired(self) -> int:
+        """Deletes expired entries; chunks that were put with them expire by themselves. Returns how many."""
+        return self._remove_expired(self._index.look()[2])
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _remove_expired(self, expiring: Mapping[str, float]) -> int:
+        now = self.disk.clock()
+        paths = [path for path, expires in expiring.items() if now >= expires]
+        gone = [path for path in paths if self.disk.delete(path, self.disk.has_expired)]
+        self._floors.removed(gone)
+        return len(gone)
+
+    def _current(self, seen: Seen | None) -> LibraryEntry | None:
+        """The entry of a file, unless it has expired, or had been replaced or deleted and was put back."""
+        entry = None if seen is None else seen.entry
+        if entry is None or not _lives(entry, self.disk.clock()):
+            return None
+        if entry.reference.version is not None:
+            return entry
+        return entry if _is_last(entry, self._floors.of(os.path.dirname(entry.path))) else None
+
+    def _look(self, file: DirectoryEntry) -> Seen:
+        name = name_at(file.path)
+        with self.disk.reading(name, noticed=False) as opening:
+            if opening is not None:
+                try:
+                    return Seen(file.file, opening[0].expires, entry_of_header(opening[0], file.path))
+                except StoreCorruptError as error:
+                    self.disk.quarantine(name, file.file, str(error))
+        return Seen(file.file, self.disk.expires(file.path), None)
+
+
+def _is_last(entry: LibraryEntry, floor: Floor | None) -> bool:
+    """Whether an entry is the one that was put last under its name, as far as the floor of its folder tells."""
+    return floor is None or floor.takes(name_at(entry.path).chunk, entry.number)
+
+
+def _lives(entry: LibraryEntry, now: float) -> bool:
+    return entry.expires is None or now < entry.expires
