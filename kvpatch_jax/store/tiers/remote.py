@@ -141,7 +141,7 @@ class KeyValueStore:
             return None
         if opening.state != "value":
             return None
-        version = opening.metadata.generation
+        version = opening.stamp.generation
         drop = functools.partial(self._drop, name.path, version)
         try:
             raw = opening.value
@@ -161,7 +161,7 @@ class KeyValueStore:
         if begin == end:
             return b""
         read = self._ask("get", lambda: self._values.read(path, byte_range=slice(begin, end)), end - begin)
-        if read.state != "value" or read.metadata.generation != version:
+        if read.state != "value" or read.stamp.generation != version:
             raise StoreIOError("remote store: get: another object came while it was read; expected it to stay")
         return read.value
 
@@ -183,7 +183,7 @@ class KeyValueStore:
         with contextlib.suppress(StoreIOError, StoreCorruptError):
             read = self._ask("get", lambda: self._values.read(path, byte_range=slice(0, 0)))
             if read.state == "value":
-                self._drop(path, read.metadata.generation)
+                self._drop(path, read.stamp.generation)
 
     def delete(self, path: str) -> None:
         """Deletes an object, if it is there. Raises StoreIOError."""

@@ -172,7 +172,7 @@ def test_a_failing_restore_takes_back_only_what_it_added(tmp_path: Path, store: 
             raise RuntimeError("the next group cannot be read")
 
         with pytest.raises(RuntimeError, match="next group"):
-            into.add(groups(), 0)
+            into.tenant_disk.add(groups(), 0)
         assert same_chunk(into.get("B", BACKBONE), chunk_of(seed=4))
 
 
@@ -191,7 +191,7 @@ def test_a_failing_restore_takes_back_what_was_read_or_linked_meanwhile(tmp_path
             raise RuntimeError("the next group cannot be read")
 
         with pytest.raises(RuntimeError, match="next group"):
-            into.add(groups(), 0, copy=copy)
+            into.tenant_disk.add(groups(), 0, copy=copy)
         assert not into.contains("B", BACKBONE)
 
 
