@@ -37,8 +37,9 @@ from .metrics import StatisticsCollector as StatisticsCollector
 from .metrics import prometheus_text as prometheus_text
 from .snapshots.manifest import Summary as Summary
 from .snapshots.orbax_item import StoreItem as StoreItem
+from .snapshots.orbax_item import make_durable as make_durable
 from .snapshots.restore import load_snapshot as load_snapshot
-from .snapshots.restore import save_snapshot as save_snapshot
+from .snapshots.save import save_snapshot as save_snapshot
 from .store import ChunkStore as ChunkStore
 from .tenants import Deleted as Deleted
 from .tiers.patience import Patience as Patience

@@ -7,17 +7,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from ...errors import StoreCorruptError, StoreKeyError
 from ..disk import quarantine
 from ..disk.directory import DirectoryEntry
 from ..disk.disk import Disk
 from ..format.codec import chunk_of, patch_parts
-from ..format.encryption import Plain, is_sealed
+from ..format.encryption import decrypted, is_sealed
 from ..format.header import Header
 from ..format.naming import Name, name_at
-from ..format.objects import check_name, read_header, read_leaves
+from ..format.objects import Arrays, check_name, read_header, read_leaves
 from ..io.files import folder, identity, identity_of, open_regular, typed_errors
 from ..libraries.entries import check_resource
 
@@ -179,13 +177,9 @@ def _verdict(disk: Disk, entry: DirectoryEntry) -> Verdict:
         return "unreadable"
 
 
-def _rebuild(disk: Disk, name: Name, header: Header, arrays: dict[str, np.ndarray]) -> Verdict:
+def _rebuild(disk: Disk, name: Name, header: Header, arrays: Arrays) -> Verdict:
     """Makes of it what its name says, where it can be opened."""
-    seal = disk.seal if is_sealed(header) else Plain()
-    opening = seal.opened(header, lambda names: {leaf: arrays[leaf] for leaf in names})
-    assert opening is not None
-    header, read = opening
-    leaves = read(list(header.leaves))
+    header, leaves = decrypted(header, arrays, disk.seal)
     if name.kind == "entry":
         check_resource(header.body, leaves, header.expires)
     elif name.kind == "encoder":

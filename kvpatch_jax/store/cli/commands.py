@@ -20,7 +20,8 @@ from ..format.naming import Names
 from ..libraries.dynamic import drop_old_versions
 from ..snapshots.manifest import Progress as ByteProgress
 from ..snapshots.manifest import Summary
-from ..snapshots.restore import load_snapshot, save_snapshot
+from ..snapshots.restore import load_snapshot
+from ..snapshots.save import save_snapshot
 from ..store import ChunkStore
 from ..tenants import delete_tenant, finish
 from ..tiers.remote import KeyValueStore
@@ -257,7 +258,7 @@ def _export(options: Options) -> Outcome:
     if not _has_tenant(options, _disk(options)):
         raise InputError(_unknown(options))
     if options.arrays:
-        from ..snapshots.checkpoint import export_arrays
+        from ..snapshots.arrays import export_arrays
 
         with _store(options) as store:
             return _done(export_arrays(store, directory, progress=options.byte_progress))
@@ -268,7 +269,7 @@ def _export(options: Options) -> Outcome:
 def _import(options: Options) -> Outcome:
     directory = _directory(options)
     if options.arrays:
-        from ..snapshots.checkpoint import import_arrays
+        from ..snapshots.arrays import import_arrays
 
         with _store(options) as store:
             return _done(import_arrays(directory, store, progress=options.byte_progress))

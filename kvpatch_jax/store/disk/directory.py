@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ..format.header import Header
-from ..format.naming import is_object
+from ..format.naming import is_object, part_of
 from ..format.objects import check_name, read_header
 from ..io.files import Identity, folder, identity, locked, open_regular, typed, typed_errors, written
 
@@ -32,7 +32,7 @@ class DirectoryEntry(NamedTuple):
     @property
     def part(self) -> str:
         """What of the chunk it is: "kv", "kv.int8", "enc", "p.…"."""
-        return self.path.partition(".")[2].removesuffix(".safetensors")
+        return part_of(self.path)
 
 
 def entry_of(path: str, stat: os.stat_result) -> DirectoryEntry:

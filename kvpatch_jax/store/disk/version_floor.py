@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreFullError
-from ..format.encryption import Read
+from ..format.encryption import open_object
 from ..format.header import Header
 from ..format.naming import Name, name_at
-from ..format.objects import Blob, read_leaves
+from ..format.objects import Blob
 from ..io.files import Identity, identity
 from .directory import reading
 from .disk import Disk
@@ -99,8 +99,7 @@ class Floors:
                 return before[1]
             with reading(root, path) as (fd, header):
                 which = identity(os.fstat(fd))
-                read: Read = lambda names: read_leaves(fd, header, names, self._disk.buffers)
-                opened = self._disk.seal.opened(header, read)
+                opened = open_object(fd, header, self._disk.seal, self._disk.buffers)
                 if opened is None:
                     return None
                 body = opened[0].body
@@ -162,7 +161,7 @@ class Floors:
         if isinstance(item, Blob):
             return item.body
         with reading(*item) as (fd, header):
-            opened = self._disk.seal.opened(header, lambda names: read_leaves(fd, header, names, self._disk.buffers))
+            opened = open_object(fd, header, self._disk.seal, self._disk.buffers)
         if opened is None:
             raise StoreCorruptError("object: an entry that is not encrypted; expected it to be")
         return opened[0].body

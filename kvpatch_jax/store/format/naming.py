@@ -35,6 +35,11 @@ def is_object(path: str) -> bool:
     return _PATH.fullmatch(path) is not None
 
 
+def part_of(path: str) -> str:
+    """What of its chunk an object is, by its path or file: "kv", "kv.int8", "enc", "p.…", "entry", "v000000001"."""
+    return path.partition(".")[2].removesuffix(".safetensors")
+
+
 @dataclasses.dataclass(frozen=True)
 class Name:
     """Where an object is: relative to the store's root, `folder`/`file`. `chunk` is the keyed name of its chunk."""

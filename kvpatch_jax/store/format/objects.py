@@ -63,6 +63,11 @@ class Blob:
         return sum(array.nbytes for array in self.arrays.values())
 
 
+def blob_of(header: Header, arrays: Arrays) -> Blob:
+    """An object that was read, ready to be written again."""
+    return Blob(header.kind, header.body, arrays, header.expires)  # pyright: ignore[reportArgumentType]
+
+
 @dataclasses.dataclass(frozen=True)
 class Version:
     """One version of an object: the file that it was read from, and the checksum of its header."""

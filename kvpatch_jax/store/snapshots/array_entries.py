@@ -78,6 +78,11 @@ class ArrayEntry:
     about: Mapping[str, Any]
     arrays: Mapping[str, AnyArray]
 
+    @property
+    def host(self) -> dict[str, np.ndarray]:
+        """The arrays on the host."""
+        return {name: np.asarray(value) for name, value in self.arrays.items()}
+
 
 def _described(kind: str, part: str, body: Any, expires: float | None, leaves: list[str], arrays: Any) -> ArrayEntry:
     specs = {name: [dtype_word(v.dtype), list(v.shape), array_sum(v)] for name, v in arrays.items()}
@@ -193,7 +198,7 @@ def check_entry(entry: ArrayEntry) -> None:
 
 def blob_of_entry(entry: ArrayEntry) -> Blob:
     """The object again, its arrays on the host: the same bytes that it was."""
-    host = {name: np.asarray(value) for name, value in entry.arrays.items()}
+    host = entry.host
     arrays: dict[str, np.ndarray] = {}
     for leaf in entry.about["leaves"]:
         name, layer = _stacked_name(leaf)

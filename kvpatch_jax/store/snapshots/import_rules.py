@@ -1,4 +1,4 @@
-"""What comes into a store from elsewhere and may not: what is there already stays, libraries keep to their bounds.
+"""Puts objects from elsewhere into a store: what is there already stays, libraries keep to their bounds.
 
 Of a library, what is there stays by reference: a static entry whose kind and name the library has stays out, and so do
 all versions of a dynamic reference that has any version here, a withdrawn one too. So the current version of a
@@ -8,22 +8,119 @@ reference never changes by a restore, and versions of two histories never mix.
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
+
+from ...errors import StoreCorruptError
 from ..disk.disk import Disk
+from ..disk.root_config import check_key
 from ..disk.tenant_disk import TenantDisk
 from ..disk.writing import Elsewhere
-from ..format.naming import Name
+from ..format.codec import patch_of, patch_parts
+from ..format.header import MALFORMED
+from ..format.naming import Name, Names
+from ..format.objects import Blob, file_size
 from ..io.files import open_regular, typed_errors
+from ..libraries.entries import chunk_bytes, entry_name
 from ..libraries.folder import LibraryFolder, changing, check_quota
+from .manifest import Progress
+
+_GROUP, _GROUP_BYTES = 64, 64 << 20
+"""Objects, and bytes, that go in with one commit."""
 
 
-def is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
+@dataclasses.dataclass(frozen=True)
+class Incoming:
+    """An object on its way in, verified.
+
+    Attributes:
+      name: what it will be called.
+      nbytes: of the file that it is, or will be: for the room that is made.
+      load: makes it ready to be written: a blob, or a file that stays as it is.
+      source: the file that it comes from; None where it comes from arrays.
+      key_check: of the key that a file which stays as it is is encrypted under; None where it is not.
+      library_bytes: what it counts for in a static library, its chunk included; 0 where there is no bound on them.
+    """
+
+    name: Name
+    nbytes: int
+    load: Callable[[], Blob | Elsewhere]
+    source: Elsewhere | None = None
+    key_check: str | None = None
+    library_bytes: int = 0
+
+
+def import_objects(
+    tenant_disk: TenantDisk,
+    batches: Sequence[Sequence[Incoming]],
+    *,
+    copy: bool = False,
+    progress: Progress | None = None,
+) -> tuple[int, int]:
+    """Adds the objects that a store does not have, all of them or none, its libraries held meanwhile.
+
+    Args:
+      batches: objects that are loaded together. Batches come in one after the other; in each, chunks come before the
+        entries that name them, and of a reference the newest version first, so that nobody sees an entry whose chunk
+        is still to come, nor an old version as the current one.
+      copy: copies files; else they are linked where that can be.
+
+    Returns:
+      How many were added, and the bytes of all that were to be.
+
+    Raises:
+      LibraryFullError: static entries beyond `Budget.library`. As `TenantDisk.add`. Nothing was added then.
+    """
+    disk = tenant_disk.disk
+    with _changing_libraries(disk, [each.name for batch in batches for each in batch]) as has_reference:
+        coming: list[Incoming] = []
+        for batch in batches:
+            chunks = [each for each in batch if each.name.kind != "entry"]
+            entries = [each for each in batch if each.name.kind == "entry"]
+            entries.sort(key=lambda each: each.name.path, reverse=True)
+            coming += [each for each in chunks if not _is_there(disk, each.name, each.source)]
+            coming += [each for each in entries if not has_reference(each.name)]
+
+        quota, library_bytes = tenant_disk.budget.library, sum(each.library_bytes for each in coming)
+        if quota is not None and library_bytes:
+            check_quota("static library", library_bytes, LibraryFolder(tenant_disk, "static").nbytes, quota)
+        for tenant, check in sorted({(each.name.tenant, each.key_check) for each in coming if each.key_check}):
+            check_key(disk.root, f"obj/{tenant}", check, note=True)
+
+        need = sum(each.nbytes for each in coming if each.name.kind != "entry")
+        added = tenant_disk.add(_groups(coming, progress), need, copy=copy)
+    return added, sum(each.nbytes for each in coming)
+
+
+def _groups(coming: Sequence[Incoming], progress: Progress | None) -> Iterator[list[tuple[Name, Blob | Elsewhere]]]:
+    """What goes in with one commit, loaded when its turn comes."""
+    group: list[tuple[Name, Blob | Elsewhere]] = []
+    total, done, begun = sum(each.nbytes for each in coming), 0, 0
+    for number, each in enumerate(coming, 1):
+        group.append((each.name, each.load()))
+        done += each.nbytes
+        if len(group) == _GROUP or done - begun >= _GROUP_BYTES or number == len(coming):
+            yield group
+            group, begun = [], done
+            if progress is not None:
+                progress(done, total)
+
+
+def _is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
     """Whether the store has a whole object of that name, or `source` under it.
 
     A damaged one goes to quarantine, and one that has expired is deleted. Raises StoreError.
     """
-    same = source is not None and _is_same(Elsewhere(disk.root, name.path), source)
+    same = False
+    if source is not None:
+        with (
+            contextlib.suppress(OSError),
+            open_regular(disk.root, name.path, unnoticed=True) as here,
+            open_regular(*source, unnoticed=True) as there,
+        ):
+            same = os.path.sameopenfile(here, there)
     with typed_errors("store: add"):
         header = disk.examine(name, leaves=not same)
     if header is None:
@@ -34,70 +131,65 @@ def is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
     return False
 
 
-def _is_same(one: Elsewhere, other: Elsewhere) -> bool:
-    """Whether what is there is what comes in, one file with two names."""
-    with (
-        contextlib.suppress(OSError),
-        open_regular(*one, unnoticed=True) as first,
-        open_regular(*other, unnoticed=True) as second,
-    ):
-        return os.path.sameopenfile(first, second)
-    return False
-
-
-def is_entry(name: Name) -> bool:
-    """Whether it is a library's."""
-    return name.kind == "entry"
-
-
-def has_reference(disk: Disk, name: Name) -> bool:
-    """Whether a library has an entry of that kind and name, in any version that is whole."""
-    files = {os.path.basename(entry.path) for entry in disk.of_chunk(name)}
-    return any([is_there(disk, dataclasses.replace(name, file=file)) for file in sorted(files)])
-
-
 @contextlib.contextmanager
-def changing_libraries(disk: Disk, names: Iterable[Name]) -> Iterator[Callable[[Name], bool]]:
+def _changing_libraries(disk: Disk, names: Iterable[Name]) -> Iterator[Callable[[Name], bool]]:
     """Holds the libraries that some names are of, so that nobody else changes them.
 
     Yields:
-      Whether a library has what a name is a version of; asked of the disk once for each reference.
+      Whether a library has what a name is a version of, in any version that is whole; asked of the disk once for each
+      reference.
     """
-    folders = sorted({os.path.dirname(name.folder) for name in names if is_entry(name)})
     known: dict[str, bool] = {}
 
-    def has(name: Name) -> bool:
-        key = f"{name.folder}/{name.chunk}"
-        if key not in known:
-            known[key] = has_reference(disk, name)
-        return known[key]
+    def has_reference(name: Name) -> bool:
+        if name.chunk_key not in known:
+            files = {os.path.basename(entry.path) for entry in disk.of_chunk(name)}
+            # All of them are looked at, so that every damaged one goes to quarantine.
+            whole = [_is_there(disk, dataclasses.replace(name, file=file)) for file in sorted(files)]
+            known[name.chunk_key] = any(whole)
+        return known[name.chunk_key]
 
     with contextlib.ExitStack() as held:
-        for folder in folders:
+        for folder in sorted({os.path.dirname(name.folder) for name in names if name.kind == "entry"}):
             held.enter_context(changing(disk.root, folder))
-        yield has
+        yield has_reference
 
 
-def entries_last[T](coming: Iterable[T], name: Callable[[T], Name]) -> list[T]:
-    """The order in which things come in: chunks before entries that name them, of a reference the newest version first.
-
-    So nobody sees an entry whose chunk is still to come, nor an old version as the current one.
-    """
-    coming = list(coming)
-    entries = [each for each in coming if is_entry(name(each))]
-    others = [each for each in coming if not is_entry(name(each))]
-    return others + sorted(entries, key=lambda each: name(each).path, reverse=True)
-
-
-def check_library(tenant_disk: TenantDisk, coming: int) -> None:
-    """Refuses static entries beyond the tenant's `Budget.library`, the chunks that were put with them included.
+def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Name:
+    """The name that a tenant's object has by what it says about itself.
 
     Args:
-      coming: bytes of the entries that come in; the library is held meanwhile.
+      part: as `naming.part_of`.
+      arrays: of a patch only the dtypes and shapes count.
 
     Raises:
-      LibraryFullError.
+      StoreCorruptError: it does not say enough.
     """
-    quota = tenant_disk.budget.library
-    if quota is not None and coming:
-        check_quota("static library", coming, LibraryFolder(tenant_disk, "static").nbytes, quota)
+    if kind == "entry":
+        return entry_name(names, body)
+    try:
+        if kind == "kv":
+            return names.canonical(body["backbone"], body["id"], part.partition(".")[2] or None)
+        if kind == "encoder":
+            return names.encoder(body["backbone"], body["id"])
+        return names.patch(patch_of(patch_parts(body, arrays)))
+    except MALFORMED as error:
+        raise StoreCorruptError(
+            f"object: {kind} without a name of its own ({type(error).__name__}); expected one"
+        ) from None
+
+
+def is_counted(tenant_disk: TenantDisk, name: Name) -> bool:
+    """Whether an object is an entry of a static library with a bound."""
+    return tenant_disk.budget.library is not None and name.path.startswith(f"lib/{name.tenant}/static/")
+
+
+def library_bytes(tenant_disk: TenantDisk, name: Name, blob: Blob, size: int | None = None) -> int:
+    """Bytes that an object will count for in a static library with a bound: its file and its chunk; 0 for all else.
+
+    `size`: of its file, where that is known.
+    """
+    if not is_counted(tenant_disk, name):
+        return 0
+    size = file_size(tenant_disk.sealed(name, blob), name.file) if size is None else size
+    return size + chunk_bytes(blob.body)

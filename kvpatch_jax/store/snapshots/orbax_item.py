@@ -1,4 +1,7 @@
-"""A store as an item of an Orbax checkpoint, in a job of one process or of several. Orbax itself is not called here."""
+"""A store as an item of an Orbax checkpoint, in a job of one process or of several. Orbax itself is not called here.
+
+Orbax syncs array data and not its own small files and directories: `make_durable` does.
+"""
 
 import asyncio
 import os
@@ -7,10 +10,11 @@ from typing import Any
 
 from ...errors import InputError, StoreSnapshotError
 from ..disk.tenant_disk import TenantStore
-from ..io.files import typed_errors
+from ..io.files import sync_directory, sync_file_system, typed_errors
 from .manifest import MANIFEST
 from .multihost import TIMEOUT, ProcessGroup
-from .restore import load_objects, save_objects
+from .restore import load_objects
+from .save import save_objects
 
 
 class StoreItem:
@@ -151,3 +155,15 @@ def local_path(directory: Any) -> str:
     if "://" in path:
         raise InputError(f"checkpoint {path}: expected a path of this machine's file system (exports may be elsewhere)")
     return path
+
+
+def make_durable(directory: str | os.PathLike[str]) -> None:
+    """Makes a finished checkpoint survive a loss of power: its files, its directories and its own name.
+
+    Raises:
+      StoreIOError: it cannot be synced, or is not there.
+    """
+    path = os.path.abspath(local_path(directory))
+    with typed_errors(f"checkpoint {path}: sync"):
+        sync_file_system(path)
+        sync_directory(os.path.dirname(path))

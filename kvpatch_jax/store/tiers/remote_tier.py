@@ -12,7 +12,7 @@ from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreacha
 from ..format.encryption import Encryption, Read
 from ..format.header import Header
 from ..format.naming import Name, name_at
-from ..format.objects import Blob
+from ..format.objects import Blob, blob_of
 from ..io.counters import Counters
 from ..io.thread_pool import ThreadPool
 from .remote import Remote, Stored
@@ -65,7 +65,7 @@ class Arriving:
         if self.kept.keys() != self.stored.leaves.keys():
             return None
         arrays = {name: self.kept[name] for name in self.stored.leaves}
-        return Blob(self.stored.kind, self.stored.body, arrays, self.stored.expires)  # pyright: ignore[reportArgumentType]
+        return blob_of(self.stored, arrays)
 
 
 class Beyond:

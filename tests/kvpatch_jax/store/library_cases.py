@@ -7,7 +7,7 @@ from orbax.checkpoint import v1 as ocp
 from store_cases import chunk_of
 
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, StoreItem, load_snapshot, save_snapshot
-from kvpatch_jax.store.snapshots.checkpoint import export_arrays, import_arrays
+from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays
 
 KEY = b"one key of the store, 32 bytes at least"
 PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)

@@ -14,7 +14,7 @@ from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.store.snapshots.checkpoint import export_arrays, import_arrays, load_arrays, save_arrays
+from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays, save_arrays
 
 LAYOUT = kvp.KVLayout.gqa(2, 4, 16, kvp.Rope(1e4, 16))
 SPECS = {

@@ -33,9 +33,10 @@ from kvpatch_jax.errors import (
     StoreSnapshotError,
 )
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, StoreItem
-from kvpatch_jax.store.snapshots import checkpoint
-from kvpatch_jax.store.snapshots.checkpoint import export_arrays, import_arrays, load_arrays, make_durable, save_arrays
+from kvpatch_jax.store.snapshots import orbax_arrays, orbax_item
+from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays, save_arrays
 from kvpatch_jax.store.snapshots.multihost import ProcessGroup
+from kvpatch_jax.store.snapshots.orbax_item import make_durable
 
 INDEX, COUNT, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 if COUNT > 1:
@@ -148,24 +149,24 @@ def unacknowledged() -> None:
         def fail(path: str) -> None:
             raise OSError(5, "Input/output error")
 
-        checkpoint.sync_file_system = fail
+        orbax_item.sync_file_system = fail
     words = ("Input/output",) if INDEX == 1 else ("failed in process 1",)
     refused(StoreIOError, lambda: save_arrays(FOLDER / "unacknowledged", CHUNKS), *words)
 
 
 def disagreeing() -> None:
     """What one process alone cannot read is loaded by none."""
-    real = checkpoint.check_entry
+    real = orbax_arrays.check_entry
 
     def fail(entry) -> None:
         real(entry)
         if INDEX == 1 and entry.about["kind"] == "patch":
             raise StoreCorruptError("export: here only")
 
-    checkpoint.check_entry = fail
+    orbax_arrays.check_entry = fail
     kind, word = (StoreSnapshotError, "here only") if INDEX == 1 else (StoreIOError, "failed in process 1")
     refused(kind, lambda: load_arrays(FOLDER / "arrays", sharding_of("tokens")), word)
-    checkpoint.check_entry = real
+    orbax_arrays.check_entry = real
 
 
 # ---------------------------------------------------------------------------------------------------------- item

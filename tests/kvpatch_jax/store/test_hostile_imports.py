@@ -20,8 +20,9 @@ from test_hostile_roots import directory, fifo, link, listening, sparse, within
 from kvpatch_jax.errors import KVPatchError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
 from kvpatch_jax.store.io.files import crc32
-from kvpatch_jax.store.snapshots.checkpoint import _digest, export_arrays, import_arrays, load_arrays
+from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays
 from kvpatch_jax.store.snapshots.manifest import read_list, write_list
+from kvpatch_jax.store.snapshots.orbax_arrays import text_digest
 
 CHUNK = chunk_of(encoder=np.ones(5, np.float32))
 
@@ -158,7 +159,7 @@ def rewritten(export: Path, target: Path, change: Callable[[list[dict[str, Any]]
     found = ocp.load_checkpointables(str(export / "part-00000"), {"objects": None, "arrays": None})
     tree = json.loads(found["objects"]["json"].tobytes())
     text = json.dumps({"version": 1, "objects": change(tree["objects"])}).encode()
-    about = {"json": np.frombuffer(text, np.uint8), "digest": np.frombuffer(_digest(text), np.uint8)}
+    about = {"json": np.frombuffer(text, np.uint8), "digest": np.frombuffer(text_digest(text), np.uint8)}
     target.mkdir()
     shutil.copy(export / "EXPORT", target / "EXPORT")
     ocp.save_checkpointables(str(target / "part-00000"), {"objects": about, "arrays": found["arrays"]})

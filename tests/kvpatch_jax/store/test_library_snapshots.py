@@ -14,7 +14,7 @@ from store_cases import BACKBONE, chunk_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, LibraryFullError, StoreFullError, StoreKeyError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.snapshots.checkpoint import export_arrays, load_arrays
+from kvpatch_jax.store.snapshots.arrays import export_arrays, load_arrays
 from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 
 

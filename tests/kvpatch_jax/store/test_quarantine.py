@@ -13,7 +13,7 @@ from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, 
 from kvpatch_jax.errors import StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, save_snapshot
 from kvpatch_jax.store.cli.main import main
-from kvpatch_jax.store.snapshots.checkpoint import export_arrays
+from kvpatch_jax.store.snapshots.arrays import export_arrays
 
 MARK = b"a text that nobody else has written"
 
@@ -176,7 +176,7 @@ def test_nobody_who_does_not_say_yes_purges(tmp_path: Path, capsys, monkeypatch:
 KILLED = """
 import os, signal, sys
 from kvpatch_jax.store import ChunkStore, save_snapshot
-from kvpatch_jax.store.checkpoint import export_arrays
+from kvpatch_jax.store.snapshots.arrays import export_arrays
 root, directory, way = sys.argv[1:]
 die = lambda done, total: os.kill(os.getpid(), signal.SIGKILL)
 if way == "export":

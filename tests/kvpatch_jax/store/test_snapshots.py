@@ -15,7 +15,7 @@ from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, 
 
 from kvpatch_jax.errors import InputError, StoreFullError, StoreIOError, StoreKeyError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, Served, load_snapshot, save_snapshot
-from kvpatch_jax.store.snapshots.restore import save_objects
+from kvpatch_jax.store.snapshots.save import save_objects
 
 SERVED = Served("B", BACKBONE, ("A",))
 KEY = b"one key of the store, 32 bytes at least"

@@ -30,7 +30,7 @@ from kvpatch_jax.store import (
 )
 from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.format import encryption
-from kvpatch_jax.store.snapshots.checkpoint import export_arrays, load_arrays, save_arrays
+from kvpatch_jax.store.snapshots.arrays import export_arrays, load_arrays, save_arrays
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 

@@ -24,7 +24,8 @@ from kvpatch_jax.errors import StoreCorruptError, StoreError, StoreFullError, St
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, KeyValueStore, Served, StaticLibrary, prometheus_text
 from kvpatch_jax.store.cli.audit import listing, totals, verify
 from kvpatch_jax.store.cli.main import main
-from kvpatch_jax.store.snapshots.restore import load_objects, save_objects
+from kvpatch_jax.store.snapshots.restore import load_objects
+from kvpatch_jax.store.snapshots.save import save_objects
 from kvpatch_jax.store.tenants import finish
 
 KEY = b"k" * 32

@@ -1,0 +1,290 @@
+"""Chunks as Orbax arrays: objects that leave for other machines and meshes, and come back into a store.
+
+An export is one Orbax checkpoint, or a directory of several with a list of them. It depends on neither secret nor key
+of a store, and is not encrypted.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from ...chunk import AnyArray, Chunk
+from ...errors import InputError, StoreCorruptError, StoreSnapshotError
+from ...patch_metadata import Patch
+from ..disk.disk import Disk
+from ..disk.tenant_disk import TenantDisk, TenantStore
+from ..disk.unfinished import new_directory
+from ..format.codec import encoder_blob, patch_blob, patch_of, patch_parts
+from ..format.header import MALFORMED
+from ..format.naming import Encoding, name_at, part_of
+from ..format.objects import blob_of, file_size
+from ..io.files import make_private, sync_file_system, typed_errors
+from ..libraries.entries import Resource, check_resource, resource_of
+from ..tiers.placement import Placement
+from .array_entries import ArrayEntry, blob_of_entry, chunk_of_entry, entry_of, entry_of_chunk, outline
+from .import_rules import Incoming, import_objects, library_bytes, name_of
+from .manifest import Progress, Summary, read_list, write_list
+from .multihost import ProcessGroup
+from .orbax_arrays import load_entries, read_abouts, save_entries
+from .orbax_item import make_durable
+from .save import unchanged_libraries
+
+LIST = "EXPORT"
+_PART_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """What an export holds.
+
+    Attributes:
+      chunks: canonicals as they were made.
+      reduced: canonicals kept in a smaller encoding, in the dtype they had before, with the encoding.
+      patches: with their metadata.
+      encoders: towers' outputs, by backbone and id.
+      resources: entries of libraries, the current version and older ones of each.
+    """
+
+    chunks: tuple[Chunk, ...] = ()
+    reduced: tuple[tuple[Encoding, Chunk], ...] = ()
+    patches: tuple[Patch, ...] = ()
+    encoders: Mapping[tuple[str, str], AnyArray] = dataclasses.field(default_factory=dict)
+    resources: tuple[Resource, ...] = ()
+
+
+def save_arrays(
+    directory: str | os.PathLike[str],
+    chunks: Sequence[Chunk] = (),
+    patches: Sequence[Patch] = (),
+    *,
+    compress: bool = False,
+) -> None:
+    """Saves chunks and patches as one Orbax checkpoint of arrays (zarr3), a few for each, layers stacked.
+
+    kv [L, T, K, H] and residuals may be sharded over a mesh, of several processes too. Then all processes call this,
+    with the same chunks and patches in the same order; arrays that are not spread over them are taken from the first.
+    When it has returned, in whichever process, the checkpoint is there, and durable. It is not encrypted.
+
+    Raises:
+      InputError: nothing to save. DtypeError: a dtype that objects do not hold. StoreFullError, StoreIOError; with
+        several processes, in all of them.
+    """
+    path = os.fspath(directory)
+    with ProcessGroup().agreeing(f"export {path}"):
+        entries = [entry_of_chunk(chunk) for chunk in chunks]
+        encoders = [encoder_blob(c.id, c.backbone, np.asarray(c.encoder)) for c in chunks if c.encoder is not None]
+        entries += [entry_of(blob, "enc") for blob in encoders]
+        entries += [entry_of(patch_blob(patch), "p") for patch in patches]
+        if not entries:
+            raise InputError("save_arrays: 0 chunks and patches; expected some")
+    if "://" in path:
+        with ProcessGroup().agreeing(f"export {path}"):
+            save_entries(path, entries, compress)
+        return
+    with _made_private(os.path.abspath(path)) as unfinished:
+        save_entries(unfinished, entries, compress)
+
+
+@contextlib.contextmanager
+def _made_private(path: str) -> Iterator[str]:
+    """A name for Orbax to write to, in a directory that others cannot enter, for it makes files as umask says.
+
+    What is made there gets its own name when it is its owner's alone, and durable; in all processes or in none.
+    """
+    together = ProcessGroup()
+    unfinished = f"{path}.unfinished-{together.shared(secrets.token_bytes(16)).hex()}"
+    first = together.index == 0
+    try:
+        with together.agreeing(f"export {path}"), typed_errors(f"export {path}: write"):
+            if os.path.lexists(path):
+                raise InputError(f"export {path}: it is there; expected a name that is free")
+            if first:
+                os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+                os.mkdir(unfinished, 0o700)
+        with together.agreeing(f"export {path}"):
+            yield f"{unfinished}/arrays"
+        with together.agreeing(f"export {path}"), typed_errors(f"export {path}: write"):
+            if first:
+                make_private(unfinished)
+                os.rename(f"{unfinished}/arrays", path)
+                make_durable(path)
+    finally:
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load_arrays(directory: str | os.PathLike[str], placement: Placement | None = None) -> Loaded:
+    """Loads what `save_arrays` or `export_arrays` saved, each array verified where it came to lie.
+
+    In a job of several processes all of them call this; how many saved does not matter.
+
+    Args:
+      placement: a sharding or device for kv [L, T, K, H], or one per channel: each device reads its own part. By
+        default arrays of the host. Patches come on the default device, all else on the host.
+
+    Raises:
+      StoreSnapshotError: not an export, or damaged. StoreIOError: so in another process.
+    """
+    entries = [entry for part in _parts(os.fspath(directory)) for entry in load_entries(part, placement)]
+    by_kind = lambda kind: [entry for entry in entries if entry.about["kind"] == kind]
+    try:
+        canonicals = [chunk_of_entry(entry) for entry in by_kind("kv")]
+        patches = [patch_of(patch_parts(entry.about["body"], entry.host)) for entry in by_kind("patch")]
+        resources = [_resource(entry) for entry in by_kind("entry")]
+        encoders = {
+            (e.about["body"]["backbone"], e.about["body"]["id"]): e.arrays["encoder"] for e in by_kind("encoder")
+        }
+    except StoreCorruptError as error:
+        raise StoreSnapshotError(f"export {directory}: {error}") from error
+    except MALFORMED as error:
+        kind = type(error).__name__  # the error itself may hold content
+        raise StoreSnapshotError(f"export {directory}: a body that makes no object ({kind}); expected one") from None
+    return Loaded(
+        tuple(chunk for encoding, chunk in canonicals if encoding is None),
+        tuple((encoding, chunk) for encoding, chunk in canonicals if encoding is not None),
+        tuple(patches),
+        encoders,
+        tuple(resources),
+    )
+
+
+def export_arrays(
+    store: TenantStore,
+    directory: str | os.PathLike[str],
+    *,
+    compress: bool = False,
+    part_bytes: int = _PART_BYTES,
+    progress: Progress | None = None,
+) -> Summary:
+    """Exports all objects of a store's tenant, verified, as a new directory of Orbax checkpoints of arrays.
+
+    Unlike a snapshot it depends on neither secret nor key of the store: ids are in it, and it is not encrypted.
+
+    Args:
+      part_bytes: of arrays in one checkpoint, which are in memory at a time.
+
+    Raises:
+      InputError: `directory` is there. StoreFullError, StoreReadOnlyError, StoreIOError; there is no directory then.
+    """
+    _expect_one_process("export_arrays")
+    store.flush()
+    disk, names = store.tenant_disk.disk, store.tenant_disk.names
+    with new_directory(os.fspath(directory), disk.root, names.tenant_name) as unfinished:
+        export = _Export(disk, unfinished, compress, part_bytes)
+        with unchanged_libraries(disk.root, names.libraries):
+            export.take(names.libraries, None)
+        export.take(names.space, progress)
+        export.save()
+        write_list(f"{unfinished}/{LIST}", {"version": 1, "parts": export.parts, "objects": export.objects})
+        with typed_errors(f"export {unfinished}: sync"):
+            sync_file_system(unfinished)  # Orbax leaves its own small files and directories unsynced
+    return Summary(export.objects, export.nbytes, export.skipped)
+
+
+class _Export:
+    """An export on its way: what waits for the next checkpoint of it, and what was taken so far."""
+
+    def __init__(self, disk: Disk, directory: str, compress: bool, part_bytes: int):
+        self._disk, self._directory, self._compress, self._part_bytes = disk, directory, compress, part_bytes
+        self._waiting: list[ArrayEntry] = []
+        self._waiting_bytes = 0
+        self.objects, self.nbytes, self.skipped, self.parts = 0, 0, 0, 0
+
+    def take(self, below: str, progress: Progress | None) -> None:
+        """Takes every object below a folder of the store."""
+        listed = sorted(self._disk.scan(below), key=lambda entry: entry.path)
+        total, done = sum(each.size for each in listed), 0
+        for each in listed:
+            found = self._disk.get(name_at(each.path))
+            if found is None:
+                self.skipped += 1
+            else:
+                self._waiting.append(entry_of(blob_of(found.header, found.arrays), part_of(each.path)))
+                self._waiting_bytes += sum(value.nbytes for value in self._waiting[-1].arrays.values())
+                self.objects, self.nbytes = self.objects + 1, self.nbytes + each.size
+            if self._waiting_bytes >= self._part_bytes:
+                self.save()
+            done += each.size
+            if progress is not None:
+                progress(done, total)
+
+    def save(self) -> None:
+        """Saves what waits, if anything does."""
+        if self._waiting:
+            save_entries(f"{self._directory}/part-{self.parts:05d}", self._waiting, self._compress)
+            self._waiting, self._waiting_bytes, self.parts = [], 0, self.parts + 1
+
+
+def import_arrays(
+    directory: str | os.PathLike[str], store: TenantStore, *, progress: Progress | None = None
+) -> Summary:
+    """Puts what `export_arrays` or `save_arrays` saved into a store, under its tenant's names: all of it or nothing.
+
+    Every array is verified before its object is put. What is there already stays; what is expired stays out.
+
+    Raises:
+      StoreSnapshotError: not an export, or damaged. As `ChunkStore.put`. Nothing was added then.
+    """
+    _expect_one_process("import_arrays")
+    load = functools.lru_cache(maxsize=1)(load_entries)  # one checkpoint is in memory at a time
+    batches: list[list[Incoming]] = []
+    found = 0
+    for part in reversed(_parts(os.fspath(directory))):  # entries were exported first, and come in last
+        batch: list[Incoming] = []
+        for index, about in enumerate(read_abouts(part)):
+            found += 1
+            if about["expires"] is None or store.tenant_disk.clock() < about["expires"]:
+                try:
+                    each = _incoming(store.tenant_disk, outline(about))
+                except StoreCorruptError as error:
+                    raise StoreSnapshotError(f"export {part}: object {index}: {error}", (str(error),)) from error
+                blob = lambda part=part, index=index: blob_of_entry(load(part)[index])
+                batch.append(dataclasses.replace(each, load=blob))
+        batches.append(batch)
+    added, nbytes = import_objects(store.tenant_disk, batches, progress=progress)
+    return Summary(added, nbytes, found - added)
+
+
+def _incoming(tenant_disk: TenantDisk, entry: ArrayEntry) -> Incoming:
+    """An object of an export by its outline, with its name and size in the store."""
+    about = entry.about
+    name = name_of(tenant_disk.names, about["kind"], about["part"], about["body"], entry.host)
+    blob = blob_of_entry(entry)
+    counted = library_bytes(tenant_disk, name, blob)
+    return Incoming(name, file_size(blob, name.file), lambda: blob, library_bytes=counted)
+
+
+def _expect_one_process(what: str) -> None:
+    """These read and write the objects of one root, and Orbax's calls are for all processes or for none."""
+    if jax.process_count() > 1:
+        raise InputError(
+            f"{what}: in a job of {jax.process_count()} processes; expected one (a program of its own will do: "
+            "python -m kvpatch_jax.store), or save_arrays and load_arrays by all"
+        )
+
+
+def _resource(entry: ArrayEntry) -> Resource:
+    body, arrays, expires = entry.about["body"], entry.host, entry.about["expires"]
+    check_resource(body, arrays, expires)
+    return resource_of(body, arrays, expires)
+
+
+def _parts(directory: str) -> list[str]:
+    """The checkpoints of an export."""
+    if not os.path.lexists(f"{directory}/{LIST}"):
+        return [directory]
+    found = read_list(f"{directory}/{LIST}")
+    parts = found.get("parts") if isinstance(found, dict) and found.get("version") == 1 else None
+    there = sum(name.startswith("part-") for name in os.listdir(directory))
+    if type(parts) is not int or not 0 <= parts <= there:
+        raise StoreSnapshotError(
+            f"export {directory}: {LIST} {str(found)[:80]}; expected version 1, of at most {there} parts"
+        )
+    return [f"{directory}/part-{number:05d}" for number in range(found["parts"])]

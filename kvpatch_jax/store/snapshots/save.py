@@ -1,0 +1,198 @@
+"""Makes snapshots of stores that may be in use: a tenant's, or the whole store.
+
+Objects are linked or copied as they are; `manifest` says what a snapshot holds.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterable, Iterator
+
+from ...errors import StoreCorruptError, StoreIOError
+from ..disk.directory import DirectoryEntry, reading
+from ..disk.disk import Disk
+from ..disk.root_config import SECRETS, find_secret, read_secret, secret_digest, secret_text
+from ..disk.tenant_disk import TenantStore
+from ..disk.unfinished import WHOLE, new_directory
+from ..format.buffers import expect_memory
+from ..format.naming import Names, name_at
+from ..format.objects import read_leaves
+from ..io.files import (
+    NotRegularError,
+    copy_into,
+    folder,
+    link,
+    open_regular,
+    open_regular_in,
+    read_small,
+    sync_directory,
+    typed_errors,
+    write_all,
+)
+from .manifest import MANIFEST, ManifestEntry, Progress, Scope, Summary, header_crc, write_list
+
+_LARGEST_KEY = 1 << 10
+"""Bytes. A longer key-check file is refused unread."""
+
+
+def save_snapshot(
+    root: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    tenant: str | None = None,
+    secret: bytes | None = None,
+    copy: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Makes a snapshot of a store, which may be in use, as a new directory that is there whole or not at all.
+
+    Args:
+      tenant: whose objects and libraries; None takes the whole store, its secret too: that is for its operator.
+      secret: of the names, where the root does not keep it.
+      copy: copies the bytes, verified. By default files are linked: at once and without room, but store and snapshot
+        then share what a failing disk does to them. Another file system gets copies either way, by their header.
+
+    Raises:
+      StoreIOError: no store there. InputError: `directory` exists. StoreFullError, StoreReadOnlyError.
+    """
+    root, directory = os.fspath(root), os.fspath(directory)
+    if not os.path.isdir(f"{root}/obj"):
+        raise StoreIOError(f"store {root}: no objects there; expected a store")
+    names = None if tenant is None else Names(tenant, read_secret(root) if secret is None else secret)
+    with new_directory(directory, root, WHOLE if names is None else names.tenant_name) as unfinished:
+        return write_snapshot(Disk(root), names, unfinished, copy=copy, progress=progress)
+
+
+def save_objects(
+    store: TenantStore, directory: str, *, copy: bool = False, progress: Progress | None = None
+) -> Summary:
+    """Fills an empty directory with a snapshot of an open store's tenant; asynchronous puts are waited for.
+
+    Raises:
+      StoreError: as `flush`, or the directory cannot be written.
+    """
+    store.flush()
+    tenant_disk = store.tenant_disk
+    return write_snapshot(tenant_disk.disk, tenant_disk.names, directory, copy=copy, progress=progress)
+
+
+def write_snapshot(
+    disk: Disk, names: Names | None, directory: str, *, copy: bool = False, progress: Progress | None = None
+) -> Summary:
+    """Fills an empty directory with a tenant's objects and libraries, or all tenants'; durable when this returns.
+
+    Objects that are evicted or replaced meanwhile are left out or in, whole. Headers are verified, and with `copy`
+    every byte; what does not verify goes to quarantine and is left out. Libraries come first, as they are at one
+    moment: who would change one waits until its entries are in. So the chunks that were put with entries come too.
+
+    Raises:
+      StoreFullError, StoreReadOnlyError, StoreIOError: the directory is then no snapshot, for it has no manifest.
+    """
+    libraries, space = ("lib", "obj") if names is None else (names.libraries, names.space)
+    with typed_errors(f"snapshot {directory}: write"):
+        os.chmod(directory, 0o700)  # whoever made it
+        with unchanged_libraries(disk.root, libraries):
+            shelved = _keep_all(disk, libraries, directory, copy, None)
+        objects = _keep_all(disk, space, directory, copy, progress)
+        kept, skipped, damaged = shelved[0] + objects[0], shelved[1] + objects[1], shelved[2] + objects[2]
+        scope: Scope = "store" if names is None else "tenant"
+        told = {"secret": _keep_secret(disk.root, directory)} if names is None else {}
+        _keep_key_checks(disk.root, directory, {name_at(each.path).tenant for each in kept})
+        listed = [[each.path, each.size, f"{each.crc:08x}"] for each in kept]
+        write_list(f"{directory}/{MANIFEST}", {"version": 1, "scope": scope, "objects": listed} | told)
+        for each, _, _ in os.walk(directory):
+            sync_directory(each)
+    return Summary(len(kept), sum(each.size for each in kept), skipped, damaged)
+
+
+@contextlib.contextmanager
+def unchanged_libraries(root: str, below: str) -> Iterator[None]:
+    """Keeps the libraries below a folder from changing. Needs to read only, so a root on a read-only medium will do."""
+    spaces = [f"{below}/{space}" for space in _listed(root, below)] if below == "lib" else [below]
+    with contextlib.ExitStack() as held:
+        for path in sorted(f"{space}/{library}/lock" for space in spaces for library in _listed(root, space)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # its tenant was deleted
+                fcntl.flock(held.enter_context(open_regular(root, path)), fcntl.LOCK_SH)
+        yield
+
+
+def _listed(root: str, below: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(root, below) as fd:
+        return os.listdir(fd)
+    return []
+
+
+def _keep_all(
+    disk: Disk, below: str, directory: str, copy: bool, progress: Progress | None
+) -> tuple[list[ManifestEntry], int, int]:
+    """Takes over all objects below a folder. What was kept, how many were left out, how many did not verify."""
+    entries = sorted(disk.scan(below), key=lambda entry: entry.path)
+    total, done, damaged = sum(entry.size for entry in entries), 0, 0
+    kept: list[ManifestEntry] = []
+    for entry in entries:
+        try:
+            found = _keep(disk, entry, directory, copy)
+            kept += [] if found is None else [found]
+        except StoreCorruptError:
+            disk.examine(name_at(entry.path))  # as it is now, for the link has changed what the system notes of it
+            damaged += 1
+        done += entry.size
+        if progress is not None:
+            progress(done, total)
+    return kept, len(entries) - len(kept) - damaged, damaged
+
+
+def _keep_secret(root: str, directory: str) -> str | None:
+    """Takes over the secret of a root, if it keeps one; its digest. Raises StoreCorruptError where it is damaged."""
+    secret = find_secret(root)
+    if secret is None:
+        return None
+    for name in SECRETS:
+        with open_regular(directory, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            write_all(fd, [secret_text(secret)], 0)
+            os.fsync(fd)
+    return secret_digest(secret)
+
+
+def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
+    """The files that tell under which key tenants' objects are encrypted, and nothing about it."""
+    for tenant in tenants:
+        with contextlib.suppress(FileNotFoundError):
+            check = read_small(root, f"obj/{tenant}/KEY", _LARGEST_KEY, unnoticed=True)
+            with (
+                folder(directory, f"obj/{tenant}", make=True) as parent,
+                open_regular_in(parent, "KEY", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as target,
+            ):
+                write_all(target, [check], 0)
+                os.fsync(target)
+
+
+def _keep(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> ManifestEntry | None:
+    """Links or copies one object, and looks at what arrived. None where it went meanwhile, or is expired."""
+    above, _, file = entry.path.rpartition("/")
+    keep = False
+    try:
+        with folder(disk.root, above) as source, folder(directory, above, make=True) as target:
+            if copy or not link(source, file, target, file):
+                expect_memory(entry.size)  # what cannot be verified is not copied
+                with open_regular_in(target, file, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+                    copy_into(fd, disk.root, entry.path)
+                    os.fsync(fd)
+        with reading(directory, entry.path) as (fd, header):
+            if header.expires is not None and disk.clock() >= header.expires:
+                return None
+            if copy:
+                read_leaves(fd, header, list(header.leaves), disk.buffers)
+            keep = True
+            return ManifestEntry(entry.path, header.size, header_crc(fd, header))
+    except (FileNotFoundError, NotADirectoryError, NotRegularError):  # gone, or no object of ours
+        return None
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        return None
+    finally:
+        if not keep:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{directory}/{entry.path}")

@@ -1,0 +1,79 @@
+"""Which secret a snapshot's names were made with, and what that means for the root it goes into."""
+
+import os
+
+from ...errors import StoreCorruptError, StoreSnapshotError
+from ..disk.disk import Disk
+from ..disk.root_config import SECRETS, find_secret, holds_objects, put_secret, secret_digest
+from ..format.naming import Names, name_at
+from .manifest import MANIFEST, UNTOLD, Manifest
+
+
+def snapshot_secret(directory: str, manifest: Manifest, given: bytes | None) -> bytes | None:
+    """The secret that a snapshot of the whole store holds; None where `given` is the one of its names, kept outside.
+
+    Raises:
+      StoreSnapshotError: it is damaged, gone, or another than the snapshot's list says.
+    """
+    try:
+        kept = find_secret(directory, mend=False)
+    except StoreCorruptError as error:
+        raise StoreSnapshotError(f"snapshot {directory}: {error}") from error
+    if manifest.secret in (None, UNTOLD):
+        if kept is None and given is None:
+            raise StoreSnapshotError(
+                f"snapshot {directory}: no {SECRETS[0]}, and no secret given; expected one of them"
+            )
+        return kept
+    kept = given if kept is None else kept
+    if kept is None or secret_digest(kept) != manifest.secret:
+        what = "no" if kept is None else "another"
+        raise StoreSnapshotError(
+            f"snapshot {directory}: {what} {SECRETS[0]}; expected the one that its {MANIFEST} tells of, or its secret"
+        )
+    return kept
+
+
+def of_tenant(directory: str, manifest: Manifest, tenant: str, given: bytes | None) -> Manifest:
+    """The part of a snapshot that is one tenant's."""
+    if manifest.scope == "tenant":
+        return manifest
+    secret = snapshot_secret(directory, manifest, given) or given
+    assert secret is not None
+    names = Names(tenant, secret)
+    own = (f"{names.space}/", f"{names.libraries}/")
+    return Manifest("tenant", tuple(entry for entry in manifest.objects if entry.path.startswith(own)))
+
+
+def check_secret(directory: str, manifest: Manifest, root: str, secret: bytes | None) -> None:
+    """Refuses a whole store's snapshot whose names would not be found in a root.
+
+    A root that holds objects and has lost its secret takes a snapshot's if both have a tenant in common: a tenant's
+    name is a digest of 128 bits under the secret.
+
+    Raises:
+      StoreSnapshotError.
+    """
+    found = _readable_secret(root)
+    if found == secret or (found is None and not holds_objects(root)):
+        return
+    tenants = {name_at(entry.path).tenant for entry in manifest.objects}
+    if found is not None or not any(os.path.isdir(f"{root}/{top}/{t}") for top in ("obj", "lib") for t in tenants):
+        raise StoreSnapshotError(
+            f"snapshot {directory}: of another secret than {root}; expected the same, or a new root, or one tenant "
+            "after the other"
+        )
+
+
+def adopt_secret(root: str, secret: bytes | None) -> None:
+    """Gives a root the secret of a snapshot, if it needs one."""
+    if secret is not None and _readable_secret(root) is None:
+        Disk(root)  # makes its folders
+        put_secret(root, secret)
+
+
+def _readable_secret(root: str) -> bytes | None:
+    try:
+        return find_secret(root)
+    except StoreCorruptError:
+        return None
