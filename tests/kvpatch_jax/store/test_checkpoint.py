@@ -218,6 +218,8 @@ def test_arrays_travel_between_meshes_of_eight_devices(tmp_path: Path):
 
 
 def test_the_store_is_imported_without_orbax():
-    program = "import sys, json, kvpatch_jax.store; print(json.dumps([m for m in sys.modules if m.startswith('orbax')]))"
+    program = (
+        "import sys, json, kvpatch_jax.store; print(json.dumps([m for m in sys.modules if m.startswith('orbax')]))"
+    )
     done = subprocess.run([PYTHON, "-c", program], env=child_environment(), capture_output=True, text=True, timeout=300)
     assert json.loads(done.stdout) == [], done.stderr[-2000:]
