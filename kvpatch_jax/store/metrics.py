@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError
-from .io.counters import BOUNDS, Histogram
+from .disk.counters import BOUNDS, Histogram
 
 _PREFIX = "kvpatch_store"
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")

@@ -77,7 +77,7 @@ class ChunkStore:
             self.tenant_disk.budget,
             self.tenant_disk.counters,
         )
-        self._remote = None if remote is None else Beyond(remote, self.counters, self.disk.seal)
+        self._remote = None if remote is None else Beyond(remote, self.counters, self.disk.encryption)
         self._writer = Writer(self._commit, queue)
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy)
 

@@ -179,7 +179,7 @@ def _verdict(disk: Disk, entry: DirectoryEntry) -> Verdict:
 
 def _rebuild(disk: Disk, name: Name, header: Header, arrays: Arrays) -> Verdict:
     """Makes of it what its name says, where it can be opened."""
-    header, leaves = decrypted(header, arrays, disk.seal)
+    header, leaves = decrypted(header, arrays, disk.encryption)
     if name.kind == "entry":
         check_resource(header.body, leaves, header.expires)
     elif name.kind == "encoder":

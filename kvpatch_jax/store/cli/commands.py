@@ -86,8 +86,8 @@ def _disk(options: Options) -> Disk:
     if options.tenant is None:
         raise InputError("a key without a tenant; expected --tenant too, since keys are derived per tenant")
     buffers = Buffers(wipe=True)
-    disk = Disk(options.root, buffers=buffers, seal=AesGcm(options.key, options.tenant, buffers))
-    check_key(disk.root, _names(options, disk).space, disk.seal.check)
+    disk = Disk(options.root, buffers=buffers, encryption=AesGcm(options.key, options.tenant, buffers))
+    check_key(disk.root, _names(options, disk).space, disk.encryption.check)
     return disk
 
 
@@ -194,7 +194,7 @@ def _gc(options: Options) -> Outcome:
     tenant = below.partition("/")[2]
     left = {"quarantine": disk.collect_quarantine(tenant), "unfinished": sweep_unfinished(disk.root, tenant)}
     if options.remote is not None:
-        remote = Beyond(KeyValueStore(_spec(options.remote)), disk.counters, disk.seal)
+        remote = Beyond(KeyValueStore(_spec(options.remote)), disk.counters, disk.encryption)
         left["remote"] = remote.collect(f"{below}/")
         left["remote_errors"] = disk.counters["remote_errors"] + disk.counters["remote_skipped"]
     if options.budget is not None:

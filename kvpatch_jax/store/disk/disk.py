@@ -26,7 +26,6 @@ from ..format.expiry import expiry_look, shown_time, shows
 from ..format.header import OPENING_BYTES, Header, opening_crc, parse_header
 from ..format.naming import Name
 from ..format.objects import Blob, Found, Version, check_name, read_header, read_leaves
-from ..io.counters import Counters
 from ..io.files import (
     Identity,
     folder,
@@ -41,6 +40,7 @@ from ..io.files import (
     typed_errors,
     write_all,
 )
+from .counters import Counters
 from .directory import DirectoryEntry, Still, entry_of, removing, scan
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within
@@ -56,7 +56,7 @@ class Disk:
     Args:
       root: the store's directory; made where it is not there.
       clock: seconds since the epoch; for expiry only.
-      seal: how objects that are read were kept; what is written comes sealed.
+      encryption: how objects that are read were kept; what is written comes sealed.
       quarantine: bytes that what did not verify may take, of each tenant; None sets no bound.
 
     Raises:
@@ -69,11 +69,11 @@ class Disk:
         counters: Counters | None = None,
         buffers: Buffers | None = None,
         clock: Callable[[], float] = time.time,
-        seal: Encryption | None = None,
+        encryption: Encryption | None = None,
         quarantine: int | None = QUARANTINE_BYTES,
     ):
         self.root = os.path.abspath(root)
-        self.seal: Encryption = Plain() if seal is None else seal
+        self.encryption: Encryption = Plain() if encryption is None else encryption
         self.clock, self._quarantine_bytes = clock, quarantine
         self.counters = Counters() if counters is None else counters
         self.buffers = Buffers() if buffers is None else buffers
@@ -84,7 +84,7 @@ class Disk:
             for top in ("obj", "tmp", "quarantine"):
                 if not os.path.isdir(f"{self.root}/{top}"):
                     make_directories(self.root, top)
-        self.writer = ObjectWriter(self.root, self.seal.check)
+        self.writer = ObjectWriter(self.root, self.encryption.check)
 
     # ----------------------------------------------------------------------------------------------- writing
 
@@ -168,7 +168,7 @@ class Disk:
                 if header.expires is not None and self.clock() >= header.expires:
                     self.counters.add("expired")
                 else:
-                    opening = open_object(fd, header, self.seal, self.buffers)
+                    opening = open_object(fd, header, self.encryption, self.buffers)
                     self.counters.add("unsealed", int(opening is None))
             except (FileNotFoundError, NotADirectoryError):
                 pass

@@ -19,9 +19,9 @@ from ..format.encryption import AesGcm, Plain
 from ..format.expiry import Seconds
 from ..format.naming import Name, Names
 from ..format.objects import Blob, file_size
-from ..io.counters import Counters
 from ..io.thread_pool import tell_of_forks
 from .budget import Budget
+from .counters import Counters
 from .disk import Disk
 from .eviction import collect, make_room
 from .root_config import check_key, secret_of
@@ -60,10 +60,10 @@ class TenantDisk:
         self.budget = Budget() if budget is None else budget
         self.counters = Counters()
         buffers = Buffers(wipe=key is not None if wipe is None else wipe)
-        seal = Plain() if key is None else AesGcm(key, tenant, buffers)
-        self.disk = Disk(os.fspath(root), self.counters, buffers, clock, seal, self.budget.quarantine)
+        encryption = Plain() if key is None else AesGcm(key, tenant, buffers)
+        self.disk = Disk(os.fspath(root), self.counters, buffers, clock, encryption, self.budget.quarantine)
         self.names = Names(tenant, secret_of(self.disk.root) if secret is None else secret)
-        check_key(self.disk.root, self.names.space, seal.check)
+        check_key(self.disk.root, self.names.space, encryption.check)
 
         self._pins: collections.Counter[str] = collections.Counter()
         # Per budgeted folder: bytes at the last scan, and bytes that this process has written since.
@@ -99,7 +99,7 @@ class TenantDisk:
 
     def sealed(self, name: Name, blob: Blob) -> Blob:
         """Encrypts an object where the tenant has a key; else returns it unchanged."""
-        return self.disk.seal.sealed(blob, name.file)
+        return self.disk.encryption.sealed(blob, name.file)
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
         """Writes sealed objects in one durable commit, after making room for them. Raises as `ChunkStore.put`."""
@@ -123,7 +123,7 @@ class TenantDisk:
           As `ChunkStore.put`; nothing was added then.
         """
         self.expect_open()
-        check_key(self.disk.root, self.names.space, self.disk.seal.check)
+        check_key(self.disk.root, self.names.space, self.disk.encryption.check)
         self.make_room(lambda: need)
         floors, noted = Floors(self.disk), dict[str, int]()
 

@@ -70,7 +70,7 @@ class Floors:
     @property
     def kept(self) -> bool:
         """Whether there are any."""
-        return self._disk.seal.check is not None
+        return self._disk.encryption.check is not None
 
     def of(self, folder: str) -> Floor | None:
         """The latest floor of a folder that is there or was seen; None where there is none."""
@@ -99,7 +99,7 @@ class Floors:
                 return before[1]
             with reading(root, path) as (fd, header):
                 which = identity(os.fstat(fd))
-                opened = open_object(fd, header, self._disk.seal, self._disk.buffers)
+                opened = open_object(fd, header, self._disk.encryption, self._disk.buffers)
                 if opened is None:
                     return None
                 body = opened[0].body
@@ -114,7 +114,7 @@ class Floors:
     def put(self, name: Name, blob: Blob) -> None:
         """Writes an entry, durably: with its number, and the floor after it, in one commit. Raises as `Disk.put`."""
         if not self.kept:
-            self._disk.put(name, self._disk.seal.sealed(blob, name.file))
+            self._disk.put(name, self._disk.encryption.sealed(blob, name.file))
             return
         floor = self.of(name.folder) or self._found(name.folder)
         body = dict(blob.body)
@@ -122,7 +122,7 @@ class Floors:
             body["number"] = floor.next
         raised = self._raised(floor, {**floor.numbers, name.chunk: number_of(body)}, floor.base)
         items = [(name, dataclasses.replace(blob, body=body)), (_floor_name(name.folder), _blob(raised))]
-        self._disk.put_group([(own, self._disk.seal.sealed(each, own.file)) for own, each in items])
+        self._disk.put_group([(own, self._disk.encryption.sealed(each, own.file)) for own, each in items])
         self._seen[name.folder] = raised
 
     def removed(self, paths: Iterable[str]) -> None:
@@ -161,7 +161,7 @@ class Floors:
         if isinstance(item, Blob):
             return item.body
         with reading(*item) as (fd, header):
-            opened = open_object(fd, header, self._disk.seal, self._disk.buffers)
+            opened = open_object(fd, header, self._disk.encryption, self._disk.buffers)
         if opened is None:
             raise StoreCorruptError("object: an entry that is not encrypted; expected it to be")
         return opened[0].body
@@ -182,7 +182,7 @@ class Floors:
 
     def _write(self, folder: str, floor: Floor) -> None:
         name = _floor_name(folder)
-        self._disk.put(name, self._disk.seal.sealed(_blob(floor), name.file))
+        self._disk.put(name, self._disk.encryption.sealed(_blob(floor), name.file))
         self._seen[folder] = floor
 
 

@@ -24,10 +24,9 @@ import numpy as np
 
 from ...chunk_ids import encoded
 from ...errors import InputError, StoreCorruptError, StoreKeyError
-from ..io.files import as_bytes
 from .buffers import Buffers
 from .header import DTYPES, Header, Leaf, dtype_word
-from .objects import Arrays, Blob, arranged, read_leaves
+from .objects import Arrays, Blob, arranged, as_bytes, read_leaves
 
 Read = Callable[[Sequence[str]], dict[str, np.ndarray]]
 """Reads neighbouring leaves, their checksums verified."""

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import StoreCorruptError
-from ..io.files import Identity, as_bytes, crc32, read_into, reserve, write_all
+from ..io.files import Identity, read_into, reserve, write_all
 from ..io.thread_pool import ThreadPool
 from .buffers import Buffers
 from .expiry import seconds, shown_time
-from .header import ALIGNMENT, PAGE, Header, Leaf, header_length, make_header, parse_header
+from .header import ALIGNMENT, PAGE, Header, Leaf, crc32, header_length, make_header, parse_header
 
 Kind = Literal["kv", "patch", "encoder", "entry"]
 Arrays = Mapping[str, np.ndarray]
@@ -89,6 +89,11 @@ class Found:
     def version(self) -> Version:
         """Which version of the object it is."""
         return Version(self.file, self.header.crc)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array, uint8 [n]; a view where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def file_size(blob: Blob, name: str) -> int:

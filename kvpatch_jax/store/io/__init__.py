@@ -1,1 +1,1 @@
-"""The operating system as the store uses it: opening below a root, locks, threads, counters."""
+"""The operating system as the store uses it: opening below a root, durable writes, locks, threads."""

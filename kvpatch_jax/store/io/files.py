@@ -20,14 +20,6 @@ import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError, StoreReadOnlyError
 
-try:
-    from zlib_ng import zlib_ng as _zlib  # the same sums, several times as fast
-except ImportError:
-    import zlib as _zlib
-
-crc32 = _zlib.crc32
-"""zlib's checksum of any bytes."""
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MOST_BUFFERS = 512
@@ -213,11 +205,6 @@ def read_small(root: str, path: str, most: int, *, unnoticed: bool = False) -> b
             if sum(map(len, parts)) > most:
                 raise StoreCorruptError(f"{root}/{path}: grows while it is read; expected at most {most} bytes")
         return b"".join(parts)
-
-
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array, uint8 [n]; a view where it is contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def write_all(fd: int, parts: Sequence[bytes | np.ndarray], offset: int) -> None:

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreIOError, StoreSnapshotError
-from ..format.header import MALFORMED, Header
+from ..format.header import MALFORMED, Header, crc32
 from ..format.naming import name_at
-from ..io.files import crc32, open_regular, read_into, read_small, typed_errors, write_all
+from ..io.files import open_regular, read_into, read_small, typed_errors, write_all
 
 Progress = Callable[[int, int], object]
 """Called with bytes done and bytes in all."""

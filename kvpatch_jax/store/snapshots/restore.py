@@ -149,7 +149,7 @@ def _incoming(
     unchanged = Incoming(name, entry.size, lambda: source, source, _key_check(header))
     if tenant_disk is None:
         return unchanged
-    names, encryption = tenant_disk.names, tenant_disk.disk.seal
+    names, encryption = tenant_disk.names, tenant_disk.disk.encryption
     own = entry.path.startswith((f"{names.space}/", f"{names.libraries}/"))
     keyed = encryption.check is not None
     if own and is_sealed(header) and not keyed and not is_counted(tenant_disk, name):
@@ -179,7 +179,7 @@ def _read_again(disk: Disk, source: Elsewhere) -> Blob:
     try:
         with typed_errors("snapshot: read"), reading(*source) as (fd, header):
             arrays = read_leaves(fd, header, list(header.leaves), disk.buffers)
-        return blob_of(*decrypted(header, arrays, disk.seal))
+        return blob_of(*decrypted(header, arrays, disk.encryption))
     except StoreCorruptError as error:
         raise StoreSnapshotError(
             f"snapshot: {source.path} changed while it was read ({error}); expected it not to"

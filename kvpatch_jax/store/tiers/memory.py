@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal
 
-from ..io.counters import Counters
+from ..disk.counters import Counters
 from ..io.thread_pool import tell_of_forks
 
 Policy = Literal["lru", "slru"]

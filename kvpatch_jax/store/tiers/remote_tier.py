@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreachableError
+from ..disk.counters import Counters
 from ..format.encryption import Encryption, Read
 from ..format.header import Header
 from ..format.naming import Name, name_at
 from ..format.objects import Blob, blob_of
-from ..io.counters import Counters
 from ..io.thread_pool import ThreadPool
 from .remote import Remote, Stored
 
@@ -71,8 +71,8 @@ class Arriving:
 class Beyond:
     """A remote store, and where its failures are counted: `remote_errors`, and `remote_skipped` where it was spared."""
 
-    def __init__(self, remote: Remote, counters: Counters, seal: Encryption):
-        self.remote, self._counters, self._seal = remote, counters, seal
+    def __init__(self, remote: Remote, counters: Counters, encryption: Encryption):
+        self.remote, self._counters, self._encryption = remote, counters, encryption
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -107,7 +107,7 @@ class Beyond:
 
         try:
             with self._judged(found, kept):
-                opened = self._seal.opened(found.header, noted)
+                opened = self._encryption.opened(found.header, noted)
         except (StoreCorruptError, StoreIOError):
             return None
         if opened is None:

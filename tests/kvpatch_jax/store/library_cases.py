@@ -75,5 +75,5 @@ def travel(way: str, store: ChunkStore, into: ChunkStore, folder: Path) -> None:
     else:
         tenant = None if way == "whole" else "one"
         save_snapshot(root, name, tenant=tenant, copy=way == "copy")
-        key = None if into.disk.seal.check is None else KEY
+        key = None if into.disk.encryption.check is None else KEY
         load_snapshot(name, into.disk.root, tenant="one", budget=into.budget, key=key)

@@ -141,7 +141,7 @@ def test_tenants_have_different_keys(tmp_path: Path):
     with ChunkStore(tmp_path, tenant="one", key=KEY) as one, ChunkStore(tmp_path, tenant="two", key=KEY) as two:
         one.put(chunk_of())
         two.put(chunk_of())
-        assert one.disk.seal.check != two.disk.seal.check
+        assert one.disk.encryption.check != two.disk.encryption.check
         file_of(two, chunk_of()).write_bytes(file_of(one, chunk_of()).read_bytes())
         assert two.get("B", BACKBONE) is None
         assert same_chunk(one.get("B", BACKBONE), chunk_of())

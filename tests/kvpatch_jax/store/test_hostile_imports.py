@@ -19,7 +19,7 @@ from test_hostile_roots import directory, fifo, link, listening, sparse, within
 
 from kvpatch_jax.errors import KVPatchError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.io.files import crc32
+from kvpatch_jax.store.format.header import crc32
 from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays
 from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 from kvpatch_jax.store.snapshots.orbax_arrays import text_digest

@@ -27,9 +27,8 @@ from kvpatch_jax.store.format.buffers import Buffers
 from kvpatch_jax.store.format.codec import chunk_blob, decode, encode, patch_blob, patch_parts
 from kvpatch_jax.store.format.codec import chunk_of as decoded
 from kvpatch_jax.store.format.codec import patch_of as patch_back
-from kvpatch_jax.store.format.header import PAGE, header_length, make_header, parse_header
+from kvpatch_jax.store.format.header import PAGE, crc32, header_length, make_header, parse_header
 from kvpatch_jax.store.format.objects import Blob, arranged, blob_bytes, file_size, take_leaves
-from kvpatch_jax.store.io.files import crc32
 from kvpatch_jax.store.io.thread_pool import ThreadPool
 
 NAME = "a.kv.safetensors"

@@ -16,7 +16,7 @@ from store_cases import BACKBONE, chunk_of, file_of, patch_of
 
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Statistics, StatisticsCollector, prometheus_text
-from kvpatch_jax.store.io.counters import BOUNDS, Counters, Histogram
+from kvpatch_jax.store.disk.counters import BOUNDS, Counters, Histogram
 
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
 LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')

@@ -40,7 +40,7 @@ def test_patches_of_an_older_version_are_not_served(store: ChunkStore):
     assert len(store.get_patches(SERVED)) == 1
     store.put(second)
     assert store.get_patches(SERVED) == []
-    key = KEY if store.disk.seal.check is not None and type(store.disk.seal).__name__ == "AesGcm" else None
+    key = KEY if store.disk.encryption.check is not None and type(store.disk.encryption).__name__ == "AesGcm" else None
     with ChunkStore(store.disk.root, key=key) as again:
         assert again.get_patches(SERVED) == []
         (old,) = again.get_patches(dataclasses.replace(SERVED, content=first.content))

@@ -406,7 +406,12 @@ def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseExcep
             store.disk,
         ]
         shown += [Served("cat.png", "b", ("before.png",), base_antecedent=("secret text",)), store.statistics()]
-        shown += [prometheus_text(store.statistics()), list(listing(store.disk)), totals(store.disk), store.disk.seal]
+        shown += [
+            prometheus_text(store.statistics()),
+            list(listing(store.disk)),
+            totals(store.disk),
+            store.disk.encryption,
+        ]
         attempt(lambda: store.put(chunk, ttl=-1))
         attempt(lambda: store.put(chunk, encoding="int3"))  # pyright: ignore
         attempt(lambda: store.get("cat.png", "a model of ours", placement={"k": jax.devices()[0]}))

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from .thread_pool import tell_of_forks
+from ..io.thread_pool import tell_of_forks
 
 BOUNDS = (25e-6, 1e-4, 2.5e-4, 1e-3, 2.5e-3, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0)
 """Upper bounds of the latencies' buckets, in seconds; there is one more bucket, for what took longer."""
