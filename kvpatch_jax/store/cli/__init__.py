@@ -1,1 +1,1 @@
-"""What the command line does; `python -m kvpatch_jax.store` runs it."""
+"""The command line, `python -m kvpatch_jax.store`."""

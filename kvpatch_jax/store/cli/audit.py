@@ -1,4 +1,4 @@
-"""Looking at a root from outside: what is there, how much, and whether it is whole. Keyed names only, never ids."""
+"""Audits of a root: what it holds, how much, and whether it is whole. Keyed names only, never ids."""
 
 import collections
 import contextlib
@@ -51,9 +51,9 @@ class ObjectInfo:
 
 
 def listing(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) -> Iterator[ObjectInfo]:
-    """Every object and entry below some folders (a tenant's, or all), by path, each as soon as its header was read.
+    """Lists the objects and entries below some folders (a tenant's, or all), by path, each when its header was read.
 
-    What vanishes meanwhile may lack.
+    What vanishes meanwhile may be missing.
     """
     for entry in progress(sorted(_scan(disk, below), key=lambda entry: entry.path)):
         yield _listed(disk, entry)
@@ -65,7 +65,7 @@ def _scan(disk: Disk, below: Sequence[str]) -> list[DirectoryEntry]:
 
 def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:
     try:
-        with open_regular(disk.root, entry.path, unnoticed=True) as fd:
+        with open_regular(disk.root, entry.path, noatime=True) as fd:
             header = read_header(fd)
         expires, encrypted = header.expires, is_sealed(header)
     except (OSError, StoreCorruptError):
@@ -80,7 +80,7 @@ def _kind(entry: DirectoryEntry) -> str:
 
 
 def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
-    """Objects and bytes, by kind and tenant; what is expired, encrypted, in quarantine, being written or deleted.
+    """Counts objects and bytes, by kind and tenant; and what is expired, encrypted, quarantined, written or deleted.
 
     Raises:
       StoreIOError: the root cannot be read.
@@ -112,7 +112,7 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
 
 
 def names_in(disk: Disk, below: str, tenant: str) -> list[str]:
-    """What lies in a folder of the root and belongs to a tenant, by its keyed name. Raises StoreError."""
+    """Lists the names in a folder of the root that begin with a tenant's keyed name. Raises StoreError."""
     with (
         typed_errors(f"store {disk.root}: list"),
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
@@ -127,7 +127,7 @@ def names_in(disk: Disk, below: str, tenant: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What a reading of every object found; each list holds paths.
+    """Result of `verify`; each list holds paths.
 
     Attributes:
       good, nbytes: how many objects are whole, and their bytes.
@@ -159,7 +159,7 @@ def verify(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) 
 def _verdict(disk: Disk, entry: DirectoryEntry) -> Verdict:
     name = name_at(entry.path)
     try:
-        with open_regular(disk.root, entry.path, unnoticed=True) as fd:
+        with open_regular(disk.root, entry.path, noatime=True) as fd:
             try:
                 header = read_header(fd)
                 check_name(header, name.file)
@@ -178,7 +178,7 @@ def _verdict(disk: Disk, entry: DirectoryEntry) -> Verdict:
 
 
 def _rebuild(disk: Disk, name: Name, header: Header, arrays: Arrays) -> Verdict:
-    """Makes of it what its name says, where it can be opened."""
+    """Decodes an object as what its name says, where it can be decrypted."""
     header, leaves = decrypted(header, arrays, disk.encryption)
     if name.kind == "entry":
         check_resource(header.body, leaves, header.expires)

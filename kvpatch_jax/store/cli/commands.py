@@ -1,4 +1,4 @@
-"""What `python -m kvpatch_jax.store` can do: one row of `COMMANDS` each. No flags and no printing here."""
+"""The subcommands of `python -m kvpatch_jax.store`: one row of `COMMANDS` each. No flags and no printing here."""
 
 import dataclasses
 import datetime
@@ -31,7 +31,7 @@ from .audit import ALL, ObjectInfo, Progress, listing, names_in, totals, verify
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line said.
+    """Options of the command line.
 
     `progress` shows how far a pass over objects is, and `byte_progress` one over bytes; `ask` puts a question.
     """
@@ -54,7 +54,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found: as JSON, and as lines to read. `good`: whether all is well. `remarks` are for stderr.
+    """Result of a command: as JSON, and as lines to read. `good`: whether all is well. `remarks` are for stderr.
 
     `rows`: many more of both, under a name in the JSON, which come while they are read.
     """
@@ -78,7 +78,7 @@ class Command:
 
 
 def _disk(options: Options) -> Disk:
-    """The root's disk, which must be there already; with the tenant's key, where one is given."""
+    """Opens the disk of an existing root; with the tenant's key, where one is given."""
     if not os.path.isdir(f"{options.root}/obj"):
         raise InputError(f"store {options.root}: no store is there; expected a directory with obj/")
     if options.key is None:
@@ -98,7 +98,7 @@ def _names(options: Options, disk: Disk) -> Names:
 
 
 def _below(options: Options, disk: Disk) -> tuple[str, str]:
-    """The folders that a command is about, of chunks and of libraries: one tenant's, or all of the root."""
+    """Returns the folders of chunks and of libraries that a command is about: one tenant's, or all of the root."""
     if options.tenant is None:
         return ALL
     names = _names(options, disk)
@@ -106,7 +106,7 @@ def _below(options: Options, disk: Disk) -> tuple[str, str]:
 
 
 def _has_tenant(options: Options, disk: Disk) -> bool:
-    """Whether anything is there of the tenant; True where none is asked for."""
+    """Whether the root holds anything of the tenant; True where none is asked for."""
     if options.tenant is None:
         return True
     below = _below(options, disk)
@@ -117,7 +117,7 @@ def _has_tenant(options: Options, disk: Disk) -> bool:
 
 
 def _about_tenant(command: Callable[[Options], Outcome]) -> Callable[[Options], Outcome]:
-    """The command, which says so where nothing is there of the tenant it is asked about: its name may be mistyped."""
+    """Wraps a command to warn where the root holds nothing of its tenant, whose name may be mistyped."""
 
     def checked(options: Options) -> Outcome:
         known = _has_tenant(options, _disk(options))
@@ -230,7 +230,7 @@ def _quarantine_purge(options: Options) -> Outcome:
 
 
 def _tenant(options: Options, disk: Disk) -> str:
-    """The keyed name of the tenant that a command is about; empty where it is about all."""
+    """Returns the keyed name of the tenant that a command is about; empty where it is about all."""
     return "" if options.tenant is None else _names(options, disk).tenant_name
 
 

@@ -44,14 +44,14 @@ def _usage(values) -> str:
 
 
 def _progress(entries: list[DirectoryEntry]) -> Any:  # whoever checks that it is an Iterable uses it up
-    """The entries, with a bar on stderr if that is a terminal."""
+    """Wraps entries in a progress bar on stderr, if that is a terminal."""
     from tqdm import tqdm
 
     return tqdm(entries, unit=" objects", file=sys.stderr, disable=None)
 
 
 class _ByteProgress:
-    """The bar of a pass over bytes, drawn at its first step."""
+    """A progress bar in bytes, drawn at its first step."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -85,7 +85,7 @@ def _file(path: str | None) -> bytes | None:
 
 
 def _lines(outcome: Outcome, as_json: bool) -> Iterator[str]:
-    """What a command found, to print; of many rows each as soon as it is there."""
+    """Formats a command's result; of many rows each as soon as it is there."""
     name, rows = outcome.rows or (None, iter(()))
     if not as_json:
         yield from outcome.lines
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
-    """What is wrong with a call before anything is run; None where nothing is."""
+    """Checks a call before anything is run. What is wrong; None where nothing is."""
     every, command = ", ".join(COMMANDS), " ".join(names)
     if not names:
         return f"no command; expected one of {every}"
@@ -144,7 +144,7 @@ def _wrongly_called(names: Sequence[str], root: str | None) -> str | None:
 
 
 def _printed(lines: Iterable[str], status: int = 0) -> int:
-    """Prints, and gives the status; where nobody reads any more (`ls | head`), that of a program that SIGPIPE ended."""
+    """Prints lines. Returns the status; where nobody reads any more (`ls | head`), 128 + SIGPIPE."""
     try:
         for line in lines:
             print(line)

@@ -1,4 +1,4 @@
-"""How many bytes a store may take, tier by tier."""
+"""The budgets of a store, tier by tier."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Counts and latencies of what a store did: no ids, no content, only numbers."""
+"""Counters and latency histograms of a store: no ids, no content, only numbers."""
 
 import bisect
 import collections
@@ -16,7 +16,7 @@ BOUNDS = (25e-6, 1e-4, 2.5e-4, 1e-3, 2.5e-3, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 1
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """How long something took.
+    """Latencies of one operation.
 
     Attributes:
       counts: calls per bucket of `BOUNDS` (a bound belongs to the bucket below it), and of longer ones.
@@ -33,7 +33,7 @@ class Histogram:
 
 
 class Counters:
-    """Named sums, and latencies by operation and tier; safe among threads."""
+    """Named sums, and latencies by operation and tier; thread-safe."""
 
     def __init__(self) -> None:
         self._values: collections.Counter[str] = collections.Counter()
@@ -42,7 +42,7 @@ class Counters:
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """Lets nobody who is not there hold the lock."""
+        """Replaces the lock in a forked process, where its holder may not exist."""
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -51,7 +51,7 @@ class Counters:
             self._values[name] += amount
 
     def observe(self, operation: str, tier: str, seconds: float) -> None:
-        """Notes how long a call took that `tier` answered."""
+        """Records the latency of a call that `tier` answered."""
         bucket = bisect.bisect_left(BOUNDS, seconds)
         with self._lock:
             own = self._latencies.setdefault((operation, tier), [0.0] * (len(BOUNDS) + 2))
@@ -60,7 +60,7 @@ class Counters:
 
     @contextlib.contextmanager
     def timed(self, operation: str, tier: str) -> Iterator[None]:
-        """Notes how long what is inside takes, unless it raises."""
+        """Records the latency of its body, unless that raises."""
         began = time.perf_counter()
         yield
         self.observe(operation, tier, time.perf_counter() - began)

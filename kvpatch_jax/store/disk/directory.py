@@ -1,4 +1,4 @@
-"""Lists objects by what their directories show, without opening them, and takes them away."""
+"""Lists objects by their directories, without opening them, and removes them."""
 
 import contextlib
 import os
@@ -15,8 +15,8 @@ _DEPTH = 4
 
 
 class DirectoryEntry(NamedTuple):
-    """An object as the directory shows it: path from the root, bytes, when it was last used (seconds), which file, and
-    when it expires (`expiry.expiry_look`)."""
+    """An object as its directory lists it: path from the root, bytes, access time (seconds), identity of the file, and
+    modification time (nanoseconds), which tells when it expires (`expiry.expiry_look`)."""
 
     path: str
     size: int
@@ -36,15 +36,15 @@ class DirectoryEntry(NamedTuple):
 
 
 def entry_of(path: str, stat: os.stat_result) -> DirectoryEntry:
-    """An object by its path from the root and what the system says of its file."""
+    """Makes an entry from an object's path and its file's `stat`."""
     return DirectoryEntry(path, stat.st_size, stat.st_atime, identity(stat), stat.st_mtime_ns)
 
 
 def scan(root: str, below: str) -> list[DirectoryEntry]:
-    """Every object below a folder of a root, in no order. What vanishes meanwhile is left out. Raises StoreError.
+    """Lists every object below a folder of a root, in no order. Raises StoreError.
 
-    So is what no object is called, and what lies deeper than objects do. What has an object's name and is a link, a
-    FIFO or the like is in it, so that it can be seen and taken away; nothing reads it.
+    Left out is what vanishes meanwhile, what has no object's name, and what lies deeper than objects do. A link, a FIFO
+    or the like that has an object's name is listed, so that it can be seen and removed; nothing reads it.
     """
     found: list[DirectoryEntry] = []
     waiting = [below]
@@ -73,19 +73,18 @@ def reading(root: str, path: str) -> Iterator[tuple[int, Header]]:
     Raises:
       StoreCorruptError: no object of that name. OSError: it cannot be read.
     """
-    with open_regular(root, path, unnoticed=True) as fd:
+    with open_regular(root, path, noatime=True) as fd:
         header = read_header(fd)
         check_name(header, os.path.basename(path))
         yield fd, header
 
 
 Still = Callable[[int, str], bool]
-"""Says of a name in an open directory, while nobody can put anything else there, whether the object that has it is the
-one that is meant."""
+"""Whether the object under a name in an open directory is the one that is meant; called while no name can change."""
 
 
 class Removal:
-    """Takes away objects of a root, by their paths from there; made by `removing`.
+    """Removes objects of a root, by their paths; made by `removing`.
 
     Attributes:
       folders: where objects were, from the root; to be synced.
@@ -108,12 +107,12 @@ class Removal:
             yield found
 
     def is_there(self, path: str, still: Still | None = None) -> bool:
-        """Whether there is an object, and the one that is meant."""
+        """Whether an object exists, and is the one that is meant."""
         with self._meant(path, still) as found:
             return found is not None
 
     def remove(self, path: str, still: Still | None = None) -> bool:
-        """Takes an object away, if it is the one that is meant. Whether it did."""
+        """Removes an object, if it is the one that is meant. Whether it did."""
         with self._meant(path, still) as found, contextlib.suppress(FileNotFoundError):
             if found is not None:
                 fd, file = found
@@ -125,7 +124,7 @@ class Removal:
 
 @contextlib.contextmanager
 def removing(root: str) -> Iterator[Removal]:
-    """Takes objects of a root away while nobody adds a name; durably when this is left.
+    """Removes objects of a root while no name can be added; durably when this is left.
 
     Raises:
       StoreReadOnlyError, StoreIOError: one could not be taken away.
@@ -140,10 +139,10 @@ def removing(root: str) -> Iterator[Removal]:
 
 
 def same_file(file: Identity) -> Still:
-    """Whether a name is that of the same file, which nobody has used or linked meanwhile."""
+    """Checks for the same file, which nobody has used or linked meanwhile."""
     return lambda fd, name: identity(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file
 
 
 def was_written(file: Identity) -> Still:
-    """Whether a name is that of the file that was written, by `io.files.written`."""
+    """Checks for the file that was written, by `io.files.written`."""
     return lambda fd, name: written(os.stat(name, dir_fd=fd, follow_symlinks=False)) == file

@@ -1,4 +1,4 @@
-"""Objects in a directory: verified reads, quarantine, deletion, listing; durable writes are `writing`'s.
+"""One store directory: verified reads, quarantine, deletion and listing of objects; durable writes are in `writing`.
 
     root/STORE.json      version and secret of the store
     root/obj/…           objects; an object is there whole or not at all
@@ -51,12 +51,12 @@ _LARGEST_KNOWN = 64 << 10
 
 
 class Disk:
-    """The disk tier's files. Any number of threads and processes may use one root at once.
+    """Reads, writes and removes the objects of a root. Any number of threads and processes may use one root at once.
 
     Args:
       root: the store's directory; made where it is not there.
       clock: seconds since the epoch; for expiry only.
-      encryption: how objects that are read were kept; what is written comes sealed.
+      encryption: decrypts what is read; what is written comes encrypted already.
       quarantine: bytes that what did not verify may take, of each tenant; None sets no bound.
 
     Raises:
@@ -89,7 +89,7 @@ class Disk:
     # ----------------------------------------------------------------------------------------------- writing
 
     def put(self, name: Name, blob: Blob) -> int:
-        """Writes one object; it would survive a crash from the moment this returns. Bytes of the file."""
+        """Writes one object, durably when this returns. Bytes of the file."""
         return self.put_group([(name, blob)])
 
     def put_group(self, items: Sequence[tuple[Name, Blob]]) -> int:
@@ -134,15 +134,16 @@ class Disk:
             return Found(header, arrays, identity_of(fd))
 
     @contextlib.contextmanager
-    def reading(self, name: Name, *, noticed: bool = True) -> Iterator[tuple[Header, Read] | None]:
-        """An open object's header, and a function that reads some of its neighbouring leaves, verified.
+    def reading(self, name: Name, *, noatime: bool = False) -> Iterator[tuple[Header, Read] | None]:
+        """Opens an object: its header, and a function that reads some of its neighbouring leaves, verified.
 
-        `noticed`: whether this counts as a use of the object.
+        Args:
+          noatime: leaves the access time as it is, so that this does not count as a use of the object.
 
-        That function raises StoreCorruptError after moving a damaged object to quarantine, and StoreIOError. Raises
+        The function raises StoreCorruptError after moving a damaged object to quarantine, and StoreIOError. Raises
         StoreKeyError as `get`.
         """
-        with self._opened(name, noticed) as opened:
+        with self._opened(name, noatime) as opened:
             if opened is None:
                 yield None
                 return
@@ -152,17 +153,17 @@ class Disk:
                 with self._verifying(name, fd), typed_errors(f"store: read {names[0]}"):
                     return read_plain(names)
 
-            if noticed:
+            if not noatime:
                 self._touch(fd)
             yield header, read
 
     @contextlib.contextmanager
-    def _opened(self, name: Name, noticed: bool = True) -> Iterator[tuple[int, Header, Read] | None]:
-        """An object's open file, its plain header and a reader of its plain leaves; None as `get`."""
+    def _opened(self, name: Name, noatime: bool = False) -> Iterator[tuple[int, Header, Read] | None]:
+        """Opens an object: file, plain header and a reader of its plain leaves; None as `get`."""
         with contextlib.ExitStack() as stack:
             fd, opening = -1, None
             try:
-                fd = stack.enter_context(open_regular(self.root, name.path, unnoticed=not noticed))
+                fd = stack.enter_context(open_regular(self.root, name.path, noatime=noatime))
                 header = read_header(fd, self._parse)
                 check_name(header, name.file)
                 if header.expires is not None and self.clock() >= header.expires:
@@ -195,14 +196,14 @@ class Disk:
             raise
 
     def _touch(self, fd: int) -> None:
-        """Notes the use of an object where every process sees it. A store that may only be read goes without."""
+        """Sets an object's access time, by which it is evicted. A root that may only be read goes without."""
         with contextlib.suppress(OSError):
             os.utime(fd, ns=(time.time_ns(), os.fstat(fd).st_mtime_ns))
 
-    # ------------------------------------------------------------------------------------------ taking away
+    # --------------------------------------------------------------------------------------------- removing
 
     def quarantine(self, name: Name, file: Identity, reason: str) -> bool:
-        """Moves a damaged object out of the way, unless it is not that file any more: a good one may have its place.
+        """Moves a damaged object to quarantine, unless its name has another file by now, which may be good.
 
         Returns:
           Whether it was moved: on a medium that may only be read it stays where it is.
@@ -233,21 +234,21 @@ class Disk:
         return len(keep_within(self.root, tenant, self._quarantine_bytes, self.expires, self.clock()))
 
     def delete(self, path: str, still: Still | None = None) -> bool:
-        """Takes one object away, durably. `still`: only if this says so of its path. Whether it was there, and went.
+        """Removes one object, durably. `still`: only if this says so of its path. Whether it did.
 
         Raises:
-          StoreReadOnlyError, StoreIOError: it could not be taken away.
+          StoreReadOnlyError, StoreIOError: it could not be removed.
         """
         with removing(self.root) as removal:
             return removal.remove(path, still)
 
     def examine(self, name: Name, *, leaves: bool = True) -> Header | None:
-        """An object's header, when every byte of it as it lies was verified, or with `leaves` off those of the header.
+        """Verifies every byte of an object as it lies, or with `leaves` off those of its header. Returns the header.
 
-        None where it is not there, or where it was damaged and is in quarantine now. Raises OSError.
+        None where it does not exist, or where it was damaged and is in quarantine now. Raises OSError.
         """
         try:
-            with open_regular(self.root, name.path, unnoticed=True) as fd, self._verifying(name, fd):
+            with open_regular(self.root, name.path, noatime=True) as fd, self._verifying(name, fd):
                 header = read_header(fd)
                 check_name(header, name.file)
                 if leaves:
@@ -259,11 +260,11 @@ class Disk:
     # ---------------------------------------------------------------------------------------------- listing
 
     def scan(self, below: str = "obj") -> list[DirectoryEntry]:
-        """Every object below a folder, in no order, as `directory.scan`. Raises StoreError."""
+        """Lists every object below a folder, in no order, as `directory.scan`. Raises StoreError."""
         return scan(self.root, below)
 
     def is_current(self, name: Name, known: Version) -> Version | None:
-        """Whether an object is still the one that was read: its version then, as the directory shows it now, else None.
+        """Checks that an object is still the one that was read. Its version as the directory shows it now, else None.
 
         A file that was only used or linked since is opened, and its header's checksum compared.
         """
@@ -272,30 +273,31 @@ class Disk:
             file = identity(os.lstat(path))
             if file == known.file:
                 return known
-            with open_regular(self.root, name.path, unnoticed=True) as fd:
+            with open_regular(self.root, name.path, noatime=True) as fd:
                 file = identity(os.fstat(fd))
                 return Version(file, known.crc) if opening_crc(os.pread(fd, OPENING_BYTES, 0)) == known.crc else None
         except OSError:
             return None
 
     def of_chunk(self, name: Name) -> list[DirectoryEntry]:
-        """Every object of a chunk: its canonical in any encoding, encoder output and patches."""
+        """Lists every object of a chunk: its canonical in any encoding, encoder output and patches."""
         return [entry for entry in self.scan(name.folder) if entry.chunk == f"{name.folder}/{name.chunk}"]
 
     def expires(self, path: str) -> float | None:
-        """When an object expires, by its header; None where it does not, or cannot be read."""
+        """Reads when an object expires; None where it does not, or cannot be read."""
         above, _, file = path.rpartition("/")
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(self.root, above) as fd:
             return _expires(fd, file)
         return None
 
     def has_expired(self, fd: int, file: str) -> bool:
-        """Whether the object in a file of an open directory has expired, by its header, if that can be read."""
+        """Whether the object in a file of an open directory has expired, by its header."""
         expires = _expires(fd, file)
         return expires is not None and self.clock() >= expires
 
     def looked_at(self, entry: DirectoryEntry) -> tuple[DirectoryEntry, bool]:
-        """An object of `scan` and whether it has expired. It is opened only if it looks so, and its look set right."""
+        """Tells whether an object of `scan` has expired. It is opened only where its modification time says so; a wrong
+        one is corrected, and the entry returned with it."""
         if not expiry_look(self.clock())(entry.shown):
             return entry, False
         above, _, file = entry.path.rpartition("/")
@@ -307,9 +309,9 @@ class Disk:
 
 
 def _expires(parent: int, file: str) -> float | None:
-    """When an object expires, by its header; None where that cannot be read. Sets the look of its file right."""
+    """Reads when an object expires; None where it cannot be read. Corrects a modification time that says otherwise."""
     try:
-        with open_regular_in(parent, file, unnoticed=True) as fd:
+        with open_regular_in(parent, file, noatime=True) as fd:
             expires = read_header(fd).expires
             stat = os.fstat(fd)
             if not shows(stat.st_mtime_ns, expires):  # written by an older version, or copied without its times

@@ -1,4 +1,4 @@
-"""Keeping the disk within its budget: what expired goes first, then what can be derived, then the least recently used.
+"""Eviction from the disk: expired objects first, then what can be derived again, then the least recently used.
 
 Of all chunks, patches and smaller encodings go before any canonical, and a canonical whose encoder output is there (an
 eighth of its bytes, and enough to make it again) before one that stands alone. A canonical takes its patches along.
@@ -18,12 +18,12 @@ SLACK = 0.05
 """Share of the budget that an eviction frees beyond what is asked, so that the next put need not evict again."""
 _BATCH, _BATCH_BYTES = 64, 64 << 20
 _LOOKS = 3
-"""How often a root is looked at where objects change meanwhile."""
+"""How often a root is listed again where objects change meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Unit:
-    """What goes together: its turn (lower first), when it was last used, its objects."""
+    """Objects that are evicted together: their turn (lower first) and when they were last used."""
 
     turn: int
     used: float
@@ -64,7 +64,7 @@ def make_room(
 
 
 def _evict(disk: Disk, units: Iterable[_Unit], total: int, allowed: int, counted: str) -> int:
-    """Takes units away in their order, until what is there is well within what is allowed. Bytes that are left."""
+    """Removes units in their order, until what is left is well within what is allowed. Bytes that are left."""
     target = allowed - int(SLACK * allowed)
     waiting, gone = iter(units), set[str]()
     while total > target and (batch := _batch(waiting, total - target)):
@@ -76,7 +76,7 @@ def _evict(disk: Disk, units: Iterable[_Unit], total: int, allowed: int, counted
 
 
 def _batch(waiting: Iterator[_Unit], missing: int) -> list[_Unit]:
-    """What is taken away under one lock: few enough that others need not wait long, and no more than is missing."""
+    """Takes the next units to remove under one lock: few, so that others wait briefly, and no more than needed."""
     batch: list[_Unit] = []
     nbytes = 0
     for unit in waiting:
@@ -88,13 +88,13 @@ def _batch(waiting: Iterator[_Unit], missing: int) -> list[_Unit]:
 
 
 def _take(disk: Disk, units: Iterable[_Unit], gone: set[str]) -> list[tuple[_Unit, DirectoryEntry]]:
-    """Takes away what is still as it was when it was looked at, each unit whole. What went, each with its unit.
+    """Removes units whose files are still as they were listed, each whole. What was removed, each with its unit.
 
-    What expired is so by its header, read again now. What goes along must not have been put again, and stays with what
-    it goes along with where it was used or linked just now: the next look finds both.
+    Expiry is read from the header once more. Patches that were used or linked since the listing stay, and so does their
+    canonical: the next look finds both.
 
     Args:
-      gone: paths of what went before; filled.
+      gone: paths that were removed before; filled.
     """
     taken: list[tuple[_Unit, DirectoryEntry]] = []
     with removing(disk.root) as removal:
@@ -122,7 +122,7 @@ def _units(disk: Disk, entries: Iterable[DirectoryEntry], pinned: Callable[[str]
 
 
 def _chunks(entries: Iterable[DirectoryEntry]) -> dict[str, dict[str, DirectoryEntry]]:
-    """Objects by chunk, and there by what of it they are."""
+    """Groups objects by chunk, and there by part."""
     chunks: dict[str, dict[str, DirectoryEntry]] = collections.defaultdict(dict)
     for entry in entries:
         chunks[entry.chunk][entry.part] = entry
@@ -145,7 +145,7 @@ def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
 
 
 def collect(disk: Disk, below: str = "obj", libraries: str | None = None) -> int:
-    """Deletes what expired (a canonical takes its patches along) and what dead writers left. How many objects.
+    """Deletes expired objects (a canonical with its patches) and what dead writers left. How many objects.
 
     Args:
       below: a tenant's folder, for that tenant's alone.
@@ -165,7 +165,7 @@ def collect(disk: Disk, below: str = "obj", libraries: str | None = None) -> int
 
 
 def _expired(disk: Disk, entries: Iterable[DirectoryEntry]) -> list[_Unit]:
-    """What has expired. Only of chunks of which something looks so is anything opened."""
+    """Lists expired units. Files are opened only of chunks where a modification time says that something expired."""
     look = expiry_look(disk.clock())
     chunks = {entry.chunk for entry in entries if look(entry.shown)}
     units = _units(disk, [entry for entry in entries if entry.chunk in chunks], lambda _: False) if chunks else []

@@ -1,4 +1,4 @@
-"""What did not verify: kept for who looks into it, for a while and within a budget, and gone with what it was of.
+"""Quarantine: objects that did not verify, kept for inspection for a while, within a budget, until their chunk goes.
 
 root/quarantine/<tenant>.<when>-<which file>-<name>          the file as it was found
 root/quarantine/<tenant>.<when>-<which file>-<name>.reason   why it did not verify
@@ -38,12 +38,12 @@ class Quarantined:
 
     @property
     def chunk(self) -> str:
-        """The keyed name of the chunk, or of the library's entry, that it was of."""
+        """Keyed name of the chunk, or of the library's entry, that it belonged to."""
         return self.name.partition(".")[0]
 
 
 def listed(root: str, tenant: str = "") -> list[Quarantined]:
-    """What is in quarantine: all of it, or of the tenant with this keyed name; the oldest first. Raises StoreError."""
+    """Lists the quarantine, all of it or of the tenant with this keyed name, the oldest first. Raises StoreError."""
     found: list[Quarantined] = []
     with (
         typed_errors(f"store {root}: quarantine"),
@@ -66,14 +66,14 @@ def _at(parent: int, file: str) -> Quarantined:
 
 
 def reason(root: str, one: Quarantined) -> str:
-    """Why it is there; empty where nobody says."""
+    """Reads why a file is in quarantine; empty where nobody says."""
     with contextlib.suppress(OSError), open_regular(root, f"{one.path}{_REASON}") as fd:
         return os.read(fd, 1 << 12).decode(errors="backslashreplace")
     return ""
 
 
 def purge(root: str, tenant: str = "", chunk: str | None = None) -> list[Quarantined]:
-    """Deletes what is in quarantine: all, a tenant's, or of one chunk or library entry of a tenant. What it was.
+    """Deletes from quarantine: all, a tenant's, or of one chunk or library entry of a tenant. Returns what it deleted.
 
     Raises:
       StoreReadOnlyError, StoreIOError: not all of it was deleted.
@@ -90,7 +90,7 @@ def keep_within(
     expires: Callable[[str], float | None] = lambda path: None,
     now: float | None = None,
 ) -> list[Quarantined]:
-    """Deletes what has been there for too long, what is past its time, and the oldest beyond a budget. What it was.
+    """Deletes what was there for too long or expired, and the oldest beyond a budget. Returns what it deleted.
 
     Args:
       budget: bytes of a tenant's quarantine; None sets no bound.

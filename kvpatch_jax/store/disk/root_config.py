@@ -1,4 +1,4 @@
-"""What a root says about itself: the secret of its names, and which key a tenant's objects are encrypted under.
+"""Configuration of a root: the secret of its names, and the check of the key that a tenant's objects are under.
 
 Without the secret nothing in a root is found. So it is there twice, each file with a digest, and one is mended from the
 other; where neither can be read, or is there, and the root holds objects, it is not made up anew.
@@ -22,7 +22,7 @@ _LARGEST = 1 << 12
 
 
 def secret_of(root: str) -> bytes:
-    """The secret of a store's names, made on first use; of several who make it at once one wins.
+    """Reads the secret of a store's names, or makes it on first use; of several makers one wins.
 
     Raises:
       StoreError: it cannot be made. StoreCorruptError: it cannot be read, or is gone from a root that holds objects.
@@ -41,13 +41,13 @@ def secret_of(root: str) -> bytes:
 
 
 def note_secret(root: str, secret: bytes) -> None:
-    """Gives a root the secret of its names, unless it has one. Raises StoreError."""
+    """Writes the secret of a root's names, unless it has one. Raises StoreError."""
     _publish_once(root, SECRETS[0], secret_text(secret))
     find_secret(root)  # which writes it a second time
 
 
 def read_secret(root: str) -> bytes:
-    """The secret of a store's names.
+    """Reads the secret of a store's names.
 
     Raises:
       StoreIOError: there is none. StoreCorruptError: it cannot be read.
@@ -59,7 +59,7 @@ def read_secret(root: str) -> bytes:
 
 
 def find_secret(folder: str, *, mend: bool = True) -> bytes | None:
-    """The secret that a root or snapshot keeps; None where it keeps none.
+    """Reads the secret that a root or snapshot keeps; None where it keeps none.
 
     Args:
       mend: whether files that are damaged, gone or of an older version are written anew, where that can be.
@@ -86,37 +86,37 @@ def find_secret(folder: str, *, mend: bool = True) -> bytes | None:
 
 
 def put_secret(root: str, secret: bytes) -> None:
-    """Gives a root a secret in place of what cannot be read. Raises StoreError."""
+    """Writes the secret of a root in place of files that cannot be read. Raises StoreError."""
     for name in SECRETS:
         _replace(root, name, secret)
 
 
 def holds_objects(root: str) -> bool:
-    """Whether any object or entry of a library is there."""
+    """Whether a root holds any object or library entry."""
     walks = (os.walk(f"{root}/{folder}") for folder in ("obj", "lib"))
     return any(name.endswith(".safetensors") for walk in walks for _, _, names in walk for name in names)
 
 
 def secret_text(secret: bytes) -> bytes:
-    """What is in a file that holds a secret."""
+    """Formats a file that holds a secret."""
     return json.dumps({"version": 2, "secret": secret.hex(), "digest": secret_digest(secret)}).encode()
 
 
 def secret_digest(secret: bytes) -> str:
-    """Tells a secret from another, and nothing about it: it is drawn from 2²⁵⁶."""
+    """Digest of a secret. It tells nothing about it, which is drawn from 2²⁵⁶."""
     return hashlib.blake2b(secret, digest_size=16, person=b"kvpatch secret").hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """What a file holds; no secret where it is damaged. `summed`: whether a digest vouches for it."""
+    """Content of a secret's file; no secret where it is damaged. `summed`: whether a digest vouches for it."""
 
     secret: bytes | None = dataclasses.field(repr=False)
     summed: bool
 
 
 def _read(folder: str, name: str) -> _Kept | None:
-    """What a file of a secret holds; None where it is not there."""
+    """Reads a secret's file; None where it does not exist."""
     with typed_errors(f"{folder}/{name}: read"):
         try:
             text = read_small(folder, name, _LARGEST)
@@ -144,9 +144,9 @@ def _temporary() -> str:
 
 
 def check_key(root: str, space: str, check: str | None, note: bool = False) -> None:
-    """Refuses a tenant's directory to another key than the first that was noted there; `note`: whether to note it.
+    """Compares a tenant's key with the one in its key-check file; `note`: writes that file before its first object.
 
-    So a wrong key is found before anything is written. Each encrypted object has the same value in it.
+    So a wrong key is found before anything is written. Each encrypted object holds the same check value.
 
     Raises:
       StoreKeyError: encrypted under another key, or encrypted and `check` is None.
@@ -161,6 +161,6 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
 
 
 def _publish_once(root: str, relative: str, text: bytes) -> None:
-    """A small file, whole and durable, unless there is one of that name already."""
+    """Writes a small file, whole and durable, unless it exists."""
     with typed_errors(f"store {root}: open"):
         publish_once(root, relative, text, _temporary())

@@ -1,4 +1,4 @@
-"""Snapshots and exports while they are made, and what is left of those whose process died.
+"""Unfinished snapshots and exports: made in a temporary directory, and swept where their process died.
 
     <directory>.unfinished-<token>/          what is being made; the file `UNFINISHED` in it holds the token
     root/unfinished/<tenant>.<token>         where that is, locked by who makes it; `store.<token>` of a whole store
@@ -36,7 +36,7 @@ _MARK, _LONGEST = "UNFINISHED", 1 << 13
 
 @contextlib.contextmanager
 def new_directory(directory: str, root: str, tenant: str = WHOLE) -> Iterator[str]:
-    """A directory beside `directory` to fill, durably; it gets that name if nothing is raised, else it is removed.
+    """Makes a temporary directory to fill; it is renamed to `directory`, durably, if nothing is raised, else removed.
 
     Args:
       root: of the store that it is made of, where a process that died meanwhile leaves word of it, if it may write.
@@ -69,7 +69,7 @@ def new_directory(directory: str, root: str, tenant: str = WHOLE) -> Iterator[st
 
 
 def _note(root: str, name: str, temporary: str, stack: contextlib.ExitStack) -> None:
-    """Says in the root where a snapshot is made, until the stack is left; held, so that it is known to be alive."""
+    """Writes a note in the root of where a snapshot is made, locked until the stack is left: its maker is alive."""
     make_directories(root, "unfinished")
     above = stack.enter_context(folder(root, "unfinished"))
     fd = stack.enter_context(open_regular_in(above, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -84,14 +84,14 @@ def _forget(above: int, name: str) -> None:
 
 
 def notes(root: str, tenant: str = "") -> list[str]:
-    """The files that say of snapshots being made, or left: of one tenant, by its keyed name, or all. Raises OSError."""
+    """Lists the notes of unfinished snapshots: of one tenant, by its keyed name, or all. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder(root, "unfinished") as fd:
         return [name for name in sorted(os.listdir(fd)) if name.startswith(f"{tenant}." if tenant else "")]
     return []
 
 
 def sweep_unfinished(root: str, tenant: str = "") -> int:
-    """Removes what is left of snapshots and exports whose process died: of one tenant, or of all. How many.
+    """Removes unfinished snapshots and exports whose process died: of one tenant, or of all. How many.
 
     Raises:
       StoreReadOnlyError, StoreIOError.
@@ -111,7 +111,7 @@ def sweep_unfinished(root: str, tenant: str = "") -> int:
 
 
 def _removed(directory: str, token: str) -> bool:
-    """Removes a directory that is what its note says: named so, and holding the token. Whether it was there."""
+    """Removes an unfinished directory, if it has the name and holds the token of its note. Whether it existed."""
     named = os.path.isabs(directory) and bool(token) and directory.endswith(f".unfinished-{token}")
     if not named or "\0" in directory or os.path.islink(directory):
         return False

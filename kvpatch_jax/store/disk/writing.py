@@ -58,7 +58,7 @@ class _Place(NamedTuple):
 
 
 class ObjectWriter:
-    """Gives objects their names below a root.
+    """Writes objects below a root.
 
     Args:
       root: the store's directory.
@@ -98,7 +98,7 @@ class ObjectWriter:
         return sum(size for *_, size in files)
 
     def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], copy: bool) -> int:
-        """`add` of every group; what was added is taken away again if anything is raised. How many were added."""
+        """Calls `add` for every group, and removes what it added again if anything is raised. How many were added."""
         added: dict[str, Identity] = {}
         try:
             for group in groups:
@@ -113,12 +113,11 @@ class ObjectWriter:
     def add(
         self, items: Sequence[tuple[Name, Blob | Elsewhere]], added: dict[str, Identity], *, copy: bool = False
     ) -> None:
-        """Puts objects in one commit under names that nothing has yet; what is there stays.
+        """Writes objects in one commit under names that are free; what is there stays.
 
         Args:
           items: blobs, or files that are objects of that name already, which get a second name here.
-          added: filled with path and file (`written`) of every object that was added, so that a caller can take it
-            away again.
+          added: filled with path and file (`written`) of every object that was added, so that it can be removed again.
           copy: copies files instead. So does a file system that refuses to link.
 
         Raises:
@@ -141,9 +140,9 @@ class ObjectWriter:
 
     @contextlib.contextmanager
     def _naming(self, items: Sequence[tuple[Name, object]], noted: bool) -> Iterator[None]:
-        """Holds the names of the root while objects get theirs, then syncs their folders.
+        """Locks the names of the root while objects get theirs, then syncs their folders.
 
-        `noted`: whether the tenants' key-check files are written and compared, since a deletion may have taken them.
+        `noted`: whether the tenants' key-check files are written and compared, since a deletion may have removed them.
         """
         with locked(f"{self.root}/names.lock", shared=True):
             for space in sorted({f"obj/{name.tenant}" for name, _ in items} if noted else ()):
@@ -156,7 +155,7 @@ class ObjectWriter:
 
     @contextlib.contextmanager
     def _source(self, name: Name, item: Blob | Elsewhere, aside: int, copy: bool) -> Iterator[tuple[_Place, int]]:
-        """A file to link from: the caller's, or a temporary one."""
+        """Opens a file to link from: the caller's, or a temporary one."""
         if isinstance(item, Blob):
             write = functools.partial(write_blob, blob=item, name=name.file)
         elif copy:
@@ -171,7 +170,7 @@ class ObjectWriter:
 
     @contextlib.contextmanager
     def temporaries(self) -> Iterator[int]:
-        """The directory of what is being written, made again where somebody removed it."""
+        """Opens the directory of temporary files, made again where somebody removed it."""
         with contextlib.ExitStack() as stack:
             try:
                 fd = stack.enter_context(folder(self.root, "tmp"))
@@ -181,7 +180,7 @@ class ObjectWriter:
 
     @contextlib.contextmanager
     def written[T](self, name: Name, aside: int, write: Callable[[int], T]) -> Iterator[tuple[_Place, int, T]]:
-        """A temporary file in `aside` that holds an object, gone on the way out unless it was given its name."""
+        """Writes a temporary file in `aside`; it is removed at the end unless it was renamed."""
         while True:
             own = f"{name.tenant}.{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
             with open_regular_in(aside, own, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:

@@ -1,4 +1,4 @@
-"""Host memory that reads land in, kept and given out again: fresh pages cost more than the copy into them.
+"""A pool of host memory that reads go to: fresh pages cost more than the copy into them.
 
 jax may use an aligned host array as it stands (on the CPU it does), so a buffer comes back only when the last array
 that looks into it is gone, whoever holds it.
@@ -20,7 +20,7 @@ _LARGE = 256 << 20
 
 
 def expect_memory(size: int) -> None:
-    """Refuses what the machine has no memory for: a file may say that it is of any size, and take no room on a disk.
+    """Refuses sizes that the machine has no memory for: a sparse file may claim any size.
 
     Raises:
       OSError: ENOMEM, as a read that fails now and may pass.
@@ -30,7 +30,7 @@ def expect_memory(size: int) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping: of the machine, or of the control group that the process is in."""
+    """Returns the bytes that can be allocated without swapping, in the machine or the process's control group."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     lines = _text("/proc/meminfo").splitlines()
     free = min([free, *(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))])
@@ -51,7 +51,7 @@ def _text(path: str) -> str:
 
 
 class Buffers:
-    """A pool of buffers.
+    """A pool of aligned buffers.
 
     Args:
       keep: bytes of idle ones that are kept at most.
@@ -67,12 +67,12 @@ class Buffers:
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """Lets nobody who is not there hold the lock; idle buffers, whose count may be cut off halfway, go."""
+        """Replaces the lock in a forked process, and drops idle buffers, whose count may have been cut off halfway."""
         self._lock, self._bytes = threading.RLock(), 0
         self._idle.clear()
 
     def lease(self, size: int) -> np.ndarray:
-        """uint8 [size], aligned to 4096 bytes, of unknown content; it comes back by itself.
+        """Leases uint8 [size], aligned to 4096 bytes, of unknown content; it comes back when its last view is gone.
 
         Raises:
           OSError: ENOMEM, there is no memory for it.

@@ -1,4 +1,4 @@
-"""Chunks, patches and encoder outputs as objects, and back. Layer-major: what one layer needs lies together."""
+"""Encodes chunks, patches and encoder outputs as objects, and decodes them. Layer-major: one layer lies together."""
 
 import dataclasses
 import functools
@@ -33,12 +33,12 @@ _LARGEST = {
 
 @functools.lru_cache(maxsize=64)
 def layout_body(layout: KVLayout) -> Mapping[str, Any]:
-    """A layout as JSON. Remembered, for all that a model puts has the same one: not to be changed."""
+    """Encodes a layout as JSON. Cached, since all objects of a model share it: not to be changed."""
     return dataclasses.asdict(layout)
 
 
 def layout_of(body: Mapping[str, Any]) -> KVLayout:
-    """The layout that `layout_body` described."""
+    """Decodes a layout that `layout_body` encoded."""
     if type(body["layers"]) is not int:
         raise StoreCorruptError(f"object: {str(body['layers'])[:40]} layers; expected a count")
     rope = dict(body["rope"])
@@ -54,7 +54,7 @@ def layout_of(body: Mapping[str, Any]) -> KVLayout:
 
 
 def encode(value: np.ndarray, encoding: Encoding | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """One layer's channel [T, K, H] in a smaller dtype, and float32 scales [1, K, H] where the dtype is narrow.
+    """Converts one layer's channel [T, K, H] to a smaller dtype, with float32 scales [1, K, H] where it is narrow.
 
     int8 and the float8 types get one scale per feature over the tokens, since keys have a few large features.
     """
@@ -71,7 +71,7 @@ def encode(value: np.ndarray, encoding: Encoding | None) -> tuple[np.ndarray, np
 
 
 def decode(value: Any, scale: Any, dtype: np.dtype) -> Any:
-    """The numbers that `encode` stands for, in the dtype they had: NumPy or jax arrays, one layer or all.
+    """Converts encoded numbers back to the dtype they had: NumPy or jax arrays, one layer or all.
 
     Raises:
       DtypeError: a dtype that objects do not hold. ShapeError: scales that are not one per feature.
@@ -89,7 +89,7 @@ def decode(value: Any, scale: Any, dtype: np.dtype) -> Any:
 
 
 def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | None = None) -> Blob:
-    """A canonical as an object: local positions, then layer by layer every channel [T, K, H], then residuals.
+    """Encodes a canonical as an object: local positions, then layer by layer every channel [T, K, H], then residuals.
 
     Raises:
       DtypeError: a dtype that objects do not hold. ShapeError: a batch of chunks.
@@ -108,7 +108,7 @@ def chunk_blob(chunk: Chunk, encoding: Encoding | None = None, expires: float | 
 
 
 def chunk_body(chunk: Chunk) -> dict[str, Any]:
-    """What a canonical's header says of it, as JSON.
+    """Describes a canonical in JSON, for its header.
 
     Raises:
       ShapeError: a batch of chunks.
@@ -128,7 +128,7 @@ def chunk_body(chunk: Chunk) -> dict[str, Any]:
 
 
 def content_in(body: Mapping[str, Any]) -> str | None:
-    """A canonical's content, by its header; None in files of earlier versions, which did not say.
+    """Reads a canonical's content digest from its header; None in files of earlier versions.
 
     Raises:
       StoreCorruptError: it is no text.
@@ -140,14 +140,14 @@ def content_in(body: Mapping[str, Any]) -> str | None:
 
 
 def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]:
-    """The leaves of one layer, in the order of the file."""
+    """Lists the leaves of one layer, in the order of the file."""
     wanted = [f"layer.{layer}.{name}{part}" for name in layout.names for part in ("", ".scale")]
     present = set(names)
     return [name for name in wanted if name in present]
 
 
 def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    """{channel: [T, K, H]} of one layer, in the dtype it had.
+    """Decodes one layer, {channel: [T, K, H]}, in the dtype it had.
 
     Raises:
       StoreCorruptError: a body that does not fit its arrays.
@@ -163,7 +163,7 @@ def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, n
 
 
 def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
-    """The chunk that `chunk_blob` described, its arrays on the host.
+    """Decodes a chunk that `chunk_blob` encoded, its arrays on the host.
 
     Where layers lie evenly in one buffer, kv are views into it. Values are not looked at again for NaN: they were when
     the chunk was made, and the checksums say that they have not changed since.
@@ -206,7 +206,7 @@ def _as_made(body: Mapping[str, Any], arrays: Arrays) -> bool:
 
 
 def unchecked_chunk(**fields: Any) -> Chunk:
-    """A chunk whose shapes are checked and whose values are trusted, so that reading does not cost a pass over them."""
+    """Makes a chunk, checking shapes but not values, so that reading does not cost a pass over them."""
     fields["layout"].check(fields["kv"], "chunk")
     chunk = object.__new__(Chunk)
     for name, value in (fields | {"kv": PhaseFreeKV(fields["kv"])}).items():
@@ -218,7 +218,7 @@ def unchecked_chunk(**fields: Any) -> Chunk:
 
 
 def memory_of(value: Any) -> int:
-    """Bytes that a chunk, the parts of a patch or an array keep on the host: of whole blocks, each once."""
+    """Counts the host bytes that a chunk, the parts of a patch or an array keep alive: of whole blocks, each once."""
     arrays = value
     if isinstance(value, Chunk):
         arrays = (dict(value.kv), value.local, value.encoder, dict(value.hidden or {}))
@@ -227,7 +227,7 @@ def memory_of(value: Any) -> int:
 
 
 def _block(array: np.ndarray) -> np.ndarray:
-    """The array whose memory another one shows."""
+    """Finds the array that owns the memory of a view."""
     while True:
         owner = array.base
         if not isinstance(owner, np.ndarray):
@@ -238,12 +238,12 @@ def _block(array: np.ndarray) -> np.ndarray:
 
 
 def with_encoder(chunk: Chunk, output: np.ndarray | None) -> Chunk:
-    """The same chunk with a tower's output."""
+    """Returns the same chunk with a tower's output."""
     return trusted(chunk, encoder=output)
 
 
 def stack_views(parts: list[np.ndarray]) -> np.ndarray:
-    """[L, ...] of L arrays alike: without copying where they lie at even steps in one buffer."""
+    """Stacks L arrays of one shape: as a view where they lie at even steps in one buffer."""
     first = parts[0]
     addresses = [part.ctypes.data for part in parts]
     steps = set(np.diff(addresses).tolist())
@@ -260,12 +260,12 @@ def stack_views(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def encoder_blob(id: str, backbone: str, output: np.ndarray | jax.Array, expires: float | None = None) -> Blob:
-    """A tower's output, [T, D] or any other shape, as an object."""
+    """Encodes a tower's output, [T, D] or any other shape, as an object."""
     return _checked(Blob("encoder", {"id": id, "backbone": backbone}, {"encoder": np.asarray(output)}, expires))
 
 
 def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
-    """A patch as an object: a few leaves, layers stacked in each; a shared left factor once.
+    """Encodes a patch as an object: a few leaves, layers stacked in each; a shared left factor once.
 
     Raises:
       DtypeError: a dtype that objects do not hold. ShapeError: the patches of a batch of chunks.
@@ -294,13 +294,13 @@ type Parts = tuple[dict[str, Any], PatchMetadata]
 
 
 def patch_of(parts: Parts) -> Patch:
-    """The patch of `patch_parts`, its factors on the default device."""
+    """Makes the patch of `patch_parts`, its factors on the default device."""
     factors, metadata = parts
     return Patch(jax.tree.map(jnp.asarray, factors), metadata)
 
 
 def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
-    """The factors and the metadata that `patch_blob` described, the factors on the host.
+    """Decodes the factors and the metadata that `patch_blob` encoded, the factors on the host.
 
     Raises:
       StoreCorruptError: a body that does not fit its arrays.

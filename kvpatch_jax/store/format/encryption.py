@@ -43,19 +43,19 @@ _STEP = 1024
 
 @runtime_checkable
 class Encryption(Protocol):
-    """How a tenant's objects are kept."""
+    """Encrypts and decrypts a tenant's objects, or leaves them plain."""
 
     @property
     def check(self) -> str | None:
-        """A value that tells the tenant's key from another, and nothing about it; None without encryption."""
+        """Check value of the tenant's key, which tells nothing about it; None without encryption."""
         ...
 
     def sealed(self, blob: Blob, file: str) -> Blob:
-        """The object that is stored for `blob` under the name `file`."""
+        """Encrypts an object that will have the file name `file`."""
         ...
 
     def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
-        """The header that `blob` would have had, and a reader of its leaves; None for an object that is not kept so.
+        """Opens a stored object: its plain header and a reader of its plain leaves; None where it is not encrypted so.
 
         Raises:
           StoreKeyError: the object may be good, and cannot be read with this key. StoreCorruptError: it is not good.
@@ -69,12 +69,12 @@ def is_sealed(header: Header) -> bool:
 
 
 def open_object(fd: int, header: Header, encryption: Encryption, buffers: Buffers) -> tuple[Header, Read] | None:
-    """Opens an object's file to be read: its plain header and a reader of its plain leaves, as `Encryption.opened`."""
+    """Opens an object's file: its plain header and a reader of its plain leaves, as `Encryption.opened`."""
     return encryption.opened(header, lambda names: read_leaves(fd, header, names, buffers))
 
 
 def decrypted(header: Header, arrays: Arrays, encryption: Encryption) -> tuple[Header, Arrays]:
-    """Plain header and leaves of an object that was read whole; those of one that is not encrypted as they are.
+    """Decrypts an object that was read whole: its plain header and leaves; returns a plain object as it is.
 
     Raises:
       StoreKeyError, StoreCorruptError: as `Encryption.opened`.
@@ -88,23 +88,23 @@ def decrypted(header: Header, arrays: Arrays, encryption: Encryption) -> tuple[H
 
 
 class Plain:
-    """Objects as they are."""
+    """No encryption."""
 
     check = None
 
     def sealed(self, blob: Blob, file: str) -> Blob:
-        """The object itself."""
+        """Returns the object itself."""
         return blob
 
     def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
-        """The object itself. Raises StoreKeyError for an encrypted one."""
+        """Returns header and reader as they are. Raises StoreKeyError for an encrypted object."""
         if is_sealed(header):
             raise StoreKeyError("object: it is encrypted; expected the key that it was put with")
         return header, read
 
 
 class AesGcm:
-    """Objects encrypted under a tenant's key, which is derived from a master key.
+    """AES-256-GCM under a tenant's key, which is derived from a master key.
 
     Args:
       key: the master key, at least 32 bytes that nobody can guess. It is not kept, nor written anywhere.
@@ -126,7 +126,7 @@ class AesGcm:
         self._buffers = buffers
 
     def sealed(self, blob: Blob, file: str) -> Blob:
-        """An object whose leaves are encrypted, under a key of its own."""
+        """Encrypts every leaf under a key of the object's own."""
         salt = secrets.token_bytes(32)
         inside = {"body": blob.body, "leaves": [[n, dtype_word(d), list(s)] for n, (d, s) in blob.specs.items()]}
         text = json.dumps(inside, separators=(",", ":")).encode()
@@ -145,7 +145,7 @@ class AesGcm:
         return Blob(blob.kind, {"sealed": 1, "check": self.check, "salt": salt.hex()}, arrays, blob.expires)
 
     def opened(self, header: Header, read: Read) -> tuple[Header, Read] | None:
-        """What was sealed; None for an object that is not encrypted, which anyone could have put there."""
+        """Decrypts the header of an object; None for one that is not encrypted, which anyone could have put there."""
         if not is_sealed(header):
             return None
         if header.body.get("check") != self.check:

@@ -1,4 +1,4 @@
-"""When objects expire: a time on its way in, and how the look of a file shows it.
+"""Expiry: checks of times that users give, and how the modification time of a file tells it.
 
 An object's header says when it expires, and that counts. So that nobody need open every file to find those whose time
 has come, the time of a file's last change shows the same: it is set when the object is written. Where the microseconds
@@ -27,7 +27,7 @@ _NEAR = 2 * _SECOND
 
 
 def seconds(value: Any, what: str, expected: str) -> float:
-    """A number of seconds as a float, whatever kind of number it was.
+    """Converts a number of seconds to a float, whatever kind of number it is.
 
     Raises:
       InputError: no number, or not finite; the text ends in `expected`.
@@ -43,7 +43,7 @@ def seconds(value: Any, what: str, expected: str) -> float:
 
 
 def checked_ttl(ttl: Seconds | None, what: str) -> float | None:
-    """A time to live in seconds, or None. Raises InputError where it is not a finite number above 0."""
+    """Checks a time to live in seconds, or None. Raises InputError where it is not a finite number above 0."""
     if ttl is None:
         return None
     number = seconds(ttl, f"{what}: ttl", "finite seconds above 0, or None")
@@ -53,7 +53,7 @@ def checked_ttl(ttl: Seconds | None, what: str) -> float | None:
 
 
 def expires_at(now: Seconds, ttl: Seconds | None, what: str) -> float | None:
-    """When what is put now expires, in seconds since the epoch.
+    """Adds a time to live to the clock: when what is put now expires, in seconds since the epoch.
 
     Raises:
       InputError: as `checked_ttl`; a clock that does not tell a time; a sum that is no time.
@@ -66,7 +66,7 @@ def expires_at(now: Seconds, ttl: Seconds | None, what: str) -> float | None:
 
 
 def shown_time(expires: float | None, now: int) -> int:
-    """What the time of a file's last change says of its object, nanoseconds. `now`: the system's time, likewise."""
+    """Returns the modification time, in nanoseconds, that tells when an object expires. `now`: the time, likewise."""
     if expires is None:
         return now // _MILLISECOND * _MILLISECOND + _NEVER
     shown = max(1, min(int(min(expires, 2.0**34) * _SECOND), _LATEST))
@@ -74,7 +74,7 @@ def shown_time(expires: float | None, now: int) -> int:
 
 
 def expiry_look(now: float) -> Callable[[int], bool]:
-    """Whether a file's look says that its object's time has come, for many files.
+    """Makes a test of modification times: whether one says that its object has expired.
 
     Old files, and copies without times, may say so wrongly, and then the header tells; what has expired and was written
     by this library does say so.
@@ -84,7 +84,7 @@ def expiry_look(now: float) -> Callable[[int], bool]:
 
 
 def shows(shown: int, expires: float | None) -> bool:
-    """Whether a file's look agrees with its header, as far as file systems keep times."""
+    """Whether a modification time agrees with the header, as far as file systems keep times."""
     if expires is None:
         return shown % _MILLISECOND == _NEVER
     return shown % _MILLISECOND != _NEVER and abs(shown - shown_time(expires, 0)) <= _NEAR

@@ -71,7 +71,7 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What an object says about itself.
+    """A parsed header.
 
     Attributes:
       name: its file's name.
@@ -94,7 +94,7 @@ class Header:
 
 
 def dtype_word(dtype: np.dtype) -> str:
-    """safetensors' word for a dtype.
+    """Returns safetensors' word for a dtype.
 
     Raises:
       DtypeError: a dtype that objects do not hold.
@@ -112,7 +112,7 @@ def make_header(
     specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     crcs: Mapping[str, int] | None = None,
 ) -> tuple[bytes, Header]:
-    """The header's bytes and what they say. Their length does not depend on `crcs`, which may come later.
+    """Makes a header: its bytes and what they say. Their length does not depend on `crcs`, which may come later.
 
     Args:
       specs: dtype and shape of every leaf, in order.
@@ -165,7 +165,7 @@ def _stamped(raw: bytes) -> bytes:
 
 
 def header_length(opening: bytes, size: int | None) -> int:
-    """Bytes before the data, from a file's first 8 bytes and its size; None where that is not known.
+    """Reads the length of a header from a file's first 8 bytes and its size; None where that is not known.
 
     Raises:
       StoreCorruptError: a length that does not fit the file, or that no header of ours has.
@@ -207,7 +207,7 @@ OPENING_BYTES = 8 + len(_OPENING) + 8
 
 
 def opening_crc(opening: bytes) -> bytes:
-    """A header's checksum as a file's first `OPENING_BYTES` bytes have it; nothing of it is verified."""
+    """Reads a header's checksum from a file's first `OPENING_BYTES` bytes, unverified."""
     return opening[OPENING_BYTES - 8 : OPENING_BYTES]
 
 
@@ -222,7 +222,7 @@ def _check_crc(raw: bytes) -> bytes:
 
 
 def _json(text: bytes | str, what: str) -> dict[str, Any]:
-    """A JSON object, refused where it names a key twice. The decoder itself refuses what would exhaust its stack."""
+    """Parses a JSON object without repeated keys. The decoder itself refuses what would exhaust its stack."""
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -233,7 +233,7 @@ def _json(text: bytes | str, what: str) -> dict[str, Any]:
 
 
 def check_depth(value: Any, left: int) -> None:
-    """Refuses what is nested deeper than ours, before anything walks through it. Raises StoreCorruptError."""
+    """Refuses values that are nested too deeply, before anything walks through them. Raises StoreCorruptError."""
     if not left:
         raise StoreCorruptError(f"object: body nested deeper than {_DEPTH}; expected at most that")
     for inner in value.values() if isinstance(value, dict) else value:
@@ -270,7 +270,7 @@ def _crcs(text: str) -> dict[str, int]:
 
 
 def _leaves(tree: dict[str, Any], crcs: dict[str, int], start: int, size: int | None) -> tuple[dict[str, Leaf], int]:
-    """The leaves, and where the last of them ends."""
+    """Parses the leaves. Also returns where the last of them ends."""
     leaves: dict[str, Leaf] = {}
     forms: dict[Any, _Form] = {}  # layers are alike: each form is worked out once
     offset = start
@@ -293,7 +293,7 @@ type _Form = tuple[np.dtype, tuple[int, ...], int]
 
 
 def _checked(name: str, entry: Any, offset: int, forms: dict[Any, _Form]) -> _Form:
-    """What a leaf is that begins at `offset` of the data. Nothing unknown is printed whole: it may be nested deeply."""
+    """Parses one leaf, which begins at `offset` of the data. Errors print nothing whole: it may be nested deeply."""
     if len(name) > 80 or not _NAME.fullmatch(name):
         raise StoreCorruptError(f"object: leaf {name[:80]!r}; expected words with dots between")
     if not isinstance(entry, dict) or tuple(entry) != _ENTRY:
@@ -322,7 +322,7 @@ def _form(name: str, word: Any, shape: Any) -> _Form:
 
 
 def _short(value: Any) -> str:
-    """A value for an error text; of what may be nested deeply, only the type."""
+    """Prints a value for an error; of what may be nested deeply, only the type."""
     plain = (str, int, float)
     flat = isinstance(value, plain) or (isinstance(value, list) and all(isinstance(item, plain) for item in value))
     return repr(value)[:60] if flat else type(value).__name__

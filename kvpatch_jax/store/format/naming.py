@@ -31,18 +31,18 @@ _PATH = re.compile(
 
 
 def is_object(path: str) -> bool:
-    """Whether objects or libraries' entries have such paths below a root."""
+    """Whether a path below a root is that of an object or a library's entry."""
     return _PATH.fullmatch(path) is not None
 
 
 def part_of(path: str) -> str:
-    """What of its chunk an object is, by its path or file: "kv", "kv.int8", "enc", "p.…", "entry", "v000000001"."""
+    """Returns an object's part of its chunk, by its path or file: "kv", "kv.int8", "enc", "p.…", "entry", "v000000001"."""
     return path.partition(".")[2].removesuffix(".safetensors")
 
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """Where an object is: relative to the store's root, `folder`/`file`. `chunk` is the keyed name of its chunk."""
+    """Place of an object: relative to the store's root, `folder`/`file`. `chunk` is the keyed name of its chunk."""
 
     folder: str
     chunk: str
@@ -150,7 +150,7 @@ class Names:
         return Name(folder, name, f"{name}.{rest}.safetensors", kind)
 
     def canonical(self, backbone: str, chunk: str, encoding: str | None = None) -> Name:
-        """Of a canonical, as it was made, or in a smaller `encoding`: each its own object.
+        """Names a canonical, as it was made, or in a smaller `encoding`: each its own object.
 
         Raises:
           InputError: an unknown encoding.
@@ -160,7 +160,7 @@ class Names:
         return self._place(backbone, chunk, "kv" if encoding is None else f"kv.{encoding}", "kv")
 
     def encoder(self, backbone: str, chunk: str) -> Name:
-        """Of a tower's output, under the id of the chunk that it makes (or an `encoder_id`)."""
+        """Names a tower's output, under the id of the chunk that it makes (or an `encoder_id`)."""
         return self._place(backbone, chunk, "enc", "encoder")
 
     @property
@@ -169,19 +169,19 @@ class Names:
         return f"lib/{self.tenant_name}"
 
     def entry(self, library: str, *fields: str, version: int | None = None) -> Name:
-        """Of a library's entry, over the library's and the entry's names; with a version in a dynamic library."""
+        """Names a library's entry, by the library's and the entry's names; with a version in a dynamic library."""
         key = self._name(_BYTES, "entry", library, *fields)
         part = "entry" if version is None else f"v{version:09d}"
         return Name(f"{self.libraries}/{library}/{key[:2]}", key, f"{key}.{part}.safetensors", "entry")
 
     def patch(self, patch: Patch) -> Name:
-        """Of a patch: over chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers."""
+        """Names a patch, by chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers."""
         form = json.dumps(_form(patch), sort_keys=True)
         served = self.patches(patch.metadata)
         return dataclasses.replace(served, file=f"{served.file}{self._name(20, 'form', form)}.safetensors")
 
     def patches(self, metadata: Served | PatchMetadata) -> Name:
-        """What the names of all patches that serve the same begin with, whatever their ranks, layers and dtypes."""
+        """Returns the common prefix of all patches that serve the same, whatever their ranks, layers and dtypes."""
         antecedent = sorted(metadata.antecedent) if metadata.orbit else list(metadata.antecedent)
         served = [metadata.base, metadata.orbit, antecedent, metadata.base_antecedent, metadata.frame, metadata.start]
         own = self._place(metadata.backbone, metadata.chunk, "p", "patch")

@@ -1,4 +1,4 @@
-"""Objects: arrays and a body in one immutable file. Making one, and reading it back verified."""
+"""Objects: arrays and a body in one immutable file, written, and read back verified."""
 
 import concurrent.futures
 import dataclasses
@@ -26,14 +26,14 @@ _SPLIT = 8 << 20
 _RUN = 4 << 20
 _OPENING = 4 * PAGE  # as much as most headers have
 _WORKERS = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""ThreadPool that one read takes: half of few cores, for reading waits for memory, and somebody computes meanwhile."""
+"""Threads that one read takes: half of few cores, for reading waits for memory, and somebody computes meanwhile."""
 
 _NO_DIGITS = str.maketrans("", "", string.digits)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blob:
-    """An object before it is a file: its leaves in the order of the file, and what its header will say.
+    """An object before it is written: its leaves in the order of the file, and what its header will say.
 
     The arrays are not copied, and must not change until the object is durable. `expires` becomes a float, so that its
     text is the same wherever it is written, summed or authenticated.
@@ -64,7 +64,7 @@ class Blob:
 
 
 def blob_of(header: Header, arrays: Arrays) -> Blob:
-    """An object that was read, ready to be written again."""
+    """Makes an object of what was read, to be written again."""
     return Blob(header.kind, header.body, arrays, header.expires)  # pyright: ignore[reportArgumentType]
 
 
@@ -92,12 +92,12 @@ class Found:
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array, uint8 [n]; a view where it is contiguous."""
+    """Returns the bytes of an array, uint8 [n]; a view where it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def file_size(blob: Blob, name: str) -> int:
-    """Bytes of the file that the object will be."""
+    """Returns the size of an object's file, in bytes."""
     return make_header(name, blob.kind, blob.expires, blob.body, blob.specs)[1].size
 
 
@@ -118,7 +118,7 @@ def _parts(arrays: Arrays) -> list[np.ndarray]:
 
 
 def blob_bytes(blob: Blob, name: str) -> bytes:
-    """The whole file as bytes, for stores that take it in one piece."""
+    """Makes the whole file as bytes, for stores that take it in one piece."""
     raw, _ = make_header(name, blob.kind, blob.expires, blob.body, blob.specs, _crcs(blob.arrays))
     return b"".join([raw, *(part.tobytes() for part in _parts(blob.arrays))])
 
@@ -151,7 +151,7 @@ def _written(fd: int, blob: Blob, name: str) -> Header:
 
 
 def read_header(fd: int, parse: Callable[[bytes, int], Header] = parse_header) -> Header:
-    """The header of an open file.
+    """Reads and verifies the header of an open file.
 
     Args:
       parse: `parse_header`, or one that remembers what it said of the same bytes.
@@ -170,7 +170,7 @@ def read_header(fd: int, parse: Callable[[bytes, int], Header] = parse_header) -
 
 
 def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers) -> dict[str, np.ndarray]:
-    """Some leaves that lie one behind the other, verified; read-only views of one buffer, in it as `arranged` says.
+    """Reads neighbouring leaves, verified: read-only views of one buffer, placed as `arranged` says.
 
     Read and summed in runs, each run summed while the cache still holds it; many bytes by several threads.
 
@@ -192,8 +192,11 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
 
 
 def arranged(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Where leaves go in memory, at multiples of 64 bytes, and the bytes of all: those whose names differ in numbers
-    alone lie together, so that the layers of a channel are one array without another copy."""
+    """Places leaves in memory, at multiples of 64 bytes. Also returns the bytes of all.
+
+    Leaves whose names differ in numbers alone lie together, so that the layers of a channel are one array without
+    another copy.
+    """
     families: dict[str, list[str]] = {}
     for name in sizes:
         families.setdefault(name.translate(_NO_DIGITS), []).append(name)
@@ -210,7 +213,7 @@ type _Room = tuple[Leaf, np.ndarray]
 
 
 def _runs(rooms: Sequence[_Room]) -> Iterator[list[_Room]]:
-    """Neighbouring leaves, of `_RUN` bytes or more together."""
+    """Groups neighbouring leaves, of `_RUN` bytes or more together."""
     run: list[_Room] = []
     size = 0
     for each in rooms:
@@ -229,12 +232,12 @@ def _read_run(fd: int, rooms: Sequence[_Room]) -> dict[str, np.ndarray]:
 
 
 def padded(size: int) -> int:
-    """Bytes that a leaf takes in a file, with what fills it up."""
+    """Returns the bytes that a leaf takes in a file, padding included."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _verified(leaf: Leaf, room: np.ndarray) -> np.ndarray:
-    """A leaf out of its bytes and the padding behind them, as a read-only view."""
+    """Verifies a leaf and its padding; returns it as a read-only view."""
     room.flags.writeable = False
     own, rest = room[: leaf.nbytes], room[leaf.nbytes :]
     if (found := crc32(own)) != leaf.crc:
@@ -245,7 +248,7 @@ def _verified(leaf: Leaf, room: np.ndarray) -> np.ndarray:
 
 
 def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[str, np.ndarray]:
-    """Leaves out of the file's bytes from `first` on, verified with the padding behind each, as read-only views.
+    """Takes leaves out of the file's bytes from `first` on, verified with their padding, as read-only views.
 
     Raises:
       StoreCorruptError: a checksum that does not agree, or padding that is not zero.
@@ -255,6 +258,6 @@ def take_leaves(data: np.ndarray, first: int, leaves: Iterable[Leaf]) -> dict[st
 
 
 def check_name(header: Header, name: str) -> None:
-    """Raises StoreCorruptError where a file is not the object that its name says."""
+    """Refuses a file whose header has another name. Raises StoreCorruptError."""
     if header.name != name:
         raise StoreCorruptError(f"object: its header has another name; expected {name!r}")

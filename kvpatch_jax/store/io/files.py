@@ -31,11 +31,11 @@ _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOT
 
 
 class NotRegularError(OSError):
-    """What is there is no regular file."""
+    """A path leads to something other than a regular file."""
 
 
 def typed(error: OSError, what: str) -> StoreError:
-    """The store's error for a failed system call; `what` says what was being done."""
+    """Converts a failed system call into the store's error; `what` says what was being done."""
     if error.errno in _FULL:
         return StoreFullError(f"{what}: {error.strerror}; expected room on the file system")
     if error.errno in _READ_ONLY:
@@ -56,7 +56,7 @@ def typed_errors(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: str, flags: int, mode: int = 0o600) -> Iterator[int]:
-    """A file descriptor, closed on the way out. What must be durable was synced before, so closing may fail."""
+    """Opens a file and closes it at the end. What must be durable was synced before, so closing may fail."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield fd
@@ -70,16 +70,16 @@ type Identity = tuple[int, int, int]
 
 
 def identity(stat: os.stat_result) -> Identity:
-    """Which file it is. An inode alone is given out again, soon after its file is gone.
+    """Returns the identity of a file. An inode alone is reused soon after its file is gone.
 
-    A link to a file, and a note of its use, change its identity too: what has another one is to be looked at again,
-    and is not on that ground another file.
+    A new link to a file, and a changed access time, change its identity too: a file with another identity is to be
+    looked at again, and need not be another file.
     """
     return stat.st_ino, stat.st_ctime_ns, stat.st_size
 
 
 def identity_of(fd: int) -> Identity:
-    """Which file is open; one that is none where the system does not say."""
+    """Returns the identity of an open file; one that no file has where the system does not say."""
     try:
         return identity(os.fstat(fd))
     except OSError:
@@ -87,9 +87,9 @@ def identity_of(fd: int) -> Identity:
 
 
 def written(stat: os.stat_result) -> Identity:
-    """Which file it is, for who wrote it: inode, time of writing or of expiry (`expiry.shown_time`), size.
+    """Returns the identity of a file that its writer knows it by: inode, modification time, size.
 
-    Links and reads leave it as it is. Two files of the same name have the same one only if they were given the same
+    Links and reads do not change it. Two files of the same name have the same one only if they were given the same
     inode and were written in the same millisecond, or expire in the same moment.
     """
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
@@ -97,7 +97,7 @@ def written(stat: os.stat_result) -> Identity:
 
 @contextlib.contextmanager
 def folder(root: str, path: str = "", *, make: bool = False) -> Iterator[int]:
-    """A directory at `path` below a root, open: names in it are names in this one, wherever its path leads by then.
+    """Opens the directory at `path` below a root: names in it stay names in this one if its path is replaced.
 
     Args:
       make: makes what is missing on the way, private, and every new or old name on the way durable.
@@ -131,28 +131,28 @@ def _inner(fd: int, part: str) -> int:
 
 
 @contextlib.contextmanager
-def open_regular(root: str, path: str, flags: int = os.O_RDONLY, *, unnoticed: bool = False) -> Iterator[int]:
-    """A regular file at `path` below a root, open until the way out; what must be durable was synced before then.
+def open_regular(root: str, path: str, flags: int = os.O_RDONLY, *, noatime: bool = False) -> Iterator[int]:
+    """Opens a regular file at `path` below a root and closes it at the end.
 
     Never waits, whatever lies there. What is made is its owner's alone.
 
     Args:
-      unnoticed: to look at, not to use: its time of last use stays, where the file is ours.
+      noatime: leaves the access time as it is, where the file is ours.
 
     Raises:
       NotRegularError: a link, a directory, a FIFO, … lies there. As `folder`. OSError.
     """
     above, _, name = path.rpartition("/")
     with folder(root, above) as parent:
-        fd = _opened_regular(parent, name, flags, unnoticed)
+        fd = _opened_regular(parent, name, flags, noatime)
     with _closed_after(fd):
         yield fd
 
 
 @contextlib.contextmanager
-def open_regular_in(parent: int, name: str, flags: int = os.O_RDONLY, *, unnoticed: bool = False) -> Iterator[int]:
+def open_regular_in(parent: int, name: str, flags: int = os.O_RDONLY, *, noatime: bool = False) -> Iterator[int]:
     """As `open_regular`, in an open directory."""
-    fd = _opened_regular(parent, name, flags, unnoticed)
+    fd = _opened_regular(parent, name, flags, noatime)
     with _closed_after(fd):
         yield fd
 
@@ -166,8 +166,8 @@ def _closed_after(fd: int) -> Iterator[None]:
             os.close(fd)
 
 
-def _opened_regular(parent: int, name: str, flags: int, unnoticed: bool) -> int:
-    quiet = getattr(os, "O_NOATIME", 0) if unnoticed else 0
+def _opened_regular(parent: int, name: str, flags: int, noatime: bool) -> int:
+    quiet = getattr(os, "O_NOATIME", 0) if noatime else 0
     try:
         try:
             fd = os.open(name, flags | _REGULAR | quiet, 0o600, dir_fd=parent)
@@ -189,13 +189,13 @@ def _opened_regular(parent: int, name: str, flags: int, unnoticed: bool) -> int:
         raise
 
 
-def read_small(root: str, path: str, most: int, *, unnoticed: bool = False) -> bytes:
-    """All bytes of a regular file below a root; nothing is allocated for one that is too long.
+def read_small(root: str, path: str, most: int, *, noatime: bool = False) -> bytes:
+    """Reads a whole regular file below a root; allocates nothing for one that is too long.
 
     Raises:
       StoreCorruptError: it has more than `most` bytes. As `open_regular`.
     """
-    with open_regular(root, path, unnoticed=unnoticed) as fd:
+    with open_regular(root, path, noatime=noatime) as fd:
         size = os.fstat(fd).st_size
         if size > most:
             raise StoreCorruptError(f"{root}/{path}: {size} bytes; expected at most {most}")
@@ -232,7 +232,7 @@ def read_into(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of parts whose first `count` bytes are done."""
+    """Drops the first `count` bytes of several buffers."""
     done = 0
     while done < len(parts) and count >= len(parts[done]):
         count -= len(parts[done])
@@ -241,7 +241,7 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Asks for the file's room beforehand, so that a full disk fails before anything is written."""
+    """Allocates a file's blocks, so that a full disk fails before anything is written."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -262,7 +262,7 @@ def make_directories(root: str, relative: str) -> None:
 
 
 def make_private(path: str) -> None:
-    """Gives a directory, and all that others made below it, to its owner alone. Links are not followed."""
+    """Removes the permissions of others from a directory and all below it. Links are not followed."""
     os.chmod(path, 0o700)
     for _, folders, names, fd in os.fwalk(path):
         for name in folders + names:
@@ -296,8 +296,7 @@ def make_root(path: str) -> None:
 
 
 def publish_once(root: str, path: str, text: bytes, temporary: str) -> None:
-    """A small file below a root, whole and durable, unless there is one of that name already; of several who make it
-    one wins.
+    """Writes a small file below a root, whole and durable, unless it exists; of several writers one wins.
 
     Args:
       temporary: where it is written first, below the root: locked meanwhile, so that a sweep takes it only from the
@@ -323,7 +322,7 @@ def publish_once(root: str, path: str, text: bytes, temporary: str) -> None:
 
 
 def replace_file(root: str, path: str, text: bytes, temporary: str) -> None:
-    """A small file below a root, whole and durable, in place of what may be there. `temporary`: as `publish_once`."""
+    """Writes a small file below a root, whole and durable, in place of another. `temporary`: as `publish_once`."""
     (above, _, name), (aside, _, own) = path.rpartition("/"), temporary.rpartition("/")
     with (
         folder(root, above) as target,
@@ -343,12 +342,12 @@ def replace_file(root: str, path: str, text: bytes, temporary: str) -> None:
 
 @functools.cache
 def _call(name: str) -> "ctypes._NamedFuncPointer | None":
-    """A function of the C library; None where it has none of that name."""
+    """Looks up a function of the C library; None where it has none of that name."""
     return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
 def start_writing(fd: int) -> None:
-    """Has the disk begin with what was written to a file, while the caller goes on. A hint: nothing is durable yet."""
+    """Starts writing a file's dirty pages back and returns at once. A hint: nothing is durable yet."""
     begin = _call("sync_file_range")
     if begin is not None:
         begin(fd, ctypes.c_int64(0), ctypes.c_int64(0), _RANGE_WRITE)
@@ -367,8 +366,7 @@ def sync_file_system(path: str) -> None:
 
 
 def link(source: int, name: str, target: int, new: str) -> bool:
-    """Gives a file in one open directory a second name in another. False where the file system does not do it: another
-    one, or no more links.
+    """Links a file of one open directory into another. False where the file system cannot.
 
     Raises:
       FileNotFoundError: no source. FileExistsError: the target is there. OSError: anything else.
@@ -389,7 +387,7 @@ def rename(source: int, name: str, target: int, new: str) -> None:
 
 def copy_into(fd: int, root: str, path: str) -> None:
     """Copies a regular file below a root into an empty one, with its times."""
-    with open_regular(root, path, unnoticed=True) as whole:
+    with open_regular(root, path, noatime=True) as whole:
         found = os.fstat(whole)
         reserve(fd, found.st_size) if found.st_size else None
         offset = 0
@@ -400,7 +398,7 @@ def copy_into(fd: int, root: str, path: str) -> None:
 
 
 def sync_files(fds: Sequence[int]) -> None:
-    """Makes the contents of several files of one file system durable: in one call where the system has `syncfs`."""
+    """Syncs the contents of several files of one file system: in one call where the system has `syncfs`."""
     whole = _call("syncfs") if len(fds) > 1 else None
     if whole is None:
         for fd in fds:
@@ -412,7 +410,7 @@ def sync_files(fds: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def locked(path: str, *, shared: bool, below: str = "") -> Iterator[None]:
-    """Holds a lock file, among threads and processes; the system lets go of it when a process dies.
+    """Holds a lock file among threads and processes; the system releases it when a process dies.
 
     Args:
       below: where `path` leads on, without links: `path` is then the root.
@@ -428,7 +426,7 @@ def locked(path: str, *, shared: bool, below: str = "") -> Iterator[None]:
 
 
 def try_lock(fd: int) -> bool:
-    """Whether nobody holds the file; if so this descriptor holds it until it is closed."""
+    """Tries to lock an open file, until it is closed. Whether it did."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

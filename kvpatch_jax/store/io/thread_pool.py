@@ -1,4 +1,4 @@
-"""ThreadPool that stay for all to come, and what becomes of threads and locks in a forked process."""
+"""Lazily created thread pools, and the repair of threads and locks in a forked process."""
 
 import concurrent.futures
 import functools
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Forked(Protocol):
-    """Something with threads or locks of its own."""
+    """An object with threads or locks of its own."""
 
     def forked(self) -> None:
         """Called in a forked process, into which threads do not follow: locks that they held stay held for ever."""
@@ -34,10 +34,10 @@ os.register_at_fork(after_in_child=_tell)
 
 
 class ThreadPool:
-    """Made when they are first wanted, and anew in a forked process, into which threads do not follow.
+    """Lazily created thread pool, rebuilt after a fork.
 
     Args:
-      count: how many. name: what theirs begin with.
+      count: of threads. name: prefix of their names.
     """
 
     def __init__(self, count: int, name: str):
@@ -45,7 +45,7 @@ class ThreadPool:
         os.register_at_fork(after_in_child=self._pool.cache_clear)
 
     def submit[T](self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
-        """Calls a function in one of them; or here, where the interpreter ends and they take no more."""
+        """Calls a function in a thread; in the caller's where the interpreter ends and the pool takes no more."""
         try:
             return self._pool().submit(function, *arguments)
         except RuntimeError:

@@ -135,7 +135,7 @@ class LibraryFolder:
     def vectors(self, entries: Iterable[LibraryEntry]) -> Iterator[tuple[str, np.ndarray]]:
         """Reads (reference without version, vector [D] float32) of every entry that has a vector, not its content."""
         for entry in entries:
-            with self.disk.reading(name_at(entry.path), noticed=False) as opening:
+            with self.disk.reading(name_at(entry.path), noatime=True) as opening:
                 if opening is None or "vector" not in opening[0].leaves:
                     continue
                 try:
@@ -216,7 +216,7 @@ class LibraryFolder:
 
     def _look(self, file: DirectoryEntry) -> Seen:
         name = name_at(file.path)
-        with self.disk.reading(name, noticed=False) as opening:
+        with self.disk.reading(name, noatime=True) as opening:
             if opening is not None:
                 try:
                     return Seen(file.file, opening[0].expires, entry_of_header(opening[0], file.path))

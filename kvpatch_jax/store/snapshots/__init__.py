@@ -1,1 +1,1 @@
-"""Snapshots, restores, arrays for Orbax, and several processes doing it together."""
+"""Snapshots, restores, exports as Orbax arrays, and the store as an item of an Orbax checkpoint."""

@@ -1,4 +1,4 @@
-"""Objects as a few arrays each, layers stacked, with what is needed to make the same objects again.
+"""Array entries: objects as a few arrays each, layers stacked, from which the same objects can be made again.
 
 This is the form in which they leave for other machines and meshes. Arrays may be sharded; their sums do not depend on
 how, so that each is verified where it lies.
@@ -54,7 +54,7 @@ def _host_sum(value: np.ndarray) -> int:
 
 
 def array_sum(value: Shaped[AnyArray, "..."]) -> int:
-    """32 bits over an array's bits and their places: the same for any sharding, and on the host.
+    """Computes a 32-bit checksum of an array: the same for any sharding, and on the host.
 
     A change of one element always changes it, any other with probability 1 − 2⁻³². On a mesh each device sums what it
     has, so that no host needs the whole array.
@@ -67,7 +67,7 @@ def array_sum(value: Shaped[AnyArray, "..."]) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayEntry:
-    """An object on its way.
+    """An object as arrays.
 
     Attributes:
       about: JSON: kind, part ("kv.int8" and the like), body, expires, leaves (their order in the file), arrays
@@ -91,14 +91,14 @@ def _described(kind: str, part: str, body: Any, expires: float | None, leaves: l
 
 
 def _stacked_name(leaf: str) -> tuple[str, int | None]:
-    """Where a leaf is: an array's name and, if it is stacked, which layer."""
+    """Finds a leaf: the array's name and, if it is stacked, the layer."""
     word, _, rest = leaf.partition(".")
     layer, _, name = rest.partition(".")
     return (f"layers.{name}", int(layer)) if word == "layer" else (leaf, None)
 
 
 def entry_of(blob: Blob, part: str) -> ArrayEntry:
-    """An object as an entry, its arrays on the host. `part`: what its file is called besides its chunk's name."""
+    """Makes the entry of an object, its arrays on the host. `part`: as `naming.part_of`."""
     stacks: dict[str, list[np.ndarray]] = {}
     for leaf, value in blob.arrays.items():
         stacks.setdefault(_stacked_name(leaf)[0], []).append(value)
@@ -107,7 +107,7 @@ def entry_of(blob: Blob, part: str) -> ArrayEntry:
 
 
 def entry_of_chunk(chunk: Chunk) -> ArrayEntry:
-    """A canonical as an entry. kv and residuals stay where they are, sharded or not."""
+    """Makes the entry of a canonical. kv and residuals stay where they are, sharded or not."""
     names, hidden = chunk.layout.names, {} if chunk.hidden is None else chunk.hidden
     arrays: dict[str, AnyArray] = {"local": np.asarray(chunk.local)}
     arrays |= {f"layers.{name}": chunk.kv[name] for name in names}
@@ -141,7 +141,7 @@ def check_about(about: Any) -> None:
 
 
 def _is_array(spec: Any) -> bool:
-    """Dtype, shape and sum, of an array that one could have."""
+    """Whether a description is dtype, shape and checksum of an array that can exist."""
     word, shape, total = spec
     natural = all(type(size) is int and 0 <= size < 1 << 48 for size in shape)
     whole = word in DTYPES and type(shape) is list and len(shape) <= 9 and natural and type(total) is int
@@ -149,7 +149,7 @@ def _is_array(spec: Any) -> bool:
 
 
 def _leaves_of(arrays: Mapping[str, Any]) -> list[str]:
-    """The leaves of a file that are in some arrays: of stacked ones as many as there are layers, which are few."""
+    """Lists the leaves that some arrays hold: of a stacked one as many as it has layers, which are few."""
     leaves: list[str] = []
     for name, (_, shape, _) in arrays.items():
         if not name.startswith("layers."):
@@ -162,22 +162,22 @@ def _leaves_of(arrays: Mapping[str, Any]) -> list[str]:
 
 
 def nbytes_of(about: Mapping[str, Any]) -> int:
-    """Bytes of an entry's arrays."""
+    """Returns the bytes of an entry's arrays."""
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs_of(about).values())
 
 
 def specs_of(about: Mapping[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Dtype and shape of an entry's arrays."""
+    """Returns dtype and shape of an entry's arrays."""
     return {name: (DTYPES[word], tuple(shape)) for name, (word, shape, _) in about["arrays"].items()}
 
 
 def empty_array(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """An array of that dtype and shape that takes no memory."""
+    """Makes an array of that dtype and shape that takes no memory."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def outline(about: Mapping[str, Any]) -> ArrayEntry:
-    """The entry with arrays that take no memory: enough for its name and size."""
+    """Makes an entry with arrays that take no memory: enough for its name and size."""
     return ArrayEntry(about, {name: empty_array(*spec) for name, spec in specs_of(about).items()})
 
 
@@ -197,7 +197,7 @@ def check_entry(entry: ArrayEntry) -> None:
 
 
 def blob_of_entry(entry: ArrayEntry) -> Blob:
-    """The object again, its arrays on the host: the same bytes that it was."""
+    """Makes the object of an entry, its arrays on the host: the same bytes that it was."""
     host = entry.host
     arrays: dict[str, np.ndarray] = {}
     for leaf in entry.about["leaves"]:
@@ -207,7 +207,7 @@ def blob_of_entry(entry: ArrayEntry) -> Blob:
 
 
 def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
-    """A canonical, kv and residuals where they are, and the encoding that it was kept in.
+    """Makes the canonical of an entry, kv and residuals where they are, and the encoding that it was kept in.
 
     Raises:
       StoreCorruptError: a body that does not fit its arrays.

@@ -1,4 +1,4 @@
-"""Chunks as Orbax arrays: objects that leave for other machines and meshes, and come back into a store.
+"""Exports: chunks as Orbax arrays, for other machines and meshes, and back into a store.
 
 An export is one Orbax checkpoint, or a directory of several with a list of them. It depends on neither secret nor key
 of a store, and is not encrypted.
@@ -94,9 +94,9 @@ def save_arrays(
 
 @contextlib.contextmanager
 def _made_private(path: str) -> Iterator[str]:
-    """A name for Orbax to write to, in a directory that others cannot enter, for it makes files as umask says.
+    """Makes a private directory for Orbax to write to, since it makes files as umask says.
 
-    What is made there gets its own name when it is its owner's alone, and durable; in all processes or in none.
+    What is made there is renamed to `path` when it is private and durable; in all processes or in none.
     """
     together = ProcessGroup()
     unfinished = f"{path}.unfinished-{together.shared(secrets.token_bytes(16)).hex()}"
@@ -189,7 +189,7 @@ def export_arrays(
 
 
 class _Export:
-    """An export on its way: what waits for the next checkpoint of it, and what was taken so far."""
+    """An export under way: entries that wait for its next checkpoint, and counts of what was taken."""
 
     def __init__(self, disk: Disk, directory: str, compress: bool, part_bytes: int):
         self._disk, self._directory, self._compress, self._part_bytes = disk, directory, compress, part_bytes
@@ -198,7 +198,7 @@ class _Export:
         self.objects, self.nbytes, self.skipped, self.parts = 0, 0, 0, 0
 
     def take(self, below: str, progress: Progress | None) -> None:
-        """Takes every object below a folder of the store."""
+        """Adds every object below a folder of the store."""
         listed = sorted(self._disk.scan(below), key=lambda entry: entry.path)
         total, done = sum(each.size for each in listed), 0
         for each in listed:
@@ -216,7 +216,7 @@ class _Export:
                 progress(done, total)
 
     def save(self) -> None:
-        """Saves what waits, if anything does."""
+        """Saves the waiting entries, if there are any, as one checkpoint."""
         if self._waiting:
             save_entries(f"{self._directory}/part-{self.parts:05d}", self._waiting, self._compress)
             self._waiting, self._waiting_bytes, self.parts = [], 0, self.parts + 1
@@ -253,7 +253,7 @@ def import_arrays(
 
 
 def _incoming(tenant_disk: TenantDisk, entry: ArrayEntry) -> Incoming:
-    """An object of an export by its outline, with its name and size in the store."""
+    """Names an object of an export by its outline, and computes its size in the store."""
     about = entry.about
     name = name_of(tenant_disk.names, about["kind"], about["part"], about["body"], entry.host)
     blob = blob_of_entry(entry)
@@ -262,7 +262,7 @@ def _incoming(tenant_disk: TenantDisk, entry: ArrayEntry) -> Incoming:
 
 
 def _expect_one_process(what: str) -> None:
-    """These read and write the objects of one root, and Orbax's calls are for all processes or for none."""
+    """Refuses jobs of several processes: Orbax's calls are for all of them, and a root's objects for one."""
     if jax.process_count() > 1:
         raise InputError(
             f"{what}: in a job of {jax.process_count()} processes; expected one (a program of its own will do: "
@@ -277,7 +277,7 @@ def _resource(entry: ArrayEntry) -> Resource:
 
 
 def _parts(directory: str) -> list[str]:
-    """The checkpoints of an export."""
+    """Lists the checkpoints of an export."""
     if not os.path.lexists(f"{directory}/{LIST}"):
         return [directory]
     found = read_list(f"{directory}/{LIST}")

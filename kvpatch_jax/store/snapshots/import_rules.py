@@ -95,7 +95,7 @@ def import_objects(
 
 
 def _groups(coming: Sequence[Incoming], progress: Progress | None) -> Iterator[list[tuple[Name, Blob | Elsewhere]]]:
-    """What goes in with one commit, loaded when its turn comes."""
+    """Loads objects when their turn comes, in groups for one commit each."""
     group: list[tuple[Name, Blob | Elsewhere]] = []
     total, done, begun = sum(each.nbytes for each in coming), 0, 0
     for number, each in enumerate(coming, 1):
@@ -117,8 +117,8 @@ def _is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
     if source is not None:
         with (
             contextlib.suppress(OSError),
-            open_regular(disk.root, name.path, unnoticed=True) as here,
-            open_regular(*source, unnoticed=True) as there,
+            open_regular(disk.root, name.path, noatime=True) as here,
+            open_regular(*source, noatime=True) as there,
         ):
             same = os.path.sameopenfile(here, there)
     with typed_errors("store: add"):
@@ -133,7 +133,7 @@ def _is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
 
 @contextlib.contextmanager
 def _changing_libraries(disk: Disk, names: Iterable[Name]) -> Iterator[Callable[[Name], bool]]:
-    """Holds the libraries that some names are of, so that nobody else changes them.
+    """Locks the libraries that some names belong to.
 
     Yields:
       Whether a library has what a name is a version of, in any version that is whole; asked of the disk once for each
@@ -156,7 +156,7 @@ def _changing_libraries(disk: Disk, names: Iterable[Name]) -> Iterator[Callable[
 
 
 def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Name:
-    """The name that a tenant's object has by what it says about itself.
+    """Names a tenant's object by what it says about itself.
 
     Args:
       part: as `naming.part_of`.
@@ -185,7 +185,7 @@ def is_counted(tenant_disk: TenantDisk, name: Name) -> bool:
 
 
 def library_bytes(tenant_disk: TenantDisk, name: Name, blob: Blob, size: int | None = None) -> int:
-    """Bytes that an object will count for in a static library with a bound: its file and its chunk; 0 for all else.
+    """Counts an object's bytes in a static library with a bound: its file and its chunk; 0 for all else.
 
     `size`: of its file, where that is known.
     """

@@ -1,9 +1,9 @@
-"""Snapshots: a directory that holds objects of a store as they are, under the same paths, with a list of them.
+"""The snapshot format: a directory of objects as the store has them, under the same paths, with a list of them.
 
     directory/obj/…        objects, hard links to the store's files, or copies
     directory/lib/…        entries of libraries, likewise
     directory/STORE.json   the secret of the names, with STORE.copy.json; only in a snapshot of the whole store
-    directory/obj/…/KEY    tells the key of a tenant's encrypted objects from another
+    directory/obj/…/KEY    check value of the key of a tenant's encrypted objects
     directory/MANIFEST     path, bytes and header checksum of every object, and a digest of this list; written last
 
 A header holds the checksums of its leaves, so that the list vouches for every byte. A tenant's snapshot holds that
@@ -34,7 +34,7 @@ _LARGEST_LIST, _DIGEST_BYTES = 1 << 30, 66
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a snapshot, restore, export or import did.
+    """Counts of a snapshot, restore, export or import.
 
     Attributes:
       objects, nbytes: taken over.
@@ -71,7 +71,7 @@ class Manifest:
 
 
 def header_crc(fd: int, header: Header) -> int:
-    """The checksum that a manifest keeps: crc32 of all bytes before the leaves."""
+    """Computes the checksum that a manifest keeps: crc32 of all bytes before the leaves."""
     raw = np.empty(header.start, np.uint8)
     read_into(fd, [raw], 0)
     return crc32(raw)
@@ -90,7 +90,7 @@ def write_list(path: str, tree: Any) -> None:
 
 
 def read_list(path: str) -> Any:
-    """What `write_list` wrote.
+    """Reads what `write_list` wrote, verified.
 
     Raises:
       StoreSnapshotError: none there, or other bytes than were written. StoreIOError.
@@ -114,7 +114,7 @@ def read_list(path: str) -> Any:
 
 
 def read_manifest(directory: str) -> Manifest:
-    """The list of a snapshot, verified.
+    """Reads the manifest of a snapshot, verified.
 
     Raises:
       StoreSnapshotError: none there, or not as it was written.

@@ -1,4 +1,4 @@
-"""The processes of one job, where they do something together: waiting for one another, and all failing where one does.
+"""Coordination of the processes of one job: they wait for one another, and all fail where one does.
 
 Processes meet through the job's coordination service, which knows time limits and may be used from any thread; what
 they tell one another (a word each) goes over their devices, in the order of the program.
@@ -32,7 +32,7 @@ def _barrier(key: str, timeout: float | int) -> None:
 
 
 class ProcessGroup:
-    """One thing that all processes of a job do, each beginning it at the same place of the program.
+    """One operation of all processes of a job, each beginning it at the same place of the program.
 
     Args:
       timeout: seconds that processes wait for one another.
@@ -44,13 +44,13 @@ class ProcessGroup:
         self._key = self.shared(secrets.token_bytes(_TOKEN)).hex()
 
     def shared(self, token: bytes) -> bytes:
-        """The first process's 16 bytes. Not for a thread in the background."""
+        """Broadcasts the first process's 16 bytes. Not for a background thread."""
         if self.count == 1:
             return token
         return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(token, np.uint8))))
 
     def wait(self) -> None:
-        """Waits for all. Allowed in a thread in the background. Raises StoreIOError where they do not come."""
+        """Waits for all processes. Allowed in a background thread. Raises StoreIOError where they do not come."""
         if self.count == 1:
             return
         try:
@@ -62,7 +62,7 @@ class ProcessGroup:
             ) from error
 
     def _failed(self, error: Exception | None) -> list[int]:
-        """Which processes have an error, after all have come here."""
+        """Gathers which processes have an error."""
         if self.count == 1:
             return [] if error is None else [0]
         self.wait()
@@ -71,9 +71,9 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
-        """Lets all processes come to the end of what is inside. Where one of them raised, all raise.
+        """Waits for all processes at the end of its body. Where one of them raised, all raise.
 
-        Not for a thread in the background.
+        Not for a background thread.
 
         Raises:
           StoreIOError: another process failed, or did not come.
@@ -90,7 +90,7 @@ class ProcessGroup:
             raise StoreIOError(f"{what}: failed in process {failed[0]}, which says why; expected all to do it")
 
     def expect_one_root(self, root: str) -> None:
-        """Makes sure that all have the same directory as a store's root, on a file system that they share.
+        """Checks that all processes have the same directory as a store's root, on a file system that they share.
 
         Raises:
           InputError: some process has another root. StoreReadOnlyError: the root may not be written, so it is unknown.

@@ -1,4 +1,4 @@
-"""One Orbax checkpoint of array entries: written, and read back verified.
+"""Writes array entries as one Orbax checkpoint, and reads them back verified.
 
 All of the library's calls of Orbax's version 1 interface are here. It may still change, so that `pyproject.toml` names
 the versions that it was held against.
@@ -52,7 +52,7 @@ def save_entries(path: str, entries: Sequence[ArrayEntry], compress: bool) -> No
 
 
 def read_abouts(path: str) -> list[dict[str, Any]]:
-    """What a checkpoint says of its entries (`ArrayEntry.about`), verified; no array is read.
+    """Reads the descriptions of a checkpoint's entries (`ArrayEntry.about`), verified; no array is read.
 
     Raises:
       StoreSnapshotError: no checkpoint, or other descriptions than were written.
@@ -108,7 +108,7 @@ def load_entries(path: str, placement: Placement | None = None) -> list[ArrayEnt
 
 
 def text_digest(text: bytes) -> bytes:
-    """The digest that stands beside a checkpoint's descriptions."""
+    """Computes the digest that is saved beside a checkpoint's descriptions."""
     return hashlib.blake2b(text, digest_size=32).digest()
 
 
@@ -117,7 +117,7 @@ def _key(index: int) -> str:
 
 
 def _savable(value: AnyArray) -> AnyArray:
-    """Of an array that this process alone has, Orbax takes in a job of several processes only what is on the host."""
+    """Moves an array of this process alone to the host, which Orbax asks for in a job of several processes."""
     alone = isinstance(value, jax.Array) and value.is_fully_addressable and jax.process_count() > 1
     return np.asarray(value) if alone else value
 
@@ -132,7 +132,7 @@ def _read(path: str, template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _template(about: Mapping[str, Any], placement: Placement | None) -> dict[str, Any]:
-    """What Orbax is to load: arrays of the host, but kv where `placement` says."""
+    """Tells Orbax what to load: arrays of the host, but kv where `placement` says."""
     template: dict[str, Any] = {}
     for name, (dtype, shape) in specs_of(about).items():
         if 0 in shape:
@@ -148,7 +148,7 @@ def _template(about: Mapping[str, Any], placement: Placement | None) -> dict[str
 
 
 def _file_bytes(path: str) -> int | None:
-    """Bytes of all files of a checkpoint; none leads elsewhere or hangs who opens it. None: not on this machine.
+    """Counts the bytes of a checkpoint's files, refusing links and FIFOs. None: not on this machine.
 
     Raises:
       StoreSnapshotError.

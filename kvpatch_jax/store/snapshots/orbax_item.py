@@ -49,7 +49,7 @@ class StoreItem:
         self.store, self.copy, self.skip_damaged, self.shared, self.timeout = store, copy, skip_damaged, shared, timeout
 
     def _together(self) -> ProcessGroup:
-        """Awaits nothing, and so comes before what other items of the checkpoint do, in every process alike."""
+        """Starts the operation without awaiting, so that it comes before other items' in every process alike."""
         together = ProcessGroup(self.timeout)
         if self.shared:
             together.expect_one_root(self.store.tenant_disk.disk.root)
@@ -139,7 +139,7 @@ def _folder(path: str, index: int, count: int) -> str:
 
 
 def _snapshots(path: str) -> list[str]:
-    """The snapshots of an item: one, or one of each process that saved. Raises StoreSnapshotError where some lack."""
+    """Lists an item's snapshots: one, or one of each process that saved. Raises StoreSnapshotError where some lack."""
     found = sorted(name for name in os.listdir(path) if name.startswith("process-")) if os.path.isdir(path) else []
     if not found:
         return [path]
@@ -150,7 +150,7 @@ def _snapshots(path: str) -> list[str]:
 
 
 def local_path(directory: Any) -> str:
-    """A checkpoint's directory. Raises InputError where it is not one of this machine's file system."""
+    """Returns a checkpoint's path. Raises InputError where it is not on this machine's file system."""
     path = os.fspath(directory)
     if "://" in path:
         raise InputError(f"checkpoint {path}: expected a path of this machine's file system (exports may be elsewhere)")
@@ -158,7 +158,7 @@ def local_path(directory: Any) -> str:
 
 
 def make_durable(directory: str | os.PathLike[str]) -> None:
-    """Makes a finished checkpoint survive a loss of power: its files, its directories and its own name.
+    """Syncs a finished checkpoint, so that it survives a loss of power: files, directories and its own name.
 
     Raises:
       StoreIOError: it cannot be synced, or is not there.

@@ -106,7 +106,7 @@ def _verified(
     skip_damaged: bool,
     progress: Progress | None,
 ) -> tuple[list[Incoming], int]:
-    """Reads every byte of a snapshot. The objects that may come in, and how many did not verify.
+    """Verifies every byte of a snapshot. Returns the objects that may come in, and how many did not verify.
 
     Args:
       tenant_disk: where they go. None keeps all names, and decrypts nothing.
@@ -136,7 +136,7 @@ def _verified(
 def _incoming(
     directory: str, entry: ManifestEntry, tenant_disk: TenantDisk | None, buffers: Buffers
 ) -> Incoming | None:
-    """One object with its name in the store, after every byte of it was verified. None: it is expired."""
+    """Verifies one object and names it as the store will. None: it is expired."""
     source, name = Elsewhere(directory, entry.path), name_at(entry.path)
     with reading(*source) as (fd, header):
         if header.size != entry.size or header_crc(fd, header) != entry.crc:
@@ -167,7 +167,7 @@ def _incoming(
 
 
 def _key_check(header: Header) -> str | None:
-    """What an encrypted object says of its key."""
+    """Reads the check value of the key that an object is encrypted under."""
     check = header.body.get("check") if is_sealed(header) else None
     if check is not None and not (isinstance(check, str) and re.fullmatch("[0-9a-f]{1,64}", check)):
         raise StoreCorruptError("object: encrypted under no key that there is; expected hexadecimal digits")
@@ -175,7 +175,7 @@ def _key_check(header: Header) -> str | None:
 
 
 def _read_again(disk: Disk, source: Elsewhere) -> Blob:
-    """An object that gets another name or encryption, once it is its turn: not all are in memory at a time."""
+    """Reads an object that gets another name or encryption, once it is its turn: not all are in memory at a time."""
     try:
         with typed_errors("snapshot: read"), reading(*source) as (fd, header):
             arrays = read_leaves(fd, header, list(header.leaves), disk.buffers)

@@ -1,4 +1,4 @@
-"""Makes snapshots of stores that may be in use: a tenant's, or the whole store.
+"""Saves snapshots of stores that may be in use: a tenant's, or the whole store.
 
 Objects are linked or copied as they are; `manifest` says what a snapshot holds.
 """
@@ -108,7 +108,7 @@ def write_snapshot(
 
 @contextlib.contextmanager
 def unchanged_libraries(root: str, below: str) -> Iterator[None]:
-    """Keeps the libraries below a folder from changing. Needs to read only, so a root on a read-only medium will do."""
+    """Locks the libraries below a folder, shared. Needs to read only, so a root on a read-only medium will do."""
     spaces = [f"{below}/{space}" for space in _listed(root, below)] if below == "lib" else [below]
     with contextlib.ExitStack() as held:
         for path in sorted(f"{space}/{library}/lock" for space in spaces for library in _listed(root, space)):
@@ -126,7 +126,7 @@ def _listed(root: str, below: str) -> list[str]:
 def _keep_all(
     disk: Disk, below: str, directory: str, copy: bool, progress: Progress | None
 ) -> tuple[list[ManifestEntry], int, int]:
-    """Takes over all objects below a folder. What was kept, how many were left out, how many did not verify."""
+    """Saves all objects below a folder. What was saved, how many were left out, how many did not verify."""
     entries = sorted(disk.scan(below), key=lambda entry: entry.path)
     total, done, damaged = sum(entry.size for entry in entries), 0, 0
     kept: list[ManifestEntry] = []
@@ -144,7 +144,7 @@ def _keep_all(
 
 
 def _keep_secret(root: str, directory: str) -> str | None:
-    """Takes over the secret of a root, if it keeps one; its digest. Raises StoreCorruptError where it is damaged."""
+    """Saves the secret of a root, if it keeps one. Its digest. Raises StoreCorruptError where it is damaged."""
     secret = find_secret(root)
     if secret is None:
         return None
@@ -156,10 +156,10 @@ def _keep_secret(root: str, directory: str) -> str | None:
 
 
 def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
-    """The files that tell under which key tenants' objects are encrypted, and nothing about it."""
+    """Saves the tenants' key-check files."""
     for tenant in tenants:
         with contextlib.suppress(FileNotFoundError):
-            check = read_small(root, f"obj/{tenant}/KEY", _LARGEST_KEY, unnoticed=True)
+            check = read_small(root, f"obj/{tenant}/KEY", _LARGEST_KEY, noatime=True)
             with (
                 folder(directory, f"obj/{tenant}", make=True) as parent,
                 open_regular_in(parent, "KEY", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as target,
@@ -169,7 +169,7 @@ def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
 
 
 def _keep(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> ManifestEntry | None:
-    """Links or copies one object, and looks at what arrived. None where it went meanwhile, or is expired."""
+    """Links or copies one object, and verifies what arrived. None where it vanished meanwhile, or is expired."""
     above, _, file = entry.path.rpartition("/")
     keep = False
     try:

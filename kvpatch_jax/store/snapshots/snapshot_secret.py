@@ -1,4 +1,4 @@
-"""Which secret a snapshot's names were made with, and what that means for the root it goes into."""
+"""The secret that a snapshot's names were made with, and whether it fits the root that it goes into."""
 
 import os
 
@@ -10,7 +10,7 @@ from .manifest import MANIFEST, UNTOLD, Manifest
 
 
 def snapshot_secret(directory: str, manifest: Manifest, given: bytes | None) -> bytes | None:
-    """The secret that a snapshot of the whole store holds; None where `given` is the one of its names, kept outside.
+    """Reads the secret of a snapshot of the whole store; None where `given` is the one of its names, kept outside.
 
     Raises:
       StoreSnapshotError: it is damaged, gone, or another than the snapshot's list says.
@@ -35,7 +35,7 @@ def snapshot_secret(directory: str, manifest: Manifest, given: bytes | None) -> 
 
 
 def of_tenant(directory: str, manifest: Manifest, tenant: str, given: bytes | None) -> Manifest:
-    """The part of a snapshot that is one tenant's."""
+    """Selects the objects of one tenant from a snapshot."""
     if manifest.scope == "tenant":
         return manifest
     secret = snapshot_secret(directory, manifest, given) or given
@@ -66,7 +66,7 @@ def check_secret(directory: str, manifest: Manifest, root: str, secret: bytes | 
 
 
 def adopt_secret(root: str, secret: bytes | None) -> None:
-    """Gives a root the secret of a snapshot, if it needs one."""
+    """Writes the secret of a snapshot into a root that has none."""
     if secret is not None and _readable_secret(root) is None:
         Disk(root)  # makes its folders
         put_secret(root, secret)
