@@ -36,7 +36,7 @@ def is_object(path: str) -> bool:
 
 
 def part_of(path: str) -> str:
-    """Returns the part of its chunk that an object is, by its path: "kv", "kv.int8", "enc", "p.…", "entry", "v000000001"."""
+    """Returns the part of its chunk that an object is: "kv", "kv.int8", "enc", "p.…", "entry", "v000000001"."""
     return path.partition(".")[2].removesuffix(".safetensors")
 
 
