@@ -1,8 +1,8 @@
 """Kernels on plain arrays; one folder per operation. They know no layout, rope or chunk."""
 
 from ._dispatch import preferring as preferring
+from ._kernel_wins import configured_by as configured_by
 from ._target import targeting as targeting
-from ._wins import configured_by as configured_by
 from .errors import KernelDtypeError as KernelDtypeError
 from .errors import KernelError as KernelError
 from .errors import KernelShapeError as KernelShapeError

@@ -1,17 +1,25 @@
-"""Which implementation runs."""
+"""Chooses the implementation that runs, and imports a kernel's module when it is first wanted.
+
+Pallas takes longer to import than all else here, and most processes never run a kernel: nothing imports the `gpu` and
+`tpu` modules of an operation but `kernel_module`.
+"""
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 
 import jax
 
+from ._kernel_wins import winner
 from ._target import target
-from ._wins import winner
 from .errors import KernelUnavailableError
 
 IMPLEMENTATIONS = ("xla", "gpu", "tpu")
 
+Unsupported = Mapping[str, Callable[[], str | None]]
+"""By kernel, what says why it cannot take the arguments of a call, or None where it can."""
 
 _PREFERRED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("preferred", default=None)
 
@@ -37,22 +45,31 @@ def preferring(*implementations: str) -> Iterator[None]:
         _PREFERRED.reset(token)
 
 
+def kernel_module(operation: str, platform: str) -> ModuleType:
+    """Imports the kernel of an operation for a platform, `pallas_kernels.<operation>.<platform>`.
+
+    Args:
+      operation: "rotate_patch" or "splice". platform: "gpu" or "tpu".
+    """
+    return importlib.import_module(f".{operation}.{platform}", __package__)
+
+
 def choose(
     operation: str,
     implementation: str | Sequence[str] | None,
-    reasons: Mapping[str, str | None] | None = None,
+    unsupported: Unsupported | None = None,
     shape: str = "",
 ) -> str:
-    """The implementation to run: the first of those asked for that can.
+    """Chooses the implementation to run: the first of those asked for that can.
 
     Args:
       operation: for messages.
       implementation: one name; several in order of preference; or None: what `preferring` says, else the platform's
-        kernel where it can run and won this shape on this kind of device (see `_wins.winner`) or `targeting` asks for
-        the platform, else "xla". In a process of several devices None is "xla", for XLA cannot partition a kernel: ask
-        by name, inside `jax.shard_map`.
-      reasons: for each kernel that the operation has, why it cannot take these arguments, or None if it can.
-      shape: the word of the shape, see `_wins.shape_word`.
+        kernel where it can run and won this shape on this kind of device (see `_kernel_wins.winner`) or `targeting`
+        asks for the platform, else "xla". In a process of several devices None is "xla", for XLA cannot partition a
+        kernel: ask by name, inside `jax.shard_map`.
+      unsupported: the kernels that the operation has; only the one that could be taken is asked.
+      shape: the word of the shape, see `_kernel_wins.shape_word`.
 
     Raises:
       KernelUnavailableError: none of those asked for can run; the message has the reason of each.
@@ -63,10 +80,11 @@ def choose(
         implementation = _PREFERRED.get()
     if implementation is None:
         implementation = (*_unasked(operation, shape, platform, aimed is not None), "xla")
+
     asked = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     refused = []
     for name in asked:
-        reason = _reason(name, platform, reasons or {})
+        reason = _reason(name, platform, unsupported or {})
         if reason is None:
             return name
         refused.append(f"{name!r}: {reason}")
@@ -83,13 +101,14 @@ def _unasked(operation: str, shape: str, platform: str, aimed: bool) -> tuple[st
     return (platform,) if won == platform else ()
 
 
-def _reason(name: str, platform: str, reasons: Mapping[str, str | None]) -> str | None:
+def _reason(name: str, platform: str, unsupported: Unsupported) -> str | None:
+    """Why an implementation cannot run; None if it can."""
     if name == "xla":
         return None
     if name not in IMPLEMENTATIONS:
         return f"unknown; expected one of {IMPLEMENTATIONS}"
-    if name not in reasons:
+    if name not in unsupported:
         return "the operation has no such kernel"
     if name != platform:
         return f"the platform is {platform!r}"
-    return reasons[name]
+    return unsupported[name]()

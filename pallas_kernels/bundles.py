@@ -21,12 +21,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from ._ahead import SPEC, chunk_of, compile_for_tpu
+from ._ahead_of_time import SPEC, chunk_of, compile_for_tpu
+from ._operands import Operands
 from .errors import KernelError
 from .rotate_patch import tpu as rotate_patch_tpu
-from .rotate_patch import tpu_block
-from .rotate_patch.shapes import Shape
+from .rotate_patch.shapes import RotateShape
 from .splice import tpu as splice_tpu
+from .tpu import block
 
 OPERATIONS = ("rotate_patch", "splice")
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2")
@@ -34,7 +35,6 @@ HEADS = (1, 2, 4, 8)
 TOKENS, LAYERS, WIDTH = 1024, 28, 128
 POOL = (LAYERS, 256, 64)
 """Layers, pages, slots of a page."""
-NAMES = ("x", "cos", "sin", "u", "v", "dense", "length", "x_scale", "u_scale", "v_scale")
 
 
 @contextlib.contextmanager
@@ -66,19 +66,19 @@ def bundles_of(
     Raises:
       KernelError: libtpu has dumped nothing.
     """
-    shape = Shape("counted", (LAYERS,), TOKENS, heads, WIDTH, WIDTH, rank, "half")
-    given = chunk_of(shape, TOKENS, rank, dtype) | {"length": SPEC((), jnp.int32)}
+    shape = RotateShape("counted", (LAYERS,), TOKENS, heads, WIDTH, WIDTH, rank, "half")
     wide = "bfloat16" if jnp.dtype(dtype).itemsize == 1 else dtype
-    arguments: tuple[Any, ...] = (given,)
-    rotate = lambda given: rotate_patch_tpu.kernel(*map(given.get, NAMES), layout="half", out_dtype=wide)
-    write = lambda given, pool, slots: splice_tpu.kernel(pool, slots, *map(given.get, NAMES), layout="half")
+    arguments: tuple[Any, ...] = (Operands(**chunk_of(shape, TOKENS, rank, dtype)), SPEC((), jnp.int32))
+    donate = ()
+    function = lambda operands, length: rotate_patch_tpu.kernel(operands, length, layout="half", out_dtype=wide)
     if operation == "splice":
-        arguments += (SPEC((*POOL, heads, WIDTH), wide), SPEC((TOKENS,), jnp.int32))
+        arguments = (SPEC((*POOL, heads, WIDTH), wide), SPEC((TOKENS,), jnp.int32), *arguments)
+        donate = (0,)
+        function = lambda *given: splice_tpu.kernel(*given, layout="half")
+
     for path in directory.iterdir():
         path.unlink()
-    form = mock.patch.object(tpu_block, "by_pairs", return_value=False) if whole else contextlib.nullcontext()
-    with form:
-        function, donate = (rotate, ()) if operation == "rotate_patch" else (write, (1,))
+    with mock.patch.object(block, "by_pairs", return_value=False) if whole else contextlib.nullcontext():
         compile_for_tpu(topology, function, arguments, donate)
     found = list(directory.glob(f"*-{operation}*schedule-analysis_final_bundles.txt"))
     counts = [re.search(r"non empty scheduled bundles: (\d+)", path.read_text()) for path in found]

@@ -17,16 +17,20 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from . import rotate_patch, splice
+from ._kernel_wins import TIMED, shape_word
+from ._operands import Operands
 from ._timing import OverSets, ThroughPool, median_seconds
-from ._wins import TIMED, shape_word
 from .errors import KernelError, KernelUnavailableError
 from .rotate_patch import shapes
 from .rotate_patch import tpu as rotate_patch_tpu
+from .rotate_patch.shapes import RotateShape
 from .splice import shapes as spliced
 from .splice import tpu as splice_tpu
+from .tpu.prepare import Tile
 
 OPERATIONS = ("rotate_patch", "splice")
 CANDIDATES = (64, 128, 256, 512, 1024)
+"""Tokens of a block that are tried on a TPU."""
 TUNED_RANKS = (0, 16, 32, 64)
 PAGE_SIZE = 64
 SETS = 24
@@ -69,7 +73,7 @@ def tune(operations: Sequence[str], quick: bool, say: Callable[[str], None] = pr
     return body
 
 
-def cases(operations: Sequence[str], quick: bool) -> list[tuple[str, shapes.Shape, int]]:
+def cases(operations: Sequence[str], quick: bool) -> list[tuple[str, RotateShape, int]]:
     """What a run times: each operation, shape and rank."""
     result = []
     for operation in operations:
@@ -80,7 +84,7 @@ def cases(operations: Sequence[str], quick: bool) -> list[tuple[str, shapes.Shap
     return result
 
 
-def tune_case(operation: str, shape: shapes.Shape, rank: int, platform: str, repeats: int) -> dict[str, Any]:
+def tune_case(operation: str, shape: RotateShape, rank: int, platform: str, repeats: int) -> dict[str, Any]:
     """Times every candidate of one shape: {"winner", "over_xla", "tokens" of the kernel's best block, "seconds"}.
 
     `seconds` are medians by candidate: a number of tokens on a TPU, "gpu" on a GPU, and "xla" everywhere; `over_xla` is
@@ -111,7 +115,7 @@ def tune_case(operation: str, shape: shapes.Shape, rank: int, platform: str, rep
     return row if best.tokens is None else row | {"tokens": best.tokens}
 
 
-def candidates(operation: str, shape: shapes.Shape, rank: int, platform: str) -> Iterator[Candidate]:
+def candidates(operation: str, shape: RotateShape, rank: int, platform: str) -> Iterator[Candidate]:
     """What is timed, the XLA path first; all give the same numbers."""
 
     def public(name: str) -> Callable[..., Array]:
@@ -121,12 +125,10 @@ def candidates(operation: str, shape: shapes.Shape, rank: int, platform: str) ->
         return lambda pool, given: splice(pool, **given, **plan)
 
     def blocked(tokens: int) -> Callable[..., Array]:
-        plan: dict[str, Any] = {"layout": shape.layout, "tile": rotate_patch_tpu.Tile(tokens)}
+        plan: dict[str, Any] = {"layout": shape.layout, "tile": Tile(tokens)}
         if operation == "rotate_patch":
-            return lambda given: rotate_patch_tpu.kernel(*_arrays(given), dense=None, length=None, **plan)
-        return lambda pool, given: splice_tpu.kernel(
-            pool, given["slots"], *_arrays(given), dense=None, length=None, **plan
-        )
+            return lambda given: rotate_patch_tpu.kernel(Operands(**given), None, **plan)
+        return lambda pool, given: splice_tpu.kernel(pool, given["slots"], _operands(given), None, **plan)
 
     yield Candidate("xla", "xla", None, public("xla"))
     if platform == "gpu":
@@ -136,17 +138,17 @@ def candidates(operation: str, shape: shapes.Shape, rank: int, platform: str) ->
             yield Candidate(str(tokens), "tpu", tokens, blocked(tokens))
 
 
-def _spliced_by_tpu(shape: shapes.Shape, rank: int) -> bool:
+def _spliced_by_tpu(shape: RotateShape, rank: int) -> bool:
     given, pool = jax.eval_shape(lambda: (_draw(shape, rank, 0, 1), make_pool(shape, 1)))
-    x, cos, _, u, v = _arrays(given)
-    return splice_tpu.unsupported(pool, x, cos, u, v, None, False) is None
+    return splice_tpu.unsupported(pool, _operands(given), False, shape.layout) is None
 
 
-def _arrays(given: Given) -> tuple[Any, Any, Any, Any, Any]:
-    return given["x"], given.get("cos"), given.get("sin"), given.get("u"), given.get("v")
+def _operands(given: Given) -> Operands:
+    """The operands of a set, which has slots beside them."""
+    return Operands(**_without_slots(given))
 
 
-def draw_sets(shape: shapes.Shape, rank: int) -> list[Given]:
+def draw_sets(shape: RotateShape, rank: int) -> list[Given]:
     """Draws as many sets of inputs as fit the memory, two to `SETS`, each with slots of its own in a common pool."""
     size = 2 * jnp.dtype(jnp.bfloat16).itemsize * shape.tokens * shape.heads * shape.width
     for leading in shape.leading:
@@ -155,7 +157,7 @@ def draw_sets(shape: shapes.Shape, rank: int) -> list[Given]:
     return [_draw(shape, rank, index, count) for index in range(count)]
 
 
-def _draw(shape: shapes.Shape, rank: int, index: int, count: int) -> Given:
+def _draw(shape: RotateShape, rank: int, index: int, count: int) -> Given:
     keys = jax.random.split(jax.random.key(index), 4)
     normal = lambda key, *sizes: jax.random.normal(key, sizes, jnp.bfloat16)
     given: Given = {"x": normal(keys[0], *shape.leading, shape.tokens, shape.heads, shape.width)}
@@ -170,7 +172,7 @@ def _draw(shape: shapes.Shape, rank: int, index: int, count: int) -> Given:
     return given
 
 
-def make_pool(shape: shapes.Shape, count: int) -> Array:
+def make_pool(shape: RotateShape, count: int) -> Array:
     """Makes a pool that holds this many chunks and half a page in front, [*leading, P, O, K, H]."""
     pages = -(-(count * shape.tokens + PAGE_SIZE // 2) // PAGE_SIZE)
     return jnp.ones((*shape.leading, pages, PAGE_SIZE, shape.heads, shape.width), jnp.bfloat16)
@@ -180,13 +182,13 @@ def _without_slots(given: Given) -> Given:
     return {name: value for name, value in given.items() if name != "slots"}
 
 
-def _program(operation: str, candidate: Candidate, shape: shapes.Shape, sets: Sequence[Given]) -> Callable[[], Any]:
+def _program(operation: str, candidate: Candidate, shape: RotateShape, sets: Sequence[Given]) -> Callable[[], Any]:
     if operation == "rotate_patch":
         return OverSets(candidate.call, [_without_slots(given) for given in sets])
     return ThroughPool(candidate.call, lambda: make_pool(shape, len(sets)), sets)
 
 
-def _first(operation: str, candidate: Candidate, shape: shapes.Shape, sets: Sequence[Given]) -> Array:
+def _first(operation: str, candidate: Candidate, shape: RotateShape, sets: Sequence[Given]) -> Array:
     """The result for the first set alone."""
     program = _program(operation, candidate, shape, sets[:1])
     return program()[0] if operation == "rotate_patch" else program()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL, Shape
+from pallas_kernels.rotate_patch.shapes import PRODUCTION, SMALL, RotateShape
 
 RANKS = (0, 16, 64)
 PAGE_SIZE = 64
@@ -16,7 +16,7 @@ PAGE_SIZE = 64
 class Case(NamedTuple):
     """A chunk's shape at one rank and length."""
 
-    shape: Shape
+    shape: RotateShape
     tokens: int
     rank: int
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels import factorise, rotate_patch, splice, tune
+from pallas_kernels._kernel_wins import shape_word
 from pallas_kernels._timing import OverSets, ThroughPool, median_seconds, seconds_of
-from pallas_kernels._wins import shape_word
 from pallas_kernels.rotate_patch import reference
 
 from .accelerator_cases import PAGE_SIZE, Case, cases, draw, implementation

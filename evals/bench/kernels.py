@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels import rotate_patch, splice
-from pallas_kernels.factorise.shapes import PRODUCTION, SMALL
-from pallas_kernels.factorise.shapes import Shape as Matrices
+from pallas_kernels.factorise.shapes import PRODUCTION, SMALL, FactoriseShape
 
 from ..results.environment import environment
 from ..results.tables import aligned_table
@@ -56,7 +55,7 @@ class KernelSizes:
     splice_layers: int = 4
     pages: int = 256
     page_size: int = 64
-    matrices: Matrices = PRODUCTION[0]
+    matrices: FactoriseShape = PRODUCTION[0]
     placed: int = 2048
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax import deficit
 from pallas_kernels import factorise
-from pallas_kernels.factorise.shapes import PRODUCTION, Shape
+from pallas_kernels.factorise.shapes import PRODUCTION, FactoriseShape
 
 from ..results.environment import environment
 from .timing import spread, time_calls
@@ -72,7 +72,7 @@ def _real_deficits(deficits: Mapping[str, np.ndarray], ranks: tuple[int, ...]) -
     return rows
 
 
-def factorise_rows(shape: Shape, repeats: int, seed: int) -> tuple[list[dict], int]:
+def factorise_rows(shape: FactoriseShape, repeats: int, seed: int) -> tuple[list[dict], int]:
     """Seconds of both factorisations of a synthetic deficit, their ratio, energy captured; and the deficit's e90."""
     matrix = jnp.asarray(synthetic_deficit(shape.batch[0], shape.tokens, shape.features, seed))
     needed = deficit.e90({"delta": matrix[:2, :, None, :]})["delta"]

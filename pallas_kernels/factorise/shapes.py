@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Shape(NamedTuple):
+class FactoriseShape(NamedTuple):
     """One case: a matrix [*batch, tokens, features] and the rank asked for."""
 
     name: str
@@ -14,13 +14,13 @@ class Shape(NamedTuple):
 
 
 SMALL = (
-    Shape("tall", (2,), 40, 24, 4),
-    Shape("wide", (), 12, 48, 6),
-    Shape("full", (3,), 8, 20, 8),
-    Shape("batched", (2, 3), 30, 16, 1),
+    FactoriseShape("tall", (2,), 40, 24, 4),
+    FactoriseShape("wide", (), 12, 48, 6),
+    FactoriseShape("full", (3,), 8, 20, 8),
+    FactoriseShape("batched", (2, 3), 30, 16, 1),
 )
 
 PRODUCTION = (
-    Shape("qwen2_5_vl_7b", (28,), 1024, 512, 32),
-    Shape("kimi_vl_latent", (27,), 1088, 512, 32),
+    FactoriseShape("qwen2_5_vl_7b", (28,), 1024, 512, 32),
+    FactoriseShape("kimi_vl_latent", (27,), 1088, 512, 32),
 )

@@ -1,5 +1,6 @@
 """rotate_patch: checks and dispatch."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -7,37 +8,33 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from .._dispatch import choose
+from .._dispatch import choose, kernel_module
+from .._kernel_wins import word_of
+from .._operands import Operands
 from .._target import interpretation
-from .._wins import shape_word
-from ..errors import KernelDtypeError, KernelShapeError
-from . import gpu, reference, tpu
-
-LAYOUTS = ("half", "pairs")
-NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
-"""Dtypes that may carry scales."""
-WIDE = ("bfloat16", "float16", "float32", "float64")
+from ..errors import KernelDtypeError
+from . import reference
 
 
 def rotate_patch(
     x: Num[Array, "*leading T K H"],
-    cos: Float[Array, "..."] | None = None,
-    sin: Float[Array, "..."] | None = None,
-    u: Num[Array, "..."] | None = None,
-    v: Num[Array, "..."] | None = None,
+    cos: Float[Array, "*angles #T half"] | None = None,
+    sin: Float[Array, "*angles #T half"] | None = None,
+    u: Num[Array, "*left T M"] | None = None,
+    v: Num[Array, "*right M columns"] | None = None,
     *,
-    x_scale: Float[Array, "..."] | None = None,
-    u_scale: Float[Array, "..."] | None = None,
-    v_scale: Float[Array, "..."] | None = None,
-    dense: Float[Array, "..."] | None = None,
+    x_scale: Float[Array, "*scaled 1 K H"] | None = None,
+    u_scale: Float[Array, "*scaled_left 1 M"] | None = None,
+    v_scale: Float[Array, "*scaled_right M 1"] | None = None,
+    dense: Float[Array, "*corrected T K H"] | None = None,
     per_head: bool = False,
     layout: str = "half",
     scale: float = 1.0,
     length: Int[Array, ""] | int | np.integer | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "... T K H"]:
-    """R · (x + u v) · scale: adds a correction to cached keys (or values), then rotates them.
+) -> Float[Array, "*leading T K H"]:
+    """Adds a correction to cached keys (or values), then rotates them: R · (x + u v) · scale.
 
     Arithmetic is float32; the result is rounded once. x, u and v may be int8, float8_e4m3fn or float8_e5m2 with float32
     scales, which multiply them: (x · x_scale) + (u · u_scale)(v · v_scale).
@@ -62,33 +59,22 @@ def rotate_patch(
       KernelDtypeError: a scale beside a wide array, int8 without one, or no `out_dtype` where x does not say it.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
-    check("rotate_patch", x, cos, sin, u, v, dense, per_head, layout)
-    check_scales("rotate_patch", x, u, v, x_scale, u_scale, v_scale)
+    operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
+    operands.check("rotate_patch", per_head, layout)
     out = _out_dtype(x, x_scale, out_dtype)
-    operands = gpu.Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
-    reasons = {
-        "gpu": gpu.unsupported(operands, per_head, layout, out),
-        "tpu": tpu.unsupported(x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale, out),
-    }
-    chosen = choose("rotate_patch", implementation, reasons, word_of(x, u, dense, per_head, x.shape[-1]))
-    cos, sin = scaled(cos, sin, scale)
+    refusal = lambda platform: kernel_module("rotate_patch", platform).unsupported(operands, per_head, layout, out)
+    unsupported = {"gpu": lambda: refusal("gpu"), "tpu": lambda: refusal("tpu")}
+    chosen = choose("rotate_patch", implementation, unsupported, word_of(operands, per_head, x.shape[-1]))
+
+    operands = operands.with_angles_scaled(scale)
     length = None if length is None else jnp.asarray(length, jnp.int32)
-    arrays = (x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
-    if chosen == "gpu":
-        return gpu.rotate_patch(layout, out, interpretation(), *arrays)
-    if chosen == "tpu":
-        return tpu.rotate_patch(layout, out, interpretation(), *arrays)
-    return reference.rotate_patch(*arrays, per_head=per_head, layout=layout, out_dtype=out)
+    if chosen == "xla":
+        return reference.rotate_patch(operands, length, per_head=per_head, layout=layout, out_dtype=out)
+    return _by_kernel(chosen, layout, out, interpretation(), operands, length)
 
 
-def word_of(x, u, dense, per_head: bool, width: int) -> str:
-    """The word by which a table of timings knows these arguments, `width` wide; "" for what `tune` does not time."""
-    if per_head or dense is not None:
-        return ""
-    return shape_word(x.shape[-2], width, 0 if u is None else u.shape[-1], x.dtype.itemsize)
-
-
-def _out_dtype(x, x_scale, out_dtype) -> str:
+def _out_dtype(x: Array, x_scale: Array | None, out_dtype: jax.typing.DTypeLike | None) -> str:
+    """The result's dtype by name; that of x where nothing else is asked for."""
     if out_dtype is None and (x_scale is not None or x.dtype == jnp.int8):
         raise KernelDtypeError(f"rotate_patch: x of dtype {x.dtype} with a scale; expected an out_dtype")
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
@@ -97,52 +83,15 @@ def _out_dtype(x, x_scale, out_dtype) -> str:
     return out.name
 
 
-def check_scales(operation: str, x, u, v, x_scale, u_scale, v_scale) -> None:
-    """Raises KernelDtypeError, KernelShapeError where scales do not fit what they scale."""
-    for name, value, scale, axis in (("x", x, x_scale, -3), ("u", u, u_scale, -2), ("v", v, v_scale, -1)):
-        dtype = None if value is None else value.dtype.name
-        if scale is None:
-            if dtype == "int8":
-                raise KernelDtypeError(f"{operation}: {name} of dtype int8 without a scale; expected {name}_scale")
-            if dtype not in (None, *WIDE, *NARROW):
-                raise KernelDtypeError(f"{operation}: {name} of dtype {dtype}; expected one of {WIDE + NARROW}")
-            continue
-        if value is None or dtype not in NARROW or scale.dtype != jnp.float32:
-            raise KernelDtypeError(
-                f"{operation}: {name} of dtype {dtype}, {name}_scale of dtype {scale.dtype}; expected one of {NARROW} "
-                "and float32"
-            )
-        inner = list(value.shape[-3 if name == "x" else -2 :])
-        inner[axis] = 1
-        if scale.shape[-len(inner) :] != tuple(inner):
-            raise KernelShapeError(f"{operation}: {name}_scale {scale.shape}; expected [..., {tuple(inner)}]")
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+def _by_kernel(platform: str, layout: str, out_dtype: str, interpret, operands: Operands, length) -> Array:
+    """The result of a platform's kernel, with the reference's derivatives: a kernel has none of its own."""
+    kernel = kernel_module("rotate_patch", platform).kernel
+    return kernel(operands, length, layout=layout, out_dtype=out_dtype, interpret=interpret)
 
 
-def scaled(cos, sin, scale: float):
-    """cos and sin times the scale; as they are where it is 1 or they are None."""
-    return (cos, sin) if scale == 1.0 or cos is None else (cos * scale, sin * scale)
-
-
-def check(operation: str, x, cos, sin, u, v, dense, per_head: bool, layout: str) -> None:
-    """Raises KernelShapeError where arguments do not fit each other; all of them as `rotate_patch` takes them."""
-    if layout not in LAYOUTS:
-        raise KernelShapeError(f"{operation}: layout {layout!r}; expected one of {LAYOUTS}")
-    if (cos is None) != (sin is None) or (u is None) != (v is None):
-        raise KernelShapeError(f"{operation}: cos and sin come together, and so do u and v")
-    tokens, heads, width = x.shape[-3:]
-    if cos is not None:
-        fits = cos.ndim > 1 and 2 * cos.shape[-1] <= width and cos.shape[-2] in (1, tokens)
-        if cos.shape != sin.shape or not fits:
-            raise KernelShapeError(
-                f"{operation}: cos {cos.shape} and sin {sin.shape}; expected [..., {tokens}, R/2] with R ≤ {width}"
-            )
-    if u is not None:
-        rank = u.shape[-1]
-        want_u = (heads, tokens, rank) if per_head else (tokens, rank)
-        want_v = (heads, rank, width) if per_head else (rank, heads * width)
-        if u.shape[-len(want_u) :] != want_u or v.shape[-len(want_v) :] != want_v:
-            raise KernelShapeError(
-                f"{operation}: u {u.shape} and v {v.shape}; expected [..., {want_u}] and [..., {want_v}]"
-            )
-    if dense is not None and dense.shape[-3:] != x.shape[-3:]:
-        raise KernelShapeError(f"{operation}: dense {dense.shape}; expected [..., {x.shape[-3:]}]")
+@_by_kernel.defjvp
+def _(platform: str, layout: str, out_dtype: str, interpret, primals, tangents):
+    plain = functools.partial(reference.rotate_patch, per_head=False, layout=layout, out_dtype=out_dtype)
+    out = _by_kernel(platform, layout, out_dtype, interpret, *primals)
+    return out, jax.jvp(plain, tuple(primals), tuple(tangents))[1]

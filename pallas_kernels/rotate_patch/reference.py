@@ -6,33 +6,35 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from .._operands import Operands, spread
 
-def widened(value: Num[Array, "..."], scale: Float[Array, "..."] | None) -> Float[Array, "..."]:
-    """The float32 numbers that stored ones and their scale stand for."""
+
+def widened(value: Num[Array, "*axes"], scale: Float[Array, "*#axes"] | None) -> Float[Array, "*axes"]:
+    """Widens stored numbers to the float32 ones that they and their scale stand for."""
     value = value.astype(jnp.float32)
     return value if scale is None else value * scale
 
 
-def flat(leaf: Array, inner: int) -> Array:
-    """A leaf with its leading dimensions merged into one."""
-    return leaf.reshape(-1, *leaf.shape[leaf.ndim - inner :])
-
-
-def product(u: Float[Array, "..."], v: Float[Array, "..."], heads: int) -> Float[Array, "..."]:
-    """u v in float32, as [..., T, K, H], from joint factors ([..., T, M], [..., M, K·H])."""
+def product(
+    u: Float[Array, "*left T M"], v: Float[Array, "*right M columns"], heads: int
+) -> Float[Array, "*both T {heads} H"]:
+    """Multiplies joint factors: u v in float32, with its columns taken apart into heads."""
     delta = jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return delta.reshape(*delta.shape[:-1], heads, delta.shape[-1] // heads)
 
 
-def product_per_head(u: Float[Array, "... K T M"], v: Float[Array, "... K M H"]) -> Float[Array, "... T K H"]:
-    """u v of per-head factors, float32."""
+def product_per_head(u: Float[Array, "*left K T M"], v: Float[Array, "*right K M H"]) -> Float[Array, "*both T K H"]:
+    """Multiplies per-head factors: u v in float32."""
     delta = jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return jnp.swapaxes(delta, -3, -2)
 
 
 def rotate(
-    x: Float[Array, "..."], cos: Float[Array, "..."], sin: Float[Array, "..."], layout: str
-) -> Float[Array, "..."]:
+    x: Float[Array, "*axes T K H"],
+    cos: Float[Array, "*angles #T half"],
+    sin: Float[Array, "*angles #T half"],
+    layout: str,
+) -> Float[Array, "*rotated T K H"]:
     """Rotates the first 2·cos.shape[-1] channels of float32 x [..., T, K, H]; the rest passes through.
 
     cos and sin [..., T, R/2] broadcast over x's leading dimensions. `half`: channel i pairs with i + R/2; `pairs`: 2i
@@ -45,6 +47,7 @@ def rotate(
     else:
         first, second = x[..., 0:rotary:2], x[..., 1:rotary:2]
     turned = (first * cos - second * sin, second * cos + first * sin)
+
     if layout == "half":
         low, high = spread(turned[0], 0, x.shape[-1]), spread(turned[1], rotary // 2, x.shape[-1])
         result = jnp.where(_below(rotary // 2, low), low, high)
@@ -54,79 +57,64 @@ def rotate(
     return result if rotary == x.shape[-1] else jnp.where(_below(rotary, result), result, x)
 
 
-def spread(part: Num[Array, "..."], first: int, width: int) -> Num[Array, "..."]:
-    """`part` as the channels from `first` on of `width`, among zeros.
-
-    Parts are joined by choosing between them so spread: XLA for CPUs fuses no concatenation of innermost axes, but
-    writes what is joined and reads it again. For TPUs and GPUs it compiles both to the same number of passes.
-    """
-    if part.shape[-1] == width:
-        return part
-    return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(first, width - first - part.shape[-1])])
-
-
-def _below(limit: int, like: Array) -> Bool[Array, "..."]:
+def _below(limit: int, like: Num[Array, "*axes"]) -> Bool[Array, "*axes"]:
     """Whether a channel comes before `limit`; of the shape of `like`, and sharded as it where its type says how."""
     place = jax.lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1, out_sharding=jax.typeof(like).sharding)
     return place < limit
 
 
 def rotate_patch(
-    x: Num[Array, "..."],
-    cos: Float[Array, "..."] | None,
-    sin: Float[Array, "..."] | None,
-    u: Num[Array, "..."] | None,
-    v: Num[Array, "..."] | None,
-    dense: Float[Array, "..."] | None,
+    operands: Operands,
     length: Int[Array, ""] | None,
-    x_scale: Float[Array, "..."] | None = None,
-    u_scale: Float[Array, "..."] | None = None,
-    v_scale: Float[Array, "..."] | None = None,
     *,
     per_head: bool,
     layout: str,
     out_dtype: jax.typing.DTypeLike | None = None,
-) -> Float[Array, "..."]:
-    """R · (x + u v + dense) in `out_dtype`; tokens from `length` on are zero. Shapes as in `api.rotate_patch`."""
-    plan = {"per_head": per_head, "layout": layout, "out_dtype": x.dtype if out_dtype is None else out_dtype}
-    at_once = functools.partial(_rotate_patch, **plan)
-    arrays = {"cos": cos, "sin": sin, "length": length}
-    layered = {"x": x, "u": u, "v": v, "dense": dense, "x_scale": x_scale, "u_scale": u_scale, "v_scale": v_scale}
-    if u is None or not _by_layer(x, cos, layered):
-        return at_once(**arrays, **layered)
+) -> Float[Array, "*leading T K H"]:
+    """Computes R · (x + u v + dense) in `out_dtype`; tokens from `length` on are zero. See `api.rotate_patch`."""
+    out_dtype = operands.x.dtype if out_dtype is None else out_dtype
+    at_once = functools.partial(_rotate_patch, per_head=per_head, layout=layout, out_dtype=out_dtype)
+    if operands.u is None or not _by_layer(operands):
+        return at_once(operands, length)
+
     # XLA writes a product out in float32. On a CPU that is more memory than all else here touches, and the system has
-    # to give it anew each call; one layer's stays in the cache.
-    return jax.lax.platform_dependent(
-        arrays,
-        layered,
-        cpu=lambda arrays, layered: jax.lax.map(lambda one: at_once(**arrays, **one), layered),
-        default=lambda arrays, layered: at_once(**arrays, **layered),
+    # to give it anew each call; one layer's stays in the cache. Angles and the length are the same for all layers.
+    angles = operands.cos, operands.sin
+    by_layer = lambda operands, angles, length: jax.lax.map(
+        lambda layer: at_once(layer._replace(cos=angles[0], sin=angles[1]), length), operands
     )
+    whole = lambda operands, angles, length: at_once(operands._replace(cos=angles[0], sin=angles[1]), length)
+    layered = operands._replace(cos=None, sin=None)
+    return jax.lax.platform_dependent(layered, angles, length, cpu=by_layer, default=whole)
 
 
-def _by_layer(x: Array, cos: Array | None, layered: dict[str, Array | None]) -> bool:
+def _by_layer(operands: Operands) -> bool:
     """Whether the first axis is one of layers, of all that have layers; and not one that is sharded by its type."""
-    whole = x.ndim > 3 and jax.typeof(x).sharding.spec[0] is None and (cos is None or cos.ndim < x.ndim - 1)
-    own = [leaf for name, leaf in layered.items() if leaf is not None]
-    return whole and all(leaf.shape[: x.ndim - 3] == x.shape[:-3] for leaf in own)
+    x, cos = operands.x, operands.cos
+    if x.ndim <= 3 or jax.typeof(x).sharding.spec[0] is not None or (cos is not None and cos.ndim >= x.ndim - 1):
+        return False
+    layered = [leaf for leaf in operands._replace(cos=None, sin=None) if leaf is not None]
+    return all(leaf.shape[: x.ndim - 3] == x.shape[:-3] for leaf in layered)
 
 
 def _rotate_patch(
-    x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale, *, per_head: bool, layout: str, out_dtype
+    operands: Operands, length: Array | None, *, per_head: bool, layout: str, out_dtype: jax.typing.DTypeLike
 ) -> Array:
-    value = widened(x, x_scale)
-    if u is not None and v is not None:
-        u, v = _factor(u, u_scale), _factor(v, v_scale)
+    x = operands.x
+    value = widened(x, operands.x_scale)
+    if operands.u is not None and operands.v is not None:
+        u, v = _factor(operands.u, operands.u_scale), _factor(operands.v, operands.v_scale)
         value = value + (product_per_head(u, v) if per_head else product(u, v, x.shape[-2]))
-    if dense is not None:
-        value = value + dense.astype(jnp.float32)
-    if cos is not None and sin is not None:
-        value = rotate(value, cos, sin, layout)
+    if operands.dense is not None:
+        value = value + operands.dense.astype(jnp.float32)
+    if operands.cos is not None and operands.sin is not None:
+        value = rotate(value, operands.cos, operands.sin, layout)
     if length is not None:
+        # Not a product with 0: padding may hold what is not a number.
         value = jnp.where((jnp.arange(x.shape[-3]) < length)[:, None, None], value, 0.0)
     return value.astype(out_dtype)
 
 
-def _factor(value: Num[Array, "..."], scale: Float[Array, "..."] | None) -> Float[Array, "..."]:
+def _factor(value: Num[Array, "*axes"], scale: Float[Array, "*#axes"] | None) -> Float[Array, "*axes"]:
     """A factor as the product takes it: eight-bit and scaled ones widened, others as they are stored."""
     return value if scale is None and value.dtype.itemsize > 1 else widened(value, scale)

@@ -1,6 +1,6 @@
 """rotate_patch, writing into a paged pool in place."""
 
-from ..rotate_patch.tpu import LANES as LANES
-from ..rotate_patch.tpu import padded_width as padded_width
+from .._operands import LANES as LANES
+from .._operands import padded_width as padded_width
 from .api import check_slots as check_slots
 from .api import splice as splice

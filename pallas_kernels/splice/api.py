@@ -1,6 +1,5 @@
 """splice: checks and dispatch."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -9,14 +8,12 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
-from .._dispatch import choose
+from .._dispatch import choose, kernel_module
+from .._kernel_wins import word_of
+from .._operands import Operands, padded_width
 from .._target import interpretation
 from ..errors import KernelDtypeError, KernelShapeError, KernelSlotError
-from ..rotate_patch.api import check, check_scales, scaled, word_of
-from ..rotate_patch.gpu import Operands
-from ..rotate_patch.reference import spread
-from ..rotate_patch.tpu import padded_width
-from . import gpu, reference, tpu
+from . import reference
 
 Slots = Int[Array | np.ndarray, " T"]
 Length = Int[Array, ""] | int | np.integer | None
@@ -26,19 +23,19 @@ def splice(
     pool: Float[Array, "*leading P O K _"],
     slots: Slots,
     x: Num[Array, "*leading T K H"],
-    cos: Float[Array, "..."] | None = None,
-    sin: Float[Array, "..."] | None = None,
-    u: Num[Array, "..."] | None = None,
-    v: Num[Array, "..."] | None = None,
+    cos: Float[Array, "*angles #T half"] | None = None,
+    sin: Float[Array, "*angles #T half"] | None = None,
+    u: Num[Array, "*left T M"] | None = None,
+    v: Num[Array, "*right M columns"] | None = None,
     *,
-    x_scale: Float[Array, "..."] | None = None,
-    u_scale: Float[Array, "..."] | None = None,
-    v_scale: Float[Array, "..."] | None = None,
-    dense: Float[Array, "..."] | None = None,
+    dense: Float[Array, "*corrected T K H"] | None = None,
     per_head: bool = False,
     layout: str = "half",
     scale: float = 1.0,
     length: Length = None,
+    x_scale: Float[Array, "*scaled 1 K H"] | None = None,
+    u_scale: Float[Array, "*scaled_left 1 M"] | None = None,
+    v_scale: Float[Array, "*scaled_right M 1"] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "*leading P O K _"]:
     """Writes R · (x + u v) · scale into a paged pool, in place: token t goes to slot `slots[t]`.
@@ -67,30 +64,45 @@ def splice(
       KernelShapeError: arrays that do not fit, a rank beyond the width of what is patched, an unknown layout word.
       KernelUnavailableError: none of the implementations asked for can run; says why of each.
     """
-    check("splice", x, cos, sin, u, v, dense, per_head, layout)
-    check_scales("splice", x, u, v, x_scale, u_scale, v_scale)
-    _check_pool(pool, slots, x, v, x_scale)
-    scales = (x_scale, u_scale, v_scale)
-    reasons = _reasons(pool, x, cos, sin, u, v, dense, per_head, layout, *scales)
-    chosen = choose("splice", implementation, reasons, word_of(x, u, dense, per_head, pool.shape[-1]))
+    operands = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
+    operands.check("splice", per_head, layout)
+    _check_pool(pool, slots, operands)
+    width = pool.shape[-1]
+
+    def refusal(platform: str) -> str | None:
+        # Kernels get rows as wide as the pool's: asked by shapes, for nothing is made before all is checked.
+        wide = operands
+        if x.shape[-1] != width:
+            wide = jax.eval_shape(lambda operands: operands.with_width(width, per_head), operands)
+        return kernel_module("splice", platform).unsupported(pool, wide, per_head, layout)
+
+    unsupported = {"gpu": lambda: refusal("gpu"), "tpu": lambda: refusal("tpu")}
+    chosen = choose("splice", implementation, unsupported, word_of(operands, per_head, width))
     check_slots(slots, pool.shape[-4] * pool.shape[-3], length)
+
     if chosen != "xla":
-        x, v, dense, x_scale = _in_rows(pool.shape[-1], per_head, x, v, dense, x_scale)
-    cos, sin = scaled(cos, sin, scale)
-    length = None if length is None else jnp.asarray(length, jnp.int32)
-    slots = jnp.asarray(slots, jnp.int32)
-    arrays = (jnp.asarray(pool), slots, x, cos, sin, u, v, dense, length, x_scale, u_scale, v_scale)
-    if chosen == "gpu":
-        given = Operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale)
-        return _jitted_gpu(jnp.asarray(pool), slots, given, length, layout=layout, interpret=interpretation())
-    if chosen == "tpu":
-        return _jitted_tpu(*arrays, layout=layout, interpret=interpretation())
-    return _jitted(*arrays, per_head=per_head, layout=layout)
+        operands = operands.with_width(width, per_head)
+    return _jitted(
+        jnp.asarray(pool),
+        jnp.asarray(slots, jnp.int32),
+        operands.with_angles_scaled(scale),
+        None if length is None else jnp.asarray(length, jnp.int32),
+        implementation=chosen,
+        per_head=per_head,
+        layout=layout,
+        interpret=interpretation(),
+    )
 
 
-_jitted = jax.jit(reference.splice, static_argnames=("per_head", "layout"), donate_argnums=0)
-_jitted_gpu = jax.jit(gpu.splice, static_argnames=("layout", "plan", "interpret"), donate_argnums=0)
-_jitted_tpu = jax.jit(tpu.kernel, static_argnames=("layout", "tile", "interpret"), donate_argnums=0)
+def _write(pool, slots, operands, length, *, implementation: str, per_head: bool, layout: str, interpret) -> Array:
+    """The pool with R · (x + u v + dense) at `slots`, by the implementation that was chosen."""
+    if implementation == "xla":
+        return reference.splice(pool, slots, operands, length, per_head=per_head, layout=layout)
+    kernel = kernel_module("splice", implementation).kernel
+    return kernel(pool, slots, operands, length, layout=layout, interpret=interpret)
+
+
+_jitted = jax.jit(_write, static_argnames=("implementation", "per_head", "layout", "interpret"), donate_argnames="pool")
 
 
 def check_slots(slots: Slots, total: int, length: Length = None) -> None:
@@ -117,7 +129,9 @@ def check_slots(slots: Slots, total: int, length: Length = None) -> None:
         raise KernelSlotError(f"splice: slot {int(twice[0])} is named twice; expected distinct slots")
 
 
-def _check_pool(pool, slots, x, v, x_scale) -> None:
+def _check_pool(pool: Array, slots: Slots, operands: Operands) -> None:
+    """Refuses a pool or slots that do not fit the operands; raises as `splice` says."""
+    x, v = operands.x, operands.v
     tokens, heads, width = x.shape[-3:]
     leading = x.shape[:-3]
     fits = pool.ndim == x.ndim + 1 and pool.shape[:-4] == leading and pool.shape[-2] == heads
@@ -126,30 +140,7 @@ def _check_pool(pool, slots, x, v, x_scale) -> None:
         raise KernelShapeError(f"splice: pool {pool.shape}; expected {wanted}")
     if slots.shape != (tokens,):
         raise KernelShapeError(f"splice: slots of shape {slots.shape}; expected [{tokens}]")
-    if x_scale is None and x.dtype != pool.dtype:
+    if operands.x_scale is None and x.dtype != pool.dtype:
         raise KernelDtypeError(f"splice: x of dtype {x.dtype}; expected the pool's {pool.dtype}")
     if v is not None and v.shape[-2] > v.shape[-1]:
         raise KernelShapeError(f"splice: rank {v.shape[-2]}; expected at most the width {v.shape[-1]}")
-
-
-def _reasons(pool, x, cos, sin, u, v, dense, per_head: bool, layout: str, x_scale, *scales) -> dict[str, str | None]:
-    """For each kernel, why it cannot take these arguments, as `choose` wants them."""
-    if x.shape[-1] != pool.shape[-1]:
-        as_rows = functools.partial(_in_rows, pool.shape[-1], per_head)
-        x, v, dense, x_scale = jax.eval_shape(as_rows, x, v, dense, x_scale)
-    return {
-        "gpu": gpu.unsupported(pool, Operands(x, cos, sin, u, v, dense, x_scale, *scales), per_head, layout),
-        "tpu": tpu.unsupported(pool, x, cos, u, v, dense, per_head, x_scale, *scales),
-    }
-
-
-def _in_rows(width: int, per_head: bool, x, v, dense, x_scale) -> tuple:
-    """The arguments that are as wide as a channel, with zeros behind each head up to `width`: as kernels take them."""
-    if x.shape[-1] == width:
-        return x, v, dense, x_scale
-    if v is not None and not per_head:
-        v = spread(v.reshape(*v.shape[:-1], *x.shape[-2:]), 0, width).reshape(*v.shape[:-1], -1)
-    elif v is not None:
-        v = spread(v, 0, width)
-    x, dense, x_scale = (None if leaf is None else spread(leaf, 0, width) for leaf in (x, dense, x_scale))
-    return x, v, dense, x_scale

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .._operands import Operands, spread
 from ..rotate_patch import reference
 
 
@@ -12,7 +13,7 @@ def write(
     value: Float[Array, "*leading T K H"],
     length: Int[Array, ""] | None = None,
 ) -> Float[Array, "*leading P O K H"]:
-    """The pool with `value` at `slots`; tokens from `length` on, and slots out of range, are written nowhere."""
+    """Writes `value` to `slots` of the pool; tokens from `length` on, and slots out of range, are written nowhere."""
     *leading, pages, offsets, heads, width = pool.shape
     total = pages * offsets
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
@@ -27,23 +28,14 @@ def write(
 
 
 def splice(
-    pool,
-    slots,
-    x,
-    cos,
-    sin,
-    u,
-    v,
-    dense,
-    length,
-    x_scale=None,
-    u_scale=None,
-    v_scale=None,
+    pool: Float[Array, "*leading P O K _"],
+    slots: Int[Array, " T"],
+    operands: Operands,
+    length: Int[Array, ""] | None,
     *,
     per_head: bool,
     layout: str,
-) -> Float[Array, "..."]:
-    """The pool with R · (x + u v + dense) at `slots`, zeros where it is padded. Shapes as in `api.splice`."""
-    scales, plan = (x_scale, u_scale, v_scale), {"per_head": per_head, "layout": layout, "out_dtype": pool.dtype}
-    value = reference.rotate_patch(x, cos, sin, u, v, dense, None, *scales, **plan)
-    return write(pool, slots, reference.spread(value, 0, pool.shape[-1]), length)
+) -> Float[Array, "*leading P O K _"]:
+    """Writes R · (x + u v + dense) to `slots` of the pool, zeros where it is padded. See `api.splice`."""
+    value = reference.rotate_patch(operands, None, per_head=per_head, layout=layout, out_dtype=pool.dtype)
+    return write(pool, slots, spread(value, 0, pool.shape[-1]), length)

@@ -3,13 +3,13 @@
 from typing import NamedTuple
 
 from ..rotate_patch import shapes as rotate_patch_shapes
-from ..rotate_patch.shapes import Shape as ChunkShape
+from ..rotate_patch.shapes import RotateShape
 
 
-class Shape(NamedTuple):
+class SpliceShape(NamedTuple):
     """One case: the chunk, and a pool [*leading, pages, page_size, heads, width]."""
 
-    chunk: ChunkShape
+    chunk: RotateShape
     pages: int
     page_size: int
 
@@ -25,16 +25,16 @@ class Shape(NamedTuple):
 
 
 PAGING = ((5, 4), (6, 3), (4, 8), (7, 2), (3, 16), (4, 4), (5, 2))
-SMALL = tuple(Shape(chunk, *paging) for chunk, paging in zip(rotate_patch_shapes.SMALL, PAGING, strict=True))
+SMALL = tuple(SpliceShape(chunk, *paging) for chunk, paging in zip(rotate_patch_shapes.SMALL, PAGING, strict=True))
 
 LANES = (
-    Shape(ChunkShape("heads", (2,), 37, 2, 128, 128, 3, "half"), 5, 16),
-    Shape(ChunkShape("one_head", (2,), 40, 1, 128, 64, 3, "pairs"), 6, 32),
-    Shape(ChunkShape("latent", (1,), 19, 1, 256, 0, 5, "half"), 3, 64),
+    SpliceShape(RotateShape("heads", (2,), 37, 2, 128, 128, 3, "half"), 5, 16),
+    SpliceShape(RotateShape("one_head", (2,), 40, 1, 128, 64, 3, "pairs"), 6, 32),
+    SpliceShape(RotateShape("latent", (1,), 19, 1, 256, 0, 5, "half"), 3, 64),
 )
 """Small, and as wide as the lanes of a TPU, which its kernel asks for."""
 
-PADDED = ChunkShape("kimi_vl_rope_padded", (27,), 1088, 1, 128, 64, 32, "half")
+PADDED = RotateShape("kimi_vl_rope_padded", (27,), 1088, 1, 128, 64, 32, "half")
 """The rope key in 128 lanes, as engines for TPUs store it."""
 
-PRODUCTION = tuple(Shape(chunk, 256, 64) for chunk in (*rotate_patch_shapes.PRODUCTION, PADDED))
+PRODUCTION = tuple(SpliceShape(chunk, 256, 64) for chunk in (*rotate_patch_shapes.PRODUCTION, PADDED))

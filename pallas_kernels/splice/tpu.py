@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
-from ..rotate_patch import tpu as rotate_patch
-from ..rotate_patch.tpu import Tile, configured, operands, reach, spec, untyped
-from ..rotate_patch.tpu_block import LANES, write_block
+from .._operands import LANES, Operands, first_reason, refusals
+from ..tpu.block import write_block
+from ..tpu.prepare import Tile, arrays_of, reach, specs_of, tile_for, untyped
 
 UNIT = 32
 """Tokens whose slots, where they are consecutive, are one copy."""
@@ -24,34 +24,35 @@ SLOT_LIMIT = 65536
 """Tokens whose slots fit the scalar memory."""
 
 
-def unsupported(pool, x, cos, u, v, dense, per_head: bool, x_scale=None, u_scale=None, v_scale=None) -> str | None:
-    """Why this kernel cannot take such arguments; None if it can."""
-    reason = rotate_patch.unsupported(x, cos, u, v, dense, per_head, x_scale, u_scale, v_scale, pool.dtype.name)
-    if reason is not None:
-        return reason
-    tokens, heads, width = x.shape[-3:]
-    total = pool.shape[-4] * pool.shape[-3]
-    if width % LANES:
-        return f"a width of {width}; expected a multiple of {LANES}, else the pool would be copied to be laid out anew"
-    if heads not in (1, 2, 4) and heads % 8:
-        return f"{heads} heads; expected 1, 2, 4 or a multiple of 8, else the pool would be copied to be laid out anew"
-    if tokens > SLOT_LIMIT:
-        return f"{tokens} tokens; expected at most {SLOT_LIMIT}"
+def unsupported(pool: Array | jax.ShapeDtypeStruct, operands: Operands, per_head: bool, layout: str) -> str | None:
+    """Why this kernel cannot take such arguments; None if it can. Any `layout` will do."""
+    tokens, heads, width = operands.x.shape[-3:]
+    pages, offsets = pool.shape[-4:-2]
     rows = group_of(pool.dtype)
-    if heads == 1 and (pool.shape[-3] % rows or total < 2 * UNIT):
-        return f"{pool.shape[-4]} pages of {pool.shape[-3]} slots; expected a multiple of {rows} of one head in a page"
-    return None
+    copied = "else the pool would be copied to be laid out anew"
+    split = heads == 1 and (offsets % rows != 0 or pages * offsets < 2 * UNIT)
+    checks = [
+        *refusals(operands, per_head, pool.dtype.name),
+        (width % LANES != 0, f"a width of {width}; expected a multiple of {LANES}, {copied}"),
+        (
+            heads not in (1, 2, 4) and heads % 8 != 0,
+            f"{heads} heads; expected 1, 2, 4 or a multiple of 8, {copied}",
+        ),
+        (tokens > SLOT_LIMIT, f"{tokens} tokens; expected at most {SLOT_LIMIT}"),
+        (split, f"{pages} pages of {offsets} slots; expected a multiple of {rows} of one head in a page"),
+    ]
+    return first_reason(checks)
 
 
 def group_of(dtype: jax.typing.DTypeLike) -> int:
-    """Rows of one tile: the least that a copy of single-head rows may cover."""
+    """Counts the rows of one tile: the least that a copy of single-head rows may cover."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
 def _plan(
     slots: Array, total: int, length: Array, blocks: int, block: int, unit: int, open_end: bool
 ) -> tuple[Array, Array]:
-    """Slots by block, −1 where nothing is written; and of every unit its first slot if consecutive, else −1.
+    """Finds slots by block, −1 where nothing is written; and of every unit its first slot if consecutive, else −1.
 
     `open_end`: a unit that the length cuts short is consecutive where what is left of it is.
     """
@@ -59,6 +60,7 @@ def _plan(
     keep = (slots >= 0) & (slots < total) & (jnp.arange(tokens) < length)
     padded = jnp.pad(jnp.where(keep, slots, -1), (0, blocks * block - tokens), constant_values=-1)
     units = jnp.pad(padded.reshape(blocks, block), ((0, 0), (0, -block % unit)), constant_values=-1)
+
     by_unit = units.reshape(-1, unit)
     fits = by_unit == by_unit[:, :1] + jnp.arange(unit)
     if open_end:
@@ -123,6 +125,7 @@ def _rows_body(
     total = pool.shape[1]
 
     def move(tile, place, inward: bool) -> None:
+        """Copies whole tiles and waits: the next copy may be of the same tiles."""
         there = pool.at[layer, pl.ds(pl.multiple_of(place, group), tile.shape[0])]
         copy = pltpu.make_async_copy(*((there, tile) if inward else (tile, there)), semaphore)
         copy.start()
@@ -135,6 +138,7 @@ def _rows_body(
         tiles[...] = mixed.astype(tiles.dtype)
 
     def straight() -> None:
+        """A block whose slots are consecutive: a window of tiles at once."""
         first = firsts[pl.program_id(0)]
         count = jnp.minimum(length[0] - start, block)
         place = jnp.minimum(first // group * group, total - window)
@@ -143,6 +147,7 @@ def _rows_body(
         move(tiles, place, False)
 
     def token(row, carry):
+        """A token of scattered slots: its tile alone."""
         slot = slots[start + row]
         tile = tiles.at[pl.ds(0, group)]
 
@@ -160,6 +165,7 @@ def _rows_body(
     @pl.when(start < length[0])
     def _():
         write_block(given, made.at[pl.ds(0, block)], rotary, layout, interpret)
+        # What is rolled into the window from behind the block must be a number, though none of it is kept.
         made[pl.ds(block, group)] = jnp.zeros((group, width), jnp.float32)
         pl.when(firsts[pl.program_id(0)] >= 0)(straight)
 
@@ -171,33 +177,23 @@ def _rows_body(
 def kernel(
     pool: Float[Array, "*leading P O K H"],
     slots: Int[Array, " T"],
-    x: Num[Array, "*leading T K H"],
-    cos: Float[Array, "..."] | None,
-    sin: Float[Array, "..."] | None,
-    u: Num[Array, "..."] | None,
-    v: Num[Array, "..."] | None,
-    dense: Float[Array, "..."] | None,
+    operands: Operands,
     length: Int[Array, ""] | None,
-    x_scale: Float[Array, "..."] | None = None,
-    u_scale: Float[Array, "..."] | None = None,
-    v_scale: Float[Array, "..."] | None = None,
     *,
     layout: str,
     tile: Tile | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "*leading P O K H"]:
-    """The pool with R · (x + u v + dense) at `slots`, as `reference.splice` has it, where `unsupported` finds nothing.
+    """Writes R · (x + u v + dense) to `slots` of the pool, for arguments that `unsupported` has nothing against.
 
     Args:
-      tile: tokens per block; None asks the device's configuration, then `rotate_patch.tpu.tile_of`.
+      tile: tokens per block; None asks the device's configuration, then `tpu.prepare.tile_of`.
       interpret: how to interpret the kernel where there is no TPU.
     """
-    tokens, heads, width = x.shape[-3:]
+    tokens, heads, width = operands.x.shape[-3:]
     total = pool.shape[-4] * pool.shape[-3]
-    given = operands(x, cos, sin, u, v, dense, x_scale, u_scale, v_scale, layout)
-    rank = 0 if u is None else u.shape[-1]
-    itemsize = max(x.dtype.itemsize, pool.dtype.itemsize)
-    tile = tile or configured("splice", tokens, heads, width, rank, itemsize)
+    arrays = arrays_of(operands, layout)
+    tile = tile or tile_for("splice", operands, pool.dtype)
     block = min(tile.tokens, tokens)
     group = group_of(pool.dtype)
     if heads == 1:
@@ -207,35 +203,36 @@ def kernel(
     unit = block if heads == 1 else min(UNIT, block)
     length = jnp.minimum(tokens, jnp.int32(tokens) if length is None else length)
     plan = _plan(slots, total, length, blocks, block, unit, heads == 1)
-    common = {"names": tuple(given), "rotary": 0 if cos is None else 2 * cos.shape[-1], "layout": layout}
-    common |= {"interpret": interpret}
+
+    common = {"names": tuple(arrays), "rotary": operands.rotary, "layout": layout, "interpret": interpret}
     if heads == 1:
         flat = pool.reshape(-1, total, width)
         body = functools.partial(_rows_body, **common, group=group)
-        scratch = [pltpu.VMEM((block + group, width), jnp.float32), pltpu.VMEM((block + group, width), pool.dtype)]
-        scratch += [pltpu.SemaphoreType.DMA(())]
+        window = block + group, width
+        scratch = [pltpu.VMEM(window, jnp.float32), pltpu.VMEM(window, pool.dtype), pltpu.SemaphoreType.DMA(())]
     else:
         flat = pool.reshape(-1, total, heads, width)
         body = functools.partial(_body, **common, unit=unit)
         rows = -(-block // unit) * unit
         scratch = [pltpu.VMEM((2, rows, heads, width), pool.dtype), pltpu.SemaphoreType.DMA((2,))]
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
     run = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(blocks, flat.shape[0]),
-            in_specs=[
-                *(spec(leaf, name, block, flat.shape[0]) for name, leaf in given.items()),
-                pl.BlockSpec(memory_space=pl.ANY),
-            ],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            in_specs=[*specs_of(arrays, block, flat.shape[0]), whole],
+            out_specs=whole,
             scratch_shapes=scratch,
         ),
         out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
-        input_output_aliases={3 + len(given): 0},
+        # The pool, behind the prefetched scalars and the arrays.
+        input_output_aliases={3 + len(arrays): 0},
+        # One block after the other: they write to the same pool, and a copy is awaited one step later.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=interpret,
         name="splice",
     )
-    result = untyped(run, flat)(*plan, reach(length, block, blocks - 1), *given.values(), flat)
+    result = untyped(run, flat)(*plan, reach(length, block, blocks - 1), *arrays.values(), flat)
     return result.reshape(pool.shape)

@@ -303,7 +303,9 @@ def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, m
     from kvpatch_jax.pool import jitted_splice
     from pallas_kernels.splice import api
 
-    monkeypatch.setattr(api, "_jitted" if implementation == "tpu" else "_jitted_tpu", None)  # no falling back
+    other = {"tpu": "pallas_kernels.splice.reference.splice", "xla": "pallas_kernels.splice.tpu.kernel"}[implementation]
+    monkeypatch.setattr(other, None)  # no falling back
+    api._jitted.clear_cache()
     chunk = chunk_of("mla", length=19)
     layout = chunk.layout
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))

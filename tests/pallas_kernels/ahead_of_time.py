@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from pallas_kernels._ahead import SPEC, chunk_of, compile_on  # noqa: F401
+from pallas_kernels._ahead_of_time import SPEC, chunk_of, compile_on  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

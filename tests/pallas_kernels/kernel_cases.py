@@ -6,7 +6,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.rotate_patch.shapes import Shape
+from pallas_kernels.rotate_patch.shapes import RotateShape
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -15,7 +15,7 @@ INTERPRETED = {"gpu": plgpu.InterpretGPUParams(detect_races=True, uninitialized_
 """The same by platform."""
 
 
-def arrays(shape: Shape, per_head: bool = False, dtype=jnp.float32, seed: int = 0) -> dict:
+def arrays(shape: RotateShape, per_head: bool = False, dtype=jnp.float32, seed: int = 0) -> dict:
     """x, cos, sin, u, v of a case; without u and v at rank 0, without cos and sin where nothing rotates."""
     rng = np.random.default_rng(seed)
     draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), dtype)
@@ -33,7 +33,7 @@ def arrays(shape: Shape, per_head: bool = False, dtype=jnp.float32, seed: int = 
     return given
 
 
-def expected(shape: Shape, given: dict, per_head: bool = False) -> np.ndarray:
+def expected(shape: RotateShape, given: dict, per_head: bool = False) -> np.ndarray:
     """R · (x + u v) in float64."""
     exact = {name: np.asarray(value, np.float64) for name, value in given.items()}
     x = exact["x"]
@@ -63,7 +63,7 @@ def narrowed(value, dtype: str, axis: int) -> tuple[jax.Array, jax.Array]:
     return (jnp.round(scaled) if dtype == "int8" else scaled).astype(dtype), scale.astype(jnp.float32)
 
 
-def narrow_arrays(shape: Shape, dtype: str) -> tuple[dict, dict]:
+def narrow_arrays(shape: RotateShape, dtype: str) -> tuple[dict, dict]:
     """`arrays` with x, u and v in eight bits and their scales; and the same numbers wide, without scales."""
     wide = arrays(shape)
     given = dict(wide)

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice
 
 from pallas_kernels import factorise, rotate_patch, splice
-from pallas_kernels.rotate_patch.shapes import PRODUCTION, Shape
+from pallas_kernels.rotate_patch.shapes import PRODUCTION, RotateShape
 from pallas_kernels.splice import shapes as splice_shapes
 
 pytestmark = [
@@ -110,7 +110,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-def test_rotate_patch_is_one_kernel_without_copies(shape: Shape, rank: int, dump: Path):
+def test_rotate_patch_is_one_kernel_without_copies(shape: RotateShape, rank: int, dump: Path):
     for tokens in (shape.tokens, 4 * shape.tokens + 1):
         given = chunk_of(shape, tokens, rank)
         run = lambda given, length: rotate_patch(**given, layout=shape.layout, length=length, implementation="gpu")
@@ -120,7 +120,7 @@ def test_rotate_patch_is_one_kernel_without_copies(shape: Shape, rank: int, dump
 
 
 @CASES
-def test_splice_is_one_kernel_in_place(shape: Shape, rank: int, dump: Path):
+def test_splice_is_one_kernel_in_place(shape: RotateShape, rank: int, dump: Path):
     (paged,) = (case for case in splice_shapes.PRODUCTION if case.name == shape.name)
     pool = SPEC(paged.pool, jnp.bfloat16)
     for tokens in (shape.tokens, 4 * shape.tokens + 1):
@@ -148,7 +148,7 @@ def test_splice_is_one_kernel_in_place(shape: Shape, rank: int, dump: Path):
     ],
 )
 def test_other_layouts_and_dtypes_compile(heads, width, rotary, layout, dtype, factors, dump: Path):
-    shape = Shape("other", (3,), 200, heads, width, rotary, 32, layout)
+    shape = RotateShape("other", (3,), 200, heads, width, rotary, 32, layout)
     given = chunk_of(shape, 200, 32)
     given |= {"x": SPEC(given["x"].shape, dtype), "dense": SPEC(given["x"].shape, dtype)}
     given |= {name: SPEC(given[name].shape, factors) for name in ("u", "v")}

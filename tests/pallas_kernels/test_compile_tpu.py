@@ -12,10 +12,10 @@ from ahead_of_time import SPEC, chunk_of, without_the_compilation_cache  # noqa:
 
 import kvpatch_jax as kvp
 from pallas_kernels import rotate_patch, splice
-from pallas_kernels._ahead import compile_for_tpu
-from pallas_kernels.rotate_patch.shapes import PRODUCTION, Shape
+from pallas_kernels._ahead_of_time import compile_for_tpu
+from pallas_kernels.rotate_patch.shapes import PRODUCTION, RotateShape
 from pallas_kernels.splice.shapes import PRODUCTION as POOLS
-from pallas_kernels.splice.shapes import Shape as PoolShape
+from pallas_kernels.splice.shapes import SpliceShape
 
 pytestmark = [
     pytest.mark.aot,
@@ -39,7 +39,7 @@ def copied(text: str) -> list[int]:
 @pytest.mark.parametrize("rank", [0, 16, 64])
 @TOPOLOGIES
 @pytest.mark.parametrize("shape", PRODUCTION, ids=lambda shape: shape.name)
-def test_rotate_patch_compiles_to_one_kernel_without_copying_the_channel(shape: Shape, topology: str, rank: int):
+def test_rotate_patch_compiles_to_one_kernel_without_copying_the_channel(shape: RotateShape, topology: str, rank: int):
     if not shape.rotary and not rank:
         pytest.skip("a plain channel without a patch is a copy")
     run = lambda given, length: rotate_patch(**given, layout=shape.layout, length=length, implementation="tpu")
@@ -51,7 +51,7 @@ def test_rotate_patch_compiles_to_one_kernel_without_copying_the_channel(shape: 
             assert shape.leading[0] * tokens * shape.heads * shape.width not in copied(text)
 
 
-def check_splice(shape: PoolShape, topology: str, tokens: int, rank: int, dtype: str = "bfloat16") -> None:
+def check_splice(shape: SpliceShape, topology: str, tokens: int, rank: int, dtype: str = "bfloat16") -> None:
     """Compiles a splice: the pool comes back where it was; by one kernel and not copied where it fills whole lanes."""
     chunk = shape.chunk
     run = lambda pool, slots, given, length: splice(
@@ -76,7 +76,7 @@ def check_splice(shape: PoolShape, topology: str, tokens: int, rank: int, dtype:
 @pytest.mark.parametrize("rank", [0, 16, 64])
 @TOPOLOGIES
 @pytest.mark.parametrize("shape", POOLS, ids=lambda shape: shape.name)
-def test_splice_writes_where_the_pool_lies(shape: PoolShape, topology: str, rank: int):
+def test_splice_writes_where_the_pool_lies(shape: SpliceShape, topology: str, rank: int):
     for tokens in (shape.chunk.tokens, 4 * shape.chunk.tokens + 1):
         check_splice(shape, topology, tokens, rank)
 

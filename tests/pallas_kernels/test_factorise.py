@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from pallas_kernels import KernelShapeError, KernelUnavailableError, factorise
 from pallas_kernels.factorise import factorise_sharded, merge, update
-from pallas_kernels.factorise.shapes import SMALL, Shape
+from pallas_kernels.factorise.shapes import SMALL, FactoriseShape
 
 ROOT = Path(__file__).parents[2]
 
 
-def matrix(shape: Shape, decay: float = 12.0) -> jax.Array:
+def matrix(shape: FactoriseShape, decay: float = 12.0) -> jax.Array:
     rng = np.random.default_rng(1)
     size = min(shape.tokens, shape.features)
     left = np.linalg.qr(rng.standard_normal((*shape.batch, shape.tokens, size)))[0]
@@ -30,7 +30,7 @@ def matrix(shape: Shape, decay: float = 12.0) -> jax.Array:
 
 @pytest.mark.parametrize("method", ["exact", "randomised"])
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
-def test_is_nearly_optimal(shape: Shape, method: str):
+def test_is_nearly_optimal(shape: FactoriseShape, method: str):
     a = matrix(shape)
     u, v = factorise(a, shape.rank, method=method)
     singular = np.linalg.svd(np.asarray(a, np.float64), compute_uv=False)
@@ -45,7 +45,7 @@ def test_is_nearly_optimal(shape: Shape, method: str):
 
 
 def test_energy_on_a_slow_spectrum():
-    a = matrix(Shape("slow", (2,), 256, 128, 8), decay=25.0)
+    a = matrix(FactoriseShape("slow", (2,), 256, 128, 8), decay=25.0)
     u, v = factorise(a, 8)
     singular = np.linalg.svd(np.asarray(a), compute_uv=False)
     captured = (singular**2).sum(-1) - np.square(a - u @ v).sum((-1, -2))
@@ -61,7 +61,7 @@ def test_is_deterministic_by_key():
 
 @pytest.mark.parametrize("shape", SMALL[:2], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("method", ["exact", "randomised"])
-def test_rows_of_zeros_change_nothing(shape: Shape, method: str):
+def test_rows_of_zeros_change_nothing(shape: FactoriseShape, method: str):
     a = matrix(shape)
     padded = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, 9), (0, 0)])
     u, v = factorise(a, shape.rank, method=method)

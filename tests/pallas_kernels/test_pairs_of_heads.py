@@ -13,12 +13,14 @@ import pytest
 from kernel_cases import INTERPRET, arrays, assert_rounded_once, expected, narrow_arrays
 
 from pallas_kernels import rotate_patch, splice, targeting
-from pallas_kernels.rotate_patch import tpu, tpu_block
-from pallas_kernels.rotate_patch.shapes import Shape
+from pallas_kernels._operands import Operands
+from pallas_kernels.rotate_patch import tpu
+from pallas_kernels.rotate_patch.shapes import RotateShape
 from pallas_kernels.splice import tpu as splice_tpu
-from pallas_kernels.splice.shapes import Shape as PoolShape
+from pallas_kernels.splice.shapes import SpliceShape
+from pallas_kernels.tpu import block
+from pallas_kernels.tpu.prepare import Tile
 
-NAMES = ("x", "cos", "sin", "u", "v", "dense", "length", "x_scale", "u_scale", "v_scale")
 CASES = [
     *((heads, *case, True) for heads in (2, 4, 8) for case in (("half", 128, 0), ("pairs", 128, 17), ("half", 64, 3))),
     (1, "pairs", 64, 3, True),
@@ -29,18 +31,17 @@ CASES = [
 ]
 
 
-def turned(shape: Shape, given: dict, dtype, interpret: Any, length: int, tile: int = 32) -> tuple:
+def turned(shape: RotateShape, given: dict, dtype, interpret: Any, length: int, tile: int = 32) -> tuple:
     """The kernel's rows below the length and what float64 says of them, once the rest was found to be zero."""
-    values: list[Any] = [(given | {"length": jnp.int32(length)}).get(name) for name in NAMES]
-    plan: dict[str, Any] = {"layout": shape.layout, "tile": tpu.Tile(tile), "interpret": interpret}
-    found = np.asarray(tpu.kernel(*values, **plan, out_dtype=dtype).astype(jnp.float32))
+    plan: dict[str, Any] = {"layout": shape.layout, "tile": Tile(tile), "interpret": interpret}
+    found = np.asarray(tpu.kernel(Operands(**given), jnp.int32(length), **plan, out_dtype=dtype).astype(jnp.float32))
     assert not found[:, length:].any()
     return found[:, :length], length
 
 
 @pytest.mark.parametrize(("heads", "layout", "rotary", "rank", "interpret"), CASES)
 def test_rotation_and_patch_agree_with_float64(heads: int, layout: str, rotary: int, rank: int, interpret):
-    shape = Shape("pairs", (2,), 37, heads, 128, rotary, rank, layout)
+    shape = RotateShape("pairs", (2,), 37, heads, 128, rotary, rank, layout)
     for dtype in (jnp.float32, jnp.bfloat16):
         given = arrays(shape, dtype=dtype, seed=heads)
         found, length = turned(shape, given, dtype, interpret, 35)
@@ -53,7 +54,7 @@ def test_rotation_and_patch_agree_with_float64(heads: int, layout: str, rotary: 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"])
 def test_any_dtype_into_any_other(stored: str):
-    shape = Shape("pairs", (1,), 21, 4, 128, 128, 5, "half")
+    shape = RotateShape("pairs", (1,), 21, 4, 128, 128, 5, "half")
     if stored in ("bfloat16", "float32"):
         given = wide = arrays(shape, dtype=jnp.dtype(stored))
     else:
@@ -65,7 +66,7 @@ def test_any_dtype_into_any_other(stored: str):
 
 
 def test_dense_corrections_are_added_in_either_dtype():
-    shape = Shape("pairs", (1,), 11, 4, 128, 128, 0, "half")
+    shape = RotateShape("pairs", (1,), 11, 4, 128, 128, 0, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
     dense = jax.random.normal(jax.random.key(1), (11, 4, 128))
     for more in (dense, dense.astype(jnp.bfloat16)):
@@ -76,7 +77,7 @@ def test_dense_corrections_are_added_in_either_dtype():
 
 @pytest.mark.parametrize("heads", [2, 4, 8])
 def test_both_interpreters_give_the_same_bits(heads: int):
-    shape = Shape("pairs", (1,), 40, heads, 128, 128, 3, "half")
+    shape = RotateShape("pairs", (1,), 40, heads, 128, 128, 3, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
     given["x"] = given["x"].at[0, 3].set(jnp.nan).at[0, 5].set(jnp.inf)
     raced, strided = (turned(shape, given, jnp.bfloat16, each, 33)[0] for each in (INTERPRET, True))
@@ -95,17 +96,16 @@ def test_both_interpreters_give_the_same_bits(heads: int):
     ],
 )
 def test_slots_not_named_keep_their_bits(heads: int, dtype: str, rank: int, layout: str, length: int):
-    chunk = Shape("pairs", (2,), 63, heads, 128, 128, rank, layout)
-    shape = PoolShape(chunk, 6, 16)
+    chunk = RotateShape("pairs", (2,), 63, heads, 128, 128, rank, layout)
+    shape = SpliceShape(chunk, 6, 16)
     wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
     given = narrow_arrays(chunk, dtype)[0] if dtype == "int8" else arrays(chunk, dtype=jnp.dtype(dtype))
     pool = lambda: jnp.asarray(np.random.default_rng(7).standard_normal(shape.pool), wide)
     # A run of 40 slots from mid-page, the others scattered behind it: copies of 32 tokens at once and of one.
     behind = np.random.default_rng(3).permutation(np.arange(46, 96))[:23]
     slots = jnp.asarray(np.concatenate([np.arange(5, 45), behind]), jnp.int32)
-    values: list[Any] = [(given | {"length": jnp.int32(length)}).get(name) for name in NAMES]
-    plan: dict[str, Any] = {"layout": layout, "tile": tpu.Tile(32), "interpret": INTERPRET}
-    made = jax.jit(lambda pool: splice_tpu.kernel(pool, slots, *values, **plan))(pool())
+    plan: dict[str, Any] = {"layout": layout, "tile": Tile(32), "interpret": INTERPRET}
+    made = jax.jit(lambda pool: splice_tpu.kernel(pool, slots, Operands(**given), jnp.int32(length), **plan))(pool())
     wanted = splice(pool(), slots, **given, layout=layout, length=jnp.int32(length), implementation="xla")
     found, wanted, before = (np.asarray(each.astype(jnp.float32)) for each in (made, wanted, pool()))
     rows = [each.reshape(2, 96, heads, 128) for each in (found, wanted, before)]
@@ -121,18 +121,18 @@ def test_slots_not_named_keep_their_bits(heads: int, dtype: str, rank: int, layo
 def test_which_blocks_are_taken_by_pairs():
     leaf = lambda heads, dtype="bfloat16", width=128: jax.ShapeDtypeStruct((32, heads, width), dtype)
     for heads, wanted in ((2, True), (3, False), (4, True), (6, False), (8, True), (24, True)):
-        assert tpu_block.by_pairs({"x": leaf(heads)}, leaf(heads)) == wanted
-    assert not tpu_block.by_pairs({"x": leaf(32, "float32")}, leaf(32, "float32"))
-    assert not tpu_block.by_pairs({"x": leaf(4, "int8")}, leaf(4))
-    assert not tpu_block.by_pairs({"x": leaf(4, width=64)}, leaf(4, width=64))
-    assert tpu_block.by_pairs({"x": leaf(4, "float32"), "dense": leaf(4)}, leaf(4))
+        assert block.by_pairs({"x": leaf(heads)}, leaf(heads)) == wanted
+    assert not block.by_pairs({"x": leaf(32, "float32")}, leaf(32, "float32"))
+    assert not block.by_pairs({"x": leaf(4, "int8")}, leaf(4))
+    assert not block.by_pairs({"x": leaf(4, width=64)}, leaf(4, width=64))
+    assert block.by_pairs({"x": leaf(4, "float32"), "dense": leaf(4)}, leaf(4))
 
 
 def test_a_mesh_whose_axes_are_in_types_is_no_obstacle():
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
-    shape = Shape("pairs", (2,), 9, 4, 128, 128, 3, "half")
+    shape = RotateShape("pairs", (2,), 9, 4, 128, 128, 3, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
-    run = lambda x: rotate_patch(x, *(given[name] for name in NAMES[1:5]), implementation="tpu")
+    run = lambda x: rotate_patch(**(given | {"x": x}), implementation="tpu")
     with targeting("tpu", True):
         wanted = jax.jit(run)(given["x"])
         with jax.set_mesh(mesh):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernel_cases import INTERPRET, arrays, expected
 
 from pallas_kernels import rotate_patch, splice, targeting
-from pallas_kernels.rotate_patch.shapes import Shape
+from pallas_kernels.rotate_patch.shapes import RotateShape
 from pallas_kernels.splice.shapes import LANES
 
 EXAMPLES = {"xla": 6, "tpu": 2}
@@ -71,20 +71,22 @@ def test_frames_invert_within_one_rounding_each_way(implementation: str):
 
 SHAPES = {
     "xla": st.builds(
-        lambda tokens, heads, rank, layout: Shape("drawn", (2,), tokens, heads, 12, 8, rank, layout),
+        lambda tokens, heads, rank, layout: RotateShape("drawn", (2,), tokens, heads, 12, 8, rank, layout),
         st.integers(1, 21),
         st.integers(1, 3),
         st.integers(0, 11),
         st.sampled_from(["half", "pairs"]),
     ),
-    "tpu": st.sampled_from([Shape("odd", (2,), 13, 1, 12, 8, 11, "pairs"), Shape("odd", (2,), 5, 3, 12, 8, 3, "half")]),
+    "tpu": st.sampled_from(
+        [RotateShape("odd", (2,), 13, 1, 12, 8, 11, "pairs"), RotateShape("odd", (2,), 5, 3, 12, 8, 3, "half")]
+    ),
 }
 
 
 @IMPLEMENTATIONS
 def test_any_tokens_rank_and_length_agree_with_float64_and_items_with_their_batch(implementation: str):
     @repeated(implementation, shape=SHAPES[implementation], share=st.floats(0, 1))
-    def check(shape: Shape, share: float) -> None:
+    def check(shape: RotateShape, share: float) -> None:
         chunk, length = arrays(shape), round(share * shape.tokens)
         plan = {"layout": shape.layout, "length": jnp.int32(length)}
         found = rotated(implementation, **chunk, **plan)

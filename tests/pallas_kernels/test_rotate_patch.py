@@ -16,8 +16,10 @@ from kernel_cases import (
 )
 
 from pallas_kernels import KernelDtypeError, KernelShapeError, KernelUnavailableError, rotate_patch, targeting
+from pallas_kernels._operands import Operands
 from pallas_kernels.rotate_patch import tpu
-from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, NARROW, SMALL, Shape
+from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, NARROW, SMALL, RotateShape
+from pallas_kernels.tpu.prepare import Tile
 
 
 def run(implementation: str, **arguments) -> jax.Array:
@@ -47,7 +49,7 @@ NAMES = lambda value: value if isinstance(value, str) else value.name
 
 
 @pytest.mark.parametrize(("implementation", "shape"), CASES, ids=NAMES)
-def test_agrees_with_float64(shape: Shape, implementation: str):
+def test_agrees_with_float64(shape: RotateShape, implementation: str):
     given = arrays(shape)
     found = run(implementation, **given, layout=shape.layout)
     np.testing.assert_allclose(found, expected(shape, given), atol=2e-5)
@@ -67,7 +69,7 @@ def test_sharding_in_types_passes_through_the_xla_path(layout: str):
 
 
 @pytest.mark.parametrize("shape", SMALL[:5], ids=lambda shape: shape.name)
-def test_factors_per_head_agree_with_float64(shape: Shape):
+def test_factors_per_head_agree_with_float64(shape: RotateShape):
     given = arrays(shape, per_head=True)
     found = rotate_patch(**given, layout=shape.layout, per_head=True)
     np.testing.assert_allclose(found, expected(shape, given, per_head=True), atol=2e-5)
@@ -76,7 +78,7 @@ def test_factors_per_head_agree_with_float64(shape: Shape):
 
 
 @pytest.mark.parametrize(("implementation", "shape"), CASES_BFLOAT16, ids=NAMES)
-def test_bfloat16_within_one_unit_of_the_rows_largest_value(shape: Shape, implementation: str):
+def test_bfloat16_within_one_unit_of_the_rows_largest_value(shape: RotateShape, implementation: str):
     given = arrays(shape, dtype=jnp.bfloat16)
     assert_rounded_once(run(implementation, **given, layout=shape.layout), expected(shape, given))
 
@@ -85,7 +87,7 @@ def test_bfloat16_within_one_unit_of_the_rows_largest_value(shape: Shape, implem
 @pytest.mark.parametrize("rotary", [128, 64])
 @pytest.mark.parametrize("layout", ["half", "pairs"])
 def test_xla_for_cpus_makes_one_pass_of_a_rotation(layout: str, rotary: int):
-    shape = Shape("one_pass", (2,), 64, 4, 128, rotary, 0, layout)
+    shape = RotateShape("one_pass", (2,), 64, 4, 128, rotary, 0, layout)
     given = arrays(shape, dtype=jnp.bfloat16)
     compiled = jax.jit(lambda given: rotate_patch(**given, layout=layout, implementation="xla")).lower(given).compile()
     memory = compiled.memory_analysis()
@@ -96,18 +98,17 @@ def test_xla_for_cpus_makes_one_pass_of_a_rotation(layout: str, rotary: int):
 @pytest.mark.parametrize("tile", [8, 16])
 @pytest.mark.parametrize("length", [0, 1, 8, 17, 37])
 def test_tpu_kernel_over_several_blocks_and_lengths(tile: int, length: int):
-    shape = Shape("blocks", (2,), 37, 2, 16, 8, 3, "pairs")
+    shape = RotateShape("blocks", (2,), 37, 2, 16, 8, 3, "pairs")
     given = arrays(shape)
-    x, cos, sin, u, v = (given[name] for name in ("x", "cos", "sin", "u", "v"))
-    plan = {"layout": "pairs", "tile": tpu.Tile(tile), "interpret": INTERPRET}
-    found = tpu.kernel(x, cos, sin, u, v, None, jnp.int32(length), **plan)
+    plan = {"layout": "pairs", "tile": Tile(tile), "interpret": INTERPRET}
+    found = tpu.kernel(Operands(**given), jnp.int32(length), **plan)
     exact = expected(shape, given)
     exact[:, length:] = 0.0
     np.testing.assert_allclose(found, exact, atol=2e-5)
 
 
 def test_tpu_kernel_shares_what_has_fewer_leading_dimensions():
-    shape = Shape("batch", (2, 3), 7, 1, 16, 16, 4, "half")
+    shape = RotateShape("batch", (2, 3), 7, 1, 16, 16, 4, "half")
     given = arrays(shape)
     given |= {"u": given["u"][:1, :1], "v": given["v"][0], "cos": jnp.stack([given["cos"]] * 3)}
     given["sin"] = jnp.stack([given["sin"], -given["sin"], 0 * given["sin"]])
@@ -138,7 +139,7 @@ def test_tpu_kernel_says_what_it_cannot_take(unchecked, change, words):
 
 
 @pytest.mark.parametrize(("implementation", "shape", "dtype"), CASES_NARROW, ids=NAMES)
-def test_eight_bits_and_scales_agree_with_float64(dtype: str, shape: Shape, implementation: str):
+def test_eight_bits_and_scales_agree_with_float64(dtype: str, shape: RotateShape, implementation: str):
     given, wide = narrow_arrays(shape, dtype)
     found = run(implementation, **given, layout=shape.layout, out_dtype=jnp.float32)
     assert found.dtype == jnp.float32
@@ -165,7 +166,7 @@ def test_eight_bit_factors_per_head_and_of_a_wide_canonical():
 
 
 @pytest.mark.parametrize(("implementation", "shape"), [("xla", SMALL[1]), ("tpu", SMALL[1]), ("gpu", ALIGNED[0])])
-def test_float8_factors_without_scales_are_taken_as_they_are(shape: Shape, implementation: str):
+def test_float8_factors_without_scales_are_taken_as_they_are(shape: RotateShape, implementation: str):
     given = arrays(shape)
     given |= {name: given[name].astype(jnp.float8_e4m3fn) for name in ("u", "v")}
     found = run(implementation, **given, layout=shape.layout)

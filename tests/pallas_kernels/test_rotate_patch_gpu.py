@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from kernel_cases import INTERPRETED, arrays, assert_rounded_once, expected, narrow_arrays
 
-from pallas_kernels import KernelUnavailableError, _cuts, _pieces, rotate_patch, targeting
+from pallas_kernels import KernelUnavailableError, rotate_patch, targeting
+from pallas_kernels._operands import Operands
+from pallas_kernels.hopper import factors, launch
 from pallas_kernels.rotate_patch import gpu
-from pallas_kernels.rotate_patch.shapes import ALIGNED, NARROW, PRODUCTION, Shape
+from pallas_kernels.rotate_patch.shapes import ALIGNED, NARROW, PRODUCTION, RotateShape
 
 
 def run(**arguments) -> jax.Array:
@@ -20,16 +22,16 @@ def run(**arguments) -> jax.Array:
         return rotate_patch(**arguments, implementation="gpu")
 
 
-@pytest.mark.parametrize("plan", [_cuts.Plan(2, 2, 1), _cuts.Plan(1, 3, 3)])
-def test_blocks_stages_and_lengths(plan: _cuts.Plan):
-    shape = Shape("lengths", (3,), 131, 2, 32, 32, 16, "half")
+@pytest.mark.parametrize("plan", [launch.LaunchPlan(2, 2, 1), launch.LaunchPlan(1, 3, 3)])
+def test_blocks_stages_and_lengths(plan: launch.LaunchPlan):
+    shape = RotateShape("lengths", (3,), 131, 2, 32, 32, 16, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
-    plans: dict[str, Any] = {"layout": "half", "result": "bfloat16", "plan": plan, "interpret": INTERPRETED["gpu"]}
+    plans: dict[str, Any] = {"layout": "half", "out_dtype": "bfloat16", "plan": plan, "interpret": INTERPRETED["gpu"]}
     call = jax.jit(functools.partial(gpu.kernel, **plans))
     for length in (0, 65, 131):
         exact = expected(shape, given)
         exact[:, length:] = 0.0
-        found = call(gpu.Operands(**given), jnp.int32(length))
+        found = call(Operands(**given), jnp.int32(length))
         assert (np.asarray(found[:, length:], np.float32) == 0).all()
         assert_rounded_once(found, exact)
 
@@ -44,7 +46,7 @@ def test_padding_that_is_not_finite_comes_back_as_zeros():
 
 
 def test_shared_factors_and_a_dense_correction():
-    shape = Shape("batch", (2, 2), 7, 1, 32, 32, 4, "half")
+    shape = RotateShape("batch", (2, 2), 7, 1, 32, 32, 4, "half")
     given = arrays(shape)
     given |= {
         "u": given["u"][:1, :1],
@@ -79,15 +81,15 @@ def test_lengths_and_several_layers_of_eight_bits_with_buffers_of_their_own():
     given, wide = narrow_arrays(shape, "int8")
     plans: dict[str, Any] = {
         "layout": "half",
-        "result": "bfloat16",
-        "plan": _cuts.Plan(2, 2, 1),
+        "out_dtype": "bfloat16",
+        "plan": launch.LaunchPlan(2, 2, 1),
         "interpret": INTERPRETED["gpu"],
     }
     call = jax.jit(functools.partial(gpu.kernel, **plans))
     for length in (0, 66):
         exact = expected(shape, wide)
         exact[:, length:] = 0.0
-        assert_rounded_once(call(gpu.Operands(**given), jnp.int32(length)), exact)
+        assert_rounded_once(call(Operands(**given), jnp.int32(length)), exact)
 
 
 def test_scales_of_factors_lie_on_the_side_that_is_float32():
@@ -96,12 +98,12 @@ def test_scales_of_factors_lie_on_the_side_that_is_float32():
     plain = arrays(shape)
     for side in ("u", "v"):
         mixed = plain | {side: given[side], f"{side}_scale": given[f"{side}_scale"]}
-        rank = _pieces.padded_rank(17, mixed["u"].dtype, mixed["v"].dtype, 3, True)
+        rank = factors.padded_rank(17, mixed["u"].dtype, mixed["v"].dtype, 3, True)
         assert rank == 64
         exact = expected(shape, plain | {side: wide[side]})
         np.testing.assert_allclose(run(**mixed), exact, atol=5e-5)
-    assert _pieces.padded_rank(17, jnp.int8, jnp.int8, 3, True) == 64
-    assert _pieces.padded_rank(17, jnp.float8_e5m2, jnp.float8_e5m2, 3) == 32
+    assert factors.padded_rank(17, jnp.int8, jnp.int8, 3, True) == 64
+    assert factors.padded_rank(17, jnp.float8_e5m2, jnp.float8_e5m2, 3) == 32
 
 
 def test_rank_zero_is_bit_equal_to_one_rotation():
@@ -114,9 +116,9 @@ def test_rank_zero_is_bit_equal_to_one_rotation():
 def test_pieces_multiply_out(pieces: int):
     u, v = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(9, 5), (5, 32)]))
     for left, right in ((u, v), (u.astype(jnp.bfloat16), v), (u, v.astype(jnp.bfloat16))):
-        thin, wide = jax.jit(functools.partial(_pieces.bfloat16_factors, pieces=pieces))(left, right)
+        thin, wide = jax.jit(functools.partial(factors.bfloat16_factors, pieces=pieces))(left, right)
         assert thin.dtype == wide.dtype == jnp.bfloat16
-        assert thin.shape[-1] == _pieces.padded_rank(5, left.dtype, right.dtype, pieces)
+        assert thin.shape[-1] == factors.padded_rank(5, left.dtype, right.dtype, pieces)
         exact = np.asarray(left, np.float64) @ np.asarray(right, np.float64)
         assert thin.shape[-2] == 16
         assert (thin[9:] == 0).all()
@@ -166,18 +168,18 @@ def test_other_gpus_are_told(monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 16, 64, 256])
 @pytest.mark.parametrize("shape", PRODUCTION, ids=lambda shape: shape.name)
-def test_production_shapes_fit_and_every_item_is_in_one_block(shape: Shape, rank: int):
+def test_production_shapes_fit_and_every_item_is_in_one_block(shape: RotateShape, rank: int):
     for layout, source in itertools.product(("half", "pairs"), ("bfloat16", "int8")):
-        numbers = _cuts.Numbers(source, "bfloat16", scaled=source == "int8")
-        ways = _cuts.ways_of(_cuts.Row(shape.heads, shape.width, shape.rotary, layout, *numbers.itemsizes[1::-1]))
-        launch = _cuts.launch_of(ways, shape.tokens, shape.leading[0], rank, numbers)
-        assert launch is not None
-        items = launch.items
-        assert launch.shared_memory <= _cuts.SHARED_MEMORY
-        tiles, kinds, blocks = launch.grid
-        assert tiles * launch.rows >= shape.tokens
-        assert blocks * launch.share >= launch.total
-        assert (blocks - 1) * launch.share < launch.total
+        dtypes = launch.LaunchDtypes(source, "bfloat16", scaled=source == "int8")
+        ways = launch.ways_of(launch.RowShape(shape.heads, shape.width, shape.rotary, layout, *dtypes.itemsizes[1::-1]))
+        cut = launch.launch_of(ways, shape.tokens, shape.leading[0], rank, dtypes)
+        assert cut is not None
+        items = cut.items
+        assert cut.shared_memory <= launch.SHARED_MEMORY
+        tiles, kinds, blocks = cut.grid
+        assert tiles * cut.rows >= shape.tokens
+        assert blocks * cut.share >= cut.total
+        assert (blocks - 1) * cut.share < cut.total
         width = shape.heads * shape.width
         seen = np.zeros(width, int)
         for kind in range(kinds):

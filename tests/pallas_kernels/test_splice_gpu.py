@@ -1,6 +1,7 @@
 """The Hopper kernel of splice, interpreted: equal to the XLA path where slots say, bit-equal elsewhere, in place."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +9,19 @@ import numpy as np
 import pytest
 from kernel_cases import INTERPRETED, arrays, narrow_arrays
 
-from pallas_kernels import KernelUnavailableError, _cuts, splice, targeting
-from pallas_kernels.rotate_patch.gpu import Operands
-from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, NARROW, PRODUCTION
-from pallas_kernels.rotate_patch.shapes import Shape as ChunkShape
+from pallas_kernels import KernelUnavailableError, splice, targeting
+from pallas_kernels._operands import Operands
+from pallas_kernels.hopper.launch import LaunchPlan
+from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, NARROW, PRODUCTION, RotateShape
 from pallas_kernels.splice import gpu
-from pallas_kernels.splice.shapes import Shape
+from pallas_kernels.splice.shapes import SpliceShape
 
-GQA = ChunkShape("gqa", (2,), 13, 1, 64, 64, 5, "half")
-KPE = ChunkShape("kpe", (2,), 13, 1, 64, 64, 3, "half")
-WIDE = ChunkShape("wide", (1,), 13, 1, 128, 128, 3, "half")
+GQA = RotateShape("gqa", (2,), 13, 1, 64, 64, 5, "half")
+KPE = RotateShape("kpe", (2,), 13, 1, 64, 64, 3, "half")
+WIDE = RotateShape("wide", (1,), 13, 1, 128, 128, 3, "half")
 
 
-def pool_of(shape: Shape, dtype) -> jax.Array:
+def pool_of(shape: SpliceShape, dtype) -> jax.Array:
     return jnp.asarray(np.random.default_rng(7).standard_normal(shape.pool), dtype)
 
 
@@ -58,9 +59,9 @@ def slots_of(kind: str, tokens: int, total: int) -> np.ndarray:
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_equals_the_reference_everywhere(chunk: ChunkShape, kind: str, dtype):
+def test_equals_the_reference_everywhere(chunk: RotateShape, kind: str, dtype):
     """Of the chunk's dtype; a pool for a chunk of eight bits is in bfloat16."""
-    shape = Shape(chunk, 5, 8)
+    shape = SpliceShape(chunk, 5, 8)
     slots = slots_of(kind, chunk.tokens, 40)
     narrow = isinstance(dtype, str)
     given = narrow_arrays(chunk, dtype)[0] if narrow else arrays(chunk, dtype=dtype)
@@ -77,16 +78,16 @@ def test_equals_the_reference_everywhere(chunk: ChunkShape, kind: str, dtype):
 
 def test_lengths_bad_slots_and_several_blocks():
     """Tokens past the length and slots out of range are written nowhere; eights and single tokens in one warpgroup."""
-    chunk = ChunkShape("blocks", (2,), 133, 1, 64, 64, 0, "half")
-    shape = Shape(chunk, 10, 16)
+    chunk = RotateShape("blocks", (2,), 133, 1, 64, 64, 0, "half")
+    shape = SpliceShape(chunk, 10, 16)
     slots = np.arange(5, 138, dtype=np.int32)
     slots[[20, 90]] = slots[[90, 20]]
     slots[[40, 128]] = -1, 160
     given = arrays(chunk)
     chunk_of = {name: given[name] for name in ("x", "cos", "sin")}
-    plan = _cuts.Plan(2, 2, 1)
+    plan = LaunchPlan(2, 2, 1)
     interpret = INTERPRETED["gpu"]
-    call = jax.jit(functools.partial(gpu.splice, layout="half", plan=plan, interpret=interpret))
+    call = jax.jit(functools.partial(gpu.kernel, layout="half", plan=plan, interpret=interpret))
     before = pool_of(shape, jnp.float32)
     for length in (0, 70, 133):
         found = call(before, jnp.asarray(slots), Operands(**chunk_of), jnp.int32(length))
@@ -99,12 +100,12 @@ def test_lengths_bad_slots_and_several_blocks():
 @pytest.mark.parametrize("groups", [1, 2])
 def test_tokens_go_in_sixty_fours_in_eights_and_one_by_one(groups: int):
     """Two pieces that meet inside a warpgroup, and an end that is no eight; padding beside whole warpgroups."""
-    chunk = ChunkShape("pieces", (1,), 197, 1, 64, 64, 0, "half")
-    shape = Shape(chunk, 14, 16)
+    chunk = RotateShape("pieces", (1,), 197, 1, 64, 64, 0, "half")
+    shape = SpliceShape(chunk, 14, 16)
     given = arrays(chunk)
     chunk_of = {name: given[name] for name in ("x", "cos", "sin")}
     call = jax.jit(
-        functools.partial(gpu.splice, layout="half", plan=_cuts.Plan(groups, 2, 1), interpret=INTERPRETED["gpu"])
+        functools.partial(gpu.kernel, layout="half", plan=LaunchPlan(groups, 2, 1), interpret=INTERPRETED["gpu"])
     )
     before = pool_of(shape, jnp.float32)
     for break_at in (197, 100):
@@ -141,7 +142,7 @@ def test_eights_are_found_where_slots_follow_each_other():
 )
 def test_says_what_it_cannot_take(unchecked, change, words):
     chunk = ALIGNED[0]
-    given = {"pool": pool_of(Shape(chunk, 5, 8), jnp.float32)} | arrays(chunk) | change
+    given = {"pool": pool_of(SpliceShape(chunk, 5, 8), jnp.float32)} | arrays(chunk) | change
     with targeting("gpu"), pytest.raises(KernelUnavailableError, match=words):
         splice(slots=np.arange(13), **given, implementation="gpu")
     assert not given["pool"].is_deleted()
@@ -151,15 +152,16 @@ def test_says_what_it_cannot_take(unchecked, change, words):
 def test_takes_the_production_shapes(dtype: str):
     pool_dtype = "float32" if dtype == "float32" else "bfloat16"
     for chunk in PRODUCTION:
-        x = jax.ShapeDtypeStruct((*chunk.leading, chunk.tokens, chunk.heads, chunk.width), dtype)
+        x: Any = jax.ShapeDtypeStruct((*chunk.leading, chunk.tokens, chunk.heads, chunk.width), dtype)
         pool = jax.ShapeDtypeStruct((*chunk.leading, 4, 64, chunk.heads, chunk.width), pool_dtype)
-        cos = jax.ShapeDtypeStruct((chunk.tokens, chunk.rotary // 2), jnp.float32) if chunk.rotary else None
+        cos: Any = jax.ShapeDtypeStruct((chunk.tokens, chunk.rotary // 2), jnp.float32) if chunk.rotary else None
         for layout in ("half", "pairs"):
             assert gpu.unsupported(pool, Operands(x, cos), False, layout) is None
 
 
 def test_a_dense_correction_wider_than_the_pool_is_refused():
-    x = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
-    given = Operands(x, dense=jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    x: Any = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.bfloat16)
+    dense: Any = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    given = Operands(x, dense=dense)
     reason = gpu.unsupported(x, given, False, "half")
     assert reason == "a dense correction of float32; expected the pool's bfloat16"

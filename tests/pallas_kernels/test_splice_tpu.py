@@ -10,33 +10,32 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from kernel_cases import INTERPRET, arrays, narrow_arrays
 
 from pallas_kernels import KernelUnavailableError, splice, targeting
-from pallas_kernels.rotate_patch.tpu import Tile
+from pallas_kernels._operands import Operands
 from pallas_kernels.splice import tpu
-from pallas_kernels.splice.shapes import LANES, SMALL, Shape
+from pallas_kernels.splice.shapes import LANES, SMALL, SpliceShape
+from pallas_kernels.tpu.prepare import Tile
 
 HEADS, ONE_HEAD, LATENT = LANES
 
 
-def pool_of(shape: Shape, dtype=jnp.float32) -> jax.Array:
+def pool_of(shape: SpliceShape, dtype=jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(7).standard_normal(shape.pool), dtype)
 
 
-def scattered(shape: Shape) -> np.ndarray:
+def scattered(shape: SpliceShape) -> np.ndarray:
     order = np.random.default_rng(3).permutation(shape.pages * shape.page_size)
     return order[: shape.chunk.tokens].astype(np.int32)
 
 
-def compare(shape: Shape, slots, given: dict, tile: Tile | None, length: int | None, dtype=jnp.float32) -> None:
+def compare(shape: SpliceShape, slots, given: dict, tile: Tile | None, length: int | None, dtype=jnp.float32) -> None:
     """The kernel against the XLA path: equal where slots say, bit-equal elsewhere."""
     counted = None if length is None else jnp.int32(length)
     slots = jnp.asarray(slots, jnp.int32)
     wanted = splice(
         pool_of(shape, dtype), slots, **given, layout=shape.chunk.layout, length=counted, implementation="xla"
     )
-    names = ("x", "cos", "sin", "u", "v", "dense", "length", "x_scale", "u_scale", "v_scale")
-    values: list[Any] = [(given | {"length": counted}).get(name) for name in names]
     plan: dict[str, Any] = {"layout": shape.chunk.layout, "tile": tile, "interpret": INTERPRET}
-    found = tpu.kernel(pool_of(shape, dtype), slots, *values, **plan)
+    found = tpu.kernel(pool_of(shape, dtype), slots, Operands(**given), counted, **plan)
     found, wanted = (np.asarray(value.astype(jnp.float32)) for value in (found, wanted))
     np.testing.assert_allclose(found, wanted, atol=2e-5, rtol=0 if dtype == jnp.float32 else 2**-7)
     count = shape.chunk.tokens if length is None else int(length)
@@ -90,12 +89,12 @@ def test_dispatch_takes_the_kernel_and_slots_out_of_range_are_written_nowhere():
     ("shape", "change", "words"),
     [
         (SMALL[0], {}, "width of 16; expected a multiple of 128"),
-        (Shape(ONE_HEAD.chunk, 10, 7), {}, "10 pages of 7 slots"),
-        (Shape(HEADS.chunk._replace(heads=5), 5, 16), {}, "5 heads; expected 1, 2, 4 or a multiple of 8"),
+        (SpliceShape(ONE_HEAD.chunk, 10, 7), {}, "10 pages of 7 slots"),
+        (SpliceShape(HEADS.chunk._replace(heads=5), 5, 16), {}, "5 heads; expected 1, 2, 4 or a multiple of 8"),
         (HEADS, {"u": jnp.zeros((2, 37, 256)), "v": jnp.zeros((2, 256, 256)), "dtype": jnp.float16}, "dtypes"),
     ],
 )
-def test_says_what_it_cannot_take(unchecked, shape: Shape, change: dict, words: str):
+def test_says_what_it_cannot_take(unchecked, shape: SpliceShape, change: dict, words: str):
     change = dict(change)
     dtype = change.pop("dtype", jnp.float32)
     given = arrays(shape.chunk, dtype=dtype) | change

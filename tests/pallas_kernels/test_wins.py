@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import KernelError, KernelShapeError, configured_by, targeting, tune
+from pallas_kernels._kernel_wins import TIMED, block_of, shape_word, shipped, winner
 from pallas_kernels._timing import OverSets, ThroughPool, seconds_of
-from pallas_kernels._wins import TIMED, block_of, shape_word, shipped, winner
-from pallas_kernels.rotate_patch import tpu
+from pallas_kernels.tpu import prepare as tpu
 
 WORD = "heads=4 width=128 rank=32 bytes=2"
 

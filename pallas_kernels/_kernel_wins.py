@@ -16,19 +16,28 @@ from typing import Any
 
 import jax
 
+from ._operands import Operands
 from ._target import target
 from .errors import KernelShapeError
 
 _CHOSEN: list[Mapping[str, Any]] = []
+"""Tables of `configured_by`, the innermost last."""
 TIMED = "timed"
 """The `source` of a table that a whole run of `tune` on the device made: no other is trusted to choose a kernel."""
 RANKS = (0, 16, 32, 64, 128, 256)
 
 
 def shape_word(heads: int, width: int, rank: int, itemsize: int) -> str:
-    """The word a table knows a shape by; the rank rounded up to one of `RANKS`."""
+    """Names a shape as tables know it; the rank rounded up to one of `RANKS`."""
     rounded = next((each for each in RANKS if rank <= each), rank)
     return f"heads={heads} width={width} rank={rounded} bytes={itemsize}"
+
+
+def word_of(operands: Operands, per_head: bool, width: int) -> str:
+    """The word of these operands, `width` wide; "" for what `tune` does not time."""
+    if per_head or operands.dense is not None:
+        return ""
+    return shape_word(operands.x.shape[-2], width, operands.rank, operands.x.dtype.itemsize)
 
 
 @functools.cache

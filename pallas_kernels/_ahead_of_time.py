@@ -1,4 +1,4 @@
-"""Compiling for devices that are not there, with the arguments of kernels as shapes."""
+"""Compiles for devices that are not there, with the arguments of kernels as shapes."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from ._target import targeting
-from .rotate_patch.shapes import Shape
+from .rotate_patch.shapes import RotateShape
 
 SPEC = jax.ShapeDtypeStruct
 ENVIRONMENT = {
@@ -41,7 +41,7 @@ def compile_for_tpu(
     return compile_on(device, kind, "tpu", function, arguments, donate)
 
 
-def chunk_of(shape: Shape, tokens: int, rank: int, dtype: str = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
+def chunk_of(shape: RotateShape, tokens: int, rank: int, dtype: str = "bfloat16") -> dict[str, Any]:
     """Makes a chunk of this shape as rotate_patch takes it, with scales where the dtype has eight bits."""
     narrow = jnp.dtype(dtype).itemsize == 1
     given = {"x": SPEC((*shape.leading, tokens, shape.heads, shape.width), dtype)}

@@ -4,49 +4,51 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Num
 
 RANK_STEP, TILE_ROWS = 16, 8
 """What the rank of factors, and the tokens of u, are padded to a multiple of."""
 
 
-def widened_factors(u: Array, v: Array, u_scale: Array | None, v_scale: Array | None) -> tuple[Array, Array]:
-    """Eight-bit factors as bfloat16, which holds them exactly; with their scales on one side, which is float32 then.
+def widened_factors(
+    u: Num[Array, "*left T M"], v: Num[Array, "*right M columns"], scale: Float[Array, "*scaled M 1"] | None
+) -> tuple[Float[Array, "*lefts T M"], Float[Array, "*rights M columns"]]:
+    """Widens eight-bit factors to bfloat16, which holds them exactly; with a scale one side becomes float32.
 
-    The scales [..., 1, M] and [..., M, 1] are one number per direction, so that either side may take both: v does,
-    but where u alone is float32 already.
+    That side is v, but where u alone is float32 already.
     """
     u, v = (side.astype(jnp.bfloat16) if side.dtype.itemsize == 1 else side for side in (u, v))
-    scales = [] if u_scale is None else [jnp.swapaxes(u_scale, -1, -2)]
-    scales += [] if v_scale is None else [v_scale]
-    if not scales:
+    if scale is None:
         return u, v
-    scale = functools.reduce(jnp.multiply, scales)
     if _scaled_side(u.dtype, v.dtype) == "u":
         return u * jnp.swapaxes(scale, -1, -2), v
     return u, v.astype(jnp.float32) * scale
 
 
 def _scaled_side(u_dtype, v_dtype) -> str:
+    """The factor that both scales multiply."""
     return "u" if u_dtype == jnp.float32 and v_dtype != jnp.float32 else "v"
 
 
 @functools.partial(jax.named_call, name="split_factors")
-def bfloat16_factors(u: Array, v: Array, pieces: int) -> tuple[Array, Array]:
-    """Factors whose product in bfloat16 is that of u and v; the rank padded to a multiple of 16, u's tokens of 8.
+def bfloat16_factors(u: Float[Array, "#L T M"], v: Float[Array, "#L M columns"], pieces: int) -> tuple[Array, Array]:
+    """Makes factors whose product in bfloat16 is that of u and v; the rank padded to a multiple of 16, u's tokens of 8.
 
     A float32 factor becomes the sum of `pieces` of bfloat16, 8 bits of significand each; products of pieces that reach
     below the last one are left out. They lie one behind the other along the rank.
     """
     us, vs = _pieces(u, pieces), _pieces(v, pieces)
     pairs = [(a, b) for i, a in enumerate(us) for j, b in enumerate(vs) if i + j < pieces]
-    u, v = (jnp.concatenate(side, axis) for side, axis in zip(zip(*pairs, strict=True), (-1, -2), strict=True))
+    u = jnp.concatenate([a for a, _ in pairs], -1)
+    v = jnp.concatenate([b for _, b in pairs], -2)
+
     ranks, tokens = -u.shape[-1] % RANK_STEP, -u.shape[-2] % TILE_ROWS
     pad = lambda side, *ends: jnp.pad(side, [(0, 0)] * (side.ndim - 2) + [(0, end) for end in ends])
     return pad(u, tokens, ranks), pad(v, ranks, 0)
 
 
 def _pieces(value: Array, count: int) -> list[Array]:
+    """Splits a value into that many bfloat16 numbers whose sum it is, the largest first; bfloat16 is one piece."""
     if value.dtype == jnp.bfloat16:
         return [value]
     pieces = []
@@ -59,7 +61,7 @@ def _pieces(value: Array, count: int) -> list[Array]:
 
 
 def padded_rank(rank: int, u_dtype, v_dtype, pieces: int, scaled: bool = False) -> int:
-    """The rank that `bfloat16_factors` returns for factors of such dtypes, `scaled` where they have scales."""
+    """Computes the rank that `bfloat16_factors` returns for factors of such dtypes, `scaled` where they have scales."""
     wide = [dtype == jnp.float32 for dtype in (u_dtype, v_dtype)]
     if scaled:
         wide["uv".index(_scaled_side(u_dtype, v_dtype))] = True

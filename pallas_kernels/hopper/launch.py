@@ -87,7 +87,7 @@ class Items(NamedTuple):
         return (head * self.head + kind * self.span,) if self.joined else self.columns(kind, head)
 
 
-class Row(NamedTuple):
+class RowShape(NamedTuple):
     """What is to be cut: heads of so many channels, how many of a head's rotate and how they lie.
 
     Attributes:
@@ -117,7 +117,7 @@ class Row(NamedTuple):
         return NARROWEST // min(self.narrow * (1 + self.words), 2)
 
 
-def items_of(row: Row, widest: int = SWIZZLE) -> Items | None:
+def items_of(row: RowShape, widest: int = SWIZZLE) -> Items | None:
     """How a row is cut; None where no run fits that is wide enough.
 
     Args:
@@ -139,7 +139,7 @@ def items_of(row: Row, widest: int = SWIZZLE) -> Items | None:
     return Items(heads, width, run, half // run, width // (2 * run), width // 2 if words else half, words)
 
 
-def ways_of(row: Row, whole_lines: bool = False) -> list[Items]:
+def ways_of(row: RowShape, whole_lines: bool = False) -> list[Items]:
     """Ways to cut rows into items, widest runs first; none where `items_of` finds none.
 
     Args:
@@ -154,7 +154,7 @@ def ways_of(row: Row, whole_lines: bool = False) -> list[Items]:
     return [way for way in ways + joined if length(way) == SWIZZLE]
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """How a launch is cut up.
 
     Attributes:
@@ -168,8 +168,8 @@ class Plan(NamedTuple):
     blocks: int
 
 
-class Numbers(NamedTuple):
-    """What numbers a launch reads and writes: names of dtypes, "" for a dense correction that is not there.
+class LaunchDtypes(NamedTuple):
+    """Names of the dtypes that a launch reads and writes; "" for a dense correction that is not there.
 
     Attributes:
       source: of x. result: of what is written. dense: of the dense correction.
@@ -197,11 +197,11 @@ class Launch(NamedTuple):
     """Everything static about a launch. `rank` is padded."""
 
     items: Items
-    plan: Plan
+    plan: LaunchPlan
     tokens: int
     layers: int
     rank: int
-    numbers: Numbers
+    dtypes: LaunchDtypes
 
     @property
     def rows(self) -> int:
@@ -232,11 +232,11 @@ class Launch(NamedTuple):
     def shared_memory(self) -> int:
         """Bytes of shared memory that the buffers take."""
         channels = self.rows * 2 * self.items.width
-        source, result, dense = self.numbers.itemsizes
+        source, result, dense = self.dtypes.itemsizes
         v = 2 * self.rank * self.items.width * 2
         u = 2 * self.rows * self.rank * 2
-        scales = -(-self.plan.stages * 2 * self.scales * 4 // 1024) * 1024 * self.numbers.scaled
-        out = 2 * channels * result * self.numbers.separate
+        scales = -(-self.plan.stages * 2 * self.scales * 4 // 1024) * 1024 * self.dtypes.scaled
+        out = 2 * channels * result * self.dtypes.separate
         swap = 2 * self.items.width * (self.items.width + self.rows) * self.items.swaps
         return self.plan.stages * (channels * (source + dense) + v) + u + scales + out + swap
 
@@ -246,16 +246,16 @@ CUTS = (((2, 6), (2, 5), (2, 4), (2, 3), (1, 6), (1, 5), (1, 4), (1, 3)), ((2, 2
 
 
 def launch_of(
-    ways: Sequence[Items], tokens: int, layers: int, rank: int, numbers: Numbers, processors: int = PROCESSORS
+    ways: Sequence[Items], tokens: int, layers: int, rank: int, dtypes: LaunchDtypes, processors: int = PROCESSORS
 ) -> Launch | None:
     """The first of `CUTS` that fits shared memory by any of the ways to cut rows; None if none does."""
     for cuts, items in itertools.product(CUTS, ways):
         for groups, stages in cuts:
             if groups > 1 and tokens <= ROWS:
                 continue
-            launch = Launch(items, Plan(groups, stages, 1), tokens, layers, rank, numbers)
+            launch = Launch(items, LaunchPlan(groups, stages, 1), tokens, layers, rank, dtypes)
             if launch.shared_memory <= SHARED_MEMORY:
-                return launch._replace(plan=Plan(groups, stages, blocks_of(launch, processors)))
+                return launch._replace(plan=LaunchPlan(groups, stages, blocks_of(launch, processors)))
     return None
 
 

@@ -12,16 +12,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-LANES = 128
+from .._operands import LANES
+
 ROWS, PRODUCT_ROWS = 16, 128
 """Tokens that are worked on at a time: few, to stay in registers; more where v is loaded for each."""
 UNIT = 32
 """Tokens that are cleared at a time."""
 UPPER = 0xFFFF0000
+"""The upper half of a word: as float32 bits, the second of its two bfloat16."""
 
 
 def partner(value: Array, rotary: int, layout: str) -> Array:
-    """Each channel's other half of its rotary pair; anything where nothing rotates."""
+    """Moves each channel's other half of its rotary pair to it; anything where nothing rotates."""
     width, axis = value.shape[-1], value.ndim - 1
     step = rotary // 2 if layout == "half" else 1
     if layout == "half" and rotary == width:
@@ -34,13 +36,17 @@ def partner(value: Array, rotary: int, layout: str) -> Array:
 def _ahead(value: Array, step: int) -> Array:
     """At each channel the one `step` further on, around the end."""
     width = value.shape[-1]
+    # Rotating whole registers is one instruction; other shapes the compiler does not take.
     if width % LANES == 0 and value.ndim == 2:
         return pltpu.roll(value, width - step, 1)
     return jnp.concatenate([value[..., step:], value[..., :step]], -1)
 
 
 def product(u: Array, v: Array, scale: Array | None) -> Array:
-    """u v in float32, `scale` [M, 1] between them. Eight-bit numbers are exact in bfloat16; scaled they are not."""
+    """Multiplies u v in float32, `scale` [M, 1] between them.
+
+    Eight-bit numbers are exact in bfloat16, which the matrix unit takes at once; scaled they are not.
+    """
     if scale is not None:
         u, v = u.astype(jnp.float32), v.astype(jnp.float32) * scale
     elif u.dtype != v.dtype:
@@ -52,7 +58,11 @@ def product(u: Array, v: Array, scale: Array | None) -> Array:
 
 
 def value_of_block(given, rotary: int, layout: str) -> Array:
-    """R · (x + u v + dense) of one block, float32 [tokens, K, H] or [tokens, H]; `given` are references by name."""
+    """Computes R · (x + u v + dense) of a whole block, float32 [tokens, K, H] or [tokens, H].
+
+    Args:
+      given: references by name.
+    """
     value = given["x"][...].astype(jnp.float32)
     if "x_scale" in given:
         value = value * given["x_scale"][...]
@@ -110,6 +120,7 @@ def by_pairs(given, out) -> bool:
 
 
 def _write_by_pairs(given, out, rotary: int, layout: str, interpret, count) -> None:
+    """`write_block` for a few tokens of two heads after the other, all laid out in Python: there is no loop."""
     tokens, heads, width = out.shape
     scale = given["scale"][...] if "scale" in given else None
     step = PRODUCT_ROWS if "u" in given else ROWS
@@ -118,15 +129,18 @@ def _write_by_pairs(given, out, rotary: int, layout: str, interpret, count) -> N
         cos, sin = (given["cos"][at], given["sin"][at]) if rotary else (None, None)
         delta = product(given["u"][at], given["v"][...], scale) if "u" in given else None
         keep = None if count is None else jax.lax.broadcasted_iota(jnp.int32, (at.size, width), 0) < count - start
+
         for pair in range(heads // 2):
             found = _load(given["x"], at, pair, interpret)
             values = _wide(found)
             if delta is not None:
                 columns = jnp.split(delta[:, 2 * pair * width : 2 * (pair + 1) * width], 2, 1)
                 values = [value + column for value, column in zip(values, columns, strict=True)]
+
             if "dense" in given:
                 dense = _wide(_load(given["dense"], at, pair, interpret))
                 values = [value + more for value, more in zip(values, dense, strict=True)]
+
             if cos is not None and sin is not None:
                 # Nothing added: the partners of two heads in one word are one move of lanes.
                 alone = delta is None and "dense" not in given
@@ -139,6 +153,7 @@ def _wide(found: list[Array]) -> list[Array]:
     """Two heads in float32, of one word of both or of themselves."""
     if len(found) == 2:
         return found
+    # A bfloat16 is the upper half of the float32 it stands for.
     (word,) = found
     return [jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in (word << 16, word & jnp.uint32(UPPER))]
 
@@ -171,6 +186,7 @@ def _store(ref, at: pl.Slice, pair: int, values: list[Array], keep: Array | None
 def _word(values: list[Array], interpret) -> Array:
     """Two heads, rounded to bfloat16, in one word: the first in its lower half."""
     if interpret is False:
+        # One operation of Mosaic's, which the interpreters do not know.
         return pltpu.pack_elementwise(values, packed_dtype=jnp.bfloat16)
     low, high = (_bits(value.astype(jnp.bfloat16)) for value in values)
     return low | high << 16

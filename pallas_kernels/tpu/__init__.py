@@ -1,0 +1,1 @@
+"""What the kernels for TPUs share: their arguments and grids, and the arithmetic of one block."""

@@ -1,0 +1,50 @@
+"""Pallas is imported when a kernel is wanted, and not before: most processes never run one, and it takes long."""
+
+import subprocess
+import sys
+
+import pytest
+
+BEFORE = """
+import sys
+
+import jax.numpy as jnp
+
+import pallas_kernels
+
+pallas = lambda: sorted(name for name in sys.modules if name.startswith(("jax.experimental.pallas", "jax._src.pallas")))
+assert not pallas(), pallas()
+"""
+XLA = """
+x = jnp.ones((1, 2, 1, 4))
+pallas_kernels.rotate_patch(x)
+pallas_kernels.splice(jnp.zeros((1, 2, 2, 1, 4)), jnp.arange(2), x)
+pallas_kernels.factorise(jnp.ones((4, 4)), 1)
+try:
+    pallas_kernels.rotate_patch(x, implementation="tpu")
+except pallas_kernels.KernelUnavailableError:
+    pass
+assert not pallas(), pallas()
+"""
+KERNEL = """
+with pallas_kernels.targeting("{platform}"):
+    pallas_kernels.rotate_patch(jnp.ones((1, 2, 1, 4)), implementation=("{platform}", "xla"))
+assert "jax.experimental.pallas" in pallas()
+assert "pallas_kernels.rotate_patch.{platform}" in sys.modules
+"""
+
+
+def run(program: str) -> None:
+    """Runs a program in a process that has imported nothing."""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_neither_the_import_nor_the_xla_path_imports_pallas():
+    run(BEFORE + XLA)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_kernel_that_is_asked_for_is_imported(platform: str):
+    # One that takes no arrays so narrow, or that no device here can run, has been looked at all the same.
+    narrow = KERNEL if platform == "gpu" else KERNEL.replace("jnp.ones((1, 2, 1, 4))", "jnp.ones((0, 2, 1, 4))")
+    run(BEFORE + narrow.format(platform=platform))
