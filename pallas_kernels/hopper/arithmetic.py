@@ -19,7 +19,7 @@ from .launch import ROWS, Items, Launch
 
 
 def _split(word: Array, dtype) -> tuple[Array, Array]:
-    """The two channels of a word, as float32."""
+    """Takes a word apart into its two channels, as float32."""
     if dtype == jnp.bfloat16:
         widen = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
         return widen(word << 16), widen(word & jnp.uint32(0xFFFF0000))
@@ -34,24 +34,26 @@ def _eight_bits(bits: Array, dtype) -> Array:
     half = lambda bits: jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
     if dtype == jnp.float8_e5m2:
         return half(bits << 8)
+    # float8_e4m3fn has one number per sign that is none, where float16 would see a large one; its exponent's bias is 7,
+    # float16's 15: hence the factor of 2⁸.
     magnitude = bits & jnp.uint32(0x7F)
     value = half(((bits & jnp.uint32(0x80)) << 8) | (magnitude << 7)) * 256.0
     return jnp.where(magnitude == jnp.uint32(0x7F), jnp.float32(jnp.nan), value)
 
 
 def _widened(value: Array) -> Array:
-    """Channels as float32. bfloat16 holds every int8, and tensor core layouts have a short way there."""
+    """Widens channels to float32. bfloat16 holds every int8, and tensor core layouts have a short way there."""
     return (value.astype(jnp.bfloat16) if value.dtype == jnp.int8 else value).astype(jnp.float32)
 
 
 def _join(first: Array, second: Array) -> Array:
-    """Two float32 as a word of two bfloat16."""
+    """Rounds two float32 and joins them to a word of two bfloat16."""
     narrow = lambda value: jax.lax.bitcast_convert_type(value.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
     return narrow(first) | (narrow(second) << 16)
 
 
 def read(items: Items, buffer, stage, rows, dtype) -> tuple[Array, Array]:
-    """`first` and `second` of an item in shared memory, float32. `dtype` is that of a channel."""
+    """Reads `first` and `second` of an item in shared memory, float32. `dtype` is that of a channel."""
     load = lambda run: plgpu.layout_cast(buffer[stage, run, rows], plgpu.Layout.WGMMA)
     if items.words:
         return _split(load(0), dtype)
@@ -62,7 +64,7 @@ def read(items: Items, buffer, stage, rows, dtype) -> tuple[Array, Array]:
 
 
 def rounded(items: Items, values: tuple[Array, Array], dtype) -> tuple[Array, ...]:
-    """The runs of an item as they travel."""
+    """Rounds an item, and joins it to the runs that it travels as."""
     if items.words:
         return (_join(*values),)
     first, second = (value.astype(dtype) for value in values)
@@ -75,11 +77,12 @@ def put(here: RunningBlock, shared: Mapping[str, Any], number, values: tuple[Arr
     rows = rows_of_group(here)
     for run, value in enumerate(rounded(items, values, here.launch.dtypes.result)):
         buffer[stage, run, rows] = value
+    # The copy engine sees what threads wrote only from here on.
     plgpu.commit_smem()
 
 
 def _scales(here: RunningBlock, shared: Mapping[str, Any], stage) -> tuple[Array, Array]:
-    """The scales of both runs of an item, over all of its tokens."""
+    """Reads the scales of both runs of an item, one per column, spread over its tokens."""
     shape = ROWS, here.launch.items.width
     load = lambda run: plgpu.layout_cast(
         shared["x_scale"][stage, run, pl.ds(0, shape[1])], plgpu.Layout.WGMMA.reduce(0)
@@ -89,7 +92,7 @@ def _scales(here: RunningBlock, shared: Mapping[str, Any], stage) -> tuple[Array
 
 
 def _product(launch: Launch, u, v) -> tuple[Array, Array]:
-    """u v for both runs, float32, on the tensor cores."""
+    """Multiplies u v for both runs, float32, on the tensor cores."""
 
     def run(first, second):
         plgpu.wgmma(first, u, v.at[0])
@@ -179,10 +182,11 @@ def _truncated(value: Array) -> Array:
 
 
 def compute(here: RunningBlock, shared: Mapping[str, Any], angles: Angles | None, number) -> tuple[Array, Array]:
-    """R · (x + u v + dense) of one item, float32, once it has arrived."""
+    """Computes R · (x + u v + dense) of one item, float32, once it has arrived."""
     launch, stage, dtypes = here.launch, number % here.launch.plan.stages, here.launch.dtypes
     rows = rows_of_group(here)
     turn = here.turn(number) % 2
+
     if launch.rank:
 
         @pl.when(here.opens(number))
@@ -194,6 +198,7 @@ def compute(here: RunningBlock, shared: Mapping[str, Any], angles: Angles | None
     if dtypes.scaled:
         scales = _scales(here, shared, stage)
         values = values[0] * scales[0], values[1] * scales[1]
+
     add = lambda others: tuple(value + other for value, other in zip(values, others, strict=True))
     if launch.rank:
         values = add(_product(launch, shared["u"].at[turn, rows], shared["v"].at[stage]))

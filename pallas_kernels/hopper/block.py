@@ -68,12 +68,15 @@ class RunningBlock(NamedTuple):
 
 
 def rows_of_group(here: RunningBlock) -> Any:
-    """The rows of a buffer that are this warpgroup's."""
+    """Says which rows of a buffer are this warpgroup's."""
     return pl.ds(here.group * ROWS, ROWS)
 
 
 def _buffer(shape: tuple[int, ...], dtype, rows: int, columns: int) -> Any:
-    """Shared memory in swizzled tiles of `rows` and of as many columns as divide `columns`."""
+    """Describes shared memory in swizzled tiles of `rows` and of as many columns as divide `columns`.
+
+    Swizzled, so that the threads of a warp, which read one column of several rows, meet in no bank.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     tiles = (
@@ -84,12 +87,18 @@ def _buffer(shape: tuple[int, ...], dtype, rows: int, columns: int) -> Any:
 
 
 def scratch_of(launch: Launch) -> dict[str, Any]:
-    """Shared memory of a block."""
+    """Lists the shared memory of a block: buffers, and barriers by which warpgroups wait for each other.
+
+    `ready` tells that a stage has arrived, `taken` that it may be overwritten; `u_ready` and `u_taken` the same of u,
+    which has two places: for the layer that is worked on, and for the next.
+    """
     items, dtypes, (groups, stages, _), rank = launch.items, launch.dtypes, launch.plan, launch.rank
+
     # Tiles of one row let copies start at any token or slot, and end anywhere; in memory they lie as those of eight do.
     runs = lambda count, dtype: _buffer(
         (count, items.runs, launch.rows, items.span), stored_dtype(items, dtype), 1, items.span
     )
+    # Every copy of an item arrives at its stage's barrier: x and dense by runs, v and the scales once per half.
     copies = items.runs * (1 + bool(dtypes.dense)) + (2 if rank else 0) + (2 if dtypes.scaled else 0)
     scratch = {
         "x": runs(stages, dtypes.source),
@@ -99,6 +108,7 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
     if dtypes.dense:
         scratch["dense"] = runs(stages, dtypes.dense)
     if dtypes.separate:
+        # Two, so that an item is made while the one before leaves.
         scratch["out"] = runs(2, dtypes.result)
     if dtypes.scaled:
         scratch["x_scale"] = plgpu.SMEM((stages, 2, launch.scales), jnp.float32)
@@ -107,7 +117,7 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
         scratch["piece"] = _buffer((launch.rows, items.width), jnp.bfloat16, TILE_ROWS, items.width)
         scratch["swap_ready"] = plgpu.Barrier()
     if rank:
-        # The tensor cores want one tiling of both, of eight rows.
+        # The tensor cores want one tiling of both, of eight rows. v comes in two halves, one per accumulator.
         shared = math.gcd(rank, items.width)
         scratch["u"] = _buffer((2, launch.rows, rank), jnp.bfloat16, TILE_ROWS, shared)
         scratch["v"] = _buffer((stages, 2, rank, items.width), jnp.bfloat16, TILE_ROWS, shared)
@@ -132,17 +142,20 @@ def fetch(here: RunningBlock, given: Mapping[str, Any], shared: Mapping[str, Any
         def _():
             plgpu.barrier_wait(shared["taken"].at[stage])
 
+        # Arrays with one layer for all are read anew for each: the remainder is 0.
         for name in ("x", "dense") if launch.dtypes.dense else ("x",):
             source = given[name]
             for run, column in enumerate(items.sources(here.kind, head)):
                 block = source.at[layer % source.shape[0], rows, pl.ds(column, items.span)]
                 plgpu.copy_gmem_to_smem(block, shared[name].at[stage, run], ready)
+
         columns = items.columns(here.kind, head)
         if launch.dtypes.scaled:
             scale = given["x_scale"]
             for run, column in enumerate(columns):
                 block = scale.at[layer % scale.shape[0], pl.ds(column, launch.scales)]
                 plgpu.copy_gmem_to_smem(block, shared["x_scale"].at[stage, run], ready)
+
         if launch.rank:
             v = given["v"]
             for run, column in enumerate(columns):
@@ -177,6 +190,8 @@ def _drain(here: RunningBlock, shared: Mapping[str, Any]) -> None:
 
 
 def _fetch_u(here: RunningBlock, u, shared: Mapping[str, Any], layer, turn) -> None:
+    """Asks for the u of a layer, once for all its heads, when the layer before the last has been done with."""
+
     @pl.when(turn >= 2)
     def _():
         plgpu.barrier_wait(shared["u_taken"].at[turn % 2])
@@ -186,7 +201,7 @@ def _fetch_u(here: RunningBlock, u, shared: Mapping[str, Any], layer, turn) -> N
 
 
 def outlet(here: RunningBlock, shared: Mapping[str, Any], number) -> tuple[Any, Any]:
-    """The buffer that an item leaves from, and its place there."""
+    """Says which buffer an item leaves from, and its place there."""
     if here.launch.dtypes.separate:
         return shared["out"], number % 2
     return shared["x"], number % here.launch.plan.stages
@@ -199,6 +214,8 @@ def consume(here: RunningBlock, shared: Mapping[str, Any], deliver: Callable[[An
     def step(number, carry):
         deliver(number)
         plgpu.commit_smem_to_gmem_group()
+
+        # The copies of the item before have read their memory: only now may its stage be filled again.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
         @pl.when(number > 0)
@@ -220,12 +237,13 @@ def kernel_of(
     out_type: Any = (),
     own: Mapping[str, Any] | None = None,
 ) -> Callable:
-    """A launch of `work(here, given, shared)`.
+    """Makes a launch of `work(here, given, shared)` on every block.
 
     Args:
       names: of the operands and of what is of `out_type`, as `given` has them.
       own: what the operation wants in `shared` beside what all have.
     """
+    # Suffixed, for an array and its buffer have one name and the launch takes no name twice.
     scratch = {name + "_shared": buffer for name, buffer in (scratch_of(launch) | dict(own or {})).items()}
 
     def body(*refs, **buffers):
@@ -247,7 +265,10 @@ def kernel_of(
 
 
 def roles(here: RunningBlock, fetching: Callable[[], None], computing: Callable[[], None]) -> None:
-    """Runs one of the two, with the registers it needs."""
+    """Runs one of the two, with the registers it needs.
+
+    With one computing warpgroup there are enough for all, and nothing is exchanged.
+    """
     groups = here.launch.plan.groups
 
     @pl.when(here.group == groups)
