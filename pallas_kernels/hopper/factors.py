@@ -31,7 +31,9 @@ def _scaled_side(u_dtype, v_dtype) -> str:
 
 
 @functools.partial(jax.named_call, name="split_factors")
-def bfloat16_factors(u: Float[Array, "#L T M"], v: Float[Array, "#L M columns"], pieces: int) -> tuple[Array, Array]:
+def bfloat16_factors(
+    u: Float[Array, "*left T M"], v: Float[Array, "*right M columns"], pieces: int
+) -> tuple[Array, Array]:
     """Makes factors whose product in bfloat16 is that of u and v; the rank padded to a multiple of 16, u's tokens of 8.
 
     A float32 factor becomes the sum of `pieces` of bfloat16, 8 bits of significand each; products of pieces that reach

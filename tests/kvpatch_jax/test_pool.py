@@ -1,6 +1,8 @@
 """The paged pool: splicing, books of slots, compaction, engines' page layouts, and attention over spliced pages."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -303,8 +305,9 @@ def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, m
     from kvpatch_jax.pool import jitted_splice
     from pallas_kernels.splice import api
 
-    other = {"tpu": "pallas_kernels.splice.reference.splice", "xla": "pallas_kernels.splice.tpu.kernel"}[implementation]
-    monkeypatch.setattr(other, None)  # no falling back
+    module, name = ("reference", "splice") if implementation == "tpu" else ("tpu", "kernel")
+    other = importlib.import_module(f"pallas_kernels.splice.{module}")
+    monkeypatch.setattr(other, name, None)  # no falling back
     api._jitted.clear_cache()
     chunk = chunk_of("mla", length=19)
     layout = chunk.layout
