@@ -26,14 +26,13 @@ legend = kvp.make_chunk(backbone, [folder / "legend.png"], id="legend")
 page = kvp.make_chunk(backbone, [folder / "page.png"], id="page")
 
 # Once, both images in one prompt: what the page becomes behind the legend. The patch is the thin part of the change.
-both = backbone.prefill(backbone.embed(**backbone.prepare([folder / "legend.png", folder / "page.png"]))).kv
-conditioned = {name: value[:, 0, legend.length :] for name, value in both.items()}
+_, conditioned = kvp.conditioned(backbone, [[folder / "legend.png"], [folder / "page.png"]])
 patch = kvp.form_patch(page, conditioned, rank=8, antecedent=[legend.id])
 print(f"the page: {page.nbytes} bytes of KV; its patch: {patch.nbytes} bytes")
 
 # Later the same two images stand elsewhere. No forward pass: one rotation each, and the patch for the page.
 start = 30
-legend_kv = kvp.to_engine(layout, legend.kv, legend.local, start)
+legend_kv = kvp.apply_patch(legend, None, start)
 page_start = start + legend.span
 blind = kvp.apply_patch(page, None, page_start)
 patched = kvp.apply_patch(page, patch, page_start, antecedent=[legend.id])
@@ -41,8 +40,8 @@ patched = kvp.apply_patch(page, patch, page_start, antecedent=[legend.id])
 
 def answer(question: str, page_kv: dict[str, jax.Array]) -> str:
     """Ask over the legend's and the page's KV, as an engine would read them."""
-    context = {name: jnp.concatenate([legend_kv[name], page_kv[name]], axis=1)[:, None] for name in layout.names}
-    tokens = kvp.moved(backbone.embed(**backbone.prepare([question])), page_start + page.span)
+    context = kvp.joined(legend_kv, page_kv)
+    tokens = backbone.embed(**backbone.prepare([question])).shift(page_start + page.span)
     return backbone.text(backbone.generate(tokens, steps=1, context=context)[0])
 
 

@@ -1,54 +1,113 @@
-"""Position-free KV chunks and thin conditioning patches for vision-language models, in JAX."""
+"""Position-free KV chunks and thin conditioning patches for vision-language models, in JAX.
 
-from . import deficit as deficit
+Chunks, from a model:
+  make_chunk          prefill one unit alone and keep its KV without its position
+  conditioned         the KV of every unit of a sequence, as those in front of it made it
+  joined              chunks in the engine frame, one behind the other: a context
+  Chunk, Tokens       the containers; Text marks a str that is text though a file has its name
+  Backbone            what a model must offer (`models.load` gives such models)
+
+Patches:
+  form_patch          thin factors of what a chunk absorbed from those in front of it
+  apply_patch         the chunk at another position, with its patch or (blind) without
+  accumulate, orbit_patch            one patch for every order of those in front
+  removal_patch                      for a chunk that stays when one in front of it leaves
+  correction_patch, update_patch     what a stored patch lacks, and folding it in
+  truncate, keep_layers, quantise    a smaller patch: fewer directions, layers, bits
+  Patch, PatchMetadata               the containers
+
+Frames of keys, described by a layout:
+  KVLayout, Channel, Rope, Scaling   which tensors a model caches, and how they carry positions
+  to_engine, to_local, to_phase_free, relocate
+
+Readouts:
+  attention_with_lse, merge_readouts, empty_readout
+
+Modules:
+  ops                 the same on bare arrays: to be jitted, vmapped and differentiated
+  pool, engines       a paged pool, slots and `splice`; the page layouts of other engines
+  store               chunks and patches on disk (`ChunkStore`), libraries, snapshots
+  repair              other published ways of mending a reused cache, to compare with
+  deficit, rope       statistics of a deficit; tables of angles
+  errors              every error that is raised on purpose
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import errors as errors
 from . import ops as ops
-from .backbone import Backbone as Backbone
-from .backbone import Tokens as Tokens
-from .backbone import joined as joined
-from .backbone import make_chunk as make_chunk
-from .backbone import moved as moved
-from .chunk import Chunk as Chunk
-from .compress import keep_layers as keep_layers
-from .compress import quantise as quantise
-from .compress import truncate as truncate
-from .content import Text as Text
-from .engines import from_latent_rows as from_latent_rows
-from .engines import from_paged_attention as from_paged_attention
-from .engines import from_ragged_paged_attention as from_ragged_paged_attention
-from .engines import to_latent_rows as to_latent_rows
-from .engines import to_paged_attention as to_paged_attention
-from .engines import to_ragged_paged_attention as to_ragged_paged_attention
-from .layout import Channel as Channel
-from .layout import KVLayout as KVLayout
-from .layout import relocate as relocate
-from .layout import to_engine as to_engine
-from .layout import to_local as to_local
-from .layout import to_phase_free as to_phase_free
-from .orbit import Accumulated as Accumulated
-from .orbit import accumulate as accumulate
-from .orbit import orbit_patch as orbit_patch
-from .patch import apply_patch as apply_patch
-from .patch import form_patch as form_patch
-from .patch import removal_patch as removal_patch
-from .patch_metadata import Patch as Patch
-from .patch_metadata import PatchMetadata as PatchMetadata
-from .patch_metadata import patch_bytes as patch_bytes
-from .pool import SlotAllocator as SlotAllocator
-from .pool import make_pool as make_pool
-from .pool import move_slots as move_slots
-from .pool import moves as moves
-from .pool import pages_of as pages_of
-from .pool import read_slots as read_slots
-from .pool import slot_mask as slot_mask
-from .pool import splice as splice
-from .readout import attention_with_lse as attention_with_lse
-from .readout import empty_readout as empty_readout
-from .readout import merge_readouts as merge_readouts
-from .rope import Rope as Rope
-from .rope import rope_tables as rope_tables
-from .rope import rotate as rotate
-from .scaling import Scaling as Scaling
-from .store import ChunkStore as ChunkStore
-from .update import correction_patch as correction_patch
-from .update import update_patch as update_patch
+from . import rope as rope
+from .backbone import Backbone, Tokens, conditioned, joined, make_chunk
+from .chunk import Chunk
+from .compress import keep_layers, quantise, truncate
+from .content import Text
+from .layout import Channel, KVLayout, relocate, to_engine, to_local, to_phase_free
+from .orbit import accumulate, orbit_patch
+from .patch import apply_patch, form_patch, removal_patch
+from .patch_metadata import Patch, PatchMetadata
+from .readout import attention_with_lse, empty_readout, merge_readouts
+from .rope import Rope
+from .scaling import Scaling
+from .update import correction_patch, update_patch
+
+if TYPE_CHECKING:
+    from . import deficit, engines, pool, repair, store
+    from .store import ChunkStore
+
+__all__ = [
+    "Backbone",
+    "Channel",
+    "Chunk",
+    "ChunkStore",
+    "KVLayout",
+    "Patch",
+    "PatchMetadata",
+    "Rope",
+    "Scaling",
+    "Text",
+    "Tokens",
+    "accumulate",
+    "apply_patch",
+    "attention_with_lse",
+    "conditioned",
+    "correction_patch",
+    "deficit",
+    "empty_readout",
+    "engines",
+    "errors",
+    "form_patch",
+    "joined",
+    "keep_layers",
+    "make_chunk",
+    "merge_readouts",
+    "ops",
+    "orbit_patch",
+    "pool",
+    "quantise",
+    "relocate",
+    "removal_patch",
+    "repair",
+    "rope",
+    "store",
+    "to_engine",
+    "to_local",
+    "to_phase_free",
+    "truncate",
+    "update_patch",
+]
+
+# Loaded when first used: the store needs POSIX file locks and cryptography, pool and repair are not everybody's.
+_LAZY_MODULES = ("deficit", "engines", "pool", "repair", "store")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name == "ChunkStore":
+        return importlib.import_module(".store", __name__).ChunkStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; expected one of {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Num
 
 from .chunk import AnyArray, Chunk
 from .chunk_ids import chunk_id
 from .content import items_of, one_form
 from .errors import InputError, LayoutError, PositionError, ShapeError
-from .frames import EngineKV, expect_frame
+from .frames import EngineKV, PhaseFreeKV, expect_frame
 from .layout import KVLayout, Start
 
 KV = Mapping[str, Array]
@@ -41,6 +41,28 @@ class Tokens(NamedTuple):
         """Tokens start … stop-1."""
         deepstack = None if self.deepstack is None else self.deepstack[:, start:stop]
         return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack)
+
+    def shift(self, start: Start) -> "Tokens":
+        """Moves every position by `start`: to ask behind cached chunks.
+
+        Args:
+          start: for all rows alike, a scalar or (where the rope has axes) one per axis [A]; or for each row its own,
+            [B] without axes and [B,A] with them.
+
+        Raises:
+          PositionError: a start of another shape, or not an integer.
+        """
+        given = start if isinstance(start, jax.Array) else np.asarray(start)
+        rows, axes = self.positions.shape[0], self.positions.shape[2:]
+        if not jnp.issubdtype(given.dtype, jnp.integer) or given.shape not in ((), axes, (rows, *axes)):
+            raise PositionError(
+                f"shift: start of dtype {given.dtype} and shape {given.shape}; expected integers, one for all, or of "
+                f"shape {(rows, *axes)}" + (f" or {axes}" if axes else "")
+            )
+        if given.shape == (rows, *axes):
+            given = given[:, None]
+        positions = self.positions + given
+        return self._replace(positions=positions.astype(self.positions.dtype))
 
 
 class Output(NamedTuple):
@@ -81,8 +103,16 @@ class Backbone(Protocol):
         ...
 
     @property
+    def encode(self) -> Callable[..., AnyArray | None]:
+        """encode(**prompt): run the vision tower alone; its output [n, E, D], or None for a prompt without images."""
+        ...
+
+    @property
     def embed(self) -> Callable[..., Tokens]:
-        """embed(**prompt): run the vision tower and look up embeddings; takes what `prepare` returns, by name."""
+        """embed(**prompt): run the vision tower and look up embeddings; takes what `prepare` returns, by name.
+
+        With `features`, the output of `encode` for this prompt, the tower does not run.
+        """
         ...
 
     def prefill(
@@ -102,7 +132,7 @@ class Backbone(Protocol):
 
         Raises:
           FrameError: a context that is known to be in another frame. PositionError: tokens that begin at position 0
-          behind a context (`moved` moves them there). InputError, ShapeError: no tokens, or no batch axis.
+          behind a context (`Tokens.shift` moves them there). InputError, ShapeError: no tokens, or no batch axis.
         """
         ...
 
@@ -148,24 +178,38 @@ class Backbone(Protocol):
         ...
 
 
-def make_chunk(backbone: Backbone, items: Sequence[Any], id: str | None = None) -> Chunk:
-    """Prefill one unit alone and keep its KV position-free: the canonical.
+def make_chunk(
+    backbone: Backbone,
+    items: Sequence[Any],
+    id: str | None = None,
+    *,
+    encoder: Num[AnyArray, "n E D"] | None = None,
+    keep_encoder: bool = False,
+) -> Chunk:
+    """Prefills one unit alone and keeps its KV position-free: the canonical.
 
     Args:
       items: texts and images as `backbone.prepare` takes them; an image brings its start and end tokens along.
       id: the chunk's name, which its patches carry; None: `chunk_id` of the items, as libraries and the linker name the
         same content.
+      encoder: the tower's output for these items, as `backbone.encode`, `Chunk.encoder` or a store's `Miss.encoder()`
+        gives it; the tower does not run again.
+      keep_encoder: leaves the tower's output in the chunk, so that a store keeps it when the KV is evicted.
 
     Returns:
       A Chunk of one unpadded row, whose content is the items' digest; its span is one more than its largest local
       position.
 
     Raises:
-      ImageError, InputError: as `prepare`. NotFiniteError: the forward gave NaN or infinity.
+      ImageError, InputError: as `prepare`, and `encoder` of another prompt. NotFiniteError: the forward gave NaN or
+      infinity.
     """
     items = [one_form(item) for item in items_of(items, "make_chunk")]
     content = chunk_id(backbone.fingerprint, *items)
-    tokens = backbone.embed(**backbone.prepare(items))
+    prompt = backbone.prepare(items)
+    if encoder is None and keep_encoder:
+        encoder = backbone.encode(**prompt)
+    tokens = backbone.embed(**prompt) if encoder is None else backbone.embed(**prompt, features=encoder)
     local = np.asarray(tokens.positions)[0]
     return Chunk(
         kv={name: value[:, 0] for name, value in backbone.prefill(tokens).kv.items()},
@@ -175,31 +219,70 @@ def make_chunk(backbone: Backbone, items: Sequence[Any], id: str | None = None) 
         id=content if id is None else id,
         layout=backbone.layout,
         backbone=backbone.fingerprint,
+        encoder=encoder if keep_encoder else None,
         content=content,
     )
 
 
-def moved(tokens: Tokens, start: Start) -> Tokens:
-    """The same tokens with every position moved by `start`: to ask behind cached chunks.
+def conditioned(backbone: Backbone, units: Sequence[Sequence[Any] | Tokens]) -> list[PhaseFreeKV]:
+    """Prefills units one behind the other and returns each one's KV as those in front of it made it.
+
+    `conditioned(backbone, [[a], [b]])[1]` is KV(B|A), of the shape of `make_chunk(backbone, [b])`: what `form_patch`
+    takes. Each unit starts where the span of the one in front ends.
 
     Args:
-      start: for all rows alike, a scalar or (where the rope has axes) one per axis [A]; or for each row its own, [B]
-        without axes and [B,A] with them.
+      units: each the items of one chunk, as `make_chunk` takes them; or `Tokens` as `embed` gives them, of one
+        row or several.
+
+    Returns:
+      For each unit {channel: [L, T, K, H]}, phase-free; of `Tokens` {channel: [L, B, T, K, H]}.
 
     Raises:
-      PositionError: a start of another shape, or not an integer.
+      ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows.
     """
-    given = start if isinstance(start, jax.Array) else np.asarray(start)
-    rows, axes = tokens.positions.shape[0], tokens.positions.shape[2:]
-    if not jnp.issubdtype(given.dtype, jnp.integer) or given.shape not in ((), axes, (rows, *axes)):
-        raise PositionError(
-            f"moved: start of dtype {given.dtype} and shape {given.shape}; expected integers, one for all, or of shape "
-            f"{(rows, *axes)}" + (f" or {axes}" if axes else "")
+    parts: list[Tokens] = []
+    start: np.ndarray | None = None
+    for unit in units:
+        tokens = unit
+        if not isinstance(tokens, Tokens):
+            tokens = backbone.embed(**backbone.prepare(items_of(tokens, "conditioned")))
+        check_tokens(tokens, "conditioned")
+        if parts and len(tokens.embeddings) != len(parts[0].embeddings):
+            raise ShapeError(f"conditioned: {len(tokens.embeddings)} rows; expected {len(parts[0].embeddings)} of each")
+        parts.append(tokens if start is None else tokens.shift(start))
+        places = np.asarray(parts[-1].positions)
+        last = places.reshape(len(places), -1).max(axis=1).astype(np.int32) + 1
+        # One start for every row, and for every axis where the rope has axes.
+        start = last if places.ndim == 2 else np.repeat(last[:, None], places.shape[2], axis=1)
+    if not parts:
+        raise InputError("conditioned: no units; expected at least one")
+
+    kv = backbone.prefill(_one_behind_the_other(parts)).kv
+    found, begin = [], 0
+    for unit, tokens in zip(units, parts, strict=True):
+        end = begin + tokens.embeddings.shape[1]
+        own = {name: value[:, :, begin:end] for name, value in kv.items()}
+        if not isinstance(unit, Tokens):
+            own = {name: value[:, 0] for name, value in own.items()}
+        found.append(PhaseFreeKV(own))
+        begin = end
+    return found
+
+
+def _one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
+    deepstack = None
+    known = [part.deepstack for part in parts if part.deepstack is not None]
+    if known:
+        shape = known[0].shape
+        none = lambda part: jnp.zeros((*part.embeddings.shape[:2], *shape[2:]), known[0].dtype)
+        deepstack = jnp.concatenate(
+            [none(part) if part.deepstack is None else part.deepstack for part in parts], axis=1
         )
-    if given.shape == (rows, *axes):
-        given = given[:, None]
-    positions = tokens.positions + given
-    return tokens._replace(positions=positions.astype(tokens.positions.dtype))
+    return Tokens(
+        jnp.concatenate([part.embeddings for part in parts], axis=1),
+        np.concatenate([np.asarray(part.positions) for part in parts], axis=1),
+        deepstack,
+    )
 
 
 def check_tokens(tokens: Tokens, what: str) -> None:
@@ -238,7 +321,7 @@ def check_cached(layout: KVLayout, tokens: Tokens, kv: KV, what: str) -> None:
 def check_behind(tokens: Tokens, context: KV, mask: AnyArray | None, what: str) -> None:
     """Refuses tokens that were not moved behind their context: a row that begins at position 0 and sees it.
 
-    Positions that the host has (as `embed` and `moved` leave them) are looked at for nothing; those on a device are
+    Positions that the host has (as `embed` and `shift` leave them) are looked at for nothing; those on a device are
     brought here; traced ones pass. Rows that begin with padding at position 0 pass, and so do rows whose first token
     the mask keeps from the whole context.
 
@@ -256,7 +339,7 @@ def check_behind(tokens: Tokens, context: KV, mask: AnyArray | None, what: str) 
     if unmoved.any():
         raise PositionError(
             f"{what}: row {int(unmoved.argmax())} begins at position 0 behind a context of {size} tokens; expected "
-            "positions behind it: kvpatch_jax.moved(tokens, start), start being where the context's span ends"
+            "positions behind it: tokens.shift(start), start being where the context's span ends"
         )
 
 

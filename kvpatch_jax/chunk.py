@@ -41,7 +41,7 @@ class Chunk:
       id: the chunk's name; patches carry it in their metadata.
       layout: of kv.
       backbone: fingerprint of the model that made it.
-      encoder: the vision (or audio) tower's output, [T', D], or None.
+      encoder: the tower's output, [n, E, D] as `Backbone.encode` gives it, or None.
       hidden: the residual stream at some layers' inputs, {layer: [T, D]} ([B, T, D] of a batch), or None.
       content: a digest of what the chunk shows, by which two chunks of one id are told apart; who makes it from inputs
         gives theirs. None takes a checksum of kv, "kv:…", computed in the pass that looks for NaN, and again wherever

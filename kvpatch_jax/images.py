@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import UInt8
 
 from .errors import ImageError
-from .extras import require
 
 ImageSource = Any
 """A path (`os.PathLike`), an encoded file's bytes, a PIL image, or uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]."""
@@ -58,7 +57,8 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
 
 
 def _of_file(file: Any, name: str) -> np.ndarray:
-    Image, ImageOps = require("PIL.Image", "Pillow"), require("PIL.ImageOps", "Pillow")
+    from PIL import Image, ImageOps
+
     try:
         with Image.open(file) as image:
             image.load()
@@ -73,7 +73,11 @@ def _of_file(file: Any, name: str) -> np.ndarray:
 
 
 def _of_pil(source: Any, name: str) -> np.ndarray:
-    if not hasattr(source, "getbands"):  # as `content.sort_of` tells a PIL image, without Pillow
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImageError(f"{name} is a {type(source).__name__}; images other than arrays need Pillow") from error
+    if not isinstance(source, Image.Image):
         raise ImageError(f"{name} is a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
     if 0 in source.size:
         raise ImageError(f"{name} is empty: {source.height}×{source.width} pixels")
@@ -101,7 +105,8 @@ def over_white(image: UInt8[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:
     """Lays pixels over white where they are not opaque: RGB from RGB or RGBA."""
     if image.shape[-1] == 3:
         return image
-    Image = require("PIL.Image", "Pillow")
+    from PIL import Image
+
     pixels = Image.fromarray(image, "RGBA")
     white = Image.new("RGBA", pixels.size, (255, 255, 255, 255))
     return np.array(Image.alpha_composite(white, pixels).convert("RGB"))

@@ -147,8 +147,17 @@ class Patch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the factors, scales included; a shared left factor counts once."""
-        return patch_bytes(self)
+        """Bytes of the factors, scales included; a shared left factor counts once.
+
+        At rank m a channel takes m·(T + F) numbers where its KV takes T·F: rank 16 of a 480-token chunk at width 512 is
+        as much as 31 of its 480 tokens.
+        """
+        leaves = jax.tree.leaves(dict(self.factors))
+        total = sum(int(leaf.nbytes) for leaf in leaves)
+        if self.metadata.shared_left:
+            lefts = [jax.tree.leaves(own[0]) for own in self.factors.values() if is_low_rank(own)]  # pyright: ignore
+            total -= sum(int(leaf.nbytes) for left in lefts[1:] for leaf in left)
+        return total
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
@@ -230,24 +239,6 @@ def _check_scale(leaf: Quantised, name: str) -> None:
     values, scale = leaf.values.shape, leaf.scale.shape
     if len(scale) != len(values) or any(one not in (1, own) for one, own in zip(scale, values, strict=True)):
         raise ShapeError(f"patch: scale of shape {scale} for values {values} of {name!r}; expected 1 or as many each")
-
-
-def patch_bytes(patch: Patch) -> int:
-    """Bytes of a patch's factors, scales included; a shared left factor counts once.
-
-    At rank m a channel takes m·(T + F) numbers where its KV takes T·F: rank 16 of a 480-token chunk at width 512 is as
-    much as 31 of its 480 tokens.
-    """
-    seen_left = False
-    total = 0
-    for factors in patch.factors.values():
-        leaves = jax.tree.leaves(factors)
-        if patch.metadata.shared_left and is_low_rank(factors):
-            left = jax.tree.leaves(factors[0])
-            total -= sum(int(leaf.nbytes) for leaf in left) if seen_left else 0
-            seen_left = True
-        total += sum(int(leaf.nbytes) for leaf in leaves)
-    return total
 
 
 _STORED = tuple(field.name for field in dataclasses.fields(Rope) if field.name != "angles")

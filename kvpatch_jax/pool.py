@@ -398,7 +398,8 @@ class SlotAllocator:
         """Packs what is in use to the front, and says where everything went: new slot of each old one, −1 if free.
 
         Aligned pages go first, as whole pages; then all other slots without gaps. Order is kept within both. The caller
-        moves the vectors (`move_slots(pool, *moves(mapping))`) and renames the slots it holds (`mapping[slots]`).
+        moves the vectors (`move_slots(pool, *compaction_moves(mapping))`) and renames the slots it holds
+        (`mapping[slots]`).
         """
         mapping = np.full(self._count.size, -1, np.int32)
         kept = np.flatnonzero(self._aligned)
@@ -414,7 +415,7 @@ class SlotAllocator:
         return mapping
 
 
-def moves(mapping: Int[np.ndarray, " S"]) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]]:
-    """The slots that a compaction's mapping moves: old and new, [N] each."""
+def compaction_moves(mapping: Int[np.ndarray, " S"]) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]]:
+    """Lists the slots that a compaction's mapping moves: old and new, [N] each."""
     old = np.flatnonzero((mapping >= 0) & (mapping != np.arange(mapping.size))).astype(np.int32)
     return old, mapping[old]

@@ -42,7 +42,7 @@ from .inputs.masks import check_mask
 from .inputs.texts import check_ids
 from .prompts import Prompts
 
-Features = Float[Array | np.ndarray, "n E D"]
+Features = Float[Array | np.ndarray, "arrays E D"]
 """A tower's output: E image features in the order of their placeholders; n is 1, and one more per deepstack layer."""
 
 

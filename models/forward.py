@@ -52,7 +52,7 @@ class Forward:
 
     def _embed(
         self, state: Any, input_ids: Int[Array, "B T"], features: Float[Array, "n E D"] | None
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T n D"] | None]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T n-1 D"] | None]:
         return embed_tokens(nnx.merge(self.graph, state).decoder, input_ids, features, self.pads)
 
     def _prefill(

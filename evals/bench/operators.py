@@ -41,7 +41,7 @@ class _Placing:
         every = tuple(range(layers))
         self.patch = kvp.Patch(factors, kvp.PatchMetadata("chunk", "canonical", ("other",), "none", self.layout, every))
         pages = -(-tokens // PAGE_SIZE) + 1
-        self.pool = kvp.make_pool(self.layout, pages, PAGE_SIZE)
+        self.pool = kvp.pool.make_pool(self.layout, pages, PAGE_SIZE)
         self.slots = rng.permutation(pages * PAGE_SIZE)[:tokens].astype(np.int32)
 
     def apply(self, patch: kvp.Patch | None) -> Any:
@@ -49,7 +49,7 @@ class _Placing:
 
     def splice(self, patch: kvp.Patch | None) -> Any:
         antecedent = () if patch is None else ("other",)
-        self.pool = kvp.splice(self.pool, self.slots, self.chunk, patch, 7, antecedent)
+        self.pool = kvp.pool.splice(self.pool, self.slots, self.chunk, patch, 7, antecedent)
         return self.pool
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from kvpatch_jax import ops
 from kvpatch_jax.layout import KVLayout
-from kvpatch_jax.repair import REPAIRS, Splice, count_of_equal_bytes, fraction_to_count
+from kvpatch_jax.repair import REPAIRS, SplicedCache, count_of_equal_bytes, fraction_to_count
 
 from ..small_task import KINDS, Questions, scenes
 from ..small_task.scenes import KV, Scene
@@ -65,12 +65,12 @@ class PageReuse:
         page = scenes.place_page(self.scene, self.canonical, self.tokens, factors, frame)
         return scenes.with_page(self.scene, self.engine, page)
 
-    def splice(self) -> Splice:
+    def splice(self) -> SplicedCache:
         """What token repairs start from: the blind cache and the page's tokens."""
         first, last = self.scene.page.start, self.scene.page.stop
         slots = np.broadcast_to(np.arange(first, last), (len(self.scene), last - first))
         page = self.tokens.take(first, last)
-        return Splice(page, self.cache(), jnp.asarray(slots), conditioned=self.page)
+        return SplicedCache(page, self.cache(), jnp.asarray(slots), conditioned=self.page)
 
     def rotated_delta(self) -> KV:
         """The deficit in the engine frame, where the paper's listing takes it."""

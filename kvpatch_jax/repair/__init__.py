@@ -6,7 +6,7 @@ C.3), on the same relocated KV and with tokens really recomputed in context.
 
 from ._common import Repair as Repair
 from ._common import Repaired as Repaired
-from ._common import Splice as Splice
+from ._common import SplicedCache as SplicedCache
 from ._common import count_of_equal_bytes as count_of_equal_bytes
 from ._common import fraction_to_count as fraction_to_count
 from .cacheblend import cacheblend as cacheblend

@@ -21,7 +21,7 @@ from ..frames import expect_frame
 from ..layout import KVLayout
 
 
-class Splice(NamedTuple):
+class SplicedCache(NamedTuple):
     """A sequence's cache with one chunk put in blind, and what is needed to mend it. A pytree: it may be traced.
 
     tokens: the chunk's tokens at their new place, embeddings [B,T,D] and absolute positions.
@@ -56,7 +56,7 @@ class Repaired(NamedTuple):
 class Repair(Protocol):
     """The one signature: mend `splice` by recomputing `count` tokens per row (static, 0 … T)."""
 
-    def __call__(self, backbone: Backbone, splice: Splice, count: int, /) -> Repaired:
+    def __call__(self, backbone: Backbone, splice: SplicedCache, count: int, /) -> Repaired:
         """See the class.
 
         Raises:
@@ -102,7 +102,7 @@ def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens
     return int(numbers / sum(channel.features for channel in layout.channels) + 0.5)
 
 
-def check_splice(layout: KVLayout, splice: Splice, count: int) -> None:
+def check_splice(layout: KVLayout, splice: SplicedCache, count: int) -> None:
     """Refuses a splice whose arrays do not fit one another, and a count outside 0 … T.
 
     Raises:
@@ -135,7 +135,7 @@ def _expect(what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> Non
         raise ShapeError(f"repair: {what} begins with shape {tuple(found)}; expected {expected}")
 
 
-def _check_slots(splice: Splice, size: int) -> None:
+def _check_slots(splice: SplicedCache, size: int) -> None:
     if any(isinstance(value, Tracer) for value in (splice.slots, splice.length)):
         return
     slots = np.asarray(splice.slots)
@@ -144,7 +144,7 @@ def _check_slots(splice: Splice, size: int) -> None:
         raise InputError(f"repair: slot {slots[outside][0]}; expected 0 to {size - 1}, inside the cache")
 
 
-def live_tokens(splice: Splice) -> Bool[Array, "B T"]:
+def live_tokens(splice: SplicedCache) -> Bool[Array, "B T"]:
     """Which tokens are not padding."""
     B, T = splice.slots.shape
     if splice.length is None:
@@ -152,7 +152,7 @@ def live_tokens(splice: Splice) -> Bool[Array, "B T"]:
     return jnp.arange(T) < jnp.asarray(splice.length)[:, None]
 
 
-def untouched(layout: KVLayout, splice: Splice) -> Repaired:
+def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
     """The answer of every repair to a count of 0: the cache as it is, nothing chosen."""
     return Repaired(dict(splice.cache), jnp.zeros((layout.layers, *splice.slots.shape), bool))
 
@@ -191,13 +191,13 @@ def largest(score: Float[Array, "B T"], count: int) -> Int[Array, "B count"]:
     return jnp.sort(jax.lax.top_k(score, count)[1], axis=-1)
 
 
-def mark(splice: Splice, index: Int[Array, "B count"]) -> Bool[Array, "B T"]:
+def mark(splice: SplicedCache, index: Int[Array, "B count"]) -> Bool[Array, "B T"]:
     """The chosen tokens as a mask, without padding."""
     rows = jnp.arange(index.shape[0])[:, None]
     return jnp.zeros(splice.slots.shape, bool).at[rows, index].set(True) & live_tokens(splice)
 
 
-def recompute_tokens(backbone: Backbone, splice: Splice, index: Int[Array, "B count"]) -> dict[str, Array]:
+def recompute_tokens(backbone: Backbone, splice: SplicedCache, index: Int[Array, "B count"]) -> dict[str, Array]:
     """Recomputes the tokens at `index`, and no others, in context through all layers; returns the cache.
 
     They see each other's fresh KV and the rest of the cache as it stands. Only these tokens are run, so the work is
@@ -213,7 +213,7 @@ def recompute_tokens(backbone: Backbone, splice: Splice, index: Int[Array, "B co
     return backbone.recompute(tokens, splice.cache, take(jnp.asarray(splice.slots)), keep, mask).cache
 
 
-def repair_everywhere(backbone: Backbone, splice: Splice, index: Int[Array, "B count"]) -> Repaired:
+def repair_everywhere(backbone: Backbone, splice: SplicedCache, index: Int[Array, "B count"]) -> Repaired:
     """Recomputes one token set at every layer."""
     chosen = jnp.broadcast_to(mark(splice, index), (backbone.layout.layers, *splice.slots.shape))
     return Repaired(recompute_tokens(backbone, splice, index), chosen)

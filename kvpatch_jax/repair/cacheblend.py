@@ -6,7 +6,7 @@ from ..backbone import KV, Backbone
 from ..errors import InputError
 from ._common import (
     Repaired,
-    Splice,
+    SplicedCache,
     check_splice,
     deviation,
     largest,
@@ -18,7 +18,7 @@ from ._common import (
 )
 
 
-def cacheblend(backbone: Backbone, splice: Splice, count: int, check_layer: int = 1) -> Repaired:
+def cacheblend(backbone: Backbone, splice: SplicedCache, count: int, check_layer: int = 1) -> Repaired:
     """Recomputes all tokens through `check_layer`, and above it the `count` tokens whose KV deviates most there.
 
     The sets are nested: all tokens at layers 0 … check_layer, the chosen ones above. The full recompute of the lower

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 
 from ..backbone import Backbone
-from ._common import Repaired, Splice, check_splice, repair_everywhere, untouched
+from ._common import Repaired, SplicedCache, check_splice, repair_everywhere, untouched
 
 
-def first_k(backbone: Backbone, splice: Splice, count: int) -> Repaired:
+def first_k(backbone: Backbone, splice: SplicedCache, count: int) -> Repaired:
     """Recomputes the first `count` tokens of the chunk in context, at every layer.
 
     Source: EPIC (Hu et al. 2025, LegoLink) and its multimodal form MPIC, as Kamera App. C.3 and Table 6 compare them.

@@ -5,7 +5,7 @@ from ..errors import InputError
 from ..layout import to_engine
 from ._common import (
     Repaired,
-    Splice,
+    SplicedCache,
     check_splice,
     deviation,
     largest,
@@ -16,7 +16,7 @@ from ._common import (
 )
 
 
-def oracle_delta(backbone: Backbone, splice: Splice, count: int) -> Repaired:
+def oracle_delta(backbone: Backbone, splice: SplicedCache, count: int) -> Repaired:
     """Recomputes in context, at every layer, the `count` tokens with the largest true deficit ‖Δ‖.
 
     ‖Δ‖ is ‖conditioned − spliced‖ over each channel's typical norm, summed over layers and channels. Source: Kamera

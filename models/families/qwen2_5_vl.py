@@ -14,26 +14,27 @@ from jaxtyping import Array, Float
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
 
-from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need, read_axial_theta, read_decoder, read_rope, read_window
 from ..decoder.known_keys import DEFAULTS, ONLY, complete
-from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionConfig, get_rope_positions
 from ..inputs.qwen_images import ImageConfig, preprocess_images
-from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
-from ..towers.weights import qwen2_5_vision_entries
-from .family import Family, Shapes, Vision
+from ..towers.qwen2_5 import VisionConfig, VisionTower, plan_patches
+from .family import Family, Vision
+from .family import abstract as abstract
+from .family import parameters as parameters
+from .family import with_parameters as with_parameters
 from .image_family import (
-    check_output_width,
+    check_placeholders,
+    one_kind_of_grid,
     one_size,
-    packed_plan,
     pads_between_ends,
     text_part,
     vision_part,
     whole,
 )
+from .qwen2_5_vl_weights import weight_map
 from .text_families import TEXT_TABLE, read_head_dim
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -51,7 +52,7 @@ class Qwen25VLConfig:
     """The whole backbone: both towers and the token ids that stand for images."""
 
     text: DecoderConfig
-    vision: Qwen25VisionConfig
+    vision: VisionConfig
     image_token: int
     video_token: int
     vision_start_token: int
@@ -93,11 +94,7 @@ class Qwen25VLConfig:
         return FAMILY
 
     def to_dict(self) -> dict[str, Any]:
-        """`config.json` in the released (flat) form; `from_dict` reads it back.
-
-        Written from the fields and not, as other families do it, from the file that was read: fingerprints of stored
-        chunks are taken over this form.
-        """
+        """`config.json` in the released (flat) form; `from_dict` reads it back."""
         text, vision = self.text, self.vision
         return {
             "architectures": [ARCHITECTURE],
@@ -174,9 +171,9 @@ def _rope_entry(rope: Rope) -> dict[str, Any]:
     )
 
 
-def _vision(raw: Mapping[str, Any], text: DecoderConfig) -> Qwen25VisionConfig:
+def _vision(raw: Mapping[str, Any], text: DecoderConfig) -> VisionConfig:
     patch = raw.get("spatial_patch_size") if raw.get("patch_size") is None else raw["patch_size"]
-    config = Qwen25VisionConfig(
+    config = VisionConfig(
         depth=need(raw, "depth"),
         width=need(raw, "hidden_size"),
         heads=need(raw, "num_heads"),
@@ -192,7 +189,8 @@ def _vision(raw: Mapping[str, Any], text: DecoderConfig) -> Qwen25VisionConfig:
         theta=read_axial_theta(raw),
         dtype=text.dtype,
     )
-    check_output_width(config.output_width, text)
+    if config.output_width != text.width:
+        raise ConfigError(f"vision out_hidden_size {config.output_width}; expected the text width {text.width}")
     return config
 
 
@@ -200,7 +198,7 @@ class Qwen25VL(nnx.Module):
     """Tower and decoder with their parameters."""
 
     def __init__(self, config: Qwen25VLConfig, rngs: nnx.Rngs):
-        self.visual = Qwen25VisionTower(config.vision, rngs)
+        self.visual = VisionTower(config.vision, rngs)
         self.decoder = Decoder(config.text, rngs)
         self.config = config
 
@@ -209,27 +207,42 @@ class Qwen25VL(nnx.Module):
         return self.visual(pixel_values, **plan)[None]
 
 
+def _position_config(config: Qwen25VLConfig) -> PositionConfig:
+    return PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
+
+
 def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
-    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
-    return get_rope_positions(input_ids, *grids, arrays.get("second_per_grid_ts"), rule)[0]
+    seconds = arrays.get("second_per_grid_ts")
+    return get_rope_positions(input_ids, *grids, seconds, _position_config(config))[0]
 
 
-def _entries(config: Qwen25VLConfig, shapes: Shapes) -> list[TensorEntry]:
-    return decoder_entries(config.text) + qwen2_5_vision_entries(config.vision, "visual")
+def _plan(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    grids = one_kind_of_grid(arrays)
+    if grids is None:
+        return None
+    plan = plan_patches(config.vision, grids)
+    patches, pads = plan["rows"].size, (config.image_token, config.video_token)
+    shape = (patches, config.vision.features)
+    check_placeholders(input_ids, pads, patches // config.vision.merge**2, arrays.get("pixel_values"), shape)
+    return plan
+
+
+def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen25VLConfig:
+    return Qwen25VLConfig.from_dict(raw, angles, regime)
 
 
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=Qwen25VLConfig.from_dict,
+    config=_read,
     module=Qwen25VL,
-    entries=_entries,
+    entries=lambda config, shapes: weight_map(config),
     positions=_positions,
     vision=Vision(
         ImageConfig.from_directory,
         preprocess_images,
         pads_between_ends,
-        packed_plan(plan_patches),
+        _plan,
         fills=lambda config: {"windows": 1, "frames": 1},
     ),
     model_type="qwen2_5_vl",

@@ -165,9 +165,9 @@ def test_refuses_what_is_of_another_batch(unchecked, tmp_path):
         chunk_of("gqa", kv=kv_of(LAYOUTS["gqa"], 24, batch=(2, 3)))
     with pytest.raises(ShapeError, match="a batch of 3"):
         kvp.accumulate(kvp.accumulate(None, conditioned_of(one), one, A), conditioned, batch, A)
-    pool = kvp.make_pool(batch.layout, 6, 8, jnp.float32)
+    pool = kvp.pool.make_pool(batch.layout, 6, 8, jnp.float32)
     with pytest.raises(ShapeError, match="a batch of 3; expected one chunk"):
-        kvp.splice(pool, np.arange(24, dtype=np.int32), batch, patch, 3, A)
+        kvp.pool.splice(pool, np.arange(24, dtype=np.int32), batch, patch, 3, A)
     with kvp.ChunkStore(tmp_path) as store:
         with pytest.raises(ShapeError, match="a batch of 3; expected one chunk per object"):
             store.put(batch)

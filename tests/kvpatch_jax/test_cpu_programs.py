@@ -39,7 +39,7 @@ def compiled(program: str) -> str:
         return move.lower(kv, local, local + 5).compile().as_text()
     if program == "apply":
         return ops.jitted_apply.lower(LAYOUT, kv, factors, local, start).compile().as_text()
-    pool, slots = kvp.make_pool(LAYOUT, 4, 32), jnp.arange(TOKENS, dtype=jnp.int32)
+    pool, slots = kvp.pool.make_pool(LAYOUT, 4, 32), jnp.arange(TOKENS, dtype=jnp.int32)
     return jitted_splice.lower(LAYOUT, pool, slots, kv, factors, local, start, jnp.int32(TOKENS)).compile().as_text()
 
 
@@ -121,11 +121,11 @@ def test_a_chunks_positions_are_looked_at_once(monkeypatch):
     own = rope.extent
     for module in (rope, layout_module):
         monkeypatch.setattr(module, "extent", lambda values: looked.append(np.shape(values)) or own(values))
-    pool = kvp.make_pool(chunk.layout, 2, 32, jnp.float32)
+    pool = kvp.pool.make_pool(chunk.layout, 2, 32, jnp.float32)
     for start in (0, 5, np.int32(900)):
         kvp.apply_patch(chunk, patch, start, ("A",))
         kvp.apply_patch(chunk, None, start)
-        pool = kvp.splice(pool, np.arange(24, dtype=np.int32), chunk, patch, start, ("A",))
+        pool = kvp.pool.splice(pool, np.arange(24, dtype=np.int32), chunk, patch, start, ("A",))
     assert looked
     assert set(looked) == {()}
 

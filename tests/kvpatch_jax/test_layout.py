@@ -75,7 +75,7 @@ def test_positions_beyond_int32_are_refused_not_wrapped(far: int):
             kvp.to_engine(layout, kv, local, jnp.asarray(far, jnp.uint32))
     if far_away[1].dtype.kind in "iu":
         with refused():
-            kvp.rope_tables(layout.rope, far_away[1])
+            kvp.rope.rope_tables(layout.rope, far_away[1])
 
 
 def test_attention_scaling_is_in_the_engine_frame_and_not_in_relocation():

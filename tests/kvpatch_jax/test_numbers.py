@@ -214,7 +214,7 @@ def engines_frequencies(theta: int, dim: int) -> np.ndarray:
 @pytest.mark.parametrize("theta", [10_000, 1_000_000])
 def test_float32_frequencies_are_the_engines_bit_for_bit(theta: int, dim: int):
     rope = kvp.Rope(theta, dim, angles="float32")
-    cos, sin = kvp.rope_tables(rope, np.asarray([1, 99_991], np.int32))
+    cos, sin = kvp.rope.rope_tables(rope, np.asarray([1, 99_991], np.int32))
     for row, position in enumerate((1, 99_991)):
         angle = (np.float32(position) * engines_frequencies(theta, dim)).astype(np.float64)
         np.testing.assert_allclose(cos[row], np.cos(angle), atol=3e-7)

@@ -82,7 +82,7 @@ def test_bytes_are_the_papers():
     kv = kv_of(layout, 480)
     chunk = kvp.Chunk(kv, np.arange(480, dtype=np.float32), 480, 480, "B", layout, "tiny")
     patch = kvp.form_patch(chunk, kv_of(layout, 480, 1), 16, A)
-    assert kvp.patch_bytes(patch) == 31 * layout.bytes_per_token(jnp.float32)
+    assert patch.nbytes == 31 * layout.bytes_per_token(jnp.float32)
 
 
 def test_channels_ranks_and_dense():
@@ -174,18 +174,18 @@ def test_smaller_forms():
     assert error(applied(short), applied(own)) < 1e-5
     for dtype, bar in ((jnp.bfloat16, 0.03), (jnp.int8, 0.05)):
         small = kvp.quantise(patch, dtype)
-        assert kvp.patch_bytes(small) < 0.6 * kvp.patch_bytes(patch)
+        assert small.nbytes < 0.6 * patch.nbytes
         assert 0 < error(applied(small), applied(patch)) < bar
         assert error(applied(kvp.truncate(small, 3)), applied(short)) < bar
     deep = kvp.keep_layers(patch, (1, 2))
-    assert kvp.patch_bytes(deep) * 3 == kvp.patch_bytes(patch) * 2
+    assert deep.nbytes * 3 == patch.nbytes * 2
     found, bare, full = applied(deep), applied(None), applied(patch)
     np.testing.assert_array_equal(found["k"][0], bare["k"][0])
     np.testing.assert_allclose(found["k"][1:], full["k"][1:], atol=1e-6)
     formed = kvp.form_patch(chunk, conditioned, 6, A, method="exact", layers=(1, 2))
     assert error(applied(formed), found) < 1e-5
     shared = kvp.form_patch(chunk, conditioned, 6, A, shared_left=True)
-    assert kvp.patch_bytes(shared) == 3 * 6 * (24 + 64) * 4
+    assert shared.nbytes == 3 * 6 * (24 + 64) * 4
 
 
 def test_refuses_a_patch_that_does_not_belong():

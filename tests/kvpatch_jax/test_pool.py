@@ -35,7 +35,7 @@ def pool_of(layout: kvp.KVLayout, dtype=jnp.float32, seed: int = 5, padded: bool
     rng = np.random.default_rng(seed)
     return {
         name: jnp.asarray(rng.standard_normal(value.shape), dtype)
-        for name, value in kvp.make_pool(layout, PAGES, PAGE_SIZE, padded=padded).items()
+        for name, value in kvp.pool.make_pool(layout, PAGES, PAGE_SIZE, padded=padded).items()
     }
 
 
@@ -61,10 +61,10 @@ def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: b
     pool = pool_of(layout, padded=padded)
     before = {channel: bits(value).copy() for channel, value in pool.items()}
     made = kvp.apply_patch(chunk, patch, 11, ("A",))
-    pool = kvp.splice(pool, slots, chunk, patch, 11, ("A",))
+    pool = kvp.pool.splice(pool, slots, chunk, patch, 11, ("A",))
     kept = slots[: chunk.length]
     others = np.setdiff1d(np.arange(PAGES * PAGE_SIZE), kept)
-    for channel, value in kvp.read_slots(pool, kept).items():
+    for channel, value in kvp.pool.read_slots(pool, kept).items():
         width = layout.channel(channel).width
         np.testing.assert_allclose(value[..., :width], made[channel][:, : chunk.length], rtol=1e-6, atol=1e-6)
         assert value.shape[-1] == (128 if padded else width)
@@ -84,9 +84,9 @@ def test_blind_and_kept_layers_and_engine_frame(padded: bool):
         kvp.form_patch(chunk, conditioned, 3, ("A",), heads="separate"),
         kvp.form_patch(chunk, conditioned, 3, ("A",), frame="engine", start=4),
     ):
-        pool = kvp.splice(pool_of(layout, padded=padded), slots, chunk, patch, 4, ("A",))
+        pool = kvp.pool.splice(pool_of(layout, padded=padded), slots, chunk, patch, 4, ("A",))
         made = kvp.apply_patch(chunk, patch, 4, ("A",))
-        for channel, value in kvp.read_slots(pool, slots, layout).items():
+        for channel, value in kvp.pool.read_slots(pool, slots, layout).items():
             np.testing.assert_allclose(value, made[channel], rtol=1e-6, atol=1e-6)
 
 
@@ -99,7 +99,7 @@ def test_splicing_compiles_once_and_donates():
         patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ("A",))
         for start in (0, 9):
             pool = pool_of(chunk.layout)
-            kvp.splice(pool, slots_of(24, seed + start), chunk, patch, start, ("A",))
+            kvp.pool.splice(pool, slots_of(24, seed + start), chunk, patch, start, ("A",))
             assert all(value.is_deleted() for value in pool.values())
     assert jitted_splice._cache_size() == 1
 
@@ -129,7 +129,7 @@ def test_refuses_before_it_writes(unchecked, change, error, words):
     arguments = {"pool": pool_of(chunk.layout), "slots": slots_of(24), "chunk": chunk}
     arguments |= {"patch": patch, "start": 4, "antecedent": ("A",)} | change
     with pytest.raises(error, match=words):
-        kvp.splice(**arguments)
+        kvp.pool.splice(**arguments)
     assert not any(value.is_deleted() for value in arguments["pool"].values())
 
 
@@ -137,7 +137,7 @@ def test_refuses_before_it_writes(unchecked, change, error, words):
 @settings(max_examples=60, deadline=None)
 def test_books_balance(data):
     """Any order of allocate, share, release, compact: counts are what a dictionary of owners says, vectors follow."""
-    books = kvp.SlotAllocator(PAGES, PAGE_SIZE)
+    books = kvp.pool.SlotAllocator(PAGES, PAGE_SIZE)
     content = np.full(PAGES * PAGE_SIZE, -1)
     held: list[list] = []  # [slots, owners, aligned, values]
     for step in range(data.draw(st.integers(1, 12))):
@@ -154,7 +154,7 @@ def test_books_balance(data):
             held.append([slots, 1, aligned, content[slots].copy()])
         elif word == "compact":
             mapping = books.compact()
-            old, new = kvp.moves(mapping)
+            old, new = kvp.pool.compaction_moves(mapping)
             content[new] = content[old]
             for entry in held:
                 entry[0] = mapping[entry[0]]
@@ -176,7 +176,7 @@ def test_books_balance(data):
             counts[slots] = owners
             assert (content[slots] == values).all()
             if aligned:
-                kvp.pages_of(slots, PAGE_SIZE)
+                kvp.pool.pages_of(slots, PAGE_SIZE)
                 pages = np.unique(slots // PAGE_SIZE)
                 strangers = [other for other in held if other[0] is not slots]
                 assert not any(np.isin(other[0] // PAGE_SIZE, pages).any() for other in strangers)
@@ -184,7 +184,7 @@ def test_books_balance(data):
 
 
 def test_books_refuse():
-    books = kvp.SlotAllocator(2, 4)
+    books = kvp.pool.SlotAllocator(2, 4)
     slots = books.allocate(3)
     for bad, words in (
         (np.array([5]), "slot 5 has no owner"),
@@ -198,18 +198,18 @@ def test_books_refuse():
     with pytest.raises(PoolError, match="2 whole pages; 1 of 2"):
         books.allocate(5, aligned=True)
     with pytest.raises(PoolError, match="pages 0"):
-        kvp.SlotAllocator(0, 4)
+        kvp.pool.SlotAllocator(0, 4)
     with pytest.raises(PoolError, match="page_size 0"):
-        kvp.make_pool(LAYOUTS["gqa"], 1, 0)
+        kvp.pool.make_pool(LAYOUTS["gqa"], 1, 0)
     assert (books.counts[slots] == 1).all()
     assert books.counts.sum() == 3
 
 
 def test_a_masked_tail_is_given_back_with_its_page():
-    books = kvp.SlotAllocator(3, 4)
+    books = kvp.pool.SlotAllocator(3, 4)
     slots = books.allocate(6, aligned=True)
     assert books.free == 4
-    mask = kvp.slot_mask(slots, kvp.pages_of(slots, 4), 4)
+    mask = kvp.pool.slot_mask(slots, kvp.pool.pages_of(slots, 4), 4)
     assert mask.tolist() == [True] * 6 + [False] * 2
     books.release(slots[4:])
     assert books.free == 8
@@ -220,30 +220,30 @@ def test_a_masked_tail_is_given_back_with_its_page():
 @pytest.mark.parametrize("padded", [False, True])
 def test_compaction_moves_vectors_unchanged(unchecked, padded: bool):
     layout = LAYOUTS["gqa"]
-    books = kvp.SlotAllocator(PAGES, PAGE_SIZE)
+    books = kvp.pool.SlotAllocator(PAGES, PAGE_SIZE)
     first, second, third = books.allocate(5), books.allocate(9), books.allocate(11, aligned=True)
     pool = pool_of(layout, padded=padded)
-    before = [kvp.read_slots(pool, slots) for slots in (second, third)]
+    before = [kvp.pool.read_slots(pool, slots) for slots in (second, third)]
     books.release(first)
     mapping = books.compact()
-    pool = kvp.move_slots(pool, *kvp.moves(mapping))
+    pool = kvp.pool.move_slots(pool, *kvp.pool.compaction_moves(mapping))
     for slots, old in zip((second, third), before, strict=True):
-        for name, value in kvp.read_slots(pool, mapping[slots]).items():
+        for name, value in kvp.pool.read_slots(pool, mapping[slots]).items():
             assert (bits(value) == bits(old[name])).all()
     assert np.flatnonzero(books.counts).max() == 2 * PAGE_SIZE + 8
-    assert kvp.moves(books.compact())[0].size == 0
+    assert kvp.pool.compaction_moves(books.compact())[0].size == 0
     with pytest.raises(KernelSlotError, match="named twice"):
-        kvp.move_slots(pool, np.array([1, 2]), np.array([3, 3]))
+        kvp.pool.move_slots(pool, np.array([1, 2]), np.array([3, 3]))
     with pytest.raises(ShapeError, match="2 slots to 1"):
-        kvp.move_slots(pool, np.array([1, 2]), np.array([3]))
+        kvp.pool.move_slots(pool, np.array([1, 2]), np.array([3]))
 
 
 def test_page_tables_refuse_what_they_cannot_express():
-    assert kvp.pages_of(np.array([12, 13, 14, 15, 0, 1]), 4).tolist() == [3, 0]
+    assert kvp.pool.pages_of(np.array([12, 13, 14, 15, 0, 1]), 4).tolist() == [3, 0]
     with pytest.raises(PoolError, match="token 0 at slot 1"):
-        kvp.pages_of(np.array([1, 2]), 4)
+        kvp.pool.pages_of(np.array([1, 2]), 4)
     with pytest.raises(PoolError, match="token 5 at slot 2"):
-        kvp.pages_of(np.array([12, 13, 14, 15, 0, 2]), 4)
+        kvp.pool.pages_of(np.array([12, 13, 14, 15, 0, 2]), 4)
 
 
 @given(heads=st.integers(1, 5), width=st.sampled_from((1, 8, 63, 64, 65)), wide=st.booleans(), seed=st.integers(0, 99))
@@ -251,16 +251,16 @@ def test_page_tables_refuse_what_they_cannot_express():
 def test_round_trips_of_keys_and_values_keep_every_bit(heads: int, width: int, wide: bool, seed: int):
     layout = kvp.KVLayout.gqa(2, heads, 2 * width, kvp.Rope(1e4, 2 * width))
     pool = pool_of(layout, jnp.float32 if wide else jnp.bfloat16, seed)
-    k, v = kvp.to_paged_attention(layout, pool)
+    k, v = kvp.engines.to_paged_attention(layout, pool)
     assert k.shape == (2, heads, PAGES, PAGE_SIZE, 2 * width)
-    pages = kvp.to_ragged_paged_attention(layout, pool)
+    pages = kvp.engines.to_ragged_paged_attention(layout, pool)
     assert pages.shape == (2, PAGES, PAGE_SIZE, 2 * heads, -(-2 * width // 128) * 128)
     assert (pages[..., 2 * heads - 1, : 2 * width] == pool["v"][..., heads - 1, :]).all()
-    packed = kvp.to_ragged_paged_attention(layout, pool, packing=2)
+    packed = kvp.engines.to_ragged_paged_attention(layout, pool, packing=2)
     for back in (
-        kvp.from_paged_attention(layout, k, v),
-        kvp.from_ragged_paged_attention(layout, pages),
-        kvp.from_ragged_paged_attention(layout, packed, packed=True),
+        kvp.engines.from_paged_attention(layout, k, v),
+        kvp.engines.from_ragged_paged_attention(layout, pages),
+        kvp.engines.from_ragged_paged_attention(layout, packed, packed=True),
     ):
         for name in pool:
             assert back[name].dtype == pool[name].dtype
@@ -279,13 +279,18 @@ def test_a_padded_pool_gives_the_same_pages_and_comes_back(kind: str):
     plain = pool_of(layout, jnp.bfloat16)
     padded = widened(plain)
     dirty = {name: jnp.where(padded[name] == 0, jnp.nan, padded[name]).astype(jnp.bfloat16) for name in padded}
-    shapes = {name: value.shape for name, value in kvp.make_pool(layout, PAGES, PAGE_SIZE, padded=True).items()}
+    shapes = {name: value.shape for name, value in kvp.pool.make_pool(layout, PAGES, PAGE_SIZE, padded=True).items()}
     assert {name: value.shape for name, value in padded.items()} == shapes
     if kind == "gqa":
-        pairs = [(kvp.to_paged_attention, lambda layout, pages, **how: kvp.from_paged_attention(layout, *pages, **how))]
-        pairs += [(kvp.to_ragged_paged_attention, kvp.from_ragged_paged_attention)]
+        pairs = [
+            (
+                kvp.engines.to_paged_attention,
+                lambda layout, pages, **how: kvp.engines.from_paged_attention(layout, *pages, **how),
+            )
+        ]
+        pairs += [(kvp.engines.to_ragged_paged_attention, kvp.engines.from_ragged_paged_attention)]
     else:
-        pairs = [(kvp.to_latent_rows, kvp.from_latent_rows)]
+        pairs = [(kvp.engines.to_latent_rows, kvp.engines.from_latent_rows)]
     for there, back in pairs:
         pages = there(layout, plain)
         for pool in (padded, dirty):  # what lies in the padding reaches no engine
@@ -297,7 +302,7 @@ def test_a_padded_pool_gives_the_same_pages_and_comes_back(kind: str):
 
 def latent_pool(layout: kvp.KVLayout) -> dict:
     """A padded pool of whole tiles, not a number everywhere."""
-    return {name: value * jnp.nan for name, value in kvp.make_pool(layout, 9, 8, jnp.float32, padded=True).items()}
+    return {name: value * jnp.nan for name, value in kvp.pool.make_pool(layout, 9, 8, jnp.float32, padded=True).items()}
 
 
 @pytest.mark.parametrize("implementation", ["xla", "tpu"])
@@ -317,10 +322,10 @@ def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, m
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
     jitted_splice.clear_cache()
     with targeting(implementation.replace("xla", "cpu"), interpret):
-        pool = kvp.splice(latent_pool(layout), slots, chunk, patch, 11, ("A",))
+        pool = kvp.pool.splice(latent_pool(layout), slots, chunk, patch, 11, ("A",))
     jitted_splice.clear_cache()
     kept = slots[: chunk.length]
-    for name, value in kvp.read_slots(pool, kept, layout).items():
+    for name, value in kvp.pool.read_slots(pool, kept, layout).items():
         np.testing.assert_allclose(value, made[name][:, : chunk.length], atol=2e-5)
     others = np.setdiff1d(np.arange(9 * 8), kept)
     for name, value in pool.items():
@@ -334,11 +339,11 @@ def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, m
 def test_round_trip_of_latent_rows_keeps_every_bit(latent: int, rope: int, dtype):
     layout = kvp.KVLayout.mla(2, latent, rope, rope=kvp.Rope(1e4, rope))
     pool = pool_of(layout, dtype)
-    rows = kvp.to_latent_rows(layout, pool)
+    rows = kvp.engines.to_latent_rows(layout, pool)
     packing = 4 // jnp.dtype(dtype).itemsize
     columns = -(-latent // 128) * 128 + -(-rope // 128) * 128
     assert rows.shape == (2, PAGES, PAGE_SIZE // packing, packing, columns)
-    back = kvp.from_latent_rows(layout, rows)
+    back = kvp.engines.from_latent_rows(layout, rows)
     for name in pool:
         assert (bits(back[name]) == bits(pool[name])).all()
 
@@ -346,21 +351,21 @@ def test_round_trip_of_latent_rows_keeps_every_bit(latent: int, rope: int, dtype
 def test_engine_layouts_refuse(unchecked):
     gqa, mla = LAYOUTS["gqa"], LAYOUTS["mla"]
     with pytest.raises(LayoutError, match="to_paged_attention"):
-        kvp.to_paged_attention(mla, pool_of(mla))
+        kvp.engines.to_paged_attention(mla, pool_of(mla))
     with pytest.raises(LayoutError, match="to_latent_rows"):
-        kvp.to_latent_rows(gqa, pool_of(gqa))
+        kvp.engines.to_latent_rows(gqa, pool_of(gqa))
     with pytest.raises(ShapeError, match="packing 3"):
-        kvp.to_ragged_paged_attention(gqa, pool_of(gqa), packing=3)
+        kvp.engines.to_ragged_paged_attention(gqa, pool_of(gqa), packing=3)
     with pytest.raises(ShapeError, match="packing 3"):
-        kvp.to_latent_rows(mla, pool_of(mla), packing=3)
+        kvp.engines.to_latent_rows(mla, pool_of(mla), packing=3)
     with pytest.raises(ShapeError, match="expected 4 heads"):
-        kvp.from_ragged_paged_attention(gqa, jnp.zeros((3, 6, 8, 6, 128)))
+        kvp.engines.from_ragged_paged_attention(gqa, jnp.zeros((3, 6, 8, 6, 128)))
     with pytest.raises(ShapeError, match=r"expected \[3, P, O, 2, 16\]"):
-        kvp.from_paged_attention(gqa, *[jnp.zeros((3, 2, 6, 8, 128))] * 2)
+        kvp.engines.from_paged_attention(gqa, *[jnp.zeros((3, 2, 6, 8, 128))] * 2)
     with pytest.raises(ShapeError, match="127"):
-        kvp.read_slots({name: jnp.zeros((3, 6, 8, 2, 127)) for name in "kv"}, np.array([1]), gqa)
+        kvp.pool.read_slots({name: jnp.zeros((3, 6, 8, 2, 127)) for name in "kv"}, np.array([1]), gqa)
     with pytest.raises(ShapeError, match="rows of 128"):
-        kvp.from_latent_rows(mla, jnp.zeros((2, 6, 8, 1, 128)))
+        kvp.engines.from_latent_rows(mla, jnp.zeros((2, 6, 8, 1, 128)))
 
 
 def spliced_sequence(layout: kvp.KVLayout, sizes: tuple[int, ...], rank: int) -> tuple[dict, np.ndarray, dict]:
@@ -373,7 +378,7 @@ def spliced_sequence(layout: kvp.KVLayout, sizes: tuple[int, ...], rank: int) ->
         chunk = kvp.Chunk(**given, length=tokens, id=f"B{seed}", layout=layout, backbone="tiny")
         conditioned = conditioned_of(chunk, rank, seed)
         patch = kvp.form_patch(chunk, conditioned, rank, ids, method="exact") if seed else None
-        pool = kvp.splice(pool, places[start : start + tokens], chunk, patch, start, ids)
+        pool = kvp.pool.splice(pool, places[start : start + tokens], chunk, patch, start, ids)
         parts.append(kvp.to_engine(layout, conditioned if seed else chunk.kv, chunk.local, start))
         start, ids = start + tokens, (*ids, chunk.id)
     whole = {name: jnp.concatenate([part[name] for part in parts], axis=1) for name in layout.names}
@@ -383,9 +388,9 @@ def spliced_sequence(layout: kvp.KVLayout, sizes: tuple[int, ...], rank: int) ->
 def test_jaxs_ragged_paged_attention_over_spliced_pages_equals_attention_over_recomputed_kv(monkeypatch):
     layout = kvp.KVLayout.gqa(1, 2, 128, kvp.Rope(1e6, 128))
     pool, slots, recomputed = spliced_sequence(layout, (5, 9, 12), 3)
-    pages = kvp.to_ragged_paged_attention(layout, pool)[0]
+    pages = kvp.engines.to_ragged_paged_attention(layout, pool)[0]
     queries = jnp.asarray(np.random.default_rng(2).standard_normal((3, 8, 128)), jnp.float32)
-    table = jnp.asarray(kvp.pages_of(slots, PAGE_SIZE))[None]
+    table = jnp.asarray(kvp.pool.pages_of(slots, PAGE_SIZE))[None]
     lengths = [jnp.asarray(values, jnp.int32) for values in ([slots.size], [0, 3], [1])]
     # The interpreter cannot read through a reshaped reference: the kernel gets the loaded pages instead. Nor does it
     # take masked stores whose first axis is the longest: as many query heads to a KV head as queries to a block.
@@ -404,12 +409,12 @@ def test_jaxs_ragged_paged_attention_over_spliced_pages_equals_attention_over_re
 
 def test_masked_tails_do_not_reach_an_attention():
     layout = LAYOUTS["gqa"]
-    books = kvp.SlotAllocator(PAGES, PAGE_SIZE)
+    books = kvp.pool.SlotAllocator(PAGES, PAGE_SIZE)
     chunk = chunk_of("gqa", tokens=11)
     slots = books.allocate(11, aligned=True)
-    pool = kvp.splice(pool_of(layout), slots, chunk, None, 3)
-    pages = kvp.pages_of(slots, PAGE_SIZE)
-    mask = jnp.asarray(kvp.slot_mask(slots, pages, PAGE_SIZE))
+    pool = kvp.pool.splice(pool_of(layout), slots, chunk, None, 3)
+    pages = kvp.pool.pages_of(slots, PAGE_SIZE)
+    mask = jnp.asarray(kvp.pool.slot_mask(slots, pages, PAGE_SIZE))
     whole = {name: value[0, pages].reshape(-1, 2, 16) for name, value in pool.items()}
     exact = kvp.to_engine(layout, chunk.kv, chunk.local, 3)
     query = jnp.asarray(np.random.default_rng(2).standard_normal((1, 2, 16)), jnp.float32)
@@ -422,17 +427,17 @@ def test_a_donated_pool_is_refused_by_name():
     chunk = chunk_of("gqa")
     layout, slots = chunk.layout, slots_of(24)
     pool = pool_of(layout)
-    after = kvp.splice(pool, slots, chunk, None, 4)
+    after = kvp.pool.splice(pool, slots, chunk, None, 4)
     for use in (
-        lambda: kvp.splice(pool, slots, chunk, None, 4),
-        lambda: kvp.read_slots(pool, slots),
-        lambda: kvp.read_slots(pool, slots, layout),
-        lambda: kvp.move_slots(pool, np.array([1]), np.array([2])),
-        lambda: kvp.to_paged_attention(layout, pool),
+        lambda: kvp.pool.splice(pool, slots, chunk, None, 4),
+        lambda: kvp.pool.read_slots(pool, slots),
+        lambda: kvp.pool.read_slots(pool, slots, layout),
+        lambda: kvp.pool.move_slots(pool, np.array([1]), np.array([2])),
+        lambda: kvp.engines.to_paged_attention(layout, pool),
     ):
         with pytest.raises(PoolError, match=r"donated.*expected the pool that"):
             use()
-    kvp.read_slots(after, slots)
+    kvp.pool.read_slots(after, slots)
 
 
 @pytest.mark.parametrize(
@@ -450,7 +455,7 @@ def test_refuses_foreign_arrays(unchecked, change, error, words):
     chunk = chunk_of("gqa")
     arguments = {"pool": pool_of(chunk.layout), "slots": slots_of(24), "chunk": chunk}
     with pytest.raises(error, match=words):
-        kvp.splice(**arguments | {"patch": None, "start": 4} | change)
+        kvp.pool.splice(**arguments | {"patch": None, "start": 4} | change)
     if "chunk" in change:
         with pytest.raises(error, match=words):
             kvp.apply_patch(change["chunk"], None, 4)
@@ -458,9 +463,9 @@ def test_refuses_foreign_arrays(unchecked, change, error, words):
 
 def test_shared_slots_are_not_overwritten():
     chunk = chunk_of("gqa")
-    layout, books = chunk.layout, kvp.SlotAllocator(PAGES, PAGE_SIZE)
+    layout, books = chunk.layout, kvp.pool.SlotAllocator(PAGES, PAGE_SIZE)
     pool, slots = pool_of(layout), books.allocate(24)
-    put = lambda: kvp.splice(pool, slots, chunk, None, 4, allocator=books)
+    put = lambda: kvp.pool.splice(pool, slots, chunk, None, 4, allocator=books)
     books.share(slots[5:6])  # a fork reads it too
     with pytest.raises(PoolError, match=f"slot {slots[5]} has 2 owners; expected 1"):
         put()
@@ -469,15 +474,15 @@ def test_shared_slots_are_not_overwritten():
     with pytest.raises(PoolError, match=f"slot {slots[23]} has 0 owners; expected 1"):
         put()
     with pytest.raises(PoolError, match=r"6 pages of 8.*expected 5 pages of 8"):
-        kvp.splice(pool, slots, chunk, None, 4, allocator=kvp.SlotAllocator(5, 8))
+        kvp.pool.splice(pool, slots, chunk, None, 4, allocator=kvp.pool.SlotAllocator(5, 8))
     assert not any(value.is_deleted() for value in pool.values())
     short = chunk_of("gqa", length=23)
-    after = kvp.splice(pool, slots, short, None, 4, allocator=books)  # the padding's slot is nobody's
+    after = kvp.pool.splice(pool, slots, short, None, 4, allocator=books)  # the padding's slot is nobody's
     assert set(after) == set(pool)
 
 
 def test_books_of_no_slots(unchecked):
-    books = kvp.SlotAllocator(2, 4)
+    books = kvp.pool.SlotAllocator(2, 4)
     slots = books.allocate(3, aligned=True)
     for none in ([], np.array([]), np.array([], np.int32), slots[:0]):
         books.release(none)

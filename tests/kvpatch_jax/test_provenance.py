@@ -40,9 +40,9 @@ def test_a_patch_of_one_version_of_a_page_is_refused_for_the_next(given: dict):
     for allow_stale in (False, True):
         with pytest.raises(PatchMismatchError, match=r"content .*expected"):
             kvp.apply_patch(second, patch, 3, A, allow_stale=allow_stale)
-    pool = kvp.make_pool(first.layout, 6, 8, jnp.float32)
+    pool = kvp.pool.make_pool(first.layout, 6, 8, jnp.float32)
     with pytest.raises(PatchMismatchError, match="content"):
-        kvp.splice(pool, np.arange(24, dtype=np.int32), second, patch, 3, A)
+        kvp.pool.splice(pool, np.arange(24, dtype=np.int32), second, patch, 3, A)
     with pytest.raises(PatchMismatchError, match="content"):
         kvp.correction_patch(second, patch, conditioned_of(second), 4, A)
     acc = kvp.accumulate(None, conditioned_of(first), first, A)

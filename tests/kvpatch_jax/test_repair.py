@@ -14,7 +14,7 @@ from kvpatch_jax.backbone import Backbone
 from kvpatch_jax.errors import InputError, LayoutError, RankError, ShapeError
 from kvpatch_jax.repair import (
     REPAIRS,
-    Splice,
+    SplicedCache,
     cacheblend,
     count_of_equal_bytes,
     first_k,
@@ -23,8 +23,7 @@ from kvpatch_jax.repair import (
 )
 from kvpatch_jax.repair._common import deviation, largest
 from models.backbone import ModelBackbone
-from models.families.family import parameters
-from models.families.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx
+from models.families.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx, parameters
 from models.inputs.qwen_images import ImageConfig
 
 CONFIG = Path(__file__).parents[1] / "goldens" / "qwen2_5_vl" / "config.json"
@@ -45,7 +44,7 @@ def backbone() -> ModelBackbone:
     return ModelBackbone(config, parameters(Qwen25VL(config, nnx.Rngs(0))), ImageConfig())
 
 
-def make_splice(backbone: ModelBackbone, seed: int = 0) -> tuple[Splice, dict[str, np.ndarray]]:
+def make_splice(backbone: ModelBackbone, seed: int = 0) -> tuple[SplicedCache, dict[str, np.ndarray]]:
     """An antecedent, a chunk spliced blind behind it, spare slots; and the cache that a prefill in context gives."""
     ids = np.random.default_rng(seed).integers(0, 300, (ROWS, BEFORE + CHUNK))
     places = np.broadcast_to(np.arange(BEFORE + CHUNK)[None, :, None], (*ids.shape, 3)).copy()
@@ -60,11 +59,11 @@ def make_splice(backbone: ModelBackbone, seed: int = 0) -> tuple[Splice, dict[st
     slots = np.broadcast_to(np.arange(BEFORE, BEFORE + CHUNK), (ROWS, CHUNK))
     conditioned = {name: value[:, :, BEFORE:] for name, value in whole.items()}
     expected = {name: np.pad(value, room) for name, value in true.items()}
-    return Splice(chunk, cache, jnp.asarray(slots), conditioned=conditioned), expected
+    return SplicedCache(chunk, cache, jnp.asarray(slots), conditioned=conditioned), expected
 
 
 @pytest.fixture(scope="module")
-def spliced(backbone: ModelBackbone) -> tuple[Splice, dict[str, np.ndarray]]:
+def spliced(backbone: ModelBackbone) -> tuple[SplicedCache, dict[str, np.ndarray]]:
     with jax.default_matmul_precision("highest"):
         return make_splice(backbone)
 

@@ -15,7 +15,7 @@ from kvpatch_jax.errors import LayoutError, PositionError, RopeRegimeError
 from kvpatch_jax.rope import check_positions, relocation_tables
 
 BAR = 2e-6
-TABLES = jax.jit(kvp.rope_tables, static_argnums=0)
+TABLES = jax.jit(kvp.rope.rope_tables, static_argnums=0)
 RELOCATION = jax.jit(relocation_tables, static_argnums=0)
 ROPES = {
     "half": kvp.Rope(1e6, 128),
@@ -73,7 +73,7 @@ def test_exact_angles_meet_the_bar(name: str, start: int, offset: int, fraction:
     whole = start + offset
     begin = np.int32(whole) if rope.axes is None else np.array([whole, start, offset], np.int32)
     cos, sin = TABLES(rope, local, begin)
-    found = np.asarray(kvp.rotate(jnp.asarray(x), cos, sin, rope.cached))
+    found = np.asarray(kvp.rope.rotate(jnp.asarray(x), cos, sin, rope.cached))
     expected = rotated_in_float64(rope, x, local.astype(np.float64) + np.asarray(begin, np.float64))
     assert pair_error(rope, found, expected) < BAR
 
@@ -87,7 +87,7 @@ def test_relocation_meets_the_bar(name: str, old: int, new: int, other: int):
     before = np.float64(local) + (old if rope.axes is None else np.array([old, old, other]))
     after = np.float64(local) + (new if rope.axes is None else np.array([new, other, old]))
     cos, sin = RELOCATION(rope, before.astype(np.float32), after.astype(np.float32))
-    found = np.asarray(kvp.rotate(jnp.asarray(x), cos, sin, rope.cached))
+    found = np.asarray(kvp.rope.rotate(jnp.asarray(x), cos, sin, rope.cached))
     assert pair_error(rope, found, rotated_in_float64(rope, x, after - before)) < BAR
 
 
@@ -95,7 +95,7 @@ def test_grid_of_far_positions():
     for rope in (ROPES["half"], ROPES["pairs"]):
         grid = np.array([-(2**20), -1_000_000, -1, 0, 1, 1023, 1024, 4095, 131_072, 999_999, 1_000_000, 2_000_000])
         angle = grid[:, None] * rope.inverse_frequencies
-        cos, sin = jax.jit(kvp.rope_tables, static_argnums=0)(rope, grid.astype(np.int32))
+        cos, sin = jax.jit(kvp.rope.rope_tables, static_argnums=0)(rope, grid.astype(np.int32))
         assert np.abs(cos - np.cos(angle)).max() < 2e-7
         assert np.abs(sin - np.sin(angle)).max() < 2e-7
 
@@ -105,18 +105,18 @@ def test_grid_of_far_positions():
 def test_group_law(first: int, second: int):
     rope = ROPES["half"]
     x = jnp.asarray(keys(rope, 1))
-    turn = lambda x, p: kvp.rotate(x, *kvp.rope_tables(rope, np.array([p], np.int32)))
+    turn = lambda x, p: kvp.rope.rotate(x, *kvp.rope.rope_tables(rope, np.array([p], np.int32)))
     np.testing.assert_allclose(turn(turn(x, first), second), turn(x, first + second), atol=4e-6)
     np.testing.assert_allclose(turn(turn(x, first), -first), x, atol=4e-6)
 
 
 def test_float32_angles_are_the_engines():
     rope = dataclasses.replace(ROPES["half"], angles="float32")
-    cos, _ = kvp.rope_tables(rope, np.arange(3, dtype=np.float32), 1_000_000)
+    cos, _ = kvp.rope.rope_tables(rope, np.arange(3, dtype=np.float32), 1_000_000)
     frequency = (np.float32(1) / (1e6 ** (np.arange(0, 128, 2) / 128)).astype(np.float32)).astype(np.float32)
     angle = (np.arange(3, dtype=np.float32) + np.float32(1_000_000))[:, None] * frequency
     np.testing.assert_allclose(cos, np.cos(angle.astype(np.float64)), atol=3e-7)
-    exact, _ = kvp.rope_tables(ROPES["half"], np.arange(3, dtype=np.float32), 1_000_000)
+    exact, _ = kvp.rope.rope_tables(ROPES["half"], np.arange(3, dtype=np.float32), 1_000_000)
     assert np.abs(cos - exact).max() > 0.01
 
 
@@ -124,9 +124,9 @@ def test_float32_relocation_turns_by_the_difference_of_the_engines_angles():
     rope = dataclasses.replace(ROPES["half"], angles="float32")
     x = jnp.asarray(keys(rope, 4))
     old, new = np.arange(4, dtype=np.float32) + 1000, np.arange(4, dtype=np.float32) + 31_037
-    placed = kvp.rotate(x, *kvp.rope_tables(rope, old))
-    moved = kvp.rotate(placed, *relocation_tables(rope, old, new))
-    np.testing.assert_allclose(moved, kvp.rotate(x, *kvp.rope_tables(rope, new)), atol=3e-6)
+    placed = kvp.rope.rotate(x, *kvp.rope.rope_tables(rope, old))
+    moved = kvp.rope.rotate(placed, *relocation_tables(rope, old, new))
+    np.testing.assert_allclose(moved, kvp.rope.rotate(x, *kvp.rope.rope_tables(rope, new)), atol=3e-6)
 
 
 def test_axis_of_frequency():
@@ -140,18 +140,18 @@ def test_equal_axes_are_one_axis():
     plain = dataclasses.replace(ROPES["blocked"], sections=None)
     local = np.arange(6, dtype=np.float32)
     for rope in (ROPES["blocked"], dataclasses.replace(ROPES["blocked"], order="interleaved")):
-        three = kvp.rope_tables(rope, np.stack([local] * 3, -1), np.full(3, 77, np.int32))
-        np.testing.assert_array_equal(three[0], kvp.rope_tables(plain, local, 77)[0])
+        three = kvp.rope.rope_tables(rope, np.stack([local] * 3, -1), np.full(3, 77, np.int32))
+        np.testing.assert_array_equal(three[0], kvp.rope.rope_tables(plain, local, 77)[0])
 
 
 def test_batched_starts_and_positions():
     rope = ROPES["half"]
     local = np.arange(4, dtype=np.float32)
-    cos, _ = kvp.rope_tables(rope, np.stack([local, local]), np.array([5, 9], np.int32))
+    cos, _ = kvp.rope.rope_tables(rope, np.stack([local, local]), np.array([5, 9], np.int32))
     assert cos.shape == (2, 4, 64)
-    np.testing.assert_array_equal(cos[1], kvp.rope_tables(rope, local, 9)[0])
+    np.testing.assert_array_equal(cos[1], kvp.rope.rope_tables(rope, local, 9)[0])
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 3, 128)), jnp.float32)
-    assert kvp.rotate(x, cos, cos).shape == x.shape
+    assert kvp.rope.rotate(x, cos, cos).shape == x.shape
 
 
 def test_scalings():
@@ -186,7 +186,7 @@ def test_refuses_bad_ropes():
 
 def test_refuses_bad_positions():
     with pytest.raises(PositionError, match="axes"):
-        kvp.rope_tables(ROPES["blocked"], np.zeros(5, np.float32))
+        kvp.rope.rope_tables(ROPES["blocked"], np.zeros(5, np.float32))
     with pytest.raises(PositionError, match="2147483640"):
         check_positions(ROPES["half"], np.array([2147483640]), np.array(0))
     with pytest.raises(PositionError, match="finite"):

@@ -52,7 +52,7 @@ def chunk_of(backbone) -> kvp.Chunk:
 
 def test_phase_free_kv_is_refused_as_a_context(backbone, prefilled):
     tokens, out, engine = prefilled
-    rest = kvp.moved(tokens, T)
+    rest = tokens.shift(T)
     ways = [out.kv, jax.tree.map(lambda value: value * 2, out.kv), jax.jit(lambda kv: kv)(out.kv), out.kv.copy()]
     ways += [kvp.to_local(backbone.layout, out.kv, tokens.positions)]
     ways += [jax.tree.map(lambda value: value[:, None], chunk_of(backbone).kv)]
@@ -117,7 +117,7 @@ def test_kv_keeps_its_frame_through_a_checkpoint(backbone, prefilled, tmp_path):
 def test_a_known_frame_does_not_compile_again(backbone, prefilled):
     """KV as it comes and the same as a plain dictionary run one program."""
     tokens, _, engine = prefilled
-    rest = kvp.moved(tokens, T)
+    rest = tokens.shift(T)
     counted = [backbone.programs.prefill, backbone.programs.generate, backbone.programs.recompute]
 
     def use(kv):
@@ -138,7 +138,7 @@ def test_chunks_join_to_a_context(backbone):
     for name, value in context.items():
         expected = np.concatenate([first[name], second[name]], axis=1)[:, None]
         assert np.array_equal(value, expected)
-    question = kvp.moved(tokens_of(backbone, length=2), 2 * chunk.span)
+    question = tokens_of(backbone, length=2).shift(2 * chunk.span)
     assert backbone.generate(question, 2, context=context).shape == (1, 2)
     for parts, error in (
         ((first, chunk.kv), FrameError),
@@ -165,7 +165,7 @@ def test_a_question_that_was_not_moved_is_refused(backbone, prefilled):
                 lambda given=given, kv=context: backbone.prefill(given, kv),
                 lambda given=given, kv=context: backbone.generate(given, 2, context=kv),
             ):
-                with pytest.raises(PositionError, match=rf"row 0.*position 0.*{T} tokens; expected.*moved\("):
+                with pytest.raises(PositionError, match=rf"row 0.*position 0.*{T} tokens; expected.*shift\("):
                     call()
     one = rows._replace(positions=np.stack([rows.positions[0] + T, rows.positions[1]]))
     with pytest.raises(PositionError, match="row 1 begins at position 0"):
@@ -205,20 +205,20 @@ def test_moving_takes_a_start_for_all_for_each_axis_and_for_each_row(backbone):
         (np.array([1, 2, 3]), was + np.array([1, 2, 3])),
         (per_row, was + per_row[:, None]),
     ):
-        found = kvp.moved(rows, start).positions
+        found = rows.shift(start).positions
         assert found.dtype == np.int32
         assert np.array_equal(found, expected)
     flat = Tokens(rows.embeddings, was[..., 0])
-    assert np.array_equal(kvp.moved(flat, np.array([5, 6])).positions, was[..., 0] + np.array([[5], [6]]))
+    assert np.array_equal(flat.shift(np.array([5, 6])).positions, was[..., 0] + np.array([[5], [6]]))
     for tokens, start in ((rows, 1.5), (rows, np.array([1, 2])), (flat, np.arange(T)), (flat, np.array([[1, 2, 3]]))):
-        with pytest.raises(PositionError, match=r"moved: start.*expected"):
-            kvp.moved(tokens, start)
+        with pytest.raises(PositionError, match=r"shift: start.*expected"):
+            tokens.shift(start)
 
 
 def test_positions_of_the_host_stay_there(backbone):
     """So that looking at them before a call waits for nothing that a device is at."""
     prompt = backbone.prepare([[1, 2, 3]])
-    assert isinstance(kvp.moved(backbone.embed(**prompt), 5).positions, np.ndarray)
+    assert isinstance(backbone.embed(**prompt).shift(5).positions, np.ndarray)
 
 
 # ---------------------------------------------------------------------------------------------- not tokens, not a cache
@@ -240,7 +240,7 @@ def test_a_prompt_that_was_not_embedded_is_told(backbone, prefilled):
 def test_a_missing_batch_axis_is_told(backbone, prefilled):
     tokens, _, engine = prefilled
     bare = jax.tree.map(lambda value: value[0], tokens)
-    rest = kvp.moved(tokens, T)
+    rest = tokens.shift(T)
     for call in (
         lambda: backbone.generate(bare, 2),
         lambda: backbone.prefill(bare),
@@ -255,7 +255,7 @@ def test_a_missing_batch_axis_is_told(backbone, prefilled):
 
 def test_a_foreign_cache_is_told(backbone, prefilled):
     tokens, _, engine = prefilled
-    one = kvp.moved(tokens.take(0, 1), T)
+    one = tokens.take(0, 1).shift(T)
     for cache in (
         np.zeros((4, 1, 8, 2, 16), np.float32),
         None,

@@ -110,13 +110,13 @@ def test_a_padded_pool_is_written_in_place_through_the_public_face(topology: str
     factors = tuple(
         shapes(make) for make in (lambda channel: (27, 1088, 32), lambda channel: (27, 32, channel.features))
     )
-    pool = jax.eval_shape(lambda: kvp.make_pool(layout, 256, 64, padded=True))
+    pool = jax.eval_shape(lambda: kvp.pool.make_pool(layout, 256, 64, padded=True))
     assert {name: leaf.shape[-1] for name, leaf in pool.items()} == {"ckv": 512, "kpe": 128}
 
     def run(pool, slots, base, factors, start):
         patch = kvp.Patch({name: tuple(side[name] for side in factors) for name in layout.names}, metadata)
         given = {"base": base, "base_antecedent": ("C", "A")}
-        return kvp.splice(pool, slots, chunk, patch, start, ("A",), **given)
+        return kvp.pool.splice(pool, slots, chunk, patch, start, ("A",), **given)
 
     base = shapes(lambda channel: (27, 1088, 1, channel.width))
     arguments = (pool, SPEC((1088,), jnp.int32), base, factors, SPEC((), jnp.int32))

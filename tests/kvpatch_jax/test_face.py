@@ -1,0 +1,56 @@
+"""The package's face: few names, a table of contents, and nothing imported that was not asked for."""
+
+import pydoc
+import subprocess
+import sys
+import types
+
+import pytest
+
+import kvpatch_jax as kvp
+
+PROGRAM = """
+import sys
+import jax, jax.numpy
+
+sys.modules["fcntl"] = None  # as where there is none
+before = set(sys.modules)
+import kvpatch_jax as kvp
+
+new = set(sys.modules) - before
+for name in ("kvpatch_jax.store", "kvpatch_jax.pool", "kvpatch_jax.engines", "kvpatch_jax.repair", "models", "flax",
+             "orbax", "einops", "cryptography", "PIL", "tokenizers", "jinja2", "absl.app"):
+    found = sorted(module for module in new if module == name or module.startswith(name + "."))
+    assert not found, found
+assert len([module for module in new if module.startswith("kvpatch_jax")]) < 30, sorted(new)
+assert kvp.pool.make_pool and kvp.engines.to_paged_attention and kvp.repair.REPAIRS and kvp.deficit.e90
+try:
+    kvp.ChunkStore
+except kvp.errors.StorePlatformError as error:
+    assert "fcntl" in str(error)
+else:
+    raise AssertionError("a store without fcntl")
+"""
+
+
+def test_importing_loads_nothing_that_is_not_asked_for():
+    """What is counted are modules, for seconds differ from machine to machine."""
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=300)
+
+
+def test_names_are_few_and_all_there():
+    functions = [name for name in kvp.__all__ if not isinstance(getattr(kvp, name), types.ModuleType)]
+    assert len(functions) <= 32
+    assert kvp.__all__ == sorted(kvp.__all__) == dir(kvp)
+    assert kvp.ChunkStore is kvp.store.ChunkStore
+    with pytest.raises(AttributeError, match=r"no attribute 'splice'; expected one of .*apply_patch"):
+        kvp.splice  # noqa: B018 # pyright: ignore
+
+
+def test_help_is_a_table_of_contents():
+    contents = kvp.__doc__ or ""
+    for name in set(kvp.__all__) - {"errors"}:
+        assert name in contents, name
+    said = pydoc.render_doc(kvp, renderer=pydoc.plaintext)
+    assert "form_patch(" in said
+    assert "class Chunk(" in said

@@ -1,0 +1,93 @@
+"""KV of several units in one prompt, unit by unit, and chunks from a tower's kept output."""
+
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import InputError, ShapeError
+from models import load
+from tests.goldens.load import write_checkpoint
+
+BAR = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _highest_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def unchecked():
+    """Our own typed errors are what a test sees."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory):
+    """Deepstack, and three axes of positions."""
+    return load(write_checkpoint("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl")))
+
+
+def image(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (64, 64, 3), np.uint8)
+
+
+def assert_close(found, expected, bar: float = BAR):
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        assert np.abs(found[name] - value).max() <= bar * np.abs(value).max()
+
+
+def test_each_unit_has_its_part_of_the_whole_prompt(backbone):
+    units = [[image(1)], [[3, 1, 4]], [image(2)]]
+    found = kvp.conditioned(backbone, units)
+    whole = backbone.prefill(backbone.embed(**backbone.prepare([unit[0] for unit in units]))).kv
+    begin = 0
+    for unit, kv in zip(units, found, strict=True):
+        chunk = kvp.make_chunk(backbone, unit)
+        end = begin + chunk.length
+        assert_close(kv, {name: value[:, 0, begin:end] for name, value in whole.items()})
+        kvp.form_patch(chunk, kv, 2, ("others",))
+        begin = end
+    assert begin == next(iter(whole.values())).shape[2]
+    assert_close(found[0], kvp.make_chunk(backbone, units[0]).kv)
+
+
+def test_tokens_of_several_rows_give_kv_of_several_rows(backbone, unchecked):
+    ids = np.array([[3, 1, 4], [1, 5, 9]])
+    places = np.broadcast_to(np.arange(3)[None, :, None], (2, 3, 3))
+    rows = backbone.embed(ids, places)
+    first, second = kvp.conditioned(backbone, [rows, rows])
+    assert [value.shape[1:3] for value in (first["k"], second["k"])] == [(2, 3), (2, 3)]
+    for row in range(2):
+        own = kvp.conditioned(backbone, [[ids[row]], [ids[row]]])
+        assert_close({name: value[:, row] for name, value in second.items()}, own[1])
+    with pytest.raises(ShapeError, match="1 rows; expected 2"):
+        kvp.conditioned(backbone, [rows, [ids[0]]])
+    with pytest.raises(InputError, match="no units"):
+        kvp.conditioned(backbone, [])
+    with pytest.raises(InputError, match="expected a sequence of items"):
+        kvp.conditioned(backbone, [image(1)])
+
+
+def test_a_chunk_is_made_from_a_towers_kept_output(backbone, tmp_path):
+    chunk = kvp.make_chunk(backbone, [image(3)])
+    assert chunk.encoder is None
+    kept = kvp.make_chunk(backbone, [image(3)], keep_encoder=True)
+    assert kept.content == chunk.content
+    with kvp.ChunkStore(tmp_path) as store:
+        store.put(kept)
+        features = store.get_encoder(kept.id, kept.backbone)
+    again = kvp.make_chunk(backbone, [image(3)], encoder=features)
+    for name, value in chunk.kv.items():
+        assert np.array_equal(kept.kv[name], value)
+        assert np.array_equal(again.kv[name], value)
+    with pytest.raises(InputError, match="features of shape"):
+        kvp.make_chunk(backbone, [image(3), image(4)], encoder=features)
+    assert kvp.make_chunk(backbone, [[3, 1]], keep_encoder=True).encoder is None
