@@ -22,7 +22,7 @@ from ..libraries.entries import check_resource
 ALL = ("obj", "lib")
 """The folders of all tenants: of their chunks, and of their libraries."""
 
-type Progress = Callable[[list[DirectoryEntry]], Iterable[DirectoryEntry]]
+type ObjectProgress = Callable[[list[DirectoryEntry]], Iterable[DirectoryEntry]]
 Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "gone"]
 
 
@@ -50,7 +50,7 @@ class ObjectInfo:
     encrypted: bool | None
 
 
-def listing(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) -> Iterator[ObjectInfo]:
+def listing(disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet) -> Iterator[ObjectInfo]:
     """Lists the objects and entries below some folders (a tenant's, or all), by path, each when its header was read.
 
     What vanishes meanwhile may be missing.
@@ -144,7 +144,7 @@ class Verified:
     unreadable: list[str]
 
 
-def verify(disk: Disk, below: Sequence[str] = ALL, progress: Progress = _quiet) -> Verified:
+def verify(disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet) -> Verified:
     """Reads every object and entry below some folders, and moves those that are not whole to quarantine."""
     paths: dict[str, list[str]] = collections.defaultdict(list)
     nbytes = 0

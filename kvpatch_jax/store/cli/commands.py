@@ -18,15 +18,14 @@ from ..format.buffers import Buffers
 from ..format.encryption import AesGcm
 from ..format.naming import Names
 from ..libraries.dynamic import drop_old_versions
-from ..snapshots.manifest import Progress as ByteProgress
-from ..snapshots.manifest import Summary
+from ..snapshots.manifest import Progress, Summary
 from ..snapshots.restore import load_snapshot
 from ..snapshots.save import save_snapshot
 from ..store import ChunkStore
 from ..tenants import delete_tenant, finish
 from ..tiers.remote import KeyValueStore
 from ..tiers.remote_tier import Beyond
-from .audit import ALL, ObjectInfo, Progress, listing, names_in, totals, verify
+from .audit import ALL, ObjectInfo, ObjectProgress, listing, names_in, totals, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Options:
     """
 
     root: str
-    progress: Progress
-    byte_progress: ByteProgress
+    progress: ObjectProgress
+    byte_progress: Progress
     ask: Callable[[str], str]
     tenant: str | None = None
     secret: bytes | None = dataclasses.field(default=None, repr=False)
@@ -146,9 +145,9 @@ def _ls(options: Options) -> Outcome:
 
 
 def _line(one: ObjectInfo) -> str:
-    sealed = {True: "encrypted", False: "plain", None: "unreadable"}[one.encrypted]
+    encrypted = {True: "encrypted", False: "plain", None: "unreadable"}[one.encrypted]
     times = f"{_when(one.used)}  {_when(one.expires):<20}"
-    return f"{one.nbytes:>14,}  {one.kind:<18} {times} {sealed:<10} {one.path}"
+    return f"{one.nbytes:>14,}  {one.kind:<18} {times} {encrypted:<10} {one.path}"
 
 
 def _when(seconds: float | None) -> str:
@@ -187,11 +186,12 @@ def _verify(options: Options) -> Outcome:
 def _gc(options: Options) -> Outcome:
     disk = _disk(options)
     below, libraries = _below(options, disk)
+    tenant = below.partition("/")[2]
     before, entries = [entry.size for entry in disk.scan(below)], len(disk.scan(libraries))
-    finish(disk, below.partition("/")[2])
+
+    finish(disk, tenant)
     collect(disk, below, libraries)
     old_versions = drop_old_versions(disk, libraries)
-    tenant = below.partition("/")[2]
     left = {"quarantine": disk.collect_quarantine(tenant), "unfinished": sweep_unfinished(disk.root, tenant)}
     if options.remote is not None:
         remote = Beyond(KeyValueStore(_spec(options.remote)), disk.counters, disk.encryption)
@@ -199,12 +199,13 @@ def _gc(options: Options) -> Outcome:
         left["remote_errors"] = disk.counters["remote_errors"] + disk.counters["remote_skipped"]
     if options.budget is not None:
         make_room(disk, options.budget, 0, lambda chunk: False, below)
+
     after = [entry.size for entry in disk.scan(below)]
     result = {"objects_before": len(before), "bytes_before": sum(before)}
     result |= {"objects": len(after), "bytes": sum(after), "expired": disk.counters["disk_evicted_expired"]}
     result |= {"evicted": disk.counters["disk_evicted_budget"], "entries_before": entries}
     result |= {"entries": len(disk.scan(libraries)), "old_versions": old_versions, **left}
-    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()])
+    return _counts(result)
 
 
 def _quarantine_ls(options: Options) -> Outcome:
@@ -225,8 +226,7 @@ def _quarantine_purge(options: Options) -> Outcome:
     if not options.yes and options.ask(question).strip() != "yes":
         return Outcome({"deleted": False}, ["nothing was deleted"], good=False)
     gone = quarantine.purge(disk.root, _tenant(options, disk))
-    result = {"deleted": True, "objects": len(gone), "bytes": sum(one.nbytes for one in gone)}
-    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()])
+    return _counts({"deleted": True, "objects": len(gone), "bytes": sum(one.nbytes for one in gone)})
 
 
 def _tenant(options: Options, disk: Disk) -> str:
@@ -297,8 +297,11 @@ def _store(options: Options) -> ChunkStore:
 
 
 def _done(summary: Summary) -> Outcome:
-    result = dataclasses.asdict(summary)
-    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()], not summary.damaged)
+    return _counts(dataclasses.asdict(summary), not summary.damaged)
+
+
+def _counts(result: dict[str, Any], good: bool = True) -> Outcome:
+    return Outcome(result, [f"{key}: {value:,}" for key, value in result.items()], good)
 
 
 COMMANDS: dict[str, Command] = {

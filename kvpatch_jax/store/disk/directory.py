@@ -16,13 +16,13 @@ _DEPTH = 4
 
 class DirectoryEntry(NamedTuple):
     """An object as its directory lists it: path from the root, bytes, access time (seconds), identity of the file, and
-    modification time (nanoseconds), which tells when it expires (`expiry.expiry_look`)."""
+    modification time (nanoseconds), which tells when it expires (`expiry.expiry_test`)."""
 
     path: str
     size: int
     used: float
     file: Identity
-    shown: int
+    mtime_ns: int
 
     @property
     def chunk(self) -> str:
@@ -35,7 +35,7 @@ class DirectoryEntry(NamedTuple):
         return part_of(self.path)
 
 
-def entry_of(path: str, stat: os.stat_result) -> DirectoryEntry:
+def directory_entry(path: str, stat: os.stat_result) -> DirectoryEntry:
     """Makes an entry from an object's path and its file's `stat`."""
     return DirectoryEntry(path, stat.st_size, stat.st_atime, identity(stat), stat.st_mtime_ns)
 
@@ -58,7 +58,7 @@ def scan(root: str, below: str) -> list[DirectoryEntry]:
                         waiting += [path] if path.count("/") < _DEPTH else []
                     elif is_object(path):
                         with contextlib.suppress(FileNotFoundError):
-                            found.append(entry_of(path, entry.stat(follow_symlinks=False)))
+                            found.append(directory_entry(path, entry.stat(follow_symlinks=False)))
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:

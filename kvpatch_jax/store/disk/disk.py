@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import StoreCorruptError, StoreError
 from ..format.buffers import Buffers
 from ..format.encryption import Encryption, Plain, Read, open_object
-from ..format.expiry import expiry_look, shown_time, shows
+from ..format.expiry import expiry_mtime, expiry_test, mtime_agrees
 from ..format.header import OPENING_BYTES, Header, opening_crc, parse_header
 from ..format.naming import Name
 from ..format.objects import Blob, Found, Version, check_name, read_header, read_leaves
@@ -41,7 +41,7 @@ from ..io.files import (
     write_all,
 )
 from .counters import Counters
-from .directory import DirectoryEntry, Still, entry_of, removing, scan
+from .directory import DirectoryEntry, Still, directory_entry, removing, scan
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within
 from .writing import Elsewhere, ObjectWriter
@@ -295,16 +295,16 @@ class Disk:
         expires = _expires(fd, file)
         return expires is not None and self.clock() >= expires
 
-    def looked_at(self, entry: DirectoryEntry) -> tuple[DirectoryEntry, bool]:
+    def check_expiry(self, entry: DirectoryEntry) -> tuple[DirectoryEntry, bool]:
         """Tells whether an object of `scan` has expired. It is opened only where its modification time says so; a wrong
         one is corrected, and the entry returned with it."""
-        if not expiry_look(self.clock())(entry.shown):
+        if not expiry_test(self.clock())(entry.mtime_ns):
             return entry, False
         above, _, file = entry.path.rpartition("/")
         expired = False
         with contextlib.suppress(OSError), folder(self.root, above) as fd:
             expired = self.has_expired(fd, file)
-            entry = entry_of(entry.path, os.stat(file, dir_fd=fd, follow_symlinks=False))
+            entry = directory_entry(entry.path, os.stat(file, dir_fd=fd, follow_symlinks=False))
         return entry, expired
 
 
@@ -314,9 +314,9 @@ def _expires(parent: int, file: str) -> float | None:
         with open_regular_in(parent, file, noatime=True) as fd:
             expires = read_header(fd).expires
             stat = os.fstat(fd)
-            if not shows(stat.st_mtime_ns, expires):  # written by an older version, or copied without its times
+            if not mtime_agrees(stat.st_mtime_ns, expires):  # written by an older version, or copied without its times
                 with contextlib.suppress(OSError):
-                    os.utime(fd, ns=(stat.st_atime_ns, shown_time(expires, stat.st_mtime_ns)))
+                    os.utime(fd, ns=(stat.st_atime_ns, expiry_mtime(expires, stat.st_mtime_ns)))
             return expires
     except (OSError, StoreCorruptError):
         return None

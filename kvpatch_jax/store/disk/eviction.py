@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from ...errors import StoreFullError
-from ..format.expiry import expiry_look
+from ..format.expiry import expiry_test
 from ..io.files import locked, typed_errors
 from .directory import DirectoryEntry, removing, same_file
 from .disk import Disk
@@ -130,7 +130,7 @@ def _chunks(entries: Iterable[DirectoryEntry]) -> dict[str, dict[str, DirectoryE
 
 
 def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
-    looked = {part: disk.looked_at(entry) for part, entry in parts.items()}
+    looked = {part: disk.check_expiry(entry) for part, entry in parts.items()}
     parts = {part: entry for part, (entry, _) in looked.items()}
     patches = tuple(entry for part, entry in parts.items() if part.startswith("p."))
     units: list[_Unit] = []
@@ -166,7 +166,7 @@ def collect(disk: Disk, below: str = "obj", libraries: str | None = None) -> int
 
 def _expired(disk: Disk, entries: Iterable[DirectoryEntry]) -> list[_Unit]:
     """Lists expired units. Files are opened only of chunks where a modification time says that something expired."""
-    look = expiry_look(disk.clock())
-    chunks = {entry.chunk for entry in entries if look(entry.shown)}
+    look = expiry_test(disk.clock())
+    chunks = {entry.chunk for entry in entries if look(entry.mtime_ns)}
     units = _units(disk, [entry for entry in entries if entry.chunk in chunks], lambda _: False) if chunks else []
     return [unit for unit in units if unit.turn == 0]

@@ -65,7 +65,7 @@ def expires_at(now: Seconds, ttl: Seconds | None, what: str) -> float | None:
     return seconds(now + ttl, f"{what}: ttl {ttl} from {now} on, which is", "a finite time")
 
 
-def shown_time(expires: float | None, now: int) -> int:
+def expiry_mtime(expires: float | None, now: int) -> int:
     """Returns the modification time, in nanoseconds, that tells when an object expires. `now`: the time, likewise."""
     if expires is None:
         return now // _MILLISECOND * _MILLISECOND + _NEVER
@@ -73,18 +73,18 @@ def shown_time(expires: float | None, now: int) -> int:
     return shown - 1000 if shown % _MILLISECOND == _NEVER else shown
 
 
-def expiry_look(now: float) -> Callable[[int], bool]:
+def expiry_test(now: float) -> Callable[[int], bool]:
     """Makes a test of modification times: whether one says that its object has expired.
 
     Old files, and copies without times, may say so wrongly, and then the header tells; what has expired and was written
     by this library does say so.
     """
     latest = int(min(now, 2.0**34) * _SECOND)
-    return lambda shown: shown <= latest and shown % _MILLISECOND != _NEVER
+    return lambda mtime: mtime <= latest and mtime % _MILLISECOND != _NEVER
 
 
-def shows(shown: int, expires: float | None) -> bool:
+def mtime_agrees(mtime: int, expires: float | None) -> bool:
     """Whether a modification time agrees with the header, as far as file systems keep times."""
     if expires is None:
-        return shown % _MILLISECOND == _NEVER
-    return shown % _MILLISECOND != _NEVER and abs(shown - shown_time(expires, 0)) <= _NEAR
+        return mtime % _MILLISECOND == _NEVER
+    return mtime % _MILLISECOND != _NEVER and abs(mtime - expiry_mtime(expires, 0)) <= _NEAR

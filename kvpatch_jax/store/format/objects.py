@@ -16,7 +16,7 @@ from ...errors import StoreCorruptError
 from ..io.files import Identity, read_into, reserve, write_all
 from ..io.thread_pool import ThreadPool
 from .buffers import Buffers
-from .expiry import seconds, shown_time
+from .expiry import expiry_mtime, seconds
 from .header import ALIGNMENT, PAGE, Header, Leaf, crc32, header_length, make_header, parse_header
 
 Kind = Literal["kv", "patch", "encoder", "entry"]
@@ -130,7 +130,7 @@ def write_blob(fd: int, blob: Blob, name: str) -> Header:
     """
     header = _written(fd, blob, name)
     now = time.time_ns()
-    os.utime(fd, ns=(now, shown_time(blob.expires, now)))
+    os.utime(fd, ns=(now, expiry_mtime(blob.expires, now)))
     return header
 
 

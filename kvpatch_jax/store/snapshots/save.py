@@ -30,7 +30,7 @@ from ..io.files import (
     typed_errors,
     write_all,
 )
-from .manifest import MANIFEST, ManifestEntry, Progress, Scope, Summary, header_crc, write_list
+from .manifest import MANIFEST, ManifestEntry, Progress, Summary, header_crc, write_list
 
 _LARGEST_KEY = 1 << 10
 """Bytes. A longer key-check file is refused unread."""
@@ -93,17 +93,23 @@ def write_snapshot(
     with typed_errors(f"snapshot {directory}: write"):
         os.chmod(directory, 0o700)  # whoever made it
         with unchanged_libraries(disk.root, libraries):
-            shelved = _keep_all(disk, libraries, directory, copy, None)
-        objects = _keep_all(disk, space, directory, copy, progress)
-        kept, skipped, damaged = shelved[0] + objects[0], shelved[1] + objects[1], shelved[2] + objects[2]
-        scope: Scope = "store" if names is None else "tenant"
-        told = {"secret": _keep_secret(disk.root, directory)} if names is None else {}
-        _keep_key_checks(disk.root, directory, {name_at(each.path).tenant for each in kept})
-        listed = [[each.path, each.size, f"{each.crc:08x}"] for each in kept]
-        write_list(f"{directory}/{MANIFEST}", {"version": 1, "scope": scope, "objects": listed} | told)
+            entries, entries_skipped, entries_damaged = _save_all(disk, libraries, directory, copy, None)
+        chunks, skipped, damaged = _save_all(disk, space, directory, copy, progress)
+        saved = entries + chunks
+        _save_key_checks(disk.root, directory, {name_at(each.path).tenant for each in saved})
+
+        # Written last: a directory without it is no snapshot.
+        listed = [[each.path, each.size, f"{each.crc:08x}"] for each in saved]
+        if names is None:
+            manifest = {"version": 1, "scope": "store", "objects": listed}
+            manifest["secret"] = _save_secret(disk.root, directory)
+        else:
+            manifest = {"version": 1, "scope": "tenant", "objects": listed}
+        write_list(f"{directory}/{MANIFEST}", manifest)
         for each, _, _ in os.walk(directory):
             sync_directory(each)
-    return Summary(len(kept), sum(each.size for each in kept), skipped, damaged)
+    nbytes = sum(each.size for each in saved)
+    return Summary(len(saved), nbytes, entries_skipped + skipped, entries_damaged + damaged)
 
 
 @contextlib.contextmanager
@@ -123,27 +129,27 @@ def _listed(root: str, below: str) -> list[str]:
     return []
 
 
-def _keep_all(
+def _save_all(
     disk: Disk, below: str, directory: str, copy: bool, progress: Progress | None
 ) -> tuple[list[ManifestEntry], int, int]:
     """Saves all objects below a folder. What was saved, how many were left out, how many did not verify."""
     entries = sorted(disk.scan(below), key=lambda entry: entry.path)
     total, done, damaged = sum(entry.size for entry in entries), 0, 0
-    kept: list[ManifestEntry] = []
+    saved: list[ManifestEntry] = []
     for entry in entries:
         try:
-            found = _keep(disk, entry, directory, copy)
-            kept += [] if found is None else [found]
+            found = _save(disk, entry, directory, copy)
+            saved += [] if found is None else [found]
         except StoreCorruptError:
-            disk.examine(name_at(entry.path))  # as it is now, for the link has changed what the system notes of it
+            disk.examine(name_at(entry.path))  # read anew, since the link has changed the identity of its file
             damaged += 1
         done += entry.size
         if progress is not None:
             progress(done, total)
-    return kept, len(entries) - len(kept) - damaged, damaged
+    return saved, len(entries) - len(saved) - damaged, damaged
 
 
-def _keep_secret(root: str, directory: str) -> str | None:
+def _save_secret(root: str, directory: str) -> str | None:
     """Saves the secret of a root, if it keeps one. Its digest. Raises StoreCorruptError where it is damaged."""
     secret = find_secret(root)
     if secret is None:
@@ -155,7 +161,7 @@ def _keep_secret(root: str, directory: str) -> str | None:
     return secret_digest(secret)
 
 
-def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
+def _save_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
     """Saves the tenants' key-check files."""
     for tenant in tenants:
         with contextlib.suppress(FileNotFoundError):
@@ -168,10 +174,10 @@ def _keep_key_checks(root: str, directory: str, tenants: Iterable[str]) -> None:
                 os.fsync(target)
 
 
-def _keep(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> ManifestEntry | None:
+def _save(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> ManifestEntry | None:
     """Links or copies one object, and verifies what arrived. None where it vanished meanwhile, or is expired."""
     above, _, file = entry.path.rpartition("/")
-    keep = False
+    good = False
     try:
         with folder(disk.root, above) as source, folder(directory, above, make=True) as target:
             if copy or not link(source, file, target, file):
@@ -184,7 +190,7 @@ def _keep(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> Mani
                 return None
             if copy:
                 read_leaves(fd, header, list(header.leaves), disk.buffers)
-            keep = True
+            good = True
             return ManifestEntry(entry.path, header.size, header_crc(fd, header))
     except (FileNotFoundError, NotADirectoryError, NotRegularError):  # gone, or no object of ours
         return None
@@ -193,6 +199,6 @@ def _keep(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> Mani
             raise
         return None
     finally:
-        if not keep:
+        if not good:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{directory}/{entry.path}")
