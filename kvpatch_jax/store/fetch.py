@@ -1,7 +1,7 @@
-"""Many chunks at once: what is stored is loaded while what is not is computed (MPIC, section 3.2).
+"""Fetching many chunks: stored ones are loaded while missing ones are computed (MPIC, section 3.2).
 
-Loads run in a few threads of their own, computing in the caller's. A load that fails is computed. Of several threads
-that ask for one chunk one works and the others wait. Nobody computes what was loaded, nor computes twice.
+Loads run in a few threads of their own, computing in the caller's. A chunk whose load fails is computed. Of several
+threads that ask for one chunk, one loads or computes it and the others wait for that.
 """
 
 import collections
@@ -30,7 +30,7 @@ Load = concurrent.futures.Future[tuple[Chunk, Source] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A chunk that is wanted. Requests of equal id, backbone and encoding are one.
+    """Asks for a chunk. Requests of equal id, backbone and encoding are one.
 
     Attributes:
       id, backbone, encoding: as `ChunkStore.get`. A computed chunk is stored in this encoding.
@@ -52,18 +52,27 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Miss:
-    """A request to compute."""
+    """A request whose chunk no store has: what `compute` makes the chunk of.
+
+    def compute(misses):
+        return [
+            kvp.make_chunk(backbone, [miss.item], id=miss.request.id, encoder=miss.encoder()) for miss in misses
+        ]
+    """
 
     request: Request
     store: ChunkStore
 
     @property
     def item(self) -> Any:
-        """The request's item."""
+        """The request's item; where that is a function, what it returns."""
         return self.request.item() if callable(self.request.item) else self.request.item
 
     def encoder(self) -> np.ndarray | None:
-        """The tower's output, where it outlived its canonical: to prefill from without running the tower again."""
+        """Reads the tower's output of the chunk, which eviction keeps longer than the canonical; None: there is none.
+
+        With it `make_chunk(encoder=)` prefills without running the tower, and `backbone.embed(features=)` embeds.
+        """
         for store in (self.store, self.request.shared):
             output = None if store is None else store.get_encoder(self.request.id, self.request.backbone)
             if output is not None:
@@ -72,7 +81,7 @@ class Miss:
 
 
 class Fetched(NamedTuple):
-    """A chunk, where it came from, and for a computed one the future of its asynchronous put."""
+    """A chunk, its source, and for a computed one the future of its asynchronous put."""
 
     chunk: Chunk
     source: Source
@@ -95,15 +104,15 @@ def fetch(
     timeout: float | int | None = None,
     keep: bool = True,
 ) -> list[Fetched]:
-    """Loads the chunks that are stored while it computes the others.
+    """Loads the stored ones of some chunks while it computes the others.
 
     Args:
       compute: makes the chunks of some misses, in order, in the caller's thread. It must not call `fetch`.
       batch: misses per call of `compute`; None gives it all there are at that moment.
       placement: as `ChunkStore.get`, also of what was computed.
-      on_layer: called with (request, layer, {channel: [T, K, H]}) for every layer of every chunk, in the order of
-        layers and as soon as it is there: in a loading thread while later layers are read. Where a load fails in
-        between, the layers of the computed chunk follow, from 0. Its errors are raised.
+      on_layer: called with (request, layer, {channel: [T, K, H]}) for every layer of every chunk, layers in order,
+        as soon as each was read: in a loading thread, while later layers are read. Where a load fails in between, the
+        layers of the computed chunk follow, from 0. Its errors are raised.
       threads: that load.
       timeout: seconds from now after which what is not loaded is computed instead. None waits.
       keep: whether computed chunks are put into the store, asynchronously: `Fetched.ack`, `ChunkStore.flush` and
@@ -129,7 +138,7 @@ def fetch(
 
 
 class _Flight:
-    """A chunk that some thread is at."""
+    """A chunk that some thread is loading or computing; others wait for it."""
 
     def __init__(self) -> None:
         self.owner = threading.get_ident()
@@ -137,7 +146,7 @@ class _Flight:
         self.computing = False
 
     def wait(self, deadline: float | None) -> Chunk | None:
-        """The chunk; None where its thread failed, or is still loading at the deadline."""
+        """Waits for the chunk; None where its thread failed, or is still loading at the deadline."""
         with contextlib.suppress(TimeoutError):
             return self.landed.result(_left(deadline))
         return self.landed.result() if self.computing else None
@@ -152,7 +161,7 @@ def _left(deadline: float | None) -> float | None:
 
 
 class _Round:
-    """One pass over some requests: those that nobody else is at are led, the others waited for."""
+    """One pass over some requests: loads or computes those that no other thread is at, and waits for the others."""
 
     def __init__(
         self,
@@ -175,7 +184,7 @@ class _Round:
         self._unsaved: dict[Request, Chunk] = {}
 
     def run(self, requests: Sequence[Request], threads: int) -> list[Request]:
-        """What is still to be had after it: what another thread was at and did not get."""
+        """Runs the pass. Returns the requests that are still open: another thread was at them and failed."""
         others: dict[Request, _Flight] = {}
         pool = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="kvpatch-fetch")
         try:
@@ -251,7 +260,7 @@ class _Round:
                 self._missing.append(request)
 
     def _load(self, request: Request) -> tuple[Chunk, Source] | None:
-        """In a loading thread. None where no store gives it, for whatever reason."""
+        """Loads a chunk, in a loading thread; None where no store gives it, for whatever reason."""
         for store, source in self._stores(request):
             try:
                 chunk = self._whole(store, request) if self.on_layer is None else self._streamed(store, request)
@@ -287,13 +296,13 @@ class _Round:
             raise FetchError(f"fetch: on_layer failed at layer {layer}; expected it to take every layer") from error
 
     def _show(self, request: Request, chunk: Chunk) -> None:
-        """Hands out the layers of a chunk that did not come as a stream."""
+        """Calls `on_layer` for the layers of a chunk that was not streamed."""
         if self.on_layer is not None:
             for layer in range(chunk.layout.layers):
                 self._call(request, layer, {name: value[layer] for name, value in chunk.kv.items()})
 
     def _take(self, wait: bool) -> None:
-        """Sorts out the loads that ended; with `wait`, not before one did or the deadline."""
+        """Takes the results of the loads that ended; with `wait`, waits until one does or the deadline passes."""
         if not self._loads:
             return
         timeout = _left(self.deadline) if wait else 0
@@ -354,7 +363,7 @@ class _Round:
         return chunks
 
     def _save(self) -> None:
-        """Puts what was computed: after the loads, which the caller waits for and which want the same cores."""
+        """Queues the puts of computed chunks: after the loads, which the caller waits for and which need the cores."""
         for request, chunk in self._unsaved.items() if self.keep else ():
             ack = self._put(request, chunk)
             if request in self.got:
@@ -374,7 +383,7 @@ class _Round:
     # ---------------------------------------------------------------------------------------------------- ending
 
     def _end(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
-        """Cancels the loads that wait and sees the others out (one that hangs past the deadline ends by itself)."""
+        """Cancels queued loads and waits for running ones until the deadline; one that hangs longer ends by itself."""
         pool.shutdown(wait=False, cancel_futures=True)
         running = [load for load in self._submitted if not load.cancelled()]
         if not concurrent.futures.wait(running, _left(self.deadline)).not_done:

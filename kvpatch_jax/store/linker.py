@@ -1,4 +1,4 @@
-"""From references in a prompt to chunks: `IMAGE#LOUVRE2025` becomes what this tenant, or the operator, calls so.
+"""Resolves references in a prompt, such as `IMAGE#LOUVRE2025`, to chunks of the tenant or the operator.
 
 MPIC, section 3.1. A name is looked up in the tenant's own library first, then in the operator's; with a version only in
 the latter. What an error says about other names comes from the tenant's own library alone.
@@ -22,11 +22,11 @@ from .store import ChunkStore
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinkedChunk:
-    """What a reference in a prompt leads to.
+    """A reference of a prompt, resolved.
 
     Attributes:
       reference: as in the prompt.
-      library: whose it is.
+      library: which one has it.
       resource: what the library holds; with the version that was found.
       id, backbone: of its chunk.
       store: the operator's, for a reference of the dynamic library.
@@ -41,7 +41,7 @@ class LinkedChunk:
 
     @property
     def request(self) -> Request:
-        """What `fetch` takes: from the tenant's store, then the operator's, else to be computed from the item."""
+        """The chunk's request for `fetch`: looked for in the tenant's store, then the operator's; else computed."""
         item: Callable[[], Any] = lambda: self.resource.item
         return Request(self.id, self.backbone, item=item, expires=self.resource.expires, shared=self.store)
 
@@ -63,16 +63,16 @@ class Linked:
 
     @property
     def requests(self) -> list[Request]:
-        """What `fetch` takes, one per chunk, in order."""
+        """Requests for `fetch`, one per chunk, in order."""
         return [chunk.request for chunk in self.chunks]
 
     @property
     def items(self) -> list[Any]:
-        """What `Backbone.prepare` takes: the prompt with every content in its place, to prefill it as one."""
+        """Items for `Backbone.prepare`: the prompt with every content in its place, to prefill it as one."""
         return [Text(segment) if isinstance(segment, str) else segment.resource.item for segment in self.segments]
 
     def close(self) -> None:
-        """Lets go of versions and pins. Closing twice is allowed."""
+        """Releases versions and pins. Closing twice is allowed."""
         self._stack.close()
 
     def __enter__(self) -> "Linked":
@@ -103,7 +103,7 @@ class Linker:
         self.backbone, self.static, self.dynamic = fingerprint_of(backbone, "linker"), static, dynamic
 
     def link(self, prompt: str) -> Linked:
-        """A prompt as texts and chunks, in order. See `references` for what a reference looks like, and for escaping.
+        """Splits a prompt into texts and chunks, in order. `references` has the syntax, and how to escape it.
 
         Raises:
           UnknownReferenceError: a reference that neither library has. InputError: one that was put as a chunk of
@@ -117,7 +117,7 @@ class Linker:
             return Linked(tuple(segments), stack.pop_all())
 
     def resolve(self, reference: str) -> Linked:
-        """One reference, as a retriever gives it: a prompt of that alone. Raises as `link`."""
+        """Links a prompt that is one reference, as a retriever gives it. Raises as `link`."""
         linked = self.link(reference)
         if len(linked.segments) == 1 and linked.chunks:
             return linked

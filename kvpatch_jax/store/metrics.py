@@ -1,4 +1,4 @@
-"""What a store did, as numbers for its process and as metrics of `prometheus_client` (the extra `operate`)."""
+"""A store's counts and latencies, as numbers and as metrics of `prometheus_client` (the extra `operate`)."""
 
 import dataclasses
 import re
@@ -31,7 +31,7 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Of one store object, since it was opened: its own tenant's alone.
+    """Counts, latencies and bytes held of one store object since it was opened: its own tenant's alone.
 
     Attributes:
       counts: by name, as in `ChunkStore.counters`.
@@ -45,7 +45,7 @@ class Statistics:
 
 
 class StatisticsCollector:
-    """Makes metrics of stores' statistics whenever a registry of `prometheus_client` is asked for its page.
+    """Exports stores' statistics to a registry of `prometheus_client`, read anew for every page.
 
     `prometheus_client.REGISTRY.register(StatisticsCollector(lambda: [(store.statistics(), {"tenant": "acme"})]))`: one
     collector for all stores of a page, since a page names each metric once.
@@ -62,11 +62,11 @@ class StatisticsCollector:
         self._read = read
 
     def describe(self) -> list[Any]:
-        """Nothing: what there will be depends on what the stores have done."""
+        """Returns nothing: which metrics there are depends on what the stores have done."""
         return []
 
     def collect(self) -> list[Any]:
-        """The metrics, `prometheus_client.Metric`s, one for each name."""
+        """Collects the metrics, one `prometheus_client.Metric` for each name."""
         make, metrics = _prometheus().Metric, {}
         for statistics, labels in self._read():
             _check_labels(labels)
@@ -77,7 +77,7 @@ class StatisticsCollector:
 
 
 def prometheus_text(statistics: Statistics, **labels: str) -> str:
-    """Prometheus's text exposition format, version 0.0.4, as `prometheus_client` writes it.
+    """Formats statistics in Prometheus's text exposition format, version 0.0.4.
 
     Args:
       labels: put on every sample (such as tenant="…", which only who may read the page should then see).
@@ -104,7 +104,7 @@ def _check_labels(labels: Mapping[str, str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """One number, and the metric that it belongs to: family, kind, what it says, and what its name ends in."""
+    """One number of a metric; `text` is the metric's help, `ending` what the sample's name adds to the family's."""
 
     family: str
     kind: str
@@ -115,7 +115,7 @@ class _Sample:
 
 
 def _samples(statistics: Statistics) -> Iterator[_Sample]:
-    """All numbers; those of one family lie together."""
+    """Yields all numbers, those of one family together."""
     yield from _counted(statistics.counts)
     for tier, value in statistics.held.items():
         text = "Bytes held in memory now; pool: idle buffers."

@@ -24,7 +24,7 @@ from .tiers.memory import CANONICAL, DERIVED, ENCODER, Policy
 from .tiers.placement import LayerStream, Placement
 from .tiers.reader import TieredReader
 from .tiers.remote import Remote
-from .tiers.remote_tier import Beyond
+from .tiers.remote_tier import RemoteTier
 from .tiers.writer import Ack, Writer, joined
 
 
@@ -40,12 +40,12 @@ class ChunkStore:
       tenant: whose objects; other tenants' have other names, which cannot be told without the store's secret.
       budget: bytes per tier.
       ttl: seconds that objects live unless `put` says otherwise; None keeps them.
-      policy: who stays in memory, "lru" or "slru". The disk is LRU.
+      policy: which copies stay in memory, "lru" or "slru". The disk is LRU.
       secret: of the names; by default one that is made with the store and kept in it (readable by its owner only).
-      remote: where objects are also put, and looked for when the disk has none.
-      key: encrypts what is put, on the disk and beyond, and reads nothing that is not: at least 32 bytes, from which
-        each tenant's key is derived. Never written anywhere. Needs the extra `encryption`.
-      wipe: whether host buffers are overwritten when they are let go; None: where there is a key.
+      remote: a store where objects are put too, and read from when the disk has none.
+      key: encrypts objects on the disk and in the remote store; unencrypted ones are then not read. At least 32 bytes,
+        from which each tenant's key is derived; never written anywhere. Needs the extra `encryption`.
+      wipe: whether host buffers are overwritten when they are freed; None: where there is a key.
       queue: bytes that asynchronous puts may hold at a time.
       clock: seconds since the epoch.
 
@@ -77,7 +77,7 @@ class ChunkStore:
             self.tenant_disk.budget,
             self.tenant_disk.counters,
         )
-        self._remote = None if remote is None else Beyond(remote, self.counters, self.disk.encryption)
+        self._remote = None if remote is None else RemoteTier(remote, self.counters, self.disk.encryption)
         self._writer = Writer(self._commit, queue)
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy)
 
@@ -115,7 +115,7 @@ class ChunkStore:
             self._commit([(name, make()) for name, make, _ in jobs])
 
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
-        """As `put`, behind the caller's back; the future is done when the chunk is durable, or holds the error.
+        """Queues a `put`; the future is done when the chunk is durable, or holds the error.
 
         The arrays must not change until then. Waits while the queue is full. `flush` and `close` raise what failed.
         """
@@ -133,7 +133,7 @@ class ChunkStore:
         placement: Placement | None = None,
         encoder: bool = False,
     ) -> Chunk | None:
-        """A canonical, every byte verified when it was read from the disk; None where there is none.
+        """Reads a canonical, every byte verified when it came from the disk; None where there is none.
 
         Args:
           backbone: the fingerprint of the model that will use it.
@@ -157,9 +157,9 @@ class ChunkStore:
     def stream(
         self, id: str, backbone: str, *, encoding: Encoding | None = None, placement: Placement | None = None
     ) -> LayerStream | None:
-        """A canonical layer by layer, so that layer 0 is used while later ones are read; None: a miss.
+        """Opens a canonical for reading layer by layer, so that layer 0 is used while later ones are read.
 
-        From the disk, or from beyond: then the disk has it too when all of it was read.
+        From the disk, or from the remote store; then the disk keeps a copy once all of it was read. None: a miss.
 
         Args:
           placement: a sharding or device for one layer's [T, K, H], or one per channel.
@@ -213,7 +213,7 @@ class ChunkStore:
             self._commit([(self.names.encoder(backbone, id), encoder_blob(id, backbone, output, self._expiry(ttl)))])
 
     def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
-        """A tower's output, a read-only host array; None where there is none."""
+        """Reads a tower's output as a read-only host array; None where there is none."""
         self.tenant_disk.expect_open()
         held = self._reader.load(self.names.encoder(backbone, id), lambda body, arrays: arrays["encoder"], ENCODER)
         return None if held is None else held.value
@@ -225,16 +225,16 @@ class ChunkStore:
             self._commit([(self.names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in patches])
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
-        """As `put_async`: patches that come close together are committed together."""
+        """Queues a patch, as `put_async` does a chunk; patches queued close together are committed together."""
         self.tenant_disk.expect_open()
         make, began = functools.partial(patch_blob, patch, self._expiry(ttl)), time.perf_counter()
         return self._timed(self._writer.add(self.names.patch(patch), make, patch.nbytes), began)
 
     def get_patches(self, served: Served | PatchMetadata) -> list[Patch]:
-        """Every stored patch that serves this chunk, antecedent, base and frame, largest first.
+        """Reads every stored patch that serves this chunk, antecedent, base and frame, largest first.
 
-        Whatever their ranks, layers and dtypes; an orbit patch for any order of its antecedent. Not those of another
-        content than the chunk has: where `served` does not say which, than its canonicals, stored or on their way.
+        They may have any ranks, layers and dtypes, and an orbit patch any order of its antecedent. Left out are patches
+        of another content than `served.content`, or, where that is None, than the chunk's stored or queued canonicals.
         Factors are on the default device.
         """
         self.tenant_disk.expect_open()
@@ -263,10 +263,14 @@ class ChunkStore:
             yield
 
     def collect(self) -> int:
-        """Deletes what of this tenant expired, what its dead writers left (snapshots that were not finished too), and
-        what has been in its quarantine for too long. How many objects expired or were left. Raises StoreError.
+        """Deletes this tenant's expired objects, leftovers of dead writers, unfinished snapshots and old quarantined
+        files; in the remote store too, where each object's header is read and what fails is left.
 
-        Beyond the disk too, by a look at each object there; what the remote store fails to do is left there.
+        Returns:
+          How many objects expired or were left over.
+
+        Raises:
+          StoreError.
         """
         self.tenant_disk.expect_open()
         gone = self.tenant_disk.collect()
@@ -275,8 +279,8 @@ class ChunkStore:
     def delete_tenant(self) -> Deleted:
         """Deletes everything of this tenant, in every tier, quarantine and the remote store; see `tenants`.
 
-        Queued puts are written first. The store may be used on. Other store objects of the tenant let go of their
-        memory in their own time, and serve nothing of it. Raises StoreError, and what `flush` raises, when done.
+        Queued puts are written first. The store remains usable. Other store objects of the tenant serve nothing of it
+        from then on, and free their memory when they next look. Raises StoreError, and what `flush` raises, when done.
         """
         self.tenant_disk.expect_open()
         try:
@@ -288,7 +292,7 @@ class ChunkStore:
         return deleted
 
     def statistics(self) -> Statistics:
-        """Counts, latencies, and bytes held: of this store object alone. `prometheus_text` makes a page of them."""
+        """Returns counts, latencies and bytes held, of this store object alone; `prometheus_text` formats them."""
         pool = self.disk.buffers.idle_bytes
         held = {"device": self._reader.device.nbytes, "host": self._reader.host.nbytes, "pool": pool}
         return Statistics(self.counters.read(), self.counters.latencies(), held)
@@ -298,7 +302,7 @@ class ChunkStore:
         self._writer.flush()
 
     def close(self) -> None:
-        """Finishes asynchronous puts and lets memory go. Raises as `flush`. Closing twice is allowed."""
+        """Writes queued puts and frees memory. Raises as `flush`. Closing twice is allowed."""
         self.tenant_disk.close()
         self._reader.clear()
         self._writer.close()
@@ -336,7 +340,7 @@ class ChunkStore:
         return ack
 
     def _commit(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
-        items = [(name, self.tenant_disk.sealed(name, blob)) for name, blob in blobs]
+        items = [(name, self.tenant_disk.encryptioned(name, blob)) for name, blob in blobs]
         self.tenant_disk.put(items)
         for name, _ in items:
             self._reader.replaced(name)

@@ -1,4 +1,4 @@
-"""Deleting a tenant: at one moment none of its objects is there any more; then they are removed."""
+"""Deleting a tenant: its directories are renamed away at one moment, and then removed."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from .tiers.remote_tier import delete_below
 
 @dataclasses.dataclass(frozen=True)
 class Deleted:
-    """What was there: objects and bytes on the disk, objects in quarantine, objects of the remote store."""
+    """What a deletion found: objects and bytes on the disk, objects in quarantine, objects of the remote store."""
 
     objects: int
     nbytes: int
@@ -25,8 +25,8 @@ class Deleted:
 
 
 def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Deleted:
-    """Deletes all that a tenant has: remote objects, then those on the disk, in quarantine, and what dead writers left,
-    snapshots that were not finished among it.
+    """Deletes all that a tenant has: remote objects, then those on the disk, in quarantine, and leftovers of dead
+    writers and unfinished snapshots.
 
     The tenant's directories (libraries, then chunks) are renamed away first, so that a crash leaves all or nothing of
     each to be seen; what is left to remove is removed by the next call, or by `finish`. Doing it again is allowed.
@@ -67,7 +67,10 @@ def _rename_away(disk: Disk, space: str, tenant: str) -> None:
 
 
 def finish(disk: Disk, tenant: str = "") -> int:
-    """Removes what interrupted deletions left: of one tenant, by its keyed name, or of all. How many directories.
+    """Removes what interrupted deletions left, of one tenant (by its keyed name) or of all.
+
+    Returns:
+      How many directories were removed.
 
     Raises:
       StoreReadOnlyError, StoreIOError.

@@ -24,7 +24,7 @@ from ..snapshots.save import save_snapshot
 from ..store import ChunkStore
 from ..tenants import delete_tenant, finish
 from ..tiers.remote import KeyValueStore
-from ..tiers.remote_tier import Beyond
+from ..tiers.remote_tier import RemoteTier
 from .audit import ALL, ObjectInfo, ObjectProgress, listing, names_in, totals, verify
 
 
@@ -194,7 +194,7 @@ def _gc(options: Options) -> Outcome:
     old_versions = drop_old_versions(disk, libraries)
     left = {"quarantine": disk.collect_quarantine(tenant), "unfinished": sweep_unfinished(disk.root, tenant)}
     if options.remote is not None:
-        remote = Beyond(KeyValueStore(_spec(options.remote)), disk.counters, disk.encryption)
+        remote = RemoteTier(KeyValueStore(_spec(options.remote)), disk.counters, disk.encryption)
         left["remote"] = remote.collect(f"{below}/")
         left["remote_errors"] = disk.counters["remote_errors"] + disk.counters["remote_skipped"]
     if options.budget is not None:

@@ -1,11 +1,11 @@
-"""The floor of an encrypted library: what keeps an older entry from passing for the one that was put last.
+"""Floors of encrypted libraries: protection against replaying entries that were replaced or deleted.
 
-Whoever writes the directory without the key can put back any file that was there before: it verifies. So entries have
-numbers that rise (in a dynamic library their versions), and beside those of each folder lies an object that says which
-number each has at least. It is sealed as they are, and written after the entry, so that a crash between leaves an entry
-above its floor, never one below. A process remembers the highest floor it has seen.
+Whoever can write the directory, without the key, can put back any file that was there before: it verifies. So entries
+have rising numbers (in a dynamic library their versions), and each folder has an object, the floor, with the least
+number of each entry. It is encrypted as they are, and written after the entry, so that a crash in between leaves an
+entry above its floor, never one below. A process remembers the highest floor it has seen.
 
-What this does not find is a folder put back whole, entries and floor, for a process that has not seen the later one.
+Not detected: a folder put back whole, entries and floor, by a process that has not seen the later floor.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ _LEAF = np.zeros(1, np.uint8)  # an object has at least one byte
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """Of the entries in one folder.
+    """The floor of one folder's entries.
 
     Attributes:
       stamp: which of two floors is the later one.
-      base: what is not in `numbers` has a number above this.
+      base: an entry that is not in `numbers` must have a number above this.
       numbers: the least number of an entry, by its keyed name.
     """
 
@@ -45,22 +45,22 @@ class Floor:
     numbers: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def takes(self, key: str, number: int) -> bool:
-        """Whether an entry is the one that was put last, as far as this tells."""
+        """Whether an entry is not older than the one that was put last."""
         return number >= self.numbers[key] if key in self.numbers else number > self.base
 
     @property
     def next(self) -> int:
-        """A number above all."""
+        """The number of the next entry, above all others."""
         return max([self.base, *self.numbers.values()]) + 1
 
 
 def number_of(body: Mapping[str, Any]) -> int:
-    """The number of an entry: its version, or how many entries of its folder had been put with it."""
+    """Returns an entry's number: its version, or the count of entries that its folder had been given by then."""
     return body.get("number", 0) if body["version"] is None else body["version"]
 
 
 class Floors:
-    """The floors of one tenant's libraries, as far as the store has a key; without one there are none."""
+    """Reads and raises the floors of one tenant's libraries. Without a key there are none."""
 
     def __init__(self, disk: Disk):
         self._disk = disk
@@ -69,11 +69,11 @@ class Floors:
 
     @property
     def kept(self) -> bool:
-        """Whether there are any."""
+        """Whether the tenant has a key, and so floors."""
         return self._disk.encryption.check is not None
 
     def of(self, folder: str) -> Floor | None:
-        """The latest floor of a folder that is there or was seen; None where there is none."""
+        """Returns the latest floor of a folder, on the disk or seen before; None where there is none."""
         if not self.kept:
             return None
         there, seen = self._there(folder), self._seen.get(folder)
@@ -83,7 +83,7 @@ class Floors:
         return latest
 
     def all(self, library: str) -> dict[str, Floor]:
-        """The floors of all folders of a library."""
+        """Returns the floors of all folders of a library."""
         if not self.kept:
             return {}
         with contextlib.suppress(FileNotFoundError):
@@ -126,7 +126,7 @@ class Floors:
         self._seen[name.folder] = raised
 
     def removed(self, paths: Iterable[str]) -> None:
-        """After entries were deleted: has none of them come back. A full disk goes without."""
+        """Raises floors above deleted entries, so that none can be put back. A full disk leaves them as they are."""
         by_folder: dict[str, list[str]] = {}
         for path in paths:
             name = name_at(path)
@@ -140,7 +140,7 @@ class Floors:
                     self._write(folder, self._raised(floor, numbers, max([floor.base, *gone])))
 
     def admit(self, coming: Sequence[tuple[Name, Blob | Elsewhere]], noted: dict[str, int]) -> None:
-        """Before entries come in from elsewhere, wanted by the owner: lets the floors take them, older ones too.
+        """Sets floors to entries that the owner imports, which may be older than what was there.
 
         Args:
           coming: blobs, or files that are sealed entries.
@@ -170,7 +170,7 @@ class Floors:
         return Floor(max(floor.stamp + 1, time.time_ns()), base, numbers)
 
     def _found(self, folder: str) -> Floor:
-        """A first floor: under what is there."""
+        """Makes the first floor of a folder, under the entries that are in it."""
         numbers: dict[str, int] = {}
         for entry in self._disk.scan(folder):
             name = name_at(entry.path)

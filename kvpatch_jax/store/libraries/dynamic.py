@@ -25,13 +25,13 @@ from .references import Kind, Reference, check_name
 
 
 class HeldReference:
-    """One version of a reference, kept on the disk until it is closed or its process ends. A context manager."""
+    """Holds one version of a reference on the disk until it is closed or its process ends. A context manager."""
 
     def __init__(self, resource: Resource, stack: contextlib.ExitStack):
         self.resource, self._stack = resource, stack
 
     def close(self) -> None:
-        """Lets go. An old version that nobody else holds goes then. Closing twice is allowed."""
+        """Releases the version; an old one that nobody else holds is deleted then. Closing twice is allowed."""
         self._stack.close()
 
     def __enter__(self) -> Resource:
@@ -42,10 +42,10 @@ class HeldReference:
 
 
 class DynamicLibrary[Store: TenantStore]:
-    """References that the operator maintains, versioned; refreshed while readers are in them, also across processes.
+    """Publishes versioned references while readers, in any process, keep the versions that they hold.
 
-    `publish` makes the next version, seen by every later `open` at once and whole. An older version stays on the disk
-    as long as somebody holds it, with the chunk that was published with it. Versions count from 1 and go up.
+    `publish` makes the next version, which every later `open` sees whole. An older version stays on the disk as long
+    as a reader holds it, with the chunk that was published with it. Versions count from 1.
 
     Args:
       store: the operator's own tenant of a chunk store.
@@ -93,7 +93,7 @@ class DynamicLibrary[Store: TenantStore]:
         return reference
 
     def withdraw(self, kind: str, name: str) -> bool:
-        """Publishes that there is no such reference any more. Whether there was one. Readers keep what they hold."""
+        """Withdraws a reference by a version that says so. Whether there was one. Readers keep what they hold."""
         kind, name = check_name(kind, name)
         with self._folder.changing():
             self._folder.purge(self._folder.name(kind, name))
@@ -109,7 +109,7 @@ class DynamicLibrary[Store: TenantStore]:
         return True
 
     def open(self, kind: str, name: str, version: int | None = None) -> HeldReference | None:
-        """A version, by default the current one, held until it is closed; None where it is not there (any more).
+        """Opens a version, by default the current one, and holds it until closed; None where it is not there.
 
         In an encrypted library no version is the current one that is below one that was published or withdrawn.
 
@@ -140,7 +140,7 @@ class DynamicLibrary[Store: TenantStore]:
                 return None  # withdrawn, or it cannot be read just now; else it was damaged and is gone
 
     def _hold(self, own: Name, stack: contextlib.ExitStack) -> bool:
-        """Holds a file by a shared lock, which whoever would drop it asks for alone. False: it is gone."""
+        """Takes a shared lock on a file, which whoever would delete it needs alone. False: it is gone."""
         try:
             fd = stack.enter_context(open_regular(self._folder.disk.root, own.path))
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -157,14 +157,14 @@ class DynamicLibrary[Store: TenantStore]:
         return HeldReference(resource, stack)
 
     def _let_go(self, reference: Reference) -> None:
-        """After the lock is gone: drops an old version. A reader that may not write leaves that to the operator."""
+        """Deletes old versions after a release. A reader that may not write leaves that to the operator."""
         newest = max(self._folder.versions(reference.kind, reference.name), default=0)
         if newest > (reference.version or 0):
             with contextlib.suppress(StoreReadOnlyError), self._folder.changing():
                 self._drop_old(reference.kind, reference.name)
 
     def _drop_old(self, kind: str, name: str) -> int:
-        """Drops every version but the newest that nobody holds; under the library's lock. How many."""
+        """Deletes every version but the newest that nobody holds, under the library's lock. Returns how many."""
         paths = [entry.path for entry in self._folder.disk.of_chunk(self._folder.name(kind, name))]
         return _drop_unheld(self._folder.disk, paths, self._remove)
 
@@ -173,20 +173,20 @@ class DynamicLibrary[Store: TenantStore]:
         return self._folder.disk.delete(path) if listed is None else self._folder.remove(listed, self.store)
 
     def versions(self, kind: str, name: str) -> list[int]:
-        """The versions that are still there, ascending; the last is the current one."""
+        """Lists the versions on the disk, ascending; the last is the current one."""
         return self._folder.versions(*check_name(kind, name))
 
     def entries(self) -> list[LibraryEntry]:
-        """The current version of every reference that was not withdrawn."""
+        """Lists the current version of every reference that was not withdrawn."""
         current = [entry for entry in self._folder.newest().values() if not entry.withdrawn]
         return sorted(current, key=lambda entry: str(entry.reference))
 
     def vectors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(reference without version, vector) of every current entry that has one."""
+        """Reads (reference without version, vector) of every current entry that has one."""
         return self._folder.vectors(self.entries())
 
     def collect(self) -> int:
-        """Drops old versions that nobody holds: those of readers that died. How many."""
+        """Deletes old versions that nobody holds: those of readers that died. Returns how many."""
         with self._folder.changing():
             names = {(entry.reference.kind, entry.reference.name) for entry in self._folder.listed()}
             return sum(self._drop_old(kind, name) for kind, name in names)

@@ -33,7 +33,7 @@ _ESCAPE = re.compile(rf"({_HEAD}\\*)#")
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What a reference says: its kind, its name, and a version where it asks for one."""
+    """A parsed reference: a kind, a name, and a version where it asks for one."""
 
     kind: Kind
     name: str
@@ -46,7 +46,7 @@ class Reference:
 
 
 def check_name(kind: str, name: str) -> tuple[Kind, str]:
-    """A kind and a name as libraries know them; names in Unicode's composed form.
+    """Normalises a kind and a name to the form libraries use; names in Unicode's composed form (NFC).
 
     Raises:
       InputError: an unknown kind, or a name that no reference could be written for.
@@ -60,7 +60,7 @@ def check_name(kind: str, name: str) -> tuple[Kind, str]:
 
 
 def parse_prompt(prompt: str) -> list[str | Reference]:
-    """Text and references of a prompt, in order; empty texts left out, neighbouring ones joined."""
+    """Splits a prompt into texts and references, in order; empty texts left out, neighbouring ones joined."""
     segments: list[str | Reference] = []
     text, end = "", 0
     for match in _REFERENCE.finditer(prompt):
@@ -87,5 +87,5 @@ def _reference_of(match: re.Match[str]) -> Reference | None:
 
 
 def escape(text: str) -> str:
-    """Text that `parse_prompt` reads as this text, whatever is in it."""
+    """Escapes text, so that `parse_prompt` reads it as text, whatever is in it."""
     return _ESCAPE.sub(r"\1\\#", text)

@@ -1,4 +1,4 @@
-"""Finding resources by what they look like: nearest vectors by cosine, exactly or nearly.
+"""Retrieval of resources by vectors: the nearest by cosine, exactly or approximately.
 
 A vector is a tower's output pooled over its tokens, so that an image finds images. A search is one thin matrix product
 on the host, and so may be made between two steps of decoding. The approximate retriever is an inverted file: vectors
@@ -21,19 +21,19 @@ _BLOCK = 1 << 14
 
 @runtime_checkable
 class Retriever(Protocol):
-    """Whatever finds ids by vectors."""
+    """Finds ids by vectors."""
 
     def add(self, id: str, vector: Vector) -> None:
         """Files an id under a vector, in place of its former one."""
         ...
 
     def search(self, query: Vector, k: int) -> tuple[list[str], Float[np.ndarray, " k"]]:
-        """The ids nearest to a query, at most k, nearest first, with their scores."""
+        """Returns the ids nearest to a query, at most k, nearest first, with their scores."""
         ...
 
 
 def pooled(output: Float[AnyArray, "T D"], length: int | None = None) -> Float[np.ndarray, " D"]:
-    """A tower's output [T, D] as one vector of length 1: the mean over its first `length` tokens, or all.
+    """Averages a tower's output [T, D] over its first `length` tokens, or all, and scales it to length 1.
 
     Raises:
       ShapeError: no tokens. NotFiniteError, InputError: a mean that has no direction.
@@ -96,7 +96,7 @@ class _Rows:
         return row, last
 
     def best(self, rows: np.ndarray | None, query: np.ndarray, k: int) -> tuple[list[str], np.ndarray]:
-        """The k best of some rows, or of all; equal scores in the order of their ids."""
+        """Returns the k best of some rows, or of all; equal scores in the order of their ids."""
         scores = (self.matrix if rows is None else self.matrix[rows]) @ query
         count = min(k, len(scores))
         if not count:
@@ -114,7 +114,7 @@ def _check_k(k: int) -> None:
 
 
 class ExactRetriever:
-    """Cosine with every vector, on the host. Any number of threads.
+    """Searches by cosine with every vector, on the host. Any number of threads.
 
     Args:
       width: D of the vectors.
@@ -143,7 +143,7 @@ class ExactRetriever:
             return id in self._rows.row_of and bool(self._rows.remove(id))
 
     def search(self, query: Vector, k: int) -> tuple[list[str], Float[np.ndarray, " k"]]:
-        """The ids nearest to a query [D], at most k, nearest first, with their cosines. Raises as `add`."""
+        """Returns the ids nearest to a query [D], at most k, nearest first, with cosines. Raises as `add`."""
         _check_k(k)
         unit = _unit(query, self._rows.width)
         with self._lock:
@@ -151,7 +151,7 @@ class ExactRetriever:
 
 
 class ApproximateRetriever:
-    """Cosine with the vectors of the nearest few files of an inverted file. Any number of threads.
+    """Searches by cosine in the nearest few lists of an inverted file. Any number of threads.
 
     Up to `exact_below` vectors it is exact. From then on there are about 8√n files, made again whenever the number of
     vectors has doubled. Which ids it misses is measured: `recall`.
@@ -212,7 +212,7 @@ class ApproximateRetriever:
             return True
 
     def search(self, query: Vector, k: int) -> tuple[list[str], Float[np.ndarray, " k"]]:
-        """The ids nearest to a query [D] that it finds, at most k, nearest first, with their cosines. Raises as `add`.
+        """Returns the nearest ids to a query [D] it finds, at most k, nearest first, with cosines. Raises as `add`.
 
         Looks into more files where the nearest hold fewer than k vectors.
         """
@@ -260,7 +260,7 @@ def _nearest(vectors: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 def centroids(
     vectors: Float[np.ndarray, "n D"], count: int, random: np.random.Generator, rounds: int = 8
 ) -> Float[np.ndarray, "m D"]:
-    """Unit centroids of unit vectors by k-means under cosine. One that nothing is near to begins again at a vector."""
+    """Computes unit centroids of unit vectors by k-means under cosine. An empty one restarts at a random vector."""
     chosen = vectors[random.choice(len(vectors), count, replace=False)]
     for _ in range(rounds):
         nearest = _nearest(vectors, chosen)
@@ -274,7 +274,7 @@ def centroids(
 
 
 def recall(found: Retriever, exact: Retriever, queries: Float[AnyArray, "n D"], k: int = 10) -> Float[np.ndarray, " n"]:
-    """Of the k ids nearest to each query by `exact`, the share that `found` finds too."""
+    """Measures, of the k ids nearest to each query by `exact`, the share that `found` finds too."""
     shares = []
     for query in np.asarray(queries):
         wanted = set(exact.search(query, k)[0])

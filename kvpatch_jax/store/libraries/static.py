@@ -18,7 +18,7 @@ from .references import Kind, Reference, check_name
 
 
 class StaticLibrary[Store: TenantStore]:
-    """Files that one tenant uploads, by name: images, text, token ids, or whole chunks. Durable like the store.
+    """Stores files that one tenant uploads, by name: images, text, token ids, or whole chunks. Durable as the store.
 
     Args:
       store: the tenant's; chunks go into it, and entries beside it, in the same directory.
@@ -93,19 +93,19 @@ class StaticLibrary[Store: TenantStore]:
         return self._folder.nbytes
 
     def get(self, kind: str, name: str) -> Resource | None:
-        """A file, verified; None where there is none, or where it was damaged. Raises InputError as `put`."""
+        """Reads a file, verified; None where there is none, or where it was damaged. Raises InputError as `put`."""
         return self._folder.read(self._folder.name(*check_name(kind, name)))
 
     def entries(self) -> list[LibraryEntry]:
-        """What is there, by kind and name. Contents are not read."""
+        """Lists the entries, by kind and name. Contents are not read."""
         return sorted(self._folder.listed(), key=lambda entry: str(entry.reference))
 
     def vectors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(reference, vector) of every entry that has one: what a retriever is filled with."""
+        """Reads (reference, vector) of every entry that has one: what a retriever is filled with."""
         return self._folder.vectors(self.entries())
 
     def delete(self, kind: str, name: str, backbones: Sequence[str] = ()) -> bool:
-        """Deletes a file, and the chunk that was put with it where no other entry has it. Whether there was one.
+        """Deletes a file, and its chunk where no other entry has it. Whether there was one.
 
         Args:
           backbones: fingerprints of models whose chunks of this content, computed since, are deleted too.
@@ -129,6 +129,6 @@ class StaticLibrary[Store: TenantStore]:
         return gone
 
     def collect(self) -> int:
-        """Takes expired entries off the disk (`put` does so too). How many."""
+        """Deletes expired entries (`put` does so too). Returns how many."""
         with self._folder.changing():
             return self._folder.remove_expired()

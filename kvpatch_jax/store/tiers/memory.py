@@ -1,4 +1,4 @@
-"""A tier in memory: a byte budget, who stays (LRU or SLRU), ranks, pins, expiry.
+"""A memory tier: entries by key within a byte budget, evicted by LRU or SLRU, with ranks, pins and expiry.
 
 SLRU keeps what was asked for once apart from what was asked for again, so that one pass over many chunks does not wash
 out those in use. There a newcomer is admitted only if it was asked for at least as often as all those together that
@@ -27,8 +27,8 @@ DERIVED, ENCODER, CANONICAL = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CacheEntry[V]:
-    """One entry. `chunk`: the chunk it belongs to; when a canonical goes, all of its chunk goes. `version`: of which
-    bytes it was made; whoever keeps it says what that is."""
+    """One entry. `chunk`: the key of its chunk; when a canonical is evicted, its chunk's patches are too. `version`:
+    which version of the object it was made of."""
 
     value: V = dataclasses.field(repr=False)
     nbytes: int
@@ -39,7 +39,7 @@ class CacheEntry[V]:
 
 
 class MemoryTier[V]:
-    """Entries by key, safe among threads.
+    """Keeps entries by key within a budget. Safe among threads.
 
     Args:
       word: the tier's name in the counters.
@@ -69,7 +69,7 @@ class MemoryTier[V]:
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """Lets nobody who is not there hold the lock."""
+        """Replaces the lock in a forked process, where its holder may not exist."""
         self._lock = threading.RLock()
 
     @property
@@ -84,7 +84,7 @@ class MemoryTier[V]:
         return self._find(key) is not None
 
     def get(self, key: Hashable) -> CacheEntry[V] | None:
-        """An entry, now the last to go; None where it is not there or expired."""
+        """Returns an entry and makes it the most recently used; None where it is absent or expired."""
         with self._lock:
             self._note(key)
             place = self._find(key)
@@ -98,7 +98,7 @@ class MemoryTier[V]:
             return held
 
     def put(self, key: Hashable, held: CacheEntry[V]) -> bool:
-        """Keeps an entry if there is, or can be made, room for it. Whether it is kept."""
+        """Adds an entry if there is room for it or can be made. Whether it was added."""
         with self._lock:
             if self._find(key) is not None:
                 self._drop(key, "replaced")
@@ -114,25 +114,25 @@ class MemoryTier[V]:
             return True
 
     def note_version(self, key: Hashable, held: CacheEntry[V], version: Any) -> None:
-        """Notes by what an entry's version is known now, if it is still there."""
+        """Replaces an entry's version, if the entry is still there."""
         with self._lock:
             place = self._find(key)
             if place is not None and self._segments[place][key] is held:
                 self._segments[place][key] = dataclasses.replace(held, version=version)
 
     def drop(self, key: Hashable) -> None:
-        """Lets one entry go."""
+        """Drops one entry."""
         with self._lock:
             self._drop(key, "dropped")
 
     def drop_chunk(self, chunk: str) -> None:
-        """Lets everything of a chunk go."""
+        """Drops everything of a chunk."""
         with self._lock:
             for key in list(self._chunks.get(chunk, ())):
                 self._drop(key, "dropped")
 
     def clear(self) -> None:
-        """Lets everything go."""
+        """Drops everything."""
         with self._lock:
             for chunk in list(self._chunks):
                 self.drop_chunk(chunk)
@@ -173,7 +173,7 @@ class MemoryTier[V]:
         self._counters.add(f"{self.word}_evicted_{reason}")
 
     def _in_order(self, rank: int) -> Iterator[tuple[Hashable, CacheEntry[V]]]:
-        """Who goes first for an entry of this rank: what expired, then lower ranks, then the least recently used."""
+        """Yields entries in the order of eviction for a newcomer of this rank: expired ones, lower ranks, then LRU."""
         now, everyone = self._clock(), [pair for segment in self._segments.values() for pair in segment.items()]
         yield from ((key, held) for key, held in everyone if held.expires is not None and now >= held.expires)
         for (own, _), segment in self._segments.items():
@@ -181,7 +181,7 @@ class MemoryTier[V]:
                 yield from list(segment.items())
 
     def _victims(self, newcomer: CacheEntry[V]) -> list[Hashable] | None:
-        """Who has to go for a newcomer; None where it cannot be met."""
+        """Chooses the entries to evict for a newcomer; None where there cannot be room."""
         if newcomer.nbytes > self.budget:
             return None
         missing = self._bytes + newcomer.nbytes - self.budget

@@ -1,5 +1,4 @@
-"""How long a remote store is waited for: a time limit per try, tries with pauses, and none at all for a while after
-several failed in a row (a circuit breaker: Nygard, "Release It!")."""
+"""Timeouts, retries and a circuit breaker for a remote store (Nygard, "Release It!")."""
 
 import dataclasses
 import math
@@ -13,7 +12,7 @@ from ...errors import InputError, StoreUnreachableError
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """How long and how often a remote store is asked.
+    """Limits on waiting for a remote store.
 
     Attributes:
       timeout: seconds that one try may take, and `rate` bytes per second are waited for beyond that.
@@ -37,17 +36,15 @@ class Patience:
     def __post_init__(self) -> None:
         given = dataclasses.asdict(self)
         wrong = {name: value for name, value in given.items() if not 0 < value < math.inf}
-        wrong |= (
-            {name: given[name] for name in ("tries", "failures") if given[name] != int(given[name])}
-            if not wrong
-            else {}
-        )
+        for name in ("tries", "failures"):
+            if name not in wrong and given[name] != int(given[name]):
+                wrong[name] = given[name]
         if wrong:
             raise InputError(f"patience: {wrong}; expected finite numbers above 0, whole tries and failures")
 
 
 class Circuit:
-    """What stands between callers and a service that may fail; one for all who ask that service.
+    """Retries calls of a service, and holds them back for a while after several failed; shared by all its callers.
 
     Args:
       clock: seconds, rising.
@@ -64,11 +61,11 @@ class Circuit:
         self._lock = threading.Lock()
 
     def attempt[T](self, what: str, call: Callable[[float], T], nbytes: int = 0) -> T:
-        """Calls a function with the seconds that it may take, again where it raises StoreUnreachableError.
+        """Calls a function with the seconds that it may take, and again where it raises StoreUnreachableError.
 
         Raises:
-          StoreUnreachableError: the last try's, or nobody was asked, since tries before had failed. What else `call`
-          raises is an answer, and ends it.
+          StoreUnreachableError: the last try failed, or the breaker was open. Whatever else `call` raises counts as
+          an answer, and is raised at once.
         """
         more = nbytes / self.patience.rate
         until = self._clock() + self.patience.deadline + more

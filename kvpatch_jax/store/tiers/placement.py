@@ -23,7 +23,7 @@ Placement = Target | Mapping[str, Target]
 
 
 def target_of(placement: Placement, channel: str) -> Target:
-    """Where a channel goes.
+    """Returns the target of a channel.
 
     Raises:
       InputError: a mapping that leaves the channel out.
@@ -36,7 +36,7 @@ def target_of(placement: Placement, channel: str) -> Target:
 
 
 def placement_key(placement: Placement) -> tuple:
-    """Equal for placements that put every array at the same place."""
+    """Returns a key that is equal for placements that put every array at the same place."""
     if isinstance(placement, Mapping):
         return tuple(sorted((name, target) for name, target in placement.items()))
     return (placement,)
@@ -50,7 +50,7 @@ def place_chunk(chunk: Chunk, placement: Placement) -> Chunk:
 
 
 class LayerStream:
-    """A canonical that arrives layer by layer; the next ones are read while one is used.
+    """Reads a canonical layer by layer; the next ones are read while one is used.
 
     Iterating gives (layer, {channel: [T, K, H]}), in order, verified, once; `layer` gives any one of them. Leave it by
     `close` or `with`.
@@ -83,7 +83,7 @@ class LayerStream:
         return self._read(["local"])["local"]
 
     def layer(self, layer: int) -> dict[str, Num[AnyArray, "..."]]:
-        """{channel: [T, K, H]} of one layer, verified, whatever was read before. Raises as iterating; InputError."""
+        """Reads {channel: [T, K, H]} of one layer, verified, in any order. Raises as iterating; InputError."""
         if not 0 <= layer < self.layout.layers:
             raise InputError(f"stream: layer {layer}; expected 0 to {self.layout.layers - 1}")
         names = layer_names(self.layout, layer, self._names)
@@ -141,7 +141,7 @@ class LayerStream:
         )
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         self._stack.close()
 
     def __enter__(self) -> "LayerStream":

@@ -14,7 +14,7 @@ from ..format.naming import Name
 from ..format.objects import Blob, Found
 from .memory import CANONICAL, CacheEntry, MemoryTier, Policy
 from .placement import LayerStream, Placement, place_chunk, placement_key
-from .remote_tier import Arriving, Beyond
+from .remote_tier import Arriving, RemoteTier
 from .writer import Writer
 
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
@@ -33,7 +33,7 @@ class TieredReader:
       policy: of both memory tiers, whose budgets are the tenant's.
     """
 
-    def __init__(self, tenant_disk: TenantDisk, writer: Writer, remote: Beyond | None, policy: Policy):
+    def __init__(self, tenant_disk: TenantDisk, writer: Writer, remote: RemoteTier | None, policy: Policy):
         self._tenant_disk, self._disk, self._writer, self._remote = tenant_disk, tenant_disk.disk, writer, remote
         self._counters, budget = tenant_disk.counters, tenant_disk.budget
         common = (policy, tenant_disk.pinned, tenant_disk.counters, tenant_disk.clock)

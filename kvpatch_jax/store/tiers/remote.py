@@ -1,4 +1,4 @@
-"""Objects in a TensorStore key-value store: the same bytes under the same paths, on another machine or service.
+"""Remote stores: the same bytes under the same paths as on the disk, in a TensorStore key-value store.
 
 One object is one value, written in one piece, so that it is there whole or not at all, and read by ranges: the header,
 then leaves. `tensorstore` comes with orbax and is imported when a remote store is opened.
@@ -27,7 +27,7 @@ _LASTING = re.compile(
 
 
 class Stored(NamedTuple):
-    """An object of a remote store, opened.
+    """An opened object of a remote store.
 
     Attributes:
       header: verified.
@@ -42,31 +42,31 @@ class Stored(NamedTuple):
 
 @runtime_checkable
 class Remote(Protocol):
-    """Where objects also live, beyond this machine. Called from several threads."""
+    """A store of objects beyond this machine. Called from several threads."""
 
     def put(self, name: Name, blob: Blob) -> None:
-        """Durable when it returns; raises StoreError."""
+        """Writes an object, durably when it returns. Raises StoreError."""
         ...
 
     def open(self, name: Name) -> Stored | None:
-        """An object to read. None where it is absent, or was expired or damaged, and is deleted.
+        """Opens an object; None where it is absent, or was expired or damaged and therefore deleted.
 
-        Raises StoreError where that cannot be told.
+        Raises StoreError where the service fails.
         """
         ...
 
     def delete(self, path: str) -> None:
-        """Takes an object away, if it is there; raises StoreError."""
+        """Deletes an object, if it is there. Raises StoreError."""
         ...
 
     def paths(self, prefix: str) -> list[str]:
-        """Objects whose path begins so; raises StoreError."""
+        """Lists objects whose path begins with a prefix. Raises StoreError."""
         ...
 
 
 @contextlib.contextmanager
 def _typed(what: str) -> Iterator[None]:
-    """Turns what TensorStore raises into the store's error."""
+    """Converts TensorStore's errors into the store's."""
     try:
         yield
     except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
@@ -80,14 +80,14 @@ def _typed(what: str) -> Iterator[None]:
 class KeyValueStore:
     """A `Remote` over any TensorStore key-value driver: `file`, `memory`, `gcs`, `s3`, …
 
-    What it acknowledges is as durable as the driver makes it. Reads are verified as those of the disk. What is damaged
-    or expired is deleted when it is met, since there is no renaming, unless another was put in its place meanwhile.
-    Every call ends within the limits of `patience`, and fails at once while the service is left alone.
+    What it acknowledges is as durable as the driver makes it. Reads are verified as those of the disk. A damaged or
+    expired object is deleted when it is read (there is no renaming to a quarantine), unless another was put in its
+    place meanwhile. Every call ends within the limits of `patience`, and fails at once while its breaker is open.
 
     Args:
       spec: TensorStore's, `{"driver": "gcs", "bucket": …, "path": "store/"}`, or its URL form, `"gs://bucket/store/"`.
       context: a `tensorstore.Context`; stores over the memory driver share what they share it with.
-      patience: time limits, tries, and when the service is left alone; for all who use this object together.
+      patience: time limits, tries, and when the breaker opens; shared by all who use this object.
 
     Raises:
       StoreIOError: it cannot be opened.
@@ -109,8 +109,11 @@ class KeyValueStore:
         self._values = self._ask("open", lambda: tensorstore.KvStore.open(spec, context=context))
 
     def _ask(self, what: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
-        """The result of a TensorStore future. Raises StoreUnreachableError, StoreIOError; StoreCorruptError where a
-        value is too short."""
+        """Waits for the result of a TensorStore future.
+
+        Raises:
+          StoreUnreachableError, StoreIOError. StoreCorruptError: a value is too short.
+        """
 
         def call(seconds: float) -> Any:
             with _typed(what):
@@ -133,7 +136,7 @@ class KeyValueStore:
         self._ask("put", lambda: self._values.write(name.path, data), len(data))
 
     def open(self, name: Name) -> Stored | None:
-        """An object to read. None where it is absent, expired or damaged. Raises StoreIOError."""
+        """Opens an object; None where it is absent, expired or damaged. Raises StoreIOError."""
         try:
             opening = self._ask("get", lambda: self._values.read(name.path, byte_range=slice(0, PAGE)))
         except StoreCorruptError:
@@ -157,7 +160,7 @@ class KeyValueStore:
         return None
 
     def _range_of(self, path: str, version: bytes, begin: int, end: int) -> bytes:
-        """Some bytes of a value that is still the one that was opened."""
+        """Reads some bytes of a value, if it is still the one that was opened."""
         if begin == end:
             return b""
         read = self._ask("get", lambda: self._values.read(path, byte_range=slice(begin, end)), end - begin)
@@ -179,7 +182,7 @@ class KeyValueStore:
         self._ask("delete", lambda: self._values.write(path, None, if_equal=version))
 
     def _drop_short(self, path: str) -> None:
-        """Deletes what is shorter than any object."""
+        """Deletes a value that is shorter than any object."""
         with contextlib.suppress(StoreIOError, StoreCorruptError):
             read = self._ask("get", lambda: self._values.read(path, byte_range=slice(0, 0)))
             if read.state == "value":
@@ -190,7 +193,7 @@ class KeyValueStore:
         self._ask("delete", lambda: self._values.write(path, None))
 
     def paths(self, prefix: str) -> list[str]:
-        """Objects whose path begins so. Raises StoreIOError."""
+        """Lists objects whose path begins with a prefix. Raises StoreIOError."""
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         listed = self._ask("list", lambda: self._values.list(self._range(prefix, end)))
         return sorted(key.decode() for key in listed)

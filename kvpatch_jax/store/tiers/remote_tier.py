@@ -1,4 +1,4 @@
-"""A remote store as one `ChunkStore` uses it: many objects at a time, failures counted, and reading then a miss."""
+"""The remote tier of a `ChunkStore`: several objects at a time, failures counted; a failing read is a miss."""
 
 import concurrent.futures
 import contextlib
@@ -21,14 +21,14 @@ _callers = ThreadPool(8, "kvpatch-remote")
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    """What several calls give, made by several threads. All end before the first error is raised."""
+    """Makes several calls in threads and returns their results. All end before the first error is raised."""
     jobs = [_callers.submit(call) for call in calls]
     concurrent.futures.wait(jobs)
     return [job.result() for job in jobs]
 
 
 def delete_below(remote: Remote, prefix: str) -> int:
-    """Deletes every object whose path begins so. How many.
+    """Deletes every object whose path begins with a prefix. Returns how many.
 
     Raises:
       StoreError: not all of them were deleted; the others were.
@@ -40,11 +40,11 @@ def delete_below(remote: Remote, prefix: str) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arriving:
-    """An object of a remote store while it is read.
+    """An object of a remote store that is being read.
 
     Attributes:
-      header, read: as the caller sees it, decrypted; `read` reads some of its neighbouring leaves.
-      stored: its header as it is kept. kept: the leaves that were read so far, likewise.
+      header, read: decrypted; `read` reads some neighbouring leaves.
+      stored: the header as it is stored, encrypted or not. kept: the leaves read so far, as they are stored.
     """
 
     header: Header
@@ -53,7 +53,7 @@ class Arriving:
     kept: Mapping[str, np.ndarray]
 
     def whole(self) -> dict[str, np.ndarray] | None:
-        """Every leaf; None where it is damaged, or cannot be read now."""
+        """Reads every leaf; None where one is damaged or cannot be read now."""
         try:
             return self.read(list(self.header.leaves))
         except (StoreCorruptError, StoreIOError):
@@ -61,15 +61,18 @@ class Arriving:
 
     @property
     def blob(self) -> Blob | None:
-        """The object, ready to be written, when every leaf has come."""
+        """The object as it is stored, ready to be written, once every leaf was read; else None."""
         if self.kept.keys() != self.stored.leaves.keys():
             return None
         arrays = {name: self.kept[name] for name in self.stored.leaves}
         return blob_of(self.stored, arrays)
 
 
-class Beyond:
-    """A remote store, and where its failures are counted: `remote_errors`, and `remote_skipped` where it was spared."""
+class RemoteTier:
+    """Puts, reads and deletes objects of a remote store, decrypting what is read.
+
+    Counts failures as `remote_errors`, and calls that its circuit breaker held back as `remote_skipped`.
+    """
 
     def __init__(self, remote: Remote, counters: Counters, encryption: Encryption):
         self.remote, self._counters, self._encryption = remote, counters, encryption
@@ -84,12 +87,12 @@ class Beyond:
             raise
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
-        """Puts several objects, some at a time. Raises StoreError: not all are acknowledged."""
+        """Writes several objects at once. Raises StoreError: not all are acknowledged."""
         with self._counted():
             at_once((lambda name=name, blob=blob: self.remote.put(name, blob)) for name, blob in items)
 
     def open(self, name: Name) -> Arriving | None:
-        """An object to read; None where there is none to be had now. Raises StoreKeyError.
+        """Opens an object; None where there is none, or the service fails. Raises StoreKeyError.
 
         Its `read` raises StoreCorruptError, after deleting the object, and StoreIOError.
         """
@@ -123,7 +126,7 @@ class Beyond:
 
     @contextlib.contextmanager
     def _judged(self, found: Stored, kept: dict[str, np.ndarray]) -> Iterator[None]:
-        """Deletes an object that does not verify, as far as the service does it."""
+        """Deletes an object that does not verify, if the service lets it."""
         try:
             with self._counted():
                 yield
@@ -139,18 +142,18 @@ class Beyond:
             yield
 
     def paths(self, prefix: str) -> list[str]:
-        """Objects whose path begins so; none where the service fails."""
+        """Lists objects whose path begins with a prefix; none where the service fails."""
         with self._missed():
             return self.remote.paths(prefix)
         return []
 
     def delete(self, prefix: str) -> int:
-        """Deletes every object whose path begins so. How many. Raises StoreError."""
+        """Deletes every object whose path begins with a prefix. Returns how many. Raises StoreError."""
         with self._counted():
             return delete_below(self.remote, prefix)
 
     def collect(self, prefix: str) -> int:
-        """Deletes what expired, by looking at every header. How many; what the service fails is left there."""
+        """Reads every header and deletes expired objects. Returns how many; where the service fails, they stay."""
         return sum(at_once((lambda path=path: self._gone(path)) for path in self.paths(prefix)))
 
     def _gone(self, path: str) -> int:

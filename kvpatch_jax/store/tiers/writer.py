@@ -1,4 +1,4 @@
-"""Writing behind the caller's back: a queue bounded in bytes, one thread, small objects committed in groups."""
+"""Asynchronous puts: a queue bounded in bytes, one writing thread, small objects committed in groups."""
 
 import atexit
 import collections
@@ -32,13 +32,13 @@ class _Job:
         return self.make()
 
     def blob(self) -> Blob:
-        """The object, made once, whoever of the writer and its readers comes first."""
+        """Makes the object once, for the writer and for readers of the queue."""
         with self.lock:
             return self._blob
 
 
 class Writer:
-    """Puts objects one after the other. A future is done when its object is durable, or holds why it is not.
+    """Writes queued objects in order. A future is done when its object is durable, or holds the error.
 
     Args:
       put: writes a group durably, or raises.
@@ -60,7 +60,7 @@ class Writer:
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """Begins anew in a forked process. What was queued is its parent's to write, and futures here say so."""
+        """Empties the queue in a forked process: the parent writes what was queued, and futures here raise that."""
         orphans = [*self._batch, *self._jobs]
         self._jobs, self._batch, self._errors = collections.deque(), [], []
         self._bytes = self._busy = 0
@@ -98,24 +98,24 @@ class Writer:
         return name.path in self._newest
 
     def waiting(self, name: Name) -> Blob | None:
-        """The newest object of a name that was queued and is not durable yet; None too where it cannot be made."""
+        """Returns the newest queued object of a name that is not durable yet; None too where it cannot be made."""
         job = self._newest.get(name.path)
         with contextlib.suppress(Exception):  # the acknowledgement tells
             return None if job is None else job.blob()
         return None
 
     def waiting_paths(self, beginning: str) -> list[str]:
-        """The paths of objects that are not durable yet, of those that begin so."""
+        """Lists paths of objects that are not durable yet, of those that begin with `beginning`."""
         with self._changed:
             return [path for path in self._newest if path.startswith(beginning)]
 
     def settle(self, beginning: str) -> None:
-        """Waits until nothing whose path begins so is on its way. Failures are left for futures and `flush`."""
+        """Waits until nothing is queued whose path begins so. Failures are left for futures and `flush`."""
         with self._changed:
             self._changed.wait_for(lambda: not any(path.startswith(beginning) for path in self._newest))
 
     def _end(self, jobs: Sequence[_Job]) -> None:
-        """Forgets jobs that came to an end, before their futures tell."""
+        """Takes finished jobs out of the queue's index, before their futures are set."""
         with self._changed:
             for job in jobs:
                 if self._newest.get(job.name.path) is job:
@@ -156,7 +156,7 @@ class Writer:
                 self._changed.notify_all()
 
     def _next(self) -> list[_Job]:
-        """The next group, or one large object; nothing once closed and empty."""
+        """Waits for the next group, or one large object; empty once the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             deadline = time.monotonic() + self._patience
@@ -202,7 +202,7 @@ class Writer:
 
 
 def joined(acks: Sequence[Ack]) -> Ack:
-    """One future for several: done when all are, with the first error."""
+    """Joins futures: done when all are, with the first error."""
     both: Ack = concurrent.futures.Future()
     both.set_running_or_notify_cancel()
     left = [len(acks)]

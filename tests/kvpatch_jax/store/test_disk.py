@@ -17,6 +17,7 @@ import pytest
 from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import (
+    DtypeError,
     InputError,
     StoreClosedError,
     StoreCorruptError,
@@ -247,6 +248,43 @@ def test_a_root_that_cannot_be(tmp_path: Path):
     (tmp_path / "store" / "STORE.json").write_text("{")
     with pytest.raises(StoreCorruptError, match=r"STORE\.json"):
         ChunkStore(tmp_path / "store")
+
+
+# ------------------------------------------------------------------------------------------------ grouped puts
+
+
+@pytest.mark.parametrize("encoding", [None, "bfloat16"])
+def test_many_chunks_are_put_in_one_commit(store: ChunkStore, monkeypatch, encoding):
+    sizes: list[int] = []
+    put_group = store.disk.put_group
+    monkeypatch.setattr(store.disk, "put_group", lambda items: sizes.append(len(items)) or put_group(items))
+    output = np.arange(12, dtype=np.float32).reshape(3, 4)
+    chunks = [chunk_of("with", 1, encoder=output), *(chunk_of(f"B{number}", number) for number in range(20))]
+    store.put_many(chunks, encoding=encoding)
+    assert sizes == [len(chunks) + 1]
+    for chunk in chunks:
+        found = store.get(chunk.id, BACKBONE, encoding=encoding)
+        assert found is not None
+        if encoding is None:
+            assert same_chunk(found, chunk_of(chunk.id, kv=chunk.kv))
+        else:
+            assert not same(found.kv["k"], chunk.kv["k"])
+            assert np.allclose(found.kv["k"], chunk.kv["k"], atol=0.02)
+    assert same(store.get_encoder("with", BACKBONE), output)
+    store.put_many([])
+
+
+def test_many_chunks_of_which_one_is_bad_are_not_put(store: ChunkStore):
+    bad = chunk_of("bad")
+    bad.kv["k"] = bad.kv["k"].astype(np.complex64)  # pyright: ignore
+    with pytest.raises(DtypeError):
+        store.put_many([chunk_of("good"), bad])
+    assert not store.contains("good", BACKBONE)
+    with pytest.raises(InputError, match="ttl"):
+        store.put_many([chunk_of("good")], ttl=-1)
+    store.close()
+    with pytest.raises(StoreClosedError):
+        store.put_many([chunk_of("good")])
 
 
 # ------------------------------------------------------------------------------------------- asynchronous puts

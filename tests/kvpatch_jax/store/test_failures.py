@@ -34,6 +34,12 @@ def put_group(store: ChunkStore) -> bool:
     return False
 
 
+def put_many(store: ChunkStore) -> bool:
+    store.put_many([NEW, chunk_of("newer", 5)])
+    assert store.contains("newer", BACKBONE)
+    return True
+
+
 def put_within_a_budget(store: ChunkStore) -> bool:
     """The filler has to go: it was not used since."""
     with ChunkStore(store.disk.root, budget=Budget(host=0, disk=40_000)) as small, small.pin("old", BACKBONE):
@@ -144,14 +150,14 @@ def fails_well(store: ChunkStore, operation: Callable[[ChunkStore], bool], at: i
     return bool(failure.failed)
 
 
-WRITING = [put, put_again, put_group, put_within_a_budget, delete, collect, reopen]
+WRITING = [put, put_again, put_group, put_many, put_within_a_budget, delete, collect, reopen]
 READING = [get, get_patches, stream, get_damaged]
 
 
 @pytest.mark.parametrize("operation", [*WRITING, *READING], ids=lambda operation: operation.__name__)
 def test_any_one_call_may_fail(store: ChunkStore, operation: Callable[[ChunkStore], bool]):
     """Each call in turn, until an operation runs through without reaching the one that would fail."""
-    codes = list(KINDS) if operation in (put, put_group) else [errno.EIO]
+    codes = list(KINDS) if operation in (put, put_group, put_many) else [errno.EIO]
     for code in codes:
         at = 0
         while fails_well(store, operation, at, code):
