@@ -340,7 +340,7 @@ class ChunkStore:
         return ack
 
     def _commit(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
-        items = [(name, self.tenant_disk.encryptioned(name, blob)) for name, blob in blobs]
+        items = [(name, self.tenant_disk.sealed(name, blob)) for name, blob in blobs]
         self.tenant_disk.put(items)
         for name, _ in items:
             self._reader.replaced(name)
