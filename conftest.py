@@ -1,9 +1,43 @@
-"""Settings every test shares: one BLAS thread, and compiled programs kept in the project's own cache directory."""
+"""Settings every test shares: threads, compiled programs kept in the project's own cache directory, and the order."""
 
 import os
 from pathlib import Path
 
+import pytest
+
 # Small batched factorisations lose to their own threads; read when the library is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+# Many small programs are compiled by several files, and by both of two processes.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+# A file's tests stay in one process, so a long file that begins last keeps the others waiting. Longest first.
+LONG = (
+    "test_run.py",
+    "test_training.py",
+    "test_buckets.py",
+    "test_sharding.py",
+    "test_notebooks.py",
+    "test_trained.py",
+    "test_failures.py",
+    "test_readme.py",
+    "test_bench_store.py",
+    "test_repair.py",
+    "test_ops.py",
+    "test_bench_accelerator.py",
+    "test_crashes.py",
+    "test_sparse_configs.py",
+    "test_provenance.py",
+    "test_compile_counts.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps the order below: pytest-xdist would put the files of most tests first."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first."""
+    rank = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(LONG)))

@@ -167,7 +167,7 @@ def test_failures_are_typed_and_lose_nothing(store: ChunkStore, monkeypatch, cal
                 store.put(new)
         elif how == "async":
             ack = store.put_async(new)
-            assert isinstance(ack.exception(timeout=30), kind)
+            assert isinstance(ack.exception(timeout=300), kind)
             with pytest.raises(kind):
                 store.flush()
             store.flush()
@@ -309,7 +309,7 @@ def test_one_bad_object_does_not_take_its_group_along(store: ChunkStore):
     good, bad = patch_of(chunk_of("good")), patch_of(chunk_of("bad"))
     bad.factors["k"] = (jnp.ones((3, 9, 2), jnp.complex64), bad.factors["k"][1])  # pyright: ignore
     acks = [store.put_patch_async(patch) for patch in (good, bad, good)]
-    assert [type(ack.exception(timeout=30)).__name__ for ack in acks] == ["NoneType", "DtypeError", "NoneType"]
+    assert [type(ack.exception(timeout=300)).__name__ for ack in acks] == ["NoneType", "DtypeError", "NoneType"]
     assert len(store.get_patches(good.metadata)) == 1
     with pytest.raises(ValueError, match="complex64"):
         store.flush()
@@ -318,7 +318,7 @@ def test_one_bad_object_does_not_take_its_group_along(store: ChunkStore):
 def test_the_queue_is_bounded(tmp_path: Path, monkeypatch):
     store = ChunkStore(tmp_path, queue=2 * chunk_of().nbytes)
     gate, put_group = threading.Event(), store.disk.put_group
-    monkeypatch.setattr(store.disk, "put_group", lambda items: gate.wait(30) and put_group(items))
+    monkeypatch.setattr(store.disk, "put_group", lambda items: gate.wait(300) and put_group(items))
     acks = [store.put_async(chunk_of(f"B{number}")) for number in range(2)]
     third = threading.Thread(target=lambda: acks.append(store.put_async(chunk_of("B2"))))
     third.start()

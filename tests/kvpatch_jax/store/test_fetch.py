@@ -1,5 +1,6 @@
 """Fetching: order, sources, failing loads and failing computing, one flight per chunk, nothing left behind."""
 
+import concurrent.futures
 import os
 import threading
 import time
@@ -56,7 +57,7 @@ def nothing_stays():
     before, others = files(), set(threading.enumerate())  # other tests' stores may still have a writer
     new = lambda: [thread.name for thread in threading.enumerate() if thread not in others]
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     staying = ("kvpatch-crc", "kvpatch-group")  # those sum large objects and write groups, for all to come
     ending = lambda name: "kvpatch-" in name and not name.startswith(staying)
     while any(ending(name) for name in new()) and time.monotonic() < deadline:
@@ -135,7 +136,7 @@ def test_what_was_computed_is_put_when_the_loads_have_ended(store, monkeypatch):
     get, put, computed = store.disk.get, store.put_async, threading.Event()
 
     def late(name):
-        assert computed.wait(10)
+        assert computed.wait(300)
         found = get(name)
         order.append("load")
         return found
@@ -247,20 +248,27 @@ def test_a_late_load_is_not_computed(store, monkeypatch):
     for id in IDS[:2]:
         store.put(made(id))
     late, landed = threading.Event(), threading.Event()
-    get = store.get
+    get, set_result = store.get, concurrent.futures.Future.set_result
+    loading = []
 
     def slow(id, *args, **more):
         assert late.wait(60)
         found = get(id, *args, **more)
         if id == "c1":
-            threading.Timer(0.05, landed.set).start()  # after the future is done
+            loading.append(threading.current_thread())
         return found
+
+    def telling(future, result):
+        set_result(future, result)
+        if threading.current_thread() in loading:
+            landed.set()
 
     def compute(misses):
         late.set()
         assert landed.wait(60)
         return [made(miss.request.id) for miss in misses]
 
+    monkeypatch.setattr(concurrent.futures.Future, "set_result", telling)
     monkeypatch.setattr(store, "get", slow)
     got = fetch(store, REQUESTS[:2], compute, timeout=0.1, threads=2)
     check(got, IDS[:2])
@@ -394,8 +402,11 @@ def test_one_thread_computes_for_all(store):
 
     def follow():
         assert started.wait(60)
-        threading.Timer(0.2, free.set).start()
-        return fetch(store, [REQUESTS[1], REQUESTS[0]], second, timeout=0.05)
+        return fetch(store, [REQUESTS[1], REQUESTS[0]], join, timeout=0.05)
+
+    def join(misses):
+        threading.Timer(0.2, free.set).start()  # by now the other chunk was found to be computed elsewhere
+        return second(misses)
 
     second = Computing()
     one, two = run_together(lambda: fetch(store, REQUESTS[:1], lead), follow)

@@ -86,13 +86,13 @@ def test_a_read_that_a_put_overtakes_leaves_nothing_stale(tmp_path: Path, monkey
         def slow(disk: Disk, name):
             found = get(disk, name)
             read.set()
-            assert go.wait(30)
+            assert go.wait(300)
             return found
 
         monkeypatch.setattr(Disk, "get", slow)
         reader = threading.Thread(target=lambda: store.get("B", BACKBONE))
         reader.start()
-        assert read.wait(30)
+        assert read.wait(300)
         store.put(new)
         go.set()
         reader.join()

@@ -22,7 +22,7 @@ class Held:
         put = self.store.disk.put_group
 
         def late(items):
-            assert self.go.wait(10)
+            assert self.go.wait(300)
             return put(items)
 
         monkeypatch.setattr(self.store.disk, "put_group", late)
@@ -127,7 +127,7 @@ def test_what_could_not_be_written_is_a_miss(tmp_path, monkeypatch):
         go = threading.Event()
 
         def broken(items):
-            assert go.wait(10)
+            assert go.wait(300)
             raise StoreIOError("no disk; expected one")
 
         monkeypatch.setattr(store.disk, "put_group", broken)

@@ -57,7 +57,7 @@ def test_a_canonical_on_its_way_to_the_disk_says_what_the_chunk_shows(store: Chu
     store.put(first)
     store.put_patches([formed(first), formed(second, dtype=jnp.bfloat16)])
     go, put = threading.Event(), store.disk.put_group
-    monkeypatch.setattr(store.disk, "put_group", lambda items: put(items) if go.wait(10) else None)
+    monkeypatch.setattr(store.disk, "put_group", lambda items: put(items) if go.wait(300) else None)
     ack = store.put_async(second)
     (found,) = store.get_patches(SERVED)
     go.set()
