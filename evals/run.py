@@ -94,7 +94,7 @@ class RunConfig:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs in the project's own cache directory, .cache/jax."""
+    """Keeps compiled programs in the project's own cache directory, .cache/jax."""
     jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".cache" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
@@ -113,6 +113,7 @@ class Progress:
 
 
 def _ticks(config: RunConfig, arms: int) -> int:
+    """How often the probes of a run report progress; `arms`: of the main comparison."""
     batches = -(-config.contexts // config.batch)
     window = -(-config.window_contexts // config.batch)
     per = {"repair": batches * arms, "reorder": 6 * window, "slide": window, "recall": 4 * window}
@@ -121,92 +122,92 @@ def _ticks(config: RunConfig, arms: int) -> int:
 
 
 def measure(backbone: ModelBackbone, config: RunConfig, folder: Path, progress: Progress) -> ResultsTable:
-    """Run the main backbone's probes."""
-    ledger = ResultsTable(Path(config.backbone).name)
+    """Runs the probes of a backbone, scene by scene: what was cached and asked, by every arm."""
+    table = ResultsTable(Path(config.backbone).name)
+    images = folder / "images"
     reuses = []
-    batches = scenes.scenes(backbone, config.seed, config.contexts, folder / "images", config.batch)
+    batches = scenes.scenes(backbone, config.seed, config.contexts, images, config.batch)
     for number, (scene, rng) in enumerate(batches):
         clusters = number * config.batch + np.arange(len(scene))
         if "repair" in config.suite:
             questions = small_task.ask(scene.contexts, rng, QUESTIONS)
-            reuse = probes.compare_repairs(ledger, scene, questions, clusters, progress)
+            reuse = probes.compare_repairs(table, scene, questions, clusters, progress)
         else:
             reuse = probes.PageReuse(scene)
+
         if (number + 1) * config.batch <= config.window_contexts:
             reuses.append(reuse)
-            _window_probes(ledger, scene, config, clusters, folder, progress)
+            # A generator per probe, so that a probe draws the same questions whichever others are run.
+            draws = lambda probe, first=int(clusters[0]): np.random.default_rng([config.seed, first, probe])
+            if "reorder" in config.suite:
+                probes.probe_reorder(table, scene, draws(1), clusters, progress)
+            if "slide" in config.suite:
+                probes.probe_slide(table, scene, draws(2), clusters, progress)
+            if "recall" in config.suite:
+                probes.probe_recall(table, scene, draws(3), clusters, images, progress)
+
     if "deficit" in config.suite:
-        probes.deficit_shape(ledger, reuses)
-    probes.orbit_against_exact(ledger)
-    return ledger
-
-
-def _window_probes(ledger: ResultsTable, scene, config: RunConfig, clusters, folder: Path, progress: Progress) -> None:
-    for suite, seed in (("reorder", 1), ("slide", 2), ("recall", 3)):
-        if suite not in config.suite:
-            continue
-        rng = np.random.default_rng([config.seed, int(clusters[0]), seed])
-        if suite == "reorder":
-            probes.probe_reorder(ledger, scene, rng, clusters, progress)
-        elif suite == "slide":
-            probes.probe_slide(ledger, scene, rng, clusters, progress)
-        else:
-            probes.probe_recall(ledger, scene, rng, clusters, folder / "images", progress)
+        probes.deficit_shape(table, reuses)
+    probes.orbit_against_exact(table)
+    return table
 
 
 def measure_control(config: RunConfig, folder: Path, progress: Progress) -> ResultsTable:
-    """The instance trained without the sliding window: blind reuse, patches and token recompute."""
-    ledger = ResultsTable(CONTROL)
+    """Runs the main comparison, with fewer arms, on the instance that was trained without the sliding window."""
+    table = ResultsTable(CONTROL)
     backbone = load(shipped(CONTROL), dtype="float32")
-    for number, (scene, rng) in enumerate(
-        scenes.scenes(backbone, config.seed, config.window_contexts, folder / "images", config.batch)
-    ):
+    batches = scenes.scenes(backbone, config.seed, config.window_contexts, folder / "images", config.batch)
+    for number, (scene, rng) in enumerate(batches):
         questions = small_task.ask(scene.contexts, rng, QUESTIONS)
         clusters = number * config.batch + np.arange(len(scene))
-        probes.compare_repairs(ledger, scene, questions, clusters, progress, CONTROL_ARMS)
-    return ledger
+        probes.compare_repairs(table, scene, questions, clusters, progress, CONTROL_ARMS)
+    return table
 
 
 def training_of(name: str) -> dict[str, Any]:
-    """How a shipped instance was trained, as disclosed beside it ({} for other checkpoints)."""
+    """Reads how a shipped instance was trained, as disclosed beside it ({} for other checkpoints)."""
     path = shipped(name) / "training.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def draw_example(backbone: ModelBackbone, ledger_folder: Path, seed: int) -> Path:
-    """One held-out context with its images, a few questions, and what re-prefill, blind reuse and a patch answer."""
+def draw_example(backbone: ModelBackbone, folder: Path, seed: int) -> Path:
+    """Draws one held-out context: its images, a few questions, what re-prefill, blind reuse and a patch answer."""
     rng = np.random.default_rng([seed, 77])
     contexts = small_task.sample_contexts(rng, 1)
-    scene = scenes.load_scene(backbone, contexts, ledger_folder / "images")
+    scene = scenes.load_scene(backbone, contexts, folder / "images")
     questions = small_task.ask(contexts, rng, {"page": 1, "legend": 1, "chain": 3, "aggregate": 2})
     reuse = probes.PageReuse(scene)
-    factors = probes.leading(probes.factorise(scene, reuse.delta), 8)
-    caches = {"re-prefill": reuse.engine, "blind reuse": reuse.cache(), "patch, rank 8": reuse.cache(factors)}
-    names = small_task.VOCABULARY.names
-    said = {
-        arm: [names[int(token)] for token in scenes.read(scene, cache, questions, sees_legends=True).predicted[0]]
-        for arm, cache in caches.items()
+    caches = {
+        "re-prefill": reuse.engine,
+        "blind reuse": reuse.cache(),
+        "patch, rank 8": reuse.cache(reuse.patch(rank=8)),
     }
-    texts = [
-        f"{small_task.KINDS[int(kind)]}: {names[int(ask)]} {names[int(argument)]}"
-        for kind, ask, argument in zip(questions.kind[0], questions.ask[0], questions.argument[0], strict=True)
-    ]
-    correct = [names[int(token)] for token in questions.answer[0]]
+
+    names = small_task.VOCABULARY.names
+    said = {}
+    for arm, cache in caches.items():
+        answers = scenes.read(scene, cache, questions, sees_legends=True)
+        said[arm] = [names[token] for token in answers.predicted[0].tolist()]
+    texts = []
+    for kind, ask, argument in zip(questions.kind[0], questions.ask[0], questions.argument[0], strict=True):
+        texts.append(f"{small_task.KINDS[int(kind)]}: {names[int(ask)]} {names[int(argument)]}")
+    correct = [names[token] for token in questions.answer[0].tolist()]
     legends, pages = small_task.render(contexts)
-    return example_figure(list(legends[0]), pages[0], texts, said, ledger_folder / "figures" / "example.png", correct)
+    return example_figure(list(legends[0]), pages[0], texts, said, folder / "figures" / "example.png", correct)
 
 
 def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
-    """Measure one backbone and write everything about it; returns what results.json holds."""
+    """Measures one backbone and writes everything about it; returns what results.json holds."""
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     backbone = load(shipped(config.backbone), dtype="float32")
     progress = Progress(_ticks(config, probes.arm_count(backbone.layout)))
-    ledgers = [measure(backbone, config, folder, progress)]
+    tables = [measure(backbone, config, folder, progress)]
     if "control" in config.suite:
-        ledgers.append(measure_control(config, folder, progress))
+        tables.append(measure_control(config, folder, progress))
     progress.bar.close()
-    models = (config.backbone, *(ledger.model for ledger in ledgers[1:]))
+
+    models = (config.backbone, *(table.model for table in tables[1:]))
     results = {
         "config": {
             **dataclasses.asdict(config),
@@ -217,11 +218,11 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
             "training": {name: training_of(name) for name in models},
         },
         "environment": environment(PACKAGES),
-        "rows": [row for ledger in ledgers for row in ledger.rows()],
+        "rows": [row for table in tables for row in table.rows()],
     }
-    write_results(results, ledgers, folder)
-    example = draw_example(backbone, folder, config.seed)
-    figures = [example, *draw_all(results, folder / "figures")]
+    write_results(results, tables, folder)
+
+    figures = [draw_example(backbone, folder, config.seed), *draw_all(results, folder / "figures")]
     report = write_report(results, figures, folder / "report.html", NOTES)
     write_table(results, folder / "table.md")
     print_summary(results)
@@ -229,27 +230,14 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
     return results
 
 
-def main(arguments: list[str]) -> None:
-    """Parse flags, measure, write, print."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
-    unknown = [name for name in _SUITE.value if name not in (*SUITES, "all")]
-    if unknown:
-        raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {', '.join(SUITES)}")
-    suite = SUITES if "all" in _SUITE.value else tuple(_SUITE.value)
-    small = {"contexts": 32, "window_contexts": 32, "batch": 32} if _QUICK.value else {}
-    use_compilation_cache()
-    folder, name = Path(_OUT.value), _BACKBONE.value
-    if name != "all":
-        with errors_as_one_line():
-            shipped(name)
-        run_backbone(RunConfig(name, _suites_of(name, suite), _SEED.value, **small), folder)
-        return
-    results = {
-        name: run_backbone(RunConfig(name, _suites_of(name, suite), _SEED.value, **small), folder / name)
-        for name in backbone_names()
-    }
-    print(f"side by side: {side_by_side.write(results, folder)}")
+def write_results(results: dict[str, Any], tables: list[ResultsTable], folder: Path) -> None:
+    """Writes results.json (NaN as null) and items.jsonl."""
+    rows = without_nan(results["rows"])
+    (folder / "results.json").write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
+    items = folder / "items.jsonl"
+    items.unlink(missing_ok=True)
+    for table in tables:
+        table.write_items(items)
 
 
 def _suites_of(name: str, suite: tuple[str, ...]) -> tuple[str, ...]:
@@ -259,14 +247,28 @@ def _suites_of(name: str, suite: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for part in suite if part != "control")
 
 
-def write_results(results: dict[str, Any], ledgers: list[ResultsTable], folder: Path) -> None:
-    """results.json (NaN written as null) and items.jsonl."""
-    rows = without_nan(results["rows"])
-    (folder / "results.json").write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
-    items = folder / "items.jsonl"
-    items.unlink(missing_ok=True)
-    for ledger in ledgers:
-        ledger.write_items(items)
+def main(arguments: list[str]) -> None:
+    """Parses flags, measures, writes, prints."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+    unknown = [name for name in _SUITE.value if name not in (*SUITES, "all")]
+    if unknown:
+        raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {', '.join(SUITES)}")
+    suite = SUITES if "all" in _SUITE.value else tuple(_SUITE.value)
+    small = {"contexts": 32, "window_contexts": 32, "batch": 32} if _QUICK.value else {}
+
+    use_compilation_cache()
+    folder, name = Path(_OUT.value), _BACKBONE.value
+    if name == "all":
+        results = {}
+        for each in backbone_names():
+            config = RunConfig(each, _suites_of(each, suite), _SEED.value, **small)
+            results[each] = run_backbone(config, folder / each)
+        print(f"side by side: {side_by_side.write(results, folder)}")
+    else:
+        with errors_as_one_line():
+            shipped(name)
+        run_backbone(RunConfig(name, _suites_of(name, suite), _SEED.value, **small), folder)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class Trainer:
         return {"parameters": nnx.to_pure_dict(self.state), "moments": jax.tree.leaves(self.moments)}
 
     def resume(self) -> int:
-        """Take up the newest checkpoint, where there is one; returns the step to go on from."""
+        """Takes up the newest checkpoint, where there is one; returns the step to go on from."""
         newest = self.checkpoints.latest_step()
         if newest is None:
             return 0
@@ -78,17 +78,18 @@ class Trainer:
         return newest
 
     def save(self) -> None:
-        """Checkpoint the present step."""
+        """Checkpoints the present step."""
         self.checkpoints.save(self.step, args=ocp.args.StandardSave(self._tree))
         self.checkpoints.wait_until_finished()
 
     def train(self, until: int, every: int = 50, save_every: int = 200) -> None:
-        """Run to step `until`, one curve line per `every` steps and a checkpoint per `save_every`."""
+        """Runs to step `until`, one curve line per `every` steps and a checkpoint per `save_every`."""
         from tqdm import tqdm
 
         tally: dict[str, list[tuple[float, float]]] = {}
         began = time.perf_counter()
         with ThreadPoolExecutor(1) as pool, (self.folder / "curve.jsonl").open("a") as curve:
+            # The next batch is drawn on the host while the device takes a step.
             ahead = pool.submit(draw_batch, self.recipe, self.step)
             bar = tqdm(range(self.step, until), initial=self.step, total=until, unit="step", mininterval=2)
             for step in bar:
@@ -107,7 +108,7 @@ class Trainer:
                     self.save()
 
     def backbone(self) -> ModelBackbone:
-        """The trained backbone with the task's image settings and vocabulary."""
+        """Makes the trained backbone with the task's image settings and vocabulary."""
         return ModelBackbone(self.config, nnx.to_pure_dict(self.state), self.images, make_tokenizer())
 
 
@@ -130,13 +131,14 @@ def _means(tally: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
 
 
 def draw_curve(folder: Path) -> Path:
-    """Draw DIR/curve.jsonl: accuracy by kind and the losses."""
+    """Draws DIR/curve.jsonl: accuracy by kind and the losses."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     lines = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+    # A resumed run writes some steps twice; the later line counts.
     lines = list({line["step"]: line for line in lines}.values())
     steps = [line["step"] for line in lines]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -178,7 +180,7 @@ _DEFINE = {
 
 
 def define_flags() -> None:
-    """--out, and one flag per field of `Recipe`. Only the program does this: importing it leaves absl's flags alone."""
+    """Defines --out and one flag per field of `Recipe`. Importing this module leaves absl's flags alone."""
     flags.DEFINE_string("out", "out/train", "folder for checkpoints, curve and the trained model; a used one resumes")
     for field in dataclasses.fields(Recipe):
         kind = field.type if isinstance(field.type, str) else field.type.__name__
@@ -186,7 +188,7 @@ def define_flags() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Train, save the Hugging Face directory, draw the curve."""
+    """Trains, saves the Hugging Face directory, draws the curve."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
     logging.set_verbosity(logging.WARNING)

@@ -30,6 +30,7 @@ POLL = 0.2
 
 def run_part(name: str, out: Path, tiny: bool, deadline: float) -> str | None:
     """Runs the rows of one part that are missing, in processes of their own; returns what went wrong, if anything."""
+    # A process that died is started again behind the task at which it died.
     for _ in range(FAULTS):
         ended = _run_process(name, out, tiny, deadline)
         if ended == "out of time":
@@ -48,6 +49,7 @@ def _run_process(name: str, out: Path, tiny: bool, deadline: float) -> str | Non
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with (out / "log.txt").open("ab") as log:
         process = subprocess.Popen(_command(name, out, tiny), env=environment, stdout=log, stderr=log)
+    # A process is alive as long as its file of rows grows: a kernel that hangs writes none.
     size, moved = -1, time.monotonic()
     while process.poll() is None:
         time.sleep(POLL)
@@ -82,7 +84,7 @@ def run_all(out: Path, tiny: bool, parts: Sequence[str], limit: float) -> list[s
 
 
 def gather(lines: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The lines by part: the last environment and notes, and the rows without their part."""
+    """Gathers the lines by part: the last environment and notes, and the rows without their part."""
     results: dict[str, dict[str, Any]] = {}
     for line in lines:
         part = results.setdefault(line["part"], {"rows": []})
@@ -96,7 +98,7 @@ def gather(lines: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def judge(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The numbers that are not right and the rows that could not be made, in words."""
+    """Says which numbers are not right and which rows could not be made."""
     wrong = []
     for name, result in results.items():
         for row in result["rows"]:
@@ -108,7 +110,7 @@ def judge(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def with_comparisons(results: dict[str, Any]) -> dict[str, Any]:
-    """The results with the ratios that need two parts: the XLA path, torch.compile, and the prefill over ours."""
+    """Adds the ratios that need two parts: the XLA path, torch.compile, and the prefill over ours."""
     results = {name: dict(result) for name, result in results.items()}
     seconds = lambda part: {
         (row["operation"], row["case"]): row["microseconds"]
@@ -131,7 +133,7 @@ def with_comparisons(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(results: Mapping[str, Mapping[str, Any]], wrong: Sequence[str]) -> str:
-    """Everything that was found, as Markdown."""
+    """Writes everything that was found as Markdown."""
     lines = ["# Kernels on this accelerator", ""]
     for name, result in results.items():
         device = result.get("environment", {})

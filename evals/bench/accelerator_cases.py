@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def cases(tiny: bool, least_tokens: int = 0) -> list[Case]:
-    """Every production shape at every rank; token counts doubled until they reach `least_tokens`."""
+    """Lists every production shape at every rank; token counts doubled until they reach `least_tokens`."""
     result = []
     for shape in SMALL[:1] if tiny else PRODUCTION:
         tokens = shape.tokens
@@ -44,14 +44,14 @@ def cases(tiny: bool, least_tokens: int = 0) -> list[Case]:
 
 
 def cases_of_numbers(tiny: bool) -> list[Case]:
-    """`cases`, and the rope key of latent attention in pairs, for numerics alone."""
+    """Lists `cases`, and the rope key of latent attention in pairs, for numerics alone."""
     pairs = [shape._replace(name=f"{shape.name}_pairs", layout="pairs") for shape in PRODUCTION if shape.width == 64]
     shapes = SMALL[2:3] if tiny else pairs
     return cases(tiny) + [Case(shape, shape.tokens, 4 if tiny else 16) for shape in shapes]
 
 
 def draw(case: Case, key: Array, dtype: str = "bfloat16") -> dict[str, Any]:
-    """A chunk as `rotate_patch` takes it, from the device's own generator."""
+    """Draws a chunk as `rotate_patch` takes it, from the device's own generator."""
     keys = jax.random.split(key, 4)
     normal = lambda own, *sizes: jax.random.normal(own, sizes, jnp.float32).astype(dtype)
     given = {"x": normal(keys[0], *case.sizes)}
@@ -65,7 +65,7 @@ def draw(case: Case, key: Array, dtype: str = "bfloat16") -> dict[str, Any]:
 
 
 def implementation(which: str) -> str:
-    """The name of this platform's kernel where `which` is "kernel" (on a CPU the GPU's, to be refused), else "xla"."""
+    """Names this platform's kernel where `which` is "kernel" (on a CPU the GPU's, to be refused), else "xla"."""
     platform_ = jax.default_backend()
     if which != "kernel":
         return "xla"

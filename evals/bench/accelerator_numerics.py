@@ -122,7 +122,7 @@ def _narrowed(wide: Mapping[str, Array], dtype: str) -> dict[str, Any]:
 
 
 def expected(given: Mapping[str, Array], layers: list[int], layout: str) -> Float[np.ndarray, "..."]:
-    """R · (x + u v) in float64 of these layers."""
+    """Computes R · (x + u v) in float64 for these layers."""
     host = lambda name, value: np.asarray(value if name in ("cos", "sin") else value[np.asarray(layers)], np.float64)
     exact = {name: host(name, value) for name, value in given.items()}
     for name in ("x", "u", "v"):
@@ -143,7 +143,7 @@ def expected(given: Mapping[str, Array], layers: list[int], layout: str) -> Floa
 
 
 def units(found: Float[np.ndarray, "..."], exact: Float[np.ndarray, "..."]) -> float:
-    """The largest difference in units in the last place of bfloat16 at each row's largest value; NaN counts as much."""
+    """Measures the largest difference in units in the last place of bfloat16 at each row's largest value; NaN: inf."""
     largest = np.maximum(np.abs(exact).max(-1, keepdims=True), 1e-30)
     error = np.abs(found.astype(np.float64) - exact) / 2.0 ** (np.floor(np.log2(largest)) - 7)
     return float(np.nan_to_num(error, nan=np.inf).max())
@@ -166,6 +166,7 @@ def _rotated(case: Case, given, exact, layers: list[int], implementation: str, r
         )
     )
     compiled = run.lower(given, jnp.int32(length)).compile()
+    # What a kernel leaves unwritten is NaN then, and not by chance what an earlier call left there.
     _poison(case.sizes)
     found = np.asarray(compiled(given, jnp.int32(length))[np.asarray(layers)].astype(jnp.float32))
     wanted = exact.copy()
@@ -192,6 +193,7 @@ def _spliced(case: Case, given, exact, layers: list[int], implementation: str, o
     total = order.size
     sizes = (case.sizes[0], total // PAGE_SIZE, PAGE_SIZE, *case.sizes[-2:])
     slots = order[: case.tokens].astype(np.int32)
+    # A NaN with an odd payload: whatever is written over it shows, bit by bit.
     pattern = np.uint16(0x7FA5)
     pool = jax.lax.bitcast_convert_type(jnp.full(sizes, pattern), jnp.bfloat16)
     run = lambda pool, slots, given: splice(

@@ -79,12 +79,12 @@ def append(out: Path, line: Row) -> None:
 
 
 def done(lines: Sequence[Row], part: str) -> set[str]:
-    """The keys of a part that have their row."""
+    """Collects the keys of a part that have their row."""
     return {line["key"] for line in lines if line.get("part") == part and "key" in line}
 
 
 def open_task(lines: Sequence[Row], part: str) -> str | None:
-    """The task that was begun last and has no row; None where there is none."""
+    """Finds the task that was begun last and has no row; None where there is none."""
     begun = [line["begun"] for line in lines if line.get("part") == part and "begun" in line]
     return begun[-1] if begun and begun[-1] not in done(lines, part) else None
 

@@ -25,7 +25,7 @@ Given = Mapping[str, Any]
 
 
 def moved_bytes(case: Case) -> int:
-    """What must move: x in, the result out, u, v, cosines and sines in."""
+    """Counts the bytes that must move: x in, the result out, u, v, cosines and sines in."""
     x = math.prod(case.sizes) * 2
     factors = case.sizes[0] * case.rank * (case.tokens + math.prod(case.sizes[-2:])) * 2
     return 2 * x + factors + 2 * case.tokens * (case.shape.rotary // 2) * 4
@@ -42,7 +42,7 @@ def copy_bandwidth(size: int, sets: int, repeats: int) -> float:
 
 
 def unfused(given: Given, layout: str) -> Array:
-    """The XLA path with its steps kept apart: product, sum, rotation, cast."""
+    """Runs the XLA path with its steps kept apart: product, sum, rotation, cast."""
     apart = jax.lax.optimization_barrier
     value = apart(given["x"].astype(jnp.float32))
     if "u" in given:
@@ -53,7 +53,7 @@ def unfused(given: Given, layout: str) -> Array:
 
 
 def separate(given: Given, layout: str, implementation: str) -> Array:
-    """Patch and rotation as two kernels."""
+    """Runs patch and rotation as two kernels."""
     patched = rotate_patch(given["x"], u=given["u"], v=given["v"], implementation=implementation)
     turned = jax.lax.optimization_barrier(patched)
     return rotate_patch(turned, given["cos"], given["sin"], layout=layout, implementation=implementation)

@@ -50,7 +50,7 @@ NOTES = [
 
 
 def operator(library: Any, x: Any, cos: Any, sin: Any, u: Any, v: Any, layout: str) -> Any:
-    """R · (x + u v) in torch."""
+    """Computes R · (x + u v) in torch."""
     value = x.float()
     if u is not None:
         value = value + library.bmm(u, v).reshape(x.shape).float()

@@ -63,24 +63,24 @@ class Ours:
         self.pictures = dict(arrays)
 
     def prefill(self) -> float:
-        """The prompt's forward, from ids, with the KV and the logits of every token."""
+        """Times the prompt's forward, from ids, with the KV and the logits of every token."""
         return stopwatch(lambda: jax.block_until_ready(self.backbone.prefill(self.backbone.embed(self.ids))))
 
     def generate(self) -> float:
-        """The prompt and the tokens that follow, greedily."""
+        """Times the prompt and the tokens that follow, greedily."""
         return stopwatch(lambda: jax.block_until_ready(self._generated()))
 
     def step(self) -> float:
-        """The tokens behind the prompt, one `decode` each, without the prompt's prefill."""
+        """Times the tokens behind the prompt, one `decode` each, without the prompt's prefill."""
         logits, cache = self._filled()
         return stopwatch(lambda: self._steps(logits, cache))
 
     def embed(self) -> float:
-        """The tower, its projector, and the features put among the embeddings."""
+        """Times the tower, its projector, and putting the features among the embeddings."""
         return stopwatch(lambda: jax.block_until_ready(self.backbone.embed(**self.pictures)))
 
     def outputs(self) -> dict[str, np.ndarray]:
-        """The prompt's logits [1,T,V], the tokens that follow [1,n], and for an image the tower's features [E,D]."""
+        """Computes the prompt's logits [1,T,V], the tokens that follow [1,n], and an image's features [E,D]."""
         logits = self.backbone.prefill(self.backbone.embed(self.ids)).logits
         found = {"logits": logits, "tokens": self._generated()}
         if self.pictures:
@@ -126,7 +126,7 @@ def _against(row: dict[str, Any], agrees: bool, bar: float) -> dict[str, Any]:
 
 
 def measure(ours: Ours, theirs: TransformersSide | None, row: dict[str, Any], size: Size, repeats: int, agrees: bool):
-    """A row for each thing that is timed."""
+    """Yields a row for each thing that is timed."""
     items = {"prefill": size.prompt, "generate": size.new_tokens, "step": size.new_tokens}
     for metric, count in (items | ({"embed": 1} if ours.pictures else {})).items():
         timed = getattr(ours, metric)
@@ -140,12 +140,12 @@ def measure(ours: Ours, theirs: TransformersSide | None, row: dict[str, Any], si
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference over the largest magnitude; infinite where the shapes differ."""
+    """Measures the largest difference over the largest magnitude; infinite where the shapes differ."""
     return float(np.abs(found - expected).max() / np.abs(expected).max()) if found.shape == expected.shape else np.inf
 
 
 def agreement(ours: Ours, theirs: TransformersSide, row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Whether both sides compute the same function: differences of logits and features, share of equal new tokens."""
+    """Checks that both sides compute the same function: differences of logits and features, share of equal tokens."""
     found, expected = ours.outputs(), theirs.outputs(folder)
     same = float(np.mean(found["tokens"] == expected["tokens"]))
     differences = {name: relative(found[name], expected[name]) for name in expected if name != "tokens"}
@@ -162,7 +162,7 @@ def compare(
     repeats: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """All rows of one model."""
+    """Makes all rows of one model."""
     row: dict[str, Any] = {"size": size.name, "architecture": raw["architectures"][0]}
     logging.info("timing %s %s", *row.values())
     backbone = random_backbone(raw, seed)
@@ -253,7 +253,7 @@ _HEADS = ("size", "architecture", "metric", "ours/s", "theirs/s", "ratio", "low"
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The rows for reading: rates per second, ratios (above 1 ours is faster), pass or fail."""
+    """Formats the rows for reading: rates per second, ratios (above 1 ours is faster), pass or fail."""
     text = aligned_table(_HEADS, [_cells(row) for row in result["rows"]])
     other = result["config"]["other_side"]
     return f"{text}\n{other if isinstance(other, str) else _verdict(result['rows'])}"

@@ -66,7 +66,7 @@ PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pix
 
 
 def tiny_config(architecture: str) -> dict[str, Any]:
-    """`config.json` of the tiny model that stands for this architecture.
+    """Reads `config.json` of the tiny model that stands for this architecture.
 
     Raises:
       ConfigError: no such model, or no goldens beside the package (they are not installed with it).
@@ -84,7 +84,7 @@ def tiny_config(architecture: str) -> dict[str, Any]:
 
 
 def tiny_pictures(architecture: str) -> dict[str, np.ndarray]:
-    """What the tiny model's processor made of one image, with the prompt's `input_ids` [1,T]; {} for a text family."""
+    """Reads what the tiny model's processor made of one image, with `input_ids` [1,T]; {} for a text family."""
     path = GOLDENS / TINY[architecture] / "one_image.npz"
     if FAMILIES[architecture].vision is None:
         return {}
@@ -94,7 +94,7 @@ def tiny_pictures(architecture: str) -> dict[str, np.ndarray]:
 
 
 def random_backbone(raw: Mapping[str, Any], seed: int = 0) -> ModelBackbone:
-    """A backbone of this `config.json` with drawn float32 parameters (for an image family without image settings)."""
+    """Makes a backbone of this `config.json` with drawn float32 parameters and without image settings."""
     family = FAMILIES[raw["architectures"][0]]
     config = family.config(raw, "exact", REGIMES.get(family.architecture))
     generator = np.random.default_rng(seed)
@@ -119,10 +119,10 @@ def _draw(name: str, shape: tuple[int, ...], generator: np.random.Generator) -> 
 
 
 def prompt(count: int) -> Int[np.ndarray, "1 count"]:
-    """Ids of a text prompt that every vocabulary has, and that are no placeholder of any tiny model."""
+    """Makes ids of a text prompt that every vocabulary has, and that are no placeholder of any tiny model."""
     return ((np.arange(count, dtype=np.int32) * 37 + 11) % 290 + 3)[None]
 
 
 def pad_cache(kv: Mapping[str, Array], room: int) -> dict[str, Array]:
-    """A cache [L,B,S,K,H] per channel with room for as many tokens more."""
+    """Pads a cache [L,B,S,K,H] per channel with room for as many tokens more."""
     return {name: jnp.pad(value, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0))) for name, value in kv.items()}

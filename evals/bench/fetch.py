@@ -81,6 +81,7 @@ def _measure(arm: Arm, repeats: int, folder: Path | None) -> list[dict[str, Any]
             store.put(chunk)
         if arm.latency:
             _Far(store, arm.latency)
+        # Both halves take as long then, which is where overlap has most to win.
         times = _calibrated(lambda: fetch(store, hits, _refuse), product, arm.half)
         by_id = {chunk.id: chunk for chunk in chunks}
 
@@ -100,6 +101,7 @@ def _measure(arm: Arm, repeats: int, folder: Path | None) -> list[dict[str, Any]
                 taken = stopwatch(lambda asked=asked: fetch(store, asked, compute))
                 if round_:
                     seconds[name].append(taken)
+                # What was computed is deleted again, so that every round misses it anew.
                 store.flush()
                 for request in misses:
                     store.delete(request.id, request.backbone)
@@ -134,7 +136,7 @@ def _rows(arm: Arm, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def rows(repeats: int = 7, folder: Path | None = None) -> list[dict[str, Any]]:
-    """Ratios of a fetch of both halves to the longer half alone, and to their sum, with what was timed.
+    """Measures ratios of a fetch of both halves to the longer half alone, and to their sum, with what was timed.
 
     Args:
       repeats: rounds of each; a warm-up comes first.

@@ -64,7 +64,7 @@ TINY = KernelSizes(2, 16, 2, 16, (0, 4), (8, 16, 32), 2, 4, 16, SMALL[0], 16)
 
 
 def draw(sizes: KernelSizes, layers: int, tokens: int, rank: int, seed: int) -> dict[str, Any]:
-    """A chunk of bfloat16 keys as `rotate_patch` takes it."""
+    """Draws a chunk of bfloat16 keys as `rotate_patch` takes it."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
     angle = rng.uniform(0, 2 * math.pi, (tokens, sizes.width // 2))
@@ -82,7 +82,7 @@ def one_by_one(
     u: Float[Array, "L T M"] | None = None,
     v: Float[Array, "L M F"] | None = None,
 ) -> Float[Array, "L T K H"]:
-    """`rotate_patch` (half), each step dispatched for itself: multiply, add, rotate, cast."""
+    """Computes `rotate_patch` (half), each step dispatched for itself: multiply, add, rotate, cast."""
     value = x.astype(jnp.float32)
     if u is not None and v is not None:
         delta = jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -95,7 +95,7 @@ def one_by_one(
 
 
 def pass_rows(sizes: KernelSizes, repeats: int, seed: int) -> list[dict[str, Any]]:
-    """The compiled XLA path against its steps, at every rank."""
+    """Times the compiled XLA path against its steps, at every rank."""
     rows = []
     jitted = jax.jit(lambda given: rotate_patch(**given, implementation="xla"))
     for rank in sizes.ranks:
@@ -127,7 +127,7 @@ class _Splicing:
         self.room = pages * sizes.page_size - tokens
 
     def seconds(self) -> float:
-        """Seconds of one splice, to a run of slots that begins anywhere."""
+        """Times one splice, to a run of slots that begins anywhere."""
         slots = np.arange(self.chunk["x"].shape[1], dtype=np.int32) + int(self.rng.integers(self.room + 1))
         slots = jax.block_until_ready(jnp.asarray(slots))
         begin = time.perf_counter()
@@ -138,13 +138,13 @@ class _Splicing:
 def splice_seconds(
     sizes: KernelSizes, cases: Mapping[str, tuple[int, int]], repeats: int, seed: int
 ) -> dict[str, list[float]]:
-    """Seconds of splices in turns; cases are (tokens, pages) by name. One warm-up each."""
+    """Times splices in turns; cases are (tokens, pages) by name. One warm-up each."""
     own = {name: _Splicing(sizes, *case, seed) for name, case in cases.items()}
     return take_turns({name: case.seconds for name, case in own.items()}, repeats, warm_ups=1, pause=0.0)
 
 
 def splice_rows(sizes: KernelSizes, repeats: int, seed: int) -> list[dict[str, Any]]:
-    """Splice's seconds by tokens, with a line through their medians; and by size of the pool."""
+    """Times splices by tokens, with a line through their medians; and by size of the pool."""
     taken = splice_seconds(sizes, {str(tokens): (tokens, sizes.pages) for tokens in sizes.spliced}, repeats, seed)
     medians = np.asarray([statistics.median(values) for values in taken.values()])
     slope, intercept = np.polyfit(sizes.spliced, medians, 1)
@@ -186,7 +186,7 @@ def run(*, repeats: int = 5, seed: int = 0, sizes: KernelSizes | None = None) ->
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The rows for reading, and how many are within their bars."""
+    """Formats the rows for reading, and how many are within their bars."""
     verdicts = {None: "", True: "pass", False: "FAIL"}
     lines = []
     for row in result["rows"]:

@@ -64,7 +64,7 @@ def _row(metric: str, arm: str, value: float, values: list[float], bar: float | 
 
 
 def placing_rows(layers: int, tokens: int, heads: int, width: int, repeats: int, seed: int) -> list[dict[str, Any]]:
-    """CPU time of placing a bfloat16 chunk, over a jitted x · 2 of it in the same run: least by least."""
+    """Measures CPU time of placing a bfloat16 chunk, over a jitted x · 2 of it in the same run: least by least."""
     case = _Placing(layers, tokens, heads, width, min(RANK, width // 4), seed)
     kv = dict(case.chunk.kv)
     engine = case.apply(None)
@@ -90,7 +90,7 @@ def placing_rows(layers: int, tokens: int, heads: int, width: int, repeats: int,
 
 
 def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[dict[str, Any]]:
-    """Microseconds of CPU time that public functions take, the compiled programs that they call put aside."""
+    """Measures microseconds of CPU time that public functions take, the compiled programs that they call put aside."""
     case = _Placing(2, tokens, 1, 8, 4, seed)
     engine = case.apply(None)
     calls = {
@@ -99,6 +99,7 @@ def check_rows(repeats: int, seed: int, tokens: int = 2048) -> list[dict[str, An
         "splice": lambda: case.splice(case.patch),
         "relocate": lambda: kvp.relocate(case.layout, engine, 7, 99),
     }
+    # With the programs away, what is left of a call is what its checks take.
     returned = lambda _layout, arrays, *rest, **plan: arrays
     programs = ((ops, "jitted_apply"), (layout, "jitted_place"), (layout, "jitted_relocate"), (pool, "jitted_splice"))
     with contextlib.ExitStack() as stack:

@@ -27,7 +27,7 @@ Deltas = Float[Array | np.ndarray, "*batch T F"]
 def synthetic_deficit(
     layers: int, tokens: int, features: int, seed: int = 0, decay: float = 101.0
 ) -> Float[np.ndarray, "L T F"]:
-    """Matrices with singular values exp(−i / decay), i = 0, 1, …: e90 is about 120 at the default decay."""
+    """Draws matrices with singular values exp(−i / decay), i = 0, 1, …: e90 is about 120 at the default decay."""
     generator = np.random.default_rng(seed)
     count = min(tokens, features)
     spectrum = np.exp(-np.arange(count) / decay)
@@ -40,14 +40,14 @@ def synthetic_deficit(
 
 
 def energy_ratio(deltas: Deltas, rank: int, method: str = "randomised", seed: int = 0) -> Float[np.ndarray, "*batch"]:
-    """Energy that our rank-`rank` factors capture of each matrix, over the most that any could; 1 where it is zero."""
+    """Measures the energy that our rank-`rank` factors capture, over the most that any could; 1 where it is zero."""
     deltas = jnp.asarray(deltas, jnp.float32)
     u, v = factorise(deltas, rank, method=method, key=jax.random.key(seed))
     return np.asarray(deficit.energy_ratio(deltas, u, v))
 
 
 def shipped_deficits(contexts: int = 16, seed: int = 4242) -> dict[str, np.ndarray]:
-    """Real deficits of the shipped backbone's pages behind their legends: {channel: [contexts · L, T, F]}."""
+    """Computes real deficits of the shipped backbone's pages behind their legends: {channel: [contexts · L, T, F]}."""
     from evals import probes
     from evals.small_task.scenes import scenes
     from evals.trained import shipped
@@ -73,7 +73,7 @@ def _real_deficits(deficits: Mapping[str, np.ndarray], ranks: tuple[int, ...]) -
 
 
 def factorise_rows(shape: FactoriseShape, repeats: int, seed: int) -> tuple[list[dict], int]:
-    """Seconds of both factorisations of a synthetic deficit, their ratio, energy captured; and the deficit's e90."""
+    """Times both factorisations of a synthetic deficit, with the energy captured; and gives the deficit's e90."""
     matrix = jnp.asarray(synthetic_deficit(shape.batch[0], shape.tokens, shape.features, seed))
     needed = deficit.e90({"delta": matrix[:2, :, None, :]})["delta"]
     key = jax.random.key(seed)

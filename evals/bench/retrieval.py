@@ -22,7 +22,7 @@ K = 10
 
 
 def tower_outputs(backbone: ModelBackbone, images: Sequence[np.ndarray]) -> list[Float[np.ndarray, "T D"]]:
-    """What the tower makes of each image (uint8 [height, width, 3]): its tokens without start and end tokens."""
+    """Computes the tower's tokens of each image (uint8 [height, width, 3]), without start and end tokens."""
     outputs = []
     for image in images:
         prompt = backbone.prepare([image])
@@ -32,7 +32,7 @@ def tower_outputs(backbone: ModelBackbone, images: Sequence[np.ndarray]) -> list
 
 
 def task_images(contexts: int, seed: int = 77) -> list[np.ndarray]:
-    """Held-out legends and pages of the small task, four images per context."""
+    """Renders held-out legends and pages of the small task, four images per context."""
     from evals import small_task
 
     drawn = small_task.sample_contexts(np.random.default_rng(seed), contexts)
@@ -41,7 +41,7 @@ def task_images(contexts: int, seed: int = 77) -> list[np.ndarray]:
 
 
 def clustered(count: int, width: int = 128, clusters: int = 300, seed: int = 0) -> Float[np.ndarray, "n D"]:
-    """Vectors around centres of unequal weight."""
+    """Draws vectors around centres of unequal weight."""
     rng = np.random.default_rng(seed)
     centres = rng.standard_normal((clusters, width)).astype(np.float32)
     which = rng.choice(clusters, count, p=rng.dirichlet(np.full(clusters, 0.7)))
@@ -55,7 +55,7 @@ def _filled[R: Retriever](retriever: R, vectors: np.ndarray) -> R:
 
 
 def measure(vectors: Float[np.ndarray, "n D"], arm: str, probes: Sequence[float] = (0.05, 0.1, 0.2)) -> list[dict]:
-    """Recall@10 and seconds per search; a tenth of the vectors, 200 at most, are queries and not stored."""
+    """Measures recall@10 and seconds per search; a tenth of the vectors, 200 at most, are queries and not stored."""
     order = np.random.default_rng(1).permutation(len(vectors))
     count = min(200, len(vectors) // 10)
     queries, stored = vectors[order[:count]], vectors[order[count:]]
@@ -76,7 +76,7 @@ def _timed(retriever: Retriever, queries: np.ndarray, arm: str, stored: int) -> 
 
 
 def rows(contexts: int = 256, synthetic: int = 20_000) -> list[dict[str, Any]]:
-    """Recall@10 and seconds over the shipped backbone's encoder outputs, and over clustered synthetic vectors."""
+    """Measures recall@10 and seconds over the shipped backbone's encoder outputs and over clustered vectors."""
     from evals.trained import MAIN, shipped
     from models import load
 

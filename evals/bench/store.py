@@ -54,7 +54,7 @@ class Bench:
     seed: int
 
     def turns(self, sides: Mapping[str, Callable[[], float]]) -> Turns:
-        """Seconds of each side, in turns, after one turn that does not count."""
+        """Times each side in turns, after one turn that does not count."""
         return take_turns(sides, self.repeats, warm_ups=1)
 
 
@@ -62,7 +62,7 @@ class Bench:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The closest two of the values that hold their distribution's median with 95 % (binomial), or the extremes."""
+    """Finds the closest two of the values that hold the median with 95 % (binomial), or the extremes."""
     ordered, count = sorted(values), len(values)
     skip = 0
     while 2 * sum(math.comb(count, i) for i in range(skip + 2)) <= 0.05 * 2**count:
@@ -71,7 +71,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def row_of(metric: str, against: str, turns: Turns, sense: Sense = "at least", bar: float | None = None) -> Row:
-    """A row of a pair. Without a bar it is there to be seen, and passes nothing."""
+    """Makes a row of a pair. Without a bar it is there to be seen, and passes nothing."""
     pairs = zip(turns["ours"], turns["theirs"], strict=True)
     ratios = [theirs / ours if sense == "at least" else ours / theirs for ours, theirs in pairs]
     row = {"metric": metric, "against": against, "unit": "ratio", "sense": sense}
@@ -91,7 +91,7 @@ def _judged(row: Row, values: Sequence[float], bar: float | None) -> Row:
 
 
 def raw_write(path: Path, *parts: bytes | np.ndarray) -> None:
-    """A new file, written and synced."""
+    """Writes a new file and syncs it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         for part in parts:
@@ -104,7 +104,7 @@ def raw_write(path: Path, *parts: bytes | np.ndarray) -> None:
 
 
 def raw_read(path: Path, target: np.ndarray) -> None:
-    """A whole file into memory that is there already."""
+    """Reads a whole file into memory that is there already."""
     fd = os.open(path, os.O_RDONLY)
     try:
         view, offset = memoryview(target), 0
@@ -116,7 +116,7 @@ def raw_read(path: Path, target: np.ndarray) -> None:
 
 
 def timed_write(path: Path, write: Callable[[Path], object]) -> float:
-    """Seconds of writing a new file, which is then removed."""
+    """Times writing a new file, which is then removed."""
     try:
         return stopwatch(lambda: write(path))
     finally:
@@ -124,7 +124,7 @@ def timed_write(path: Path, write: Callable[[Path], object]) -> float:
 
 
 def found(value: Any) -> Any:
-    """The value, which must be there: a miss would be fast."""
+    """Returns the value, which must be there: a miss would be fast."""
     if not value:
         raise InputError("benchmark: the store misses what was put; expected a hit")
     return value
@@ -134,7 +134,7 @@ def found(value: Any) -> Any:
 
 
 def puts(bench: Bench) -> Iterator[Row]:
-    """A large chunk, durable: beside a raw write, and beside both ways of safetensors; and behind the caller's back."""
+    """Times a durable put of a large chunk beside a raw write and both ways of safetensors; and an asynchronous one."""
     store, chunk, path = bench.store, bench.chunk, bench.folder / "raw"
     leaves = store_data.leaves_of(chunk)
     data = np.concatenate([leaf.reshape(-1).view(np.uint8) for leaf in leaves.values()])
@@ -165,7 +165,7 @@ def puts(bench: Bench) -> Iterator[Row]:
 
 
 def gets(bench: Bench) -> Iterator[Row]:
-    """A large chunk, verified: beside a raw read into the same memory, and, on a device, beside Orbax."""
+    """Times a verified get of a large chunk: beside a raw read into the same memory, and, on a device, beside Orbax."""
     store, chunk = bench.store, bench.chunk
     store.put(chunk)
     data = np.concatenate([np.asarray(value).reshape(-1).view(np.uint8) for value in chunk.kv.values()])
@@ -188,14 +188,15 @@ def gets(bench: Bench) -> Iterator[Row]:
 
 
 def one_layer(store: ChunkStore, chunk: kvp.Chunk) -> Mapping[str, Any]:
-    """The middle layer alone."""
+    """Reads the middle layer alone."""
     with found(store.stream(chunk.id, BACKBONE)) as stream:
         return stream.layer(chunk.layout.layers // 2)
 
 
 def patches(bench: Bench) -> Iterator[Row]:
-    """Patches of a megabyte: one commit each, and one for all, per patch, beside a raw file each."""
+    """Times patches of a megabyte: one commit each, and one for all, per patch, beside a raw file each."""
     store, some = bench.store, bench.patches[: max(4, bench.sizes.group // 4)]
+    # Bytes that no disk can leave out: not zeros, and not the same in every block.
     data = np.zeros(some[0].nbytes, np.uint8)
     data[:] = np.arange(len(data)) % 251
 
@@ -226,7 +227,7 @@ def patches(bench: Bench) -> Iterator[Row]:
 
 
 def opening(bench: Bench) -> Iterator[Row]:
-    """Opening a store of many objects, and finding them all as the first eviction does."""
+    """Times opening a store of many objects, and finding them all as the first eviction does."""
     root, count = bench.folder / "many", bench.sizes.objects
     small = store_data.chunk_of(store_data.StoreSizes(layers=1, tokens=1, heads=1, width=8), bench.seed)
     with ChunkStore(root, budget=Budget(host=0)) as store:
@@ -244,13 +245,13 @@ def opening(bench: Bench) -> Iterator[Row]:
 
 
 def growth(bench: Bench) -> Iterator[Row]:
-    """Keeping order among ever more objects, and in a library of many entries."""
+    """Times keeping order among ever more objects, and in a library of many entries."""
     for row, seconds in store_growth.rows(bench.folder, bench.sizes, bench.repeats, bench.seed):
         yield _judged(row, seconds, store_growth.BARS.get(row["what"]))
 
 
 def sharded(bench: Bench) -> Iterator[Row]:
-    """A large chunk into shards by heads over eight host devices, in a process of its own."""
+    """Times reading a large chunk into shards by heads over eight host devices, in a process of its own."""
     folder = bench.folder / "sharded"
     folder.mkdir()
     sizes = json.dumps(dataclasses.asdict(bench.sizes))
@@ -265,7 +266,7 @@ def sharded(bench: Bench) -> Iterator[Row]:
 
 
 def fetching(bench: Bench) -> Iterator[Row]:
-    """Half loaded and half computed by one fetch: from the page cache, and with simulated latency of the storage."""
+    """Times one fetch that loads half and computes half, from the page cache and with simulated latency."""
     against = {"fetch_over_longer": "the longer half alone", "fetch_over_sum": "one half after the other"}
     for row in fetch.rows(bench.repeats, bench.folder):
         if row["metric"] in against:
@@ -282,7 +283,7 @@ SECTIONS: tuple[Callable[[Bench], Iterator[Row]], ...] = (puts, gets, patches, o
 
 
 def file_system(folder: Path) -> str:
-    """The kind of file system that holds a folder; "unknown" where the system does not say."""
+    """Finds the kind of file system that holds a folder; "unknown" where the system does not say."""
     with contextlib.suppress(OSError):
         mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
         own = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
@@ -328,7 +329,7 @@ _HEADS = ("what", "against", "ours", "theirs", "value", "interval", "bar", "")
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The rows as Markdown, with what they were measured on and how many are within their bars."""
+    """Formats the rows as Markdown, with what they were measured on and how many are within their bars."""
     config, rows = result["config"], result["rows"]
     judged = [row for row in rows if "passed" in row]
     where = f"{config['repeats']} interleaved repeats, {config['file_system']}, {result['environment']['cores']} cores"

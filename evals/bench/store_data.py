@@ -31,7 +31,7 @@ QUICK = StoreSizes(layers=4, tokens=64, heads=8, width=16, rank=2, group=4, obje
 
 
 def chunk_of(sizes: StoreSizes, seed: int, id: str = "large") -> kvp.Chunk:
-    """A canonical of bf16 host arrays."""
+    """Draws a canonical of bf16 host arrays."""
     layout = kvp.KVLayout.gqa(sizes.layers, sizes.heads, sizes.width, kvp.Rope(1e4, sizes.width))
     rng = np.random.default_rng(seed)
     shape = (sizes.layers, sizes.tokens, sizes.heads, sizes.width)
@@ -40,13 +40,13 @@ def chunk_of(sizes: StoreSizes, seed: int, id: str = "large") -> kvp.Chunk:
 
 
 def leaves_of(chunk: kvp.Chunk) -> dict[str, np.ndarray]:
-    """Every layer's channels as arrays of their own, as the store keeps them."""
+    """Splits a chunk into every layer's channels as arrays of their own, as the store keeps them."""
     layers = range(chunk.layout.layers)
     return {f"layer.{layer}.{name}": np.asarray(chunk.kv[name][layer]) for layer in layers for name in chunk.kv}
 
 
 def patches_of(chunk: kvp.Chunk, sizes: StoreSizes, seed: int) -> list[kvp.Patch]:
-    """As many patches as one commit takes, each behind another antecedent."""
+    """Draws as many patches as one commit takes, each behind another antecedent."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
     factors = {

@@ -48,12 +48,12 @@ Measured = Iterator[tuple[str, int, list[float]]]
 
 
 def small_chunk(seed: int) -> kvp.Chunk:
-    """A canonical whose file is little more than its header."""
+    """Draws a canonical whose file is little more than its header."""
     return store_data.chunk_of(store_data.StoreSizes(layers=1, tokens=1, heads=1, width=8), seed)
 
 
 def growing(root: Path, counts: Sequence[int], repeats: int, seed: int) -> Measured:
-    """Of a root at several numbers of objects."""
+    """Times a root at several numbers of objects."""
     small, numbers = small_chunk(seed), itertools.count()
     with ChunkStore(root, budget=Budget(host=0)) as store:
 
@@ -89,7 +89,7 @@ def _evicting(root: Path, small: kvp.Chunk, numbers: Iterator[int]) -> float:
 
 
 def library_puts(root: Path, entries: int, repeats: int) -> Measured:
-    """Of a library of many entries: a put by who has looked at it before; and the first look of a new process."""
+    """Times a library of many entries: a put by who has looked at it before; and the first look of a new process."""
     with ChunkStore(root, budget=Budget(host=0)) as store:
         library = StaticLibrary(store, quota=1 << 40)
         for number in range(entries):
@@ -103,7 +103,7 @@ def library_puts(root: Path, entries: int, repeats: int) -> Measured:
 def rows(
     folder: Path, sizes: store_data.StoreSizes, repeats: int, seed: int
 ) -> Iterator[tuple[dict[str, Any], list[float]]]:
-    """Each measurement as a row without its judgement, and its seconds."""
+    """Yields each measurement as a row without its judgement, and its seconds."""
     measured = itertools.chain(
         growing(folder / "growing", sizes.growth, repeats, seed),
         library_puts(folder / "library", sizes.entries, repeats),
@@ -120,7 +120,7 @@ def rows(
 
 @contextlib.contextmanager
 def busy_writer(path: Path) -> Iterator[None]:
-    """Another process writes 64 MB after 64 MB to the same disk, each synced, until this is left."""
+    """Lets another process write 64 MB after 64 MB to the same disk, each synced, until this is left."""
     with subprocess.Popen([sys.executable, "-c", _WRITER, os.fspath(path)], stdout=subprocess.PIPE) as writer:
         try:
             assert writer.stdout is not None
@@ -134,7 +134,7 @@ def busy_writer(path: Path) -> Iterator[None]:
 def beside_a_writer(
     folder: Path, put: Callable[[], float], raw: Callable[[], float], turns: Callable[..., Mapping[str, list[float]]]
 ) -> Mapping[str, list[float]]:
-    """Turns of a grouped put and of a raw write of one, both beside a busy writer."""
+    """Times a grouped put and a raw write of one in turns, both beside a busy writer."""
     with busy_writer(folder / "busy"):
         return turns({"ours": put, "theirs": raw})
 

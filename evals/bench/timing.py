@@ -50,7 +50,7 @@ def time_calls(calls: Mapping[str, Callable[[], object]], repeats: int) -> Turns
 
 
 def cpu_seconds(call: Callable[[], object], times: int = 1) -> float:
-    """CPU seconds of one call, the process's threads together: the mean over `times` calls."""
+    """Measures CPU seconds of one call, the process's threads together: the mean over `times` calls."""
     begin = time.process_time()
     for _ in range(times):
         jax.block_until_ready(call())
@@ -58,5 +58,5 @@ def cpu_seconds(call: Callable[[], object], times: int = 1) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median and extremes, as rows have them."""
+    """Finds median and extremes, as rows have them."""
     return {"value": statistics.median(values), "low": min(values), "high": max(values)}

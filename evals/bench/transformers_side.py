@@ -50,7 +50,7 @@ class TransformersSide:
             raise InputError(message) from error
 
     def ask(self, call: str, **request: Any) -> dict[str, Any]:
-        """One request and its answer."""
+        """Sends one request and reads its answer."""
         to, back = self._process.stdin, self._process.stdout
         assert to is not None
         assert back is not None
@@ -68,18 +68,18 @@ class TransformersSide:
         return answer
 
     def seconds(self, call: str) -> float:
-        """Seconds of a timed call."""
+        """Times a call on the other side."""
         return self.ask(call, timed=True)["seconds"]
 
     def outputs(self, folder: Path) -> dict[str, np.ndarray]:
-        """The prompt's logits [1,T,V], the tokens that follow [1,n], and for an image the tower's features [E,D]."""
+        """Reads the prompt's logits [1,T,V], the tokens that follow [1,n], and an image's features [E,D]."""
         path = folder / "theirs.npz"
         self.ask("outputs", path=str(path))
         with np.load(path) as file:
             return {name: file[name] for name in file.files}
 
     def close(self) -> None:
-        """End the process."""
+        """Ends the process."""
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(BrokenPipeError):  # what it never read
                 assert pipe is not None

@@ -17,7 +17,7 @@ LEAST_SECONDS = 0.1
 
 
 def mean_seconds(timed: Callable[[], float], least: float = LEAST_SECONDS) -> float:
-    """Seconds per call of `timed`, which returns those it wants counted, over as many calls as fill `least`."""
+    """Measures seconds per call of `timed`, which returns those it counts, over as many calls as fill `least`."""
     total, calls = 0.0, 0
     while total < least:
         total += timed()
@@ -26,7 +26,7 @@ def mean_seconds(timed: Callable[[], float], least: float = LEAST_SECONDS) -> fl
 
 
 def stopwatch(call: Callable[[], Any]) -> float:
-    """Seconds that `call` takes."""
+    """Measures the seconds that `call` takes."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
@@ -41,7 +41,7 @@ class Worker:
     new_tokens: int
 
     def hello(self, threads: int) -> dict[str, Any]:
-        """Import torch and transformers; versions."""
+        """Imports torch and transformers; returns versions."""
         import torch
         import transformers
 
@@ -54,7 +54,7 @@ class Worker:
         }
 
     def load(self, directory: str, arrays: str, new_tokens: int) -> dict[str, Any]:
-        """Read a checkpoint and, from an .npz, the prompt's `input_ids` and the inputs of the tower."""
+        """Reads a checkpoint and, from an .npz, the prompt's `input_ids` and the inputs of the tower."""
         import numpy
         import torch
         import transformers
@@ -73,7 +73,7 @@ class Worker:
         return {"attention": self.model.config._attn_implementation}
 
     def outputs(self, path: str) -> dict[str, Any]:
-        """Write what both sides must agree on: the prompt's logits, the tokens that follow, the tower's features."""
+        """Writes what both sides must agree on: the prompt's logits, the tokens that follow, the tower's features."""
         import numpy
 
         found = {"logits": self._forward(self.ids).logits, "tokens": self._generated()[:, self.ids.shape[1] :]}
@@ -83,15 +83,15 @@ class Worker:
         return {}
 
     def prefill(self) -> float:
-        """The prompt's forward, with its cache and the logits of every token."""
+        """Times the prompt's forward, with its cache and the logits of every token."""
         return stopwatch(lambda: self._forward(self.ids))
 
     def generate(self) -> float:
-        """The prompt and the tokens that follow, greedily."""
+        """Times the prompt and the tokens that follow, greedily."""
         return stopwatch(self._generated)
 
     def step(self) -> float:
-        """The tokens behind the prompt, one forward each, without the prompt's."""
+        """Times the tokens behind the prompt, one forward each, without the prompt's."""
         out = self._forward(self.ids)
 
         def steps(out: Any = out) -> None:
@@ -102,7 +102,7 @@ class Worker:
         return stopwatch(steps)
 
     def embed(self) -> float:
-        """The tower and its projector."""
+        """Times the tower and its projector."""
         return stopwatch(self._features)
 
     def _forward(self, ids: Any, **more: Any) -> Any:
@@ -131,7 +131,7 @@ def _flat(features: Any) -> Any:
 
 
 def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-    """What one request asks for; errors become part of the answer, so that the other side can name them."""
+    """Answers one request; errors become part of the answer, so that the other side can name them."""
     name, timed = request.pop("call"), request.pop("timed", False)
     call = getattr(worker, name)
     try:

@@ -4,7 +4,6 @@ from .deficit import deficit_shape as deficit_shape
 from .repair import PageReuse as PageReuse
 from .repair import arm_count as arm_count
 from .repair import compare_repairs as compare_repairs
-from .repair import factorise as factorise
 from .repair import leading as leading
 from .results_table import ResultsTable as ResultsTable
 from .window import orbit_against_exact as orbit_against_exact

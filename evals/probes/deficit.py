@@ -1,7 +1,10 @@
 """What the page's deficit looks like, layer by layer."""
 
+from collections.abc import Mapping
+
 import jax
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from kvpatch_jax import deficit
 
@@ -11,7 +14,10 @@ from .results_table import ResultsTable
 
 
 @jax.jit
-def _profile(delta, reference):
+def _profile(
+    delta: Mapping[str, Float[Array, "L B T _ _"]], reference: Mapping[str, Float[Array, "L B T _ _"]]
+) -> dict[str, dict[str, Float[Array, "B L"] | Int[Array, "B L"]]]:
+    """Every metric of every context's deficit."""
     across = lambda function, *trees: jax.vmap(function, in_axes=1)(*trees)
     return {
         "relative_norm": across(deficit.relative_norm, delta, reference),
@@ -21,18 +27,19 @@ def _profile(delta, reference):
     }
 
 
-def deficit_shape(ledger: ResultsTable, reuses: list[PageReuse]) -> None:
-    """Depth profile, 90 % energy rank (phase-free and rotated), token and head spread per channel, over contexts."""
-    profiles = [_profile(reuse.delta, reuse.canonical) for reuse in reuses]
-    turned = [_profile(reuse.rotated_delta(), reuse.canonical) for reuse in reuses]
+def deficit_shape(table: ResultsTable, reuses: list[PageReuse]) -> None:
+    """Adds rows "deficit" per channel and layer: size, 90 % energy rank (also rotated), spread."""
+    profiles = [_profile(reuse.delta, dict(reuse.page.kv)) for reuse in reuses]
+    turned = [_profile(reuse.rotated_delta, dict(reuse.page.kv)) for reuse in reuses]
     for metric in profiles[0]:
-        _rows(ledger, metric, [profile[metric] for profile in profiles])
-    _rows(ledger, "e90_rotated", [profile["e90"] for profile in turned])
+        _rows(table, metric, [profile[metric] for profile in profiles])
+    _rows(table, "e90_rotated", [profile["e90"] for profile in turned])
 
 
-def _rows(ledger: ResultsTable, metric: str, tables: list[dict]) -> None:
-    for channel in tables[0]:
-        values = np.concatenate([np.asarray(table[channel], np.float64) for table in tables])
+def _rows(table: ResultsTable, metric: str, batches: list[dict[str, Array]]) -> None:
+    """One row per channel and layer: the mean over contexts of {channel: [B, L]}, all batches together."""
+    for channel in batches[0]:
+        values = np.concatenate([np.asarray(batch[channel], np.float64) for batch in batches])
         for layer in range(values.shape[1]):
             interval = intervals.mean(values[:, layer], np.arange(len(values)))
-            ledger.row("deficit", f"layer={layer}.{channel}", metric, interval)
+            table.row("deficit", f"layer={layer}.{channel}", metric, interval)

@@ -1,16 +1,13 @@
 """The main comparison: the page reused behind legends, by every arm, read with and without the legends in view."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
-from kvpatch_jax import ops
-from kvpatch_jax.layout import KVLayout
+import kvpatch_jax as kvp
 from kvpatch_jax.repair import REPAIRS, SplicedCache, count_of_equal_bytes, fraction_to_count
 
 from ..small_task import KINDS, Questions, scenes
@@ -22,136 +19,157 @@ SHOWN_RANK = 16
 ROTATED_RANKS = (4, 8, 16, 32)
 BUDGETS = (0.10, 0.15, 0.25, 0.50)
 BYTE_RANKS = (8, 16)
-Thin = dict[str, tuple[Array, Array]]
 SETTINGS = {"repair.visible": True, "repair.evicted": False}
 
 
-@functools.lru_cache
-def full_plan(layout: KVLayout, frame: ops.PatchFrame, rank: int = max(RANKS)) -> ops.FormPlan:
-    """Exact factors at the largest rank (of narrower channels, their width); smaller ranks are the leading columns."""
-    ranks = tuple((channel.name, min(rank, channel.features)) for channel in layout.channels)
-    return ops.FormPlan(ranks, method="exact", frame=frame)
-
-
-def factorise(scene: Scene, delta: KV, frame: ops.PatchFrame = "phase_free", rank: int = max(RANKS)) -> Thin:
-    """Exact factors of a deficit {channel: [L,B,T,K,H]} at the largest rank asked for."""
-    return ops.jitted_factorise(delta, jax.random.key(0), plan=full_plan(scene.backbone.layout, frame, rank))
-
-
-def leading(factors: Thin, rank: int, only: str | None = None, first_layer: int = 0) -> Thin:
-    """The best `rank` of larger exact factors; other channels, or layers below `first_layer`, zeroed."""
-    cut = {}
-    for name, (u, v) in factors.items():
-        weight = float(only is None or only == name) * (np.arange(u.shape[0]) >= first_layer)
-        u = u * jnp.asarray(weight, u.dtype).reshape(-1, *[1] * (u.ndim - 1))
-        cut[name] = (u[..., :rank], v[..., :rank, :])
-    return cut
-
-
 class PageReuse:
-    """One scene's page behind its legends: what was cached, what re-prefill gives, and caches for every arm."""
+    """One scene's page behind its legends: what was cached, what re-prefill gives, and caches for every arm.
+
+    Attributes:
+      scene: the contexts.
+      page: the page's canonical, a batch of chunks.
+      antecedent: ids of the legends in front of it, in order.
+      start: where the page starts, int32, a scalar or one per axis.
+      tokens: the prefix.
+      conditioned: phase-free KV of the prefix, prefilled whole, {channel: [L, B, T, K, H]}.
+      page_conditioned: the page's part of it.
+      engine: the prefix in the engine frame, as re-prefill leaves it.
+    """
 
     def __init__(self, scene: Scene):
         self.scene = scene
+        self.page, self.antecedent = scene.chunks[-1], scene.antecedent
         self.tokens = scene.prefix()
-        self.conditioned = scene.backbone.prefill(self.tokens).kv
-        self.page = {name: value[:, :, scene.page] for name, value in self.conditioned.items()}
+        self.start = scene.start_of(self.tokens, -1)
+        self.conditioned = dict(scene.backbone.prefill(self.tokens).kv)
+        self.page_conditioned = scenes.cut(self.conditioned, scene.page)
+        # The legends in front stand there as re-prefill has them: they did not move, only the page is reused.
         self.engine = scenes.engine(scene, self.conditioned, self.tokens)
-        self.canonical = scene.canonical[-1]
-        self.delta = ops.deficit(self.page, self.canonical)
 
-    def cache(self, factors: Thin | None = None, frame: ops.PatchFrame = "phase_free") -> KV:
-        """The prefix in the engine frame with the page reused: rotated, patched by `factors`."""
-        page = scenes.place_page(self.scene, self.canonical, self.tokens, factors, frame)
-        return scenes.with_page(self.scene, self.engine, page)
+    @property
+    def delta(self) -> KV:
+        """The deficit, phase-free."""
+        return difference(self.page_conditioned, self.page.kv)
+
+    @property
+    def rotated_delta(self) -> KV:
+        """The deficit in the engine frame, where the paper's listing takes it."""
+        return difference(scenes.cut(self.engine, self.scene.page), self.placed())
+
+    def patch(self, rank: int, *, rotated: bool = False) -> kvp.Patch:
+        """Forms the page's patch by a full SVD; `rotated`: in the engine frame, after the rotation, as the paper does.
+
+        Factors are kept where they are no smaller than the deficit, so that every smaller rank is a slice of them.
+        """
+        where: dict[str, Any] = {"frame": "engine", "start": self.start} if rotated else {}
+        return kvp.form_patch(
+            self.page, self.page_conditioned, rank, self.antecedent, method="exact", dense=False, **where
+        )
+
+    def placed(self, patch: kvp.Patch | None = None, *, allow_stale: bool = False) -> KV:
+        """Places the reused page in the engine frame, rotated and patched, without a forward pass."""
+        return dict(kvp.apply_patch(self.page, patch, self.start, self.antecedent, allow_stale=allow_stale))
+
+    def cache(self, patch: kvp.Patch | None = None, *, allow_stale: bool = False) -> KV:
+        """Makes a cache of the prefix in the engine frame with the page reused."""
+        return scenes.with_page(self.scene, self.engine, self.placed(patch, allow_stale=allow_stale))
 
     def splice(self) -> SplicedCache:
-        """What token repairs start from: the blind cache and the page's tokens."""
+        """Makes what token repairs start from: the blind cache and the page's tokens."""
         first, last = self.scene.page.start, self.scene.page.stop
         slots = np.broadcast_to(np.arange(first, last), (len(self.scene), last - first))
         page = self.tokens.take(first, last)
-        return SplicedCache(page, self.cache(), jnp.asarray(slots), conditioned=self.page)
-
-    def rotated_delta(self) -> KV:
-        """The deficit in the engine frame, where the paper's listing takes it."""
-        placed = scenes.place_page(self.scene, self.canonical, self.tokens)
-        return {name: self.engine[name][:, :, self.scene.page] - placed[name] for name in placed}
+        return SplicedCache(page, self.cache(), jnp.asarray(slots), conditioned=self.page_conditioned)
 
 
-def patch_bytes_share(scene: Scene, rank: int, only: str | None = None, layers_share: float = 1.0) -> float:
-    """Bytes of a rank-`rank` patch over the page's KV bytes, by the paper's count; `only`: of this channel alone."""
-    tokens = scene.page.stop - scene.page.start
-    features = {channel.name: channel.features for channel in scene.backbone.layout.channels}
-    kept = features if only is None else {only: features[only]}
-    whole = sum(tokens * F for F in features.values())
-    return layers_share * sum(min(rank, F) * (tokens + F) for F in kept.values()) / whole
+def difference(first: KV, second: KV) -> KV:
+    """Computes first − second in float32, channel by channel."""
+    return {name: first[name].astype(jnp.float32) - second[name].astype(jnp.float32) for name in first}
 
 
-def arm_caches(reuse: PageReuse) -> Iterator[tuple[str, float, Callable[[], KV]]]:
-    """Every arm: its name, its extra bytes as a share of the page's KV, and how its cache is made."""
-    scene, layout = reuse.scene, reuse.scene.backbone.layout
-    factors = factorise(scene, reuse.delta)
-    rotated = factorise(scene, reuse.rotated_delta(), rank=max(ROTATED_RANKS))
-    half = layout.layers // 2
-    yield "re-prefill", 1.0, lambda: reuse.engine
-    yield "blind", 0.0, reuse.cache
+def leading(patch: kvp.Patch, rank: int) -> kvp.Patch:
+    """Keeps the best `rank` of a patch's factors; narrower channels keep all they have."""
+    return kvp.truncate(patch, {name: min(rank, have) for name, have in patch.ranks.items() if have})
+
+
+def patch_arms(reuse: PageReuse) -> Iterator[tuple[str, kvp.Patch]]:
+    """Yields every patch that is compared: all ranks; at one rank its deeper half and each channel alone; rotated."""
+    layout = reuse.page.layout
+    # One full SVD each; every smaller rank is a slice of it.
+    whole, rotated = reuse.patch(max(RANKS)), reuse.patch(max(ROTATED_RANKS), rotated=True)
     for rank in RANKS:
-        make = lambda rank=rank: reuse.cache(leading(factors, rank))
-        yield f"patch.rank={rank}", patch_bytes_share(scene, rank), make
-    deep = lambda: reuse.cache(leading(factors, SHOWN_RANK, first_layer=half))
-    yield f"patch.deepest_half.rank={SHOWN_RANK}", patch_bytes_share(scene, SHOWN_RANK, None, 0.5), deep
-    for name in (channel.name for channel in layout.channels):
-        only = lambda name=name: reuse.cache(leading(factors, SHOWN_RANK, only=name))
-        yield f"patch.{name}_only.rank={SHOWN_RANK}", patch_bytes_share(scene, SHOWN_RANK, name), only
+        yield f"patch.rank={rank}", leading(whole, rank)
+
+    shown = leading(whole, SHOWN_RANK)
+    deepest = range(layout.layers // 2, layout.layers)
+    yield f"patch.deepest_half.rank={SHOWN_RANK}", kvp.keep_layers(shown, deepest)
+    for name in layout.names:
+        yield f"patch.{name}_only.rank={SHOWN_RANK}", kvp.Patch({name: shown.factors[name]}, shown.metadata)
+
     for rank in ROTATED_RANKS:
-        turned = lambda rank=rank: reuse.cache(leading(rotated, rank), "engine")
-        yield f"patch.rotated_frame.rank={rank}", patch_bytes_share(scene, rank), turned
-    yield from _token_arms(reuse)
+        yield f"patch.rotated_frame.rank={rank}", leading(rotated, rank)
 
 
-def _token_arms(reuse: PageReuse) -> Iterator[tuple[str, float, Callable[[], KV]]]:
-    scene, splice = reuse.scene, reuse.splice()
-    tokens = splice.slots.shape[1]
-    for method, repair in REPAIRS.items():
-        budgets = [(f"budget={share:g}", fraction_to_count(share, tokens)) for share in BUDGETS]
-        budgets += [
-            (f"bytes_of_rank={rank}", min(tokens, count_of_equal_bytes(scene.backbone.layout, rank, tokens)))
-            for rank in BYTE_RANKS
-        ]
-        for mark, count in budgets:
-            make = lambda repair=repair, count=count: dict(repair(scene.backbone, splice, count).cache)
-            yield f"{method}.{mark}", count / tokens, make
+def token_arms(reuse: PageReuse) -> Iterator[tuple[str, str, int]]:
+    """Yields every token repair at every budget: the arm, the repair's name, how many tokens it recomputes."""
+    tokens = reuse.page.tokens
+    for method in REPAIRS:
+        for share in BUDGETS:
+            yield f"{method}.budget={share:g}", method, fraction_to_count(share, tokens)
+        for rank in BYTE_RANKS:
+            count = min(tokens, count_of_equal_bytes(reuse.page.layout, rank, tokens))
+            yield f"{method}.bytes_of_rank={rank}", method, count
 
 
-def arm_count(layout: KVLayout) -> int:
-    """How many arms `arm_caches` yields."""
+def arm_caches(reuse: PageReuse, arms: Iterable[str] | None = None) -> Iterator[tuple[str, float, KV]]:
+    """Yields the arms asked for (all for None): name, extra bytes as a share of the page's KV, cache of the prefix."""
+    wanted = lambda name: arms is None or name in arms
+    if wanted("re-prefill"):
+        yield "re-prefill", 1.0, reuse.engine
+    if wanted("blind"):
+        yield "blind", 0.0, reuse.cache()
+    for name, patch in patch_arms(reuse):
+        if wanted(name):
+            yield name, patch.nbytes / reuse.page.nbytes, reuse.cache(patch)
+
+    splice = reuse.splice()
+    for name, method, count in token_arms(reuse):
+        if wanted(name):
+            repaired = REPAIRS[method](reuse.scene.backbone, splice, count)
+            yield name, count / reuse.page.tokens, dict(repaired.cache)
+
+
+def arm_count(layout: kvp.KVLayout) -> int:
+    """Counts the arms that `arm_caches` yields."""
     patches = len(RANKS) + 1 + len(layout.channels) + len(ROTATED_RANKS)
     return 2 + patches + len(REPAIRS) * (len(BUDGETS) + len(BYTE_RANKS))
 
 
 def compare_repairs(
-    ledger: ResultsTable,
+    table: ResultsTable,
     scene: Scene,
     questions: Questions,
     clusters: np.ndarray,
     tick: Callable[[str], None] = lambda _: None,
     arms: Iterable[str] | None = None,
 ) -> PageReuse:
-    """Ask every question over every arm's cache, with the legends in view and with the page alone in the window."""
+    """Asks every question over every arm's cache, with the legends in view and with the page alone in the window.
+
+    Adds items "repair.visible" and "repair.evicted", each arm's bytes, and the control of `_mask_control`. `tick` is
+    called with an arm's name when it is done. Returns the scene's page, for the probes that follow.
+    """
     reuse = PageReuse(scene)
     answers: dict[str, dict[str, scenes.Answers]] = {probe: {} for probe in SETTINGS}
-    for name, share, make in arm_caches(reuse):
-        if arms is not None and name not in arms:
-            continue
-        cache = make()
+    for name, share, cache in arm_caches(reuse, arms):
         for probe, sees in SETTINGS.items():
             answers[probe][name] = scenes.read(scene, cache, questions, sees_legends=sees)
-        if not any(row["arm"] == name and row["metric"] == "bytes" for row in ledger.plain):
-            ledger.value("repair.visible", name, "bytes", share, len(scene))
+        # Every batch has the same shapes, so the first one says how many bytes an arm takes.
+        if not any(row["arm"] == name and row["metric"] == "bytes" for row in table.plain):
+            table.value("repair.visible", name, "bytes", share, len(scene))
         tick(name)
-    answers["repair.visible"]["mask_4d"] = _mask_control(ledger, reuse, questions, answers["repair.visible"]["blind"])
+    answers["repair.visible"]["mask_4d"] = _mask_control(table, reuse, questions, answers["repair.visible"]["blind"])
     for probe in SETTINGS:
-        ledger.sheet(probe).add(_askable(questions, probe), clusters, answers[probe])
+        table.items(probe).add(_askable(questions, probe), clusters, answers[probe])
     return reuse
 
 
@@ -162,21 +180,16 @@ def _askable(questions: Questions, probe: str) -> Questions:
     return dataclasses.replace(questions, valid=questions.valid & (questions.kind != KINDS.index("legend")))
 
 
-def _mask_control(
-    ledger: ResultsTable, reuse: PageReuse, questions: Questions, blind: scenes.Answers
-) -> scenes.Answers:
+def _mask_control(table: ResultsTable, reuse: PageReuse, questions: Questions, blind: scenes.Answers) -> scenes.Answers:
     """One forward over everything in which the page may not look at the legends; must equal blind reuse."""
     scene = reuse.scene
     mask = scenes.prefix_mask(scene, page_sees_legends=False)
     masked = scene.backbone.prefill(reuse.tokens, mask=mask).kv
     answers = scenes.read(scene, scenes.engine(scene, masked, reuse.tokens), questions, sees_legends=True)
     apart = np.abs(np.exp(answers.log_probabilities) - np.exp(blind.log_probabilities)).max()
-    keys = max(
-        float(
-            jnp.abs(masked[name][:, :, scene.page] - reuse.canonical[name]).max() / jnp.abs(reuse.canonical[name]).max()
-        )
-        for name in masked
-    )
-    ledger.largest("mask", "mask_4d", "probability_difference", float(apart), len(scene))
-    ledger.largest("mask", "mask_4d", "kv_difference", keys, len(scene))
+    table.largest("mask", "mask_4d", "probability_difference", float(apart), len(scene))
+
+    page, canonical = scenes.cut(masked, scene.page), reuse.page.kv
+    apart = [jnp.abs(page[name] - canonical[name]).max() / jnp.abs(canonical[name]).max() for name in canonical]
+    table.largest("mask", "mask_4d", "kv_difference", max(map(float, apart)), len(scene))
     return answers

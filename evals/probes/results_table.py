@@ -1,4 +1,4 @@
-"""What the arms of a probe answered, item by item."""
+"""What the arms of a probe answered, item by item, and the rows that are made of it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -13,70 +13,131 @@ from ..small_task.scenes import Answers
 
 
 class ProbeItems:
-    """The items of one probe: question by question, every arm's prediction and KL from the reference arm."""
+    """The items of one probe, question by question: what was asked, and every arm's prediction and KL.
+
+    Attributes:
+      label: the probe's name in rows and items.
+      reference, blind: the arms that KL, η and flips are measured against.
+      kinds: names of the kinds of question, by number.
+    """
 
     def __init__(self, label: str, reference: str, blind: str):
         self.label, self.reference, self.blind = label, reference, blind
-        self.fixed: dict[str, list[np.ndarray]] = {name: [] for name in ("kind", "cluster", "answer")}
+        self.kinds: tuple[str, ...] = KINDS
+        # Batch by batch, only questions that can be answered: [items] each.
+        self.asked: dict[str, list[np.ndarray]] = {"kind": [], "cluster": [], "answer": []}
         self.predicted: dict[str, list[np.ndarray]] = {}
         self.divergence: dict[str, list[np.ndarray]] = {}
-        self.kinds: tuple[str, ...] = KINDS
 
     def add(
         self, questions: Questions, clusters: np.ndarray, arms: Mapping[str, Answers], kind: np.ndarray | None = None
     ) -> None:
-        """One batch: the questions, each context's cluster number [B], and every arm's answers."""
+        """Adds one batch.
+
+        Args:
+          questions: those asked, [B, Q].
+          clusters: each context's number, [B].
+          arms: what every arm answered, the reference among them.
+          kind: numbers of kinds [B, Q] in place of the questions' own.
+        """
         keep = questions.valid
-        self.fixed["kind"].append((questions.kind if kind is None else kind)[keep])
-        self.fixed["cluster"].append(np.broadcast_to(clusters[:, None], keep.shape)[keep])
-        self.fixed["answer"].append(questions.answer[keep])
+        self.asked["kind"].append((questions.kind if kind is None else kind)[keep])
+        self.asked["cluster"].append(np.broadcast_to(clusters[:, None], keep.shape)[keep])
+        self.asked["answer"].append(questions.answer[keep])
         for name, answers in arms.items():
             self.predicted.setdefault(name, []).append(answers.predicted[keep])
             self.divergence.setdefault(name, []).append(answers.divergence_from(arms[self.reference])[keep])
 
     def column(self, name: str) -> np.ndarray:
-        """One of kind, cluster, answer over all batches."""
-        return np.concatenate(self.fixed[name])
+        """Reads one of kind, cluster, answer over all batches, [items]."""
+        return np.concatenate(self.asked[name])
 
     def arm(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Predicted token ids and KL over all batches."""
+        """Reads an arm's predicted token ids and its KL from the reference in nats, over all batches, [items] each."""
         return np.concatenate(self.predicted[name]), np.concatenate(self.divergence[name])
+
+    def metrics(self, arm: str, kind: int) -> dict[str, intervals.Interval]:
+        """Estimates accuracy, its difference from the reference, KL, η and flips of an arm for one kind."""
+        here = self.column("kind") == kind
+        cluster, answer = self.column("cluster")[here], self.column("answer")[here]
+        predicted, divergence = (values[here] for values in self.arm(arm))
+        blind_predicted, blind_divergence = (values[here] for values in self.arm(self.blind))
+        reference_predicted = self.arm(self.reference)[0][here]
+
+        right = (predicted == answer).astype(float)
+        reference_right = (reference_predicted == answer).astype(float)
+        return {
+            "accuracy": intervals.mean(right, cluster),
+            "difference": intervals.paired_difference(right, reference_right, cluster),
+            "kl": intervals.mean(divergence, cluster),
+            "eta": intervals.eta(divergence, blind_divergence, cluster),
+            "flip_recover": intervals.flip_recover(reference_predicted, blind_predicted, predicted, cluster),
+        }
+
+    def lines(self) -> Iterator[dict[str, object]]:
+        """Yields every question: context, kind, right answer, and per arm [prediction, KL]."""
+        arms = {name: self.arm(name) for name in self.predicted}
+        columns = [self.column(name) for name in ("cluster", "kind", "answer")]
+        for index, (cluster, kind, answer) in enumerate(zip(*columns, strict=True)):
+            said = {}
+            for name, (predicted, divergence) in arms.items():
+                said[name] = [VOCABULARY.names[int(predicted[index])], float(f"{divergence[index]:.3g}")]
+            yield {
+                "context": int(cluster),
+                "kind": self.kinds[int(kind)],
+                "answer": VOCABULARY.names[int(answer)],
+                "arms": said,
+            }
 
 
 class ResultsTable:
-    """All sheets of one backbone, and rows that are not about items."""
+    """What one backbone's probes found: the items of every probe, and numbers that are not about items.
+
+    Attributes:
+      model: the backbone's name.
+      probes: items by (probe, part).
+      plain: finished rows.
+      maxima: the largest value so far and how many contexts it rests on, by (probe, arm, metric).
+      samples: batches of values per context with their clusters, likewise.
+    """
 
     def __init__(self, model: str):
         self.model = model
-        self.sheets: dict[tuple[str, str], ProbeItems] = {}
+        self.probes: dict[tuple[str, str], ProbeItems] = {}
         self.plain: list[Row] = []
         self.maxima: dict[tuple[str, str, str], tuple[float, int]] = {}
         self.samples: dict[tuple[str, str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
 
-    def sheet(self, probe: str, part: str = "", reference: str = "re-prefill", blind: str = "blind") -> ProbeItems:
-        """The sheet of a probe (or of one part of it, with a reference of its own), made at first use."""
-        return self.sheets.setdefault((probe, part), ProbeItems(probe, reference, blind))
+    def items(self, probe: str, part: str = "", reference: str = "re-prefill", blind: str = "blind") -> ProbeItems:
+        """Finds the items of a probe, or of one part of it with a reference of its own; made at first use."""
+        return self.probes.setdefault((probe, part), ProbeItems(probe, reference, blind))
 
     def row(self, probe: str, arm: str, metric: str, interval: intervals.Interval) -> None:
-        """Add one row that is not derived from items."""
+        """Adds one row that is not derived from items."""
         self.plain.append(measured_row(probe, self.model, arm, metric, interval))
 
     def value(self, probe: str, arm: str, metric: str, value: float, n: int) -> None:
-        """Add one number without an interval."""
+        """Adds one number without an interval."""
         self.row(probe, arm, metric, intervals.Interval(value, value, value, n))
 
     def largest(self, probe: str, arm: str, metric: str, value: float, n: int) -> None:
-        """One batch of a number of which the largest counts; its row is the maximum over all batches."""
+        """Adds one batch of a number of which the largest counts; its row is the maximum over all batches."""
         before, count = self.maxima.get((probe, arm, metric), (value, 0))
         self.maxima[probe, arm, metric] = (max(before, value), count + n)
 
     def sample(self, probe: str, arm: str, metric: str, values: np.ndarray, clusters: np.ndarray) -> None:
-        """Add one batch of a number measured per context; its row is the mean over all batches."""
+        """Adds one batch of a number measured per context [B]; its row is the mean over all batches."""
         self.samples.setdefault((probe, arm, metric), []).append((np.asarray(values, float), np.asarray(clusters)))
 
     def rows(self) -> list[Row]:
-        """Every row, long-form."""
-        rows = [row for sheet in self.sheets.values() for row in self._rows_of(sheet)]
+        """Makes every row, long-form; what is undefined is NaN."""
+        rows = []
+        for items in self.probes.values():
+            kinds = set(items.column("kind").tolist())
+            for number, kind in enumerate(items.kinds):
+                for arm in items.predicted if number in kinds else ():
+                    for metric, interval in items.metrics(arm, number).items():
+                        rows.append(measured_row(items.label, self.model, arm, f"{metric}.{kind}", interval))
         for (probe, arm, metric), batches in self.samples.items():
             values, clusters = (np.concatenate(columns) for columns in zip(*batches, strict=True))
             rows.append(measured_row(probe, self.model, arm, metric, intervals.mean(values, clusters)))
@@ -84,47 +145,10 @@ class ResultsTable:
             rows.append(measured_row(probe, self.model, arm, metric, intervals.Interval(value, value, value, n)))
         return rows + self.plain
 
-    def _rows_of(self, sheet: ProbeItems) -> Iterator[Row]:
-        kind, cluster, answer = (sheet.column(name) for name in ("kind", "cluster", "answer"))
-        reference, blind = sheet.arm(sheet.reference), sheet.arm(sheet.blind)
-        for number, name in enumerate(sheet.kinds):
-            here = kind == number
-            if not here.any():
-                continue
-            cut = lambda pair, here=here: (pair[0][here], pair[1][here])
-            for arm in sheet.predicted:
-                metrics = _metrics(cut(sheet.arm(arm)), cut(reference), cut(blind), answer[here], cluster[here])
-                for metric, interval in metrics.items():
-                    yield measured_row(sheet.label, self.model, arm, f"{metric}.{name}", interval)
-
     def write_items(self, path: Path) -> None:
-        """One JSON line per probe and question: context, kind, answer, and per arm [prediction, KL in nats]."""
+        """Appends one JSON line per probe and question to a file."""
         with path.open("a", encoding="utf-8") as file:
-            for sheet in self.sheets.values():
-                arms = {name: sheet.arm(name) for name in sheet.predicted}
-                columns = [sheet.column(name) for name in ("cluster", "kind", "answer")]
-                for index, (cluster, kind, answer) in enumerate(zip(*columns, strict=True)):
-                    said = {
-                        name: [VOCABULARY.names[int(tokens[index])], float(f"{divergence[index]:.3g}")]
-                        for name, (tokens, divergence) in arms.items()
-                    }
-                    line = {
-                        "probe": sheet.label,
-                        "model": self.model,
-                        "context": int(cluster),
-                        "kind": sheet.kinds[int(kind)],
-                        "answer": VOCABULARY.names[int(answer)],
-                        "arms": said,
-                    }
+            for items in self.probes.values():
+                for line in items.lines():
+                    line = {"probe": items.label, "model": self.model, **line}
                     file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-def _metrics(arm, reference, blind, answer: np.ndarray, cluster: np.ndarray) -> dict[str, intervals.Interval]:
-    right, reference_right = (pair[0] == answer for pair in (arm, reference))
-    return {
-        "accuracy": intervals.mean(right.astype(float), cluster),
-        "difference": intervals.paired_difference(right.astype(float), reference_right.astype(float), cluster),
-        "kl": intervals.mean(arm[1], cluster),
-        "eta": intervals.eta(arm[1], blind[1], cluster),
-        "flip_recover": intervals.flip_recover(reference[0], blind[0], arm[0], cluster),
-    }

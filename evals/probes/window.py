@@ -2,19 +2,19 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from kvpatch_jax import ops
+import kvpatch_jax as kvp
 
 from .. import small_task
 from ..results import intervals
 from ..small_task import KINDS, LEGENDS, Questions, scenes
 from ..small_task.scenes import KV, Scene
-from .repair import PageReuse, factorise
+from .repair import PageReuse, difference
 from .results_table import ResultsTable
 
 ORBIT_RANK, RECALL_RANK, REMOVAL_RANK = 16, 32, 32
@@ -23,89 +23,102 @@ Tick = Callable[[str], None]
 
 
 def probe_reorder(
-    ledger: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
+    table: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
 ) -> None:
-    """Every order of the three legends: the identity's patch, one orbit patch (the tested order held out), its own.
+    """Compares, in every order of the three legends, the first order's patch, one orbit patch and the order's own.
 
-    Adds sheet "reorder" and row order / relative_order_effect: ‖Δπ − Δid‖ / ‖Δid‖ over the non-identity orders.
+    The orbit patch is formed of the five orders that are not tested. Adds items "reorder" and row order /
+    relative_order_effect.
     """
-    orders = [np.array(order) for order in itertools.permutations(range(LEGENDS))]
-    reuses = [PageReuse(dataclasses.replace(scene, contexts=scene.contexts.reordered(order))) for order in orders]
-    deltas = [reuse.delta for reuse in reuses]
-    total = {name: sum(delta[name] for delta in deltas) for name in deltas[0]}
-    identity = factorise(scene, deltas[0], rank=ORBIT_RANK)
-    apart = [_squared(_minus(delta, deltas[0])) / _squared(deltas[0]) for delta in deltas[1:]]
-    effect = np.sqrt(np.stack(apart, axis=1)).mean(axis=1)
-    ledger.sample("reorder", "order", "relative_order_effect", effect, clusters)
-    for reuse, delta in zip(reuses, deltas, strict=True):
-        held_out = {name: (total[name] - delta[name]) / (len(orders) - 1) for name in total}
-        questions = small_task.ask(reuse.scene.contexts, rng, {"chain": 4, "aggregate": 3, "override": 4, "page": 1})
-        arms = {
+    reuses = []
+    for order in itertools.permutations(range(LEGENDS)):
+        reordered = scene.contexts.reordered(np.array(order))
+        reuses.append(PageReuse(dataclasses.replace(scene, contexts=reordered)))
+    table.sample("reorder", "order", "relative_order_effect", _order_effect(reuses), clusters)
+
+    first = reuses[0].patch(ORBIT_RANK)
+    for reuse in reuses:
+        others = None
+        for other in reuses:
+            if other is not reuse:
+                others = kvp.accumulate(others, other.page_conditioned, other.page, other.antecedent)
+        assert others is not None
+        orbit = kvp.orbit_patch(others, ORBIT_RANK, method="exact")
+
+        caches = {
             "re-prefill": reuse.engine,
             "blind": reuse.cache(),
-            "transfer": reuse.cache(identity),
-            "orbit": reuse.cache(factorise(scene, held_out, rank=ORBIT_RANK)),
-            "exact": reuse.cache(factorise(scene, delta, rank=ORBIT_RANK)),
+            # Another order is another antecedent: served all the same, to see what that costs.
+            "transfer": reuse.cache(first, allow_stale=True),
+            "orbit": reuse.cache(orbit),
+            "exact": reuse.cache(reuse.patch(ORBIT_RANK)),
         }
-        said = {name: scenes.read(reuse.scene, cache, questions, sees_legends=True) for name, cache in arms.items()}
-        ledger.sheet("reorder").add(questions, clusters, said)
+        questions = small_task.ask(reuse.scene.contexts, rng, {"chain": 4, "aggregate": 3, "override": 4, "page": 1})
+        said = {name: scenes.read(reuse.scene, cache, questions, sees_legends=True) for name, cache in caches.items()}
+        table.items("reorder").add(questions, clusters, said)
         tick("reorder")
 
 
-def _minus(first: KV, second: KV) -> KV:
-    return {name: first[name] - second[name] for name in first}
+def _order_effect(reuses: Sequence[PageReuse]) -> np.ndarray:
+    """How far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
+    identity = reuses[0].delta
+    apart = [_squared(difference(reuse.delta, identity)) / _squared(identity) for reuse in reuses[1:]]
+    return np.sqrt(np.stack(apart, axis=1)).mean(axis=1)
 
 
 def _squared(kv: KV) -> np.ndarray:
     """Sum of squares per context, [B]."""
-    return np.asarray(sum(jnp.square(value).sum(axis=(0, 2, 3, 4)) for value in kv.values()), np.float64)
+    total = np.zeros(1)
+    for value in kv.values():
+        total = total + np.asarray((value * value).sum(axis=(0, 2, 3, 4)), np.float64)
+    return total
 
 
-def probe_slide(ledger: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick) -> None:
-    """The first legend leaves; the other chunks move up. The reference is re-prefill without it.
+def probe_slide(table: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick) -> None:
+    """Lets the first legend leave, so that the other chunks move up. The reference is re-prefill without it.
 
     Arms: the survivors' conditioned KV only rotated (keep), with a removal patch, and all survivors blind. Questions
     through surviving legends ("survivor"), through the one that left ("evicted", whose truth the reference cannot
-    know), and rows of the page ("aggregate").
+    know), and rows of the page ("aggregate"). Adds items "slide".
     """
-    reuse = PageReuse(scene)
     shown = np.ones((len(scene), LEGENDS), bool)
     shown[:, 0] = False
     tokens = scene.prefix(shown)
-    without = scene.backbone.prefill(tokens, mask=scenes.prefix_mask(scene, shown)).kv
-    canonical = scene.legends_canonical()
-    alone = {name: jnp.concatenate([canonical[name], scene.canonical[-1][name]], axis=2) for name in canonical}
-    removal = _minus(without, reuse.conditioned)
-    forget = _low_rank(scene, removal, REMOVAL_RANK)
-    kept = {name: value + forget[name] for name, value in reuse.conditioned.items()}
-    arms = {"re-prefill": without, "keep": reuse.conditioned, "removal": kept, "blind": alone}
-    caches = {name: scenes.engine(scene, kv, tokens) for name, kv in arms.items()}
+    without = dict(scene.backbone.prefill(tokens, mask=scenes.prefix_mask(scene, shown)).kv)
+    conditioned = PageReuse(scene).conditioned
+
+    reference = scenes.engine(scene, without, tokens)
+    # No question sees the slots of the legend that left: every arm leaves there what the reference has.
+    gone = scenes.cut(reference, scene.form.slices[0])
+    pieces: dict[str, list[KV]] = {"keep": [gone], "removal": [gone], "blind": [gone]}
+    chunks = scene.standing
+    names = [chunk.id for chunk in chunks]
+    for place in range(1, len(chunks)):
+        chunk, where = chunks[place], scene.form.slices[place]
+        target, base = scenes.cut(without, where), scenes.cut(conditioned, where)
+        before, left, start = names[:place], names[1:place], scene.start_of(tokens, place)
+        removal = kvp.removal_patch(chunk, target, base, REMOVAL_RANK, left, before, method="exact")
+        kept: dict[str, Any] = {"base": base, "base_antecedent": before}
+        pieces["keep"].append(dict(kvp.apply_patch(chunk, None, start, left, **kept)))
+        pieces["removal"].append(dict(kvp.apply_patch(chunk, removal, start, left, **kept)))
+        pieces["blind"].append(dict(kvp.apply_patch(chunk, None, start, left)))
+    caches = {"re-prefill": reference, **{name: scenes.joined(parts) for name, parts in pieces.items()}}
+
     questions, kind = _slide_questions(scene, rng)
-    said = {
-        name: scenes.read(scene, cache, questions, sees_legends=True, shown=shown) for name, cache in caches.items()
-    }
-    sheet = ledger.sheet("slide")
-    sheet.kinds = SLIDE_KINDS
-    sheet.add(questions, clusters, said, kind)
+    said = {}
+    for name, cache in caches.items():
+        said[name] = scenes.read(scene, cache, questions, sees_legends=True, shown=shown)
+    items = table.items("slide")
+    items.kinds = SLIDE_KINDS
+    items.add(questions, clusters, said, kind)
     tick("slide")
-
-
-def _low_rank(scene: Scene, delta: KV, rank: int) -> KV:
-    """Each chunk's own rank-`rank` approximation of a deficit over the whole prefix."""
-    layout = scene.backbone.layout
-    own = lambda piece: factorise(scene, _cut(delta, piece), rank=min(rank, piece.stop - piece.start))
-    pieces = [ops.correction(layout, {**own(piece)}) for piece in scene.form.slices]
-    return {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in delta}
-
-
-def _cut(kv: KV, piece: slice) -> KV:
-    return {name: value[:, :, piece] for name, value in kv.items()}
 
 
 def _slide_questions(scene: Scene, rng: np.random.Generator) -> tuple[Questions, np.ndarray]:
     """Chain questions sorted by which legend holds the answer, and aggregates over all three legends."""
     contexts = scene.contexts
     questions = small_task.ask(contexts, rng, {"chain": 8, "aggregate": 4})
+    # A chain question is about the legend that left where its glyph is defined there (and nowhere else).
     first = np.take_along_axis(contexts.legend_glyph, contexts.order[:, :1, None], axis=1)[:, 0]
     glyph = contexts.page_glyph[np.arange(len(contexts))[:, None], questions.row, questions.cell]
     gone = (glyph[..., None] == first[:, None, :]).any(axis=-1)
@@ -114,42 +127,47 @@ def _slide_questions(scene: Scene, rng: np.random.Generator) -> tuple[Questions,
 
 
 def probe_recall(
-    ledger: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, folder: Path, tick: Tick
+    table: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, folder: Path, tick: Tick
 ) -> None:
-    """The page was evicted and comes back behind legends of which 0 … 3 have changed their colours.
+    """Puts the evicted page back behind legends of which 0 … 3 have changed their colours.
 
-    Arms: blind, the patch frozen at eviction (stale), a fresh patch on the context as it is now, re-prefill.
+    Arms: blind, the patch frozen at eviction (stale), a fresh patch on the context as it is now, re-prefill. Adds a
+    part of items "recall" per turnover.
+
+    Args:
+      folder: where the recoloured legends are written as PNG files.
     """
-    frozen = factorise(scene, PageReuse(scene).delta, rank=RECALL_RANK)
+    frozen = PageReuse(scene).patch(RECALL_RANK)
     for turnover in range(LEGENDS + 1):
         contexts = small_task.recolour(scene.contexts, rng, turnover)
         now = scenes.load_scene(scene.backbone, contexts, folder) if turnover else scene
         reuse = PageReuse(now)
-        questions = small_task.ask(contexts, rng, {"chain": 8, "aggregate": 4, "page": 1})
-        arms = {
+
+        caches = {
             "re-prefill": reuse.engine,
             "blind": reuse.cache(),
-            "stale": reuse.cache(frozen),
-            "fresh": reuse.cache(factorise(now, reuse.delta, rank=RECALL_RANK)),
+            # Recoloured legends are other chunks, behind which `frozen` does not belong.
+            "stale": reuse.cache(frozen, allow_stale=True),
+            "fresh": reuse.cache(reuse.patch(RECALL_RANK)),
         }
-        said = {
-            f"{name}.turnover={turnover}": scenes.read(now, cache, questions, sees_legends=True)
-            for name, cache in arms.items()
-        }
-        sheet = ledger.sheet("recall", str(turnover), f"re-prefill.turnover={turnover}", f"blind.turnover={turnover}")
-        sheet.add(questions, clusters, said)
+        questions = small_task.ask(contexts, rng, {"chain": 8, "aggregate": 4, "page": 1})
+        said = {}
+        for name, cache in caches.items():
+            said[f"{name}.turnover={turnover}"] = scenes.read(now, cache, questions, sees_legends=True)
+        items = table.items("recall", str(turnover), f"re-prefill.turnover={turnover}", f"blind.turnover={turnover}")
+        items.add(questions, clusters, said)
         tick("recall")
 
 
-def orbit_against_exact(ledger: ResultsTable) -> None:
-    """Rows orbit / orbit_minus_exact.<kind>: the orbit patch's accuracy minus the ordering's own patch's, paired."""
-    sheet = ledger.sheets.get(("reorder", ""))
-    if sheet is None:
+def orbit_against_exact(table: ResultsTable) -> None:
+    """Adds rows orbit / orbit_minus_exact.<kind>: the orbit patch's accuracy minus the order's own patch's, paired."""
+    items = table.probes.get(("reorder", ""))
+    if items is None:
         return
-    kind, cluster, answer = (sheet.column(name) for name in ("kind", "cluster", "answer"))
-    orbit, exact = (sheet.arm(name)[0] == answer for name in ("orbit", "exact"))
-    for number, name in enumerate(sheet.kinds):
+    kind, cluster, answer = (items.column(name) for name in ("kind", "cluster", "answer"))
+    orbit, exact = (items.arm(name)[0] == answer for name in ("orbit", "exact"))
+    for number, name in enumerate(items.kinds):
         here = kind == number
         if here.any():
             interval = intervals.paired_difference(orbit[here].astype(float), exact[here].astype(float), cluster[here])
-            ledger.row("reorder", "orbit", f"orbit_minus_exact.{name}", interval)
+            table.row("reorder", "orbit", f"orbit_minus_exact.{name}", interval)

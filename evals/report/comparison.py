@@ -14,7 +14,7 @@ SINGLE_HOP = ("page", "legend")
 
 
 def smallest_rank(results: Results, probe: str, tolerance: float = 0.01) -> int | None:
-    """Smallest patch rank whose accuracy is within `tolerance` of re-prefill on every kind that needs both images.
+    """Finds the smallest rank whose accuracy is within `tolerance` of re-prefill on every kind that needs both images.
 
     Chain and aggregate, and override where it was asked. None where no rank is, or where the probe was not run.
     """
@@ -202,6 +202,6 @@ PUBLISHED: tuple[tuple[str, str, str, Check], ...] = (
 
 
 def compare(results: Results) -> list[Claim]:
-    """The published findings beside this run's figures, with the verdict computed from the run's rows."""
+    """Sets the published findings beside this run's figures, with the verdict computed from the run's rows."""
     rows = Rows(results)
     return [Claim(about, paper, prototype, *check(rows)) for about, paper, prototype, check in PUBLISHED]

@@ -94,7 +94,7 @@ KL_FLOOR = 1e-7
 
 
 def arm_label(arm: str) -> str:
-    """An arm's name in words: "patch.deepest_half.rank=16" → "patch, deepest half, rank 16"."""
+    """Puts an arm's name in words: "patch.deepest_half.rank=16" → "patch, deepest half, rank 16"."""
     words = []
     for part in re.split(r"\.(?=[A-Za-z])", arm):
         name, _, value = part.partition("=")
@@ -108,18 +108,18 @@ def arm_label(arm: str) -> str:
 
 
 def family(arm: str) -> str:
-    """What decides an arm's colour: its method, or "rotated_frame" for that variant of the patch."""
+    """Finds what decides an arm's colour: its method, or "rotated_frame" for that variant of the patch."""
     return "rotated_frame" if ".rotated_frame" in arm else re.split(r"[.=, ]", arm)[0]
 
 
 def draw_all(results: Results, out: Path) -> list[Path]:
-    """Every figure the results allow, in the order a report shows them. `out` is made if missing."""
+    """Draws every figure the results allow, in the order a report shows them. `out` is made if missing."""
     makers = (accuracy_figures, rank_and_bytes_figure, reorder_figure, slide_figure, recall_figure, deficit_figure)
     return [path for maker in makers for path in maker(results, out)]
 
 
 def accuracy_figures(results: Results, out: Path) -> list[Path]:
-    """Accuracy of every arm, one panel per question kind, one PNG per visibility setting."""
+    """Draws the accuracy of every arm, one panel per question kind, one PNG per visibility setting."""
     rows = Rows(results)
     written = []
     for probe, setting in SETTINGS.items():
@@ -132,13 +132,13 @@ def accuracy_figures(results: Results, out: Path) -> list[Path]:
 
 
 def reorder_figure(results: Results, out: Path) -> list[Path]:
-    """Accuracy after the legends are reordered: the other order's patch, one orbit patch, the order's own patch."""
+    """Draws accuracy after the legends are reordered: another order's patch, one orbit patch, the order's own."""
     order = ("re-prefill", "exact", "orbit", "transfer", "blind")
     return _small_probe(results, "reorder", order, "Reorder: one patch for every order of the legends", out)
 
 
 def slide_figure(results: Results, out: Path) -> list[Path]:
-    """Accuracy after the oldest chunk left: survivors kept as they are, with a removal patch, or blind."""
+    """Draws accuracy after the oldest chunk left: survivors kept as they are, with a removal patch, or blind."""
     order = ("re-prefill", "removal", "keep", "blind")
     return _small_probe(results, "slide", order, "Slide: the chunks that stay when the oldest leaves", out)
 
@@ -194,7 +194,7 @@ def _wrapped(label: str) -> str:
 
 
 def rank_and_bytes_figure(results: Results, out: Path) -> list[Path]:
-    """KL against rank, and accuracy against the share of the chunk's KV bytes: patch beside token recompute."""
+    """Draws KL against rank, and accuracy against the share of the chunk's KV bytes: patch beside token recompute."""
     rows, probe = Rows(results), "repair.visible"
     ranks = rows.settings(probe, "patch.rank=")
     kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(probe, "kl")]
@@ -212,6 +212,7 @@ def rank_and_bytes_figure(results: Results, out: Path) -> list[Path]:
 
 
 def _kl_by_rank(panel: Axes, rows: Rows, probe: str, kind: str) -> None:
+    # A logarithmic axis has no 0, and a patch of full rank has a KL of 0.
     floored = lambda number: max(number, KL_FLOOR)
     for prefix, name in (("patch.rotated_frame.rank=", "rotated_frame"), ("patch.rank=", "patch")):
         points = [(x, rows.get(probe, arm, f"kl.{kind}")) for x, arm in rows.settings(probe, prefix)]
@@ -251,7 +252,7 @@ def _kl_by_rank(panel: Axes, rows: Rows, probe: str, kind: str) -> None:
 
 
 def byte_share(rows: Rows, probe: str, arm: str) -> float:
-    """Share of the chunk's KV bytes an arm stores or recomputes, 0…1.
+    """Finds the share of the chunk's KV bytes an arm stores or recomputes, 0…1.
 
     The arm's own "bytes" row where there is one; else its token budget (a token is its share of the bytes), or the
     bytes of the patch whose rank the arm is matched to.
@@ -301,6 +302,7 @@ def _label_right(panel: Axes, labels: Sequence[tuple[str, str, float]], gap: flo
     for _, _, level in ordered:
         height = (level - low) / (high - low)
         heights.append(max(height, heights[-1] + gap) if heights else height)
+    # From below, each at least a gap above the last; then, from above, pushed back below the top.
     excess = max(0.0, heights[-1] - 0.98) if heights else 0.0
     for number in range(len(heights) - 1, -1, -1):
         ceiling = heights[number + 1] - gap if number + 1 < len(heights) else heights[number] - excess
@@ -310,7 +312,7 @@ def _label_right(panel: Axes, labels: Sequence[tuple[str, str, float]], gap: flo
 
 
 def recall_figure(results: Results, out: Path) -> list[Path]:
-    """Recall of an evicted chunk: a stale against a fresh patch as more of the legends were replaced meanwhile."""
+    """Draws recall of an evicted chunk: a stale against a fresh patch as more of the legends were replaced."""
     rows, probe = Rows(results), "recall"
     names = ("re-prefill", "fresh", "stale", "blind")
     kinds = [kind for kind in MULTI_HOP if kind in rows.kinds(probe)]
@@ -346,7 +348,7 @@ DEFICIT_METRICS = {
 
 
 def deficit_table(rows: Rows, metric: str) -> dict[str, list[tuple[int, Interval]]]:
-    """A metric of the deficit by channel: (layer, statistic), layers ascending; undefined layers left out."""
+    """Reads a metric of the deficit by channel: (layer, statistic), layers ascending; undefined layers left out."""
     table: dict[str, list[tuple[int, Interval]]] = {}
     for arm in rows.arms("deficit", "layer="):
         layer, _, channel = arm.removeprefix("layer=").partition(".")
@@ -357,7 +359,7 @@ def deficit_table(rows: Rows, metric: str) -> dict[str, list[tuple[int, Interval
 
 
 def deficit_figure(results: Results, out: Path) -> list[Path]:
-    """What conditioning adds, by layer and channel: its size, its rank, its spread over tokens and heads."""
+    """Draws what conditioning adds, by layer and channel: its size, its rank, its spread over tokens and heads."""
     rows = Rows(results)
     tables = {metric: table for metric in DEFICIT_METRICS if (table := deficit_table(rows, metric))}
     if not tables:
@@ -390,7 +392,7 @@ def example_figure(
     path: Path,
     correct: Sequence[str] | None = None,
 ) -> Path:
-    """One context as the model sees it, and what every arm answers.
+    """Draws one context as the model sees it, and what every arm answers.
 
     Args:
       legend_images: uint8 [height, width, 3] each, in the order they stand in the window.

@@ -32,7 +32,7 @@ HEAD = (
 
 
 def line(results: Results) -> list[str]:
-    """The cells of one backbone, as HEAD names them."""
+    """Makes the cells of one backbone, as HEAD names them."""
     rows, config = Rows(results), results["config"]
     accuracy = lambda arm, kind: rows.get(VISIBLE, arm, f"accuracy.{kind}")
     pair = lambda kind: f"{show(accuracy('re-prefill', kind))} → {show(accuracy('blind', kind))}"
@@ -55,7 +55,7 @@ def line(results: Results) -> list[str]:
 
 
 def write(results: Mapping[str, Results], folder: Path) -> Path:
-    """Write the table, the figure and the numbers of both; returns the table's path."""
+    """Writes the table, the figure and the numbers of both; returns the table's path."""
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / "backbones.md"
     lines = [line(each) for each in results.values()]
@@ -74,7 +74,7 @@ def _kept(results: Results) -> list[dict[str, Any]]:
 
 
 def draw(results: Mapping[str, Results], path: Path) -> Path:
-    """Accuracy by question kind: re-prefill, a patch of rank 8 and blind reuse, one panel per backbone."""
+    """Draws accuracy by question kind: re-prefill, a patch of rank 8 and blind reuse, one panel per backbone."""
     import matplotlib
 
     matplotlib.use("Agg")

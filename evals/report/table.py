@@ -24,7 +24,7 @@ ARMS = (
 
 
 def write_table(results: Results, path: Path, probe: str = "repair.visible") -> Path:
-    """Write accuracy with 95 % intervals per arm and kind, KL of chain questions and the share of KV bytes."""
+    """Writes accuracy with 95 % intervals per arm and kind, KL of chain questions and the share of KV bytes."""
     rows = Rows(results)
     head = ["way of reuse", "bytes", *KINDS, "KL, chain"]
     lines = []

@@ -6,7 +6,7 @@ from ..results.intervals import Interval
 
 
 def number(value: float) -> str:
-    """Three decimals, or two significant digits below 0.01 ("<1e-6" for less); "–" where undefined."""
+    """Formats with three decimals, or two significant digits below 0.01 ("<1e-6" for less); "–" where undefined."""
     if not math.isfinite(value):
         return "–"
     if value == 0:
@@ -17,14 +17,14 @@ def number(value: float) -> str:
 
 
 def show(interval: Interval) -> str:
-    """A value with its interval: "0.453 [0.421, 0.486]"; the value alone where there is none or it has no width."""
+    """Formats value and interval: "0.453 [0.421, 0.486]"; the value alone where there is none or it has no width."""
     if not math.isfinite(interval.low + interval.high) or interval.low == interval.value == interval.high:
         return number(interval.value)
     return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
 
 
 def within(got: Interval, low: float, high: float) -> str:
-    """Whether a statistic lies in [low, high], by its whole interval (by its value where it has none).
+    """Judges whether a statistic lies in [low, high], by its whole interval (by its value where it has none).
 
     "same direction" if inside, "differs" if outside, "undecided" across an edge, "not measured" where undefined.
     """
@@ -37,7 +37,7 @@ def within(got: Interval, low: float, high: float) -> str:
 
 
 def above(a: Interval, b: Interval, margin: float = 0.0) -> str:
-    """Whether a is above b by more than `margin`, interval against interval, in the words of `within`."""
+    """Judges whether a is above b by more than `margin`, interval against interval, in the words of `within`."""
     if not (math.isfinite(a.value) and math.isfinite(b.value)):
         return "not measured"
     if _ends(a)[0] - _ends(b)[1] > margin:

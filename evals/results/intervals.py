@@ -33,7 +33,7 @@ UNDEFINED = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def mean(values: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
-    """Mean over items, resampling whole clusters.
+    """Estimates the mean over items, resampling whole clusters.
 
     Args:
       values: numbers or booleans [items].
@@ -48,13 +48,13 @@ def mean(values: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Int
 
 
 def paired_difference(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
-    """Mean of a − b over the same items [items], resampling whole clusters. Raises ValueError as `mean` does."""
+    """Estimates the mean of a − b over items [items], resampling whole clusters. Raises ValueError as `mean` does."""
     _check(a, b, cluster)
     return mean(np.asarray(a, np.float64) - np.asarray(b, np.float64), cluster, seed, draws)
 
 
 def ratio(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
-    """Σ a / Σ b over items [items], resampling whole clusters; NaN where Σ b is 0 or not finite.
+    """Estimates Σ a / Σ b over items [items], resampling whole clusters; NaN where Σ b is 0 or not finite.
 
     Resamples whose Σ b is 0 are left out of the interval; n is the number of items. Raises ValueError as `mean` does.
     """
@@ -65,6 +65,7 @@ def ratio(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) 
     if not count or bottom == 0 or not math.isfinite(bottom):
         return UNDEFINED._replace(n=count)
     value = float(columns[:, 0].sum() / bottom)
+    # Summed by cluster first, a resample is a weighted sum of clusters: one matrix product for all draws.
     sums, counts = _cluster_sums(columns, cluster), _resamples(len(np.unique(cluster)), seed, draws)
     if counts is None or not np.isfinite(columns).all():
         return Interval(value, math.nan, math.nan, count)
@@ -74,7 +75,7 @@ def ratio(a: Items, b: Items, cluster: Items, seed: int = 0, draws: int = 1000) 
 
 
 def eta(kl_arm: Items, kl_blind: Items, cluster: Items, seed: int = 0, draws: int = 1000) -> Interval:
-    """η = 1 − Σ KL(re-prefill‖arm) / Σ KL(re-prefill‖blind): the share of blind reuse's divergence an arm removes.
+    """Estimates η = 1 − Σ KL(re-prefill‖arm) / Σ KL(re-prefill‖blind), the share of blind's KL an arm removes.
 
     Args:
       kl_arm, kl_blind: nats per item [items].
@@ -87,6 +88,7 @@ def eta(kl_arm: Items, kl_blind: Items, cluster: Items, seed: int = 0, draws: in
     Raises:
       ValueError: lengths differ, or draws < 1.
     """
+    # 1 − x turns the interval round: its low end comes from the ratio's high end.
     share = ratio(kl_arm, kl_blind, cluster, seed, draws)
     return Interval(1 - share.value, 1 - share.high, 1 - share.low, share.n)
 
@@ -99,7 +101,7 @@ def median_eta(
     seed: int = 0,
     draws: int = 1000,
 ) -> Interval:
-    """Median over items of 1 − KL(arm)/KL(blind), only where KL(blind) > 10 × the position-matched control's KL.
+    """Estimates the median of 1 − KL(arm)/KL(blind) where KL(blind) > 10 × the position-matched control's KL.
 
     Elsewhere the per-item quotient is noise. n is the number of items kept; NaN when none is.
     Arguments [items] in nats, and errors, as for `eta`.
@@ -116,6 +118,8 @@ def median_eta(
     counts = _resamples(len(labels), seed, draws)
     if counts is None or not np.isfinite(quotient).all():
         return Interval(value, math.nan, math.nan, kept)
+
+    # A resample repeats items by whole numbers: its median is a weighted one over the values sorted once.
     order = np.argsort(quotient)
     return _interval(value, _weighted_medians(quotient[order], counts[:, where[keep][order]]), kept)
 
@@ -128,7 +132,7 @@ def flip_recover(
     seed: int = 0,
     draws: int = 1000,
 ) -> Interval:
-    """Of the items whose re-prefill decision blind reuse flips, the share an arm brings back.
+    """Estimates the share an arm brings back of the items whose re-prefill decision blind reuse flips.
 
     Args:
       reference_pred, blind_pred, arm_pred: decisions [items] (token ids) of re-prefill, blind reuse and the arm.
@@ -167,6 +171,7 @@ def _resamples(clusters: int, seed: int, draws: int) -> np.ndarray | None:
 
 @functools.lru_cache(maxsize=8)
 def _multinomial(clusters: int, seed: int, draws: int) -> np.ndarray:
+    # Cached: every arm of a probe is compared on the very same draws.
     counts = np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), draws)
     counts = counts.astype(np.float64)
     counts.flags.writeable = False

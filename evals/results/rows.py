@@ -63,24 +63,24 @@ class Rows:
                 self.table[row["probe"], row["arm"], row["metric"]] = interval
 
     def get(self, probe: str, arm: str, metric: str) -> Interval:
-        """The statistic, or UNDEFINED."""
+        """Reads the statistic, or UNDEFINED."""
         return self.table.get((probe, arm, metric), UNDEFINED)
 
     def gap(self, probe: str, arm: str, kind: str) -> float:
-        """Accuracy of an arm minus re-prefill's (−1…1), NaN where either is missing."""
+        """Computes the accuracy of an arm minus re-prefill's (−1…1), NaN where either is missing."""
         metric = f"accuracy.{kind}"
         return self.get(probe, arm, metric).value - self.get(probe, "re-prefill", metric).value
 
     def arms(self, probe: str, prefix: str = "") -> list[str]:
-        """Arms of a probe that begin with `prefix`, in order of appearance."""
+        """Lists the arms of a probe that begin with `prefix`, in order of appearance."""
         return list(dict.fromkeys(arm for where, arm, _ in self.table if where == probe and arm.startswith(prefix)))
 
     def kinds(self, probe: str, metric: str = "accuracy") -> list[str]:
-        """Question kinds for which the probe reports `metric`, in order of appearance."""
+        """Lists the question kinds for which the probe reports `metric`, in order of appearance."""
         names = (name for where, _, name in self.table if where == probe and name.startswith(metric + "."))
         return list(dict.fromkeys(name.split(".", 1)[1] for name in names))
 
     def settings(self, probe: str, prefix: str) -> list[tuple[float, str]]:
-        """(setting, arm) of the arms named `prefix`<number>, ascending: ("patch.rank=" gives ranks)."""
+        """Lists (setting, arm) of the arms named `prefix`<number>, ascending: ("patch.rank=" gives ranks)."""
         found = [(arm.removeprefix(prefix), arm) for arm in self.arms(probe, prefix)]
         return sorted((float(setting), arm) for setting, arm in found if setting.replace(".", "", 1).isdigit())

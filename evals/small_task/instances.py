@@ -207,7 +207,7 @@ INSTANCES: dict[str, Callable[[], Instance]] = {
 
 @functools.cache
 def instance(name: str) -> Instance:
-    """Configuration and image settings of a small backbone.
+    """Makes configuration and image settings of a small backbone.
 
     Raises:
       ConfigError: an unknown name; the known ones are listed.

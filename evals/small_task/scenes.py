@@ -1,36 +1,37 @@
 """A scene: held-out contexts as PNG files, read by the real preprocessing, embedded, prefilled, ready to be asked.
 
-Axis letters: B contexts, T tokens, Q questions, S keys, L layers, V vocabulary. The prefix is [legend][legend][legend]
-[page]; the page is the chunk that is reused. KV of the prefix travels phase-free; what a question reads is an
-engine-frame cache.
+Axis letters: B contexts, T tokens, Q questions, S keys, L layers, K KV heads, H head width, V vocabulary. The prefix is
+[legend][legend][legend][page]; the page is the chunk that is reused. Contexts of a scene share all but their pixels, so
+each image is one batched chunk. KV of the prefix travels phase-free; what a question reads is an engine-frame cache.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
-from kvpatch_jax import ops
+import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.layout import to_engine
 from models import ModelBackbone
 
 from . import sequences, task
 from .sequences import Form, form_of
 from .task import Contexts, Questions
 
-KV = dict[str, Array]
+KV = dict[str, Float[Array, "L B _ _ _"]]
+"""{channel: [L, B, T, K, H]}."""
 
 
 class Answers(NamedTuple):
-    """What an arm answers: log-probabilities [B,Q,V] float32."""
+    """What an arm answers: log-probabilities, float32."""
 
-    log_probabilities: np.ndarray
+    log_probabilities: Float[np.ndarray, "B Q V"]
 
     @property
     def predicted(self) -> np.ndarray:
@@ -38,23 +39,29 @@ class Answers(NamedTuple):
         return self.log_probabilities.argmax(axis=-1)
 
     def divergence_from(self, reference: "Answers") -> np.ndarray:
-        """KL(reference ‖ this) per question, [B,Q], in nats."""
+        """Computes KL(reference ‖ this) per question, [B,Q], in nats."""
+        # In float64: differences of log-probabilities near 0 would vanish in float32.
         p = reference.log_probabilities.astype(np.float64)
         return np.sum(np.exp(p) * (p - self.log_probabilities), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """One batch of contexts, embedded.
+    """One batch of contexts, embedded, every image prefilled alone.
 
-    chunks: Tokens of each image with its start and end tokens, by storage (three legends, the page), positions local.
-    canonical: phase-free KV of every image prefilled alone, by storage.
+    Attributes:
+      backbone: reads the contexts.
+      contexts: what the images mean.
+      images: tokens of each image with its start and end tokens, by storage (three legends, the page), [B, T, …];
+        positions count from the image's own start.
+      chunks: the canonicals of these images, by storage; kv is {channel: [L, B, T, K, H]}. A chunk's id and content are
+        a digest of its PNG files.
     """
 
     backbone: ModelBackbone
     contexts: Contexts
-    chunks: tuple[Tokens, ...]
-    canonical: tuple[KV, ...]
+    images: tuple[Tokens, ...]
+    chunks: tuple[kvp.Chunk, ...]
 
     def __len__(self) -> int:
         return len(self.contexts)
@@ -69,29 +76,46 @@ class Scene:
         """Where the page stands in the prefix."""
         return self.form.page
 
-    def prefix(self, shown: np.ndarray | None = None) -> Tokens:
-        """The prefix [B,T,…] in the contexts' order, positions from 0; legends not `shown` (by place) take no room."""
+    @property
+    def standing(self) -> tuple[kvp.Chunk, ...]:
+        """The chunks by their place in the prefix, the page last.
+
+        Raises:
+          ValueError: the contexts' orders differ, so that no one chunk stands at a place.
+        """
         order = self.contexts.order
-        *legends, page = self.chunks
+        if (order != order[0]).any():
+            raise ValueError("legends stand in different orders within a scene; expected one order in all contexts")
+        return (*(self.chunks[which] for which in order[0]), self.chunks[-1])
+
+    @property
+    def antecedent(self) -> tuple[str, ...]:
+        """Ids of the legends in front of the page, in their order."""
+        return tuple(chunk.id for chunk in self.standing[:-1])
+
+    def prefix(self, shown: Bool[np.ndarray, "B legends"] | None = None) -> Tokens:
+        """Joins the images in the contexts' order, [B,T,…], positions from 0; legends not `shown` take no room."""
+        order = self.contexts.order
+        *legends, page = self.images
+        # Orders may differ from context to context: each place picks its own legend in each.
         by_place = lambda parts: [_pick(parts, order[:, place]) for place in range(order.shape[1])]
         whole = lambda parts, last: jnp.concatenate([*by_place(parts), last], axis=1)
-        embeddings = whole([chunk.embeddings for chunk in legends], page.embeddings)
+        embeddings = whole([image.embeddings for image in legends], page.embeddings)
         deepstack = None
         if page.deepstack is not None:
-            deepstack = whole([chunk.deepstack for chunk in legends], page.deepstack)
+            deepstack = whole([image.deepstack for image in legends], page.deepstack)
         here = np.ones((len(self), sequences.CHUNKS), bool)
         if shown is not None:
             here[:, :-1] = shown
         positions, _ = sequences.prefix_positions(self.form, here, np.zeros(len(self), int))
         return Tokens(embeddings, jnp.asarray(positions), deepstack)
 
-    def legends_canonical(self) -> KV:
-        """Phase-free canonical KV of the legends in their order, {channel: [L,B,T,K,H]}."""
-        order = self.contexts.order
-        by_place = lambda name: [
-            _pick([jnp.moveaxis(kv[name], 1, 0) for kv in self.canonical[:-1]], order[:, place]) for place in range(3)
-        ]
-        return {name: jnp.moveaxis(jnp.concatenate(by_place(name), axis=2), 0, 1) for name in self.canonical[0]}
+    def start_of(self, tokens: Tokens, place: int) -> np.ndarray:
+        """Finds where the chunk at a place starts in a prefix: int32, a scalar or one per axis."""
+        positions = np.asarray(tokens.positions)[:, self.form.slices[place].start]
+        if (positions != positions[0]).any():
+            raise ValueError("a chunk starts at different positions within a scene; expected one start in all contexts")
+        return (positions[0] - np.asarray(self.standing[place].local)[0]).astype(np.int32)
 
 
 def _pick(arrays: list[Array], which: np.ndarray) -> Array:
@@ -101,7 +125,7 @@ def _pick(arrays: list[Array], which: np.ndarray) -> Array:
 def write_images(
     contexts: Contexts, folder: Path, split: str = "held_out", canvas: tuple[int, int] = (task.LEGEND_ROWS, 3)
 ) -> list[list[Path]]:
-    """Render each context's images to PNG files: [B][three legends by storage, page].
+    """Renders each context's images to PNG files: [B][three legends by storage, page].
 
     canvas: cells (rows, columns) of a legend's image.
     """
@@ -125,28 +149,43 @@ def write_images(
 
 def _colour_mark(contexts: Contexts, index: int) -> str:
     """Tells recoloured legends of the same seed apart."""
-    import hashlib
-
     colours = np.stack([contexts.legend_fill[index], contexts.legend_stripe[index]])
     return hashlib.blake2b(np.ascontiguousarray(colours, np.int8).tobytes(), digest_size=4).hexdigest()
 
 
 def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path) -> Scene:
-    """Write the contexts' PNG files, read them back through `prepare`, embed each image and prefill it alone."""
-    paths = write_images(contexts, folder, canvas=form_of(backbone.config, backbone.image_config).legend_shape)
-    chunks = []
+    """Writes the contexts' PNG files, reads them back through `prepare`, embeds each image and prefills it alone."""
+    form = form_of(backbone.config, backbone.image_config)
+    paths = write_images(contexts, folder, canvas=form.legend_shape)
+    images, chunks = [], []
     for number in range(sequences.CHUNKS):
-        prompts = [backbone.prepare([files[number]]) for files in paths]
+        files = [of_context[number] for of_context in paths]
+        prompts = [backbone.prepare([path]) for path in files]
         joined = {name: np.concatenate([prompt[name] for prompt in prompts]) for name in prompts[0]}
-        chunks.append(backbone.embed(**joined))
-    canonical = tuple(backbone.prefill(chunk).kv for chunk in chunks)
-    return Scene(backbone, contexts, tuple(chunks), canonical)
+        tokens = backbone.embed(**joined)
+        images.append(tokens)
+
+        # The files' digest is the content: another look at the same PNG is the same chunk, recoloured legends are not.
+        name = "page" if number == task.LEGENDS else f"legend{number}"
+        shown = hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
+        chunk = kvp.Chunk(
+            kv=backbone.prefill(tokens).kv,
+            local=np.asarray(tokens.positions)[0],
+            span=form.spans[number],
+            length=form.sizes[number],
+            id=f"{name}:{shown}",
+            layout=backbone.layout,
+            backbone=backbone.fingerprint,
+            content=shown,
+        )
+        chunks.append(chunk)
+    return Scene(backbone, contexts, tuple(images), tuple(chunks))
 
 
 def scenes(
     backbone: ModelBackbone, seed: int, count: int, folder: Path, batch: int
 ) -> Iterator[tuple[Scene, np.random.Generator]]:
-    """Held-out scenes of `batch` contexts each, `count` contexts in all, and a generator for their questions."""
+    """Yields held-out scenes of `batch` contexts each, `count` contexts in all, and a generator for their questions."""
     for number in range(-(-count // batch)):
         rng = np.random.default_rng([seed, number])
         yield load_scene(backbone, task.sample_contexts(rng, batch), folder), rng
@@ -156,30 +195,23 @@ def scenes(
 
 
 def engine(scene: Scene, kv: KV, tokens: Tokens) -> KV:
-    """Phase-free KV of tokens turned to their positions."""
-    return _engine(scene.backbone.layout, kv, tokens.positions)
+    """Turns phase-free KV of tokens to their positions."""
+    return dict(kvp.to_engine(scene.backbone.layout, kv, tokens.positions, 0))
 
 
-_engine = jax.jit(lambda layout, kv, positions: to_engine(layout, kv, positions, 0), static_argnums=0)
+def cut(kv: KV, where: slice) -> KV:
+    """Cuts some tokens out of KV {channel: [L, B, T, K, H]}."""
+    return {name: value[:, :, where] for name, value in kv.items()}
 
 
-def place_page(
-    scene: Scene,
-    page: KV,
-    tokens: Tokens,
-    factors: Mapping[str, tuple[Array, Array]] | None = None,
-    frame: ops.PatchFrame = "phase_free",
-) -> KV:
-    """The page in the engine frame, R(p)·(page + U Vᵀ): one jitted call, no forward pass."""
-    local = scene.chunks[-1].positions
-    start = (tokens.positions[:, scene.page.start] - local[:, 0]).astype(jnp.int32)
-    return ops.jitted_apply(scene.backbone.layout, page, {**(factors or {})}, local, start, frame=frame)
+def joined(pieces: list[KV]) -> KV:
+    """Joins pieces of KV behind one another, along their tokens."""
+    return {name: jnp.concatenate([piece[name] for piece in pieces], axis=2) for name in pieces[0]}
 
 
 def with_page(scene: Scene, prefix: KV, page: KV) -> KV:
-    """An engine-frame cache of the prefix with its page replaced."""
-    before = scene.page.start
-    return {name: jnp.concatenate([value[:, :, :before], page[name]], axis=2) for name, value in prefix.items()}
+    """Replaces the page in an engine-frame cache of the prefix."""
+    return joined([cut(prefix, slice(scene.page.start)), page])
 
 
 # ------------------------------------------------------------------------------------------------ questions
@@ -191,9 +223,9 @@ def read(
     questions: Questions,
     *,
     sees_legends: bool,
-    shown: np.ndarray | None = None,
+    shown: Bool[np.ndarray, "B legends"] | None = None,
 ) -> Answers:
-    """Ask every question of every context over an engine-frame cache of the prefix.
+    """Asks every question of every context over an engine-frame cache of the prefix.
 
     Args:
       sees_legends: whether questions look at the legends, or only at the page (the legends have slid out).
@@ -201,11 +233,14 @@ def read(
     """
     ids, positions, mask, asked = _question_arrays(scene, questions, sees_legends, shown)
     tokens = scene.backbone.embed(ids, positions)
+    # All questions of a context in one prefill: the mask keeps them apart.
     logits = scene.backbone.prefill(tokens, cache, mask).logits[:, asked]
     return Answers(np.asarray(jax.nn.log_softmax(logits, axis=-1)))
 
 
-def _question_arrays(scene: Scene, questions: Questions, sees_legends: bool, shown: np.ndarray | None):
+def _question_arrays(
+    scene: Scene, questions: Questions, sees_legends: bool, shown: Bool[np.ndarray, "B legends"] | None
+):
     count = len(questions.answer)
     here = np.ones((count, sequences.CHUNKS), bool)
     if shown is not None:
@@ -224,8 +259,10 @@ def _question_arrays(scene: Scene, questions: Questions, sees_legends: bool, sho
     return tail.ids, tail.positions, mask[:, None], tail.asked
 
 
-def prefix_mask(scene: Scene, shown: np.ndarray | None = None, page_sees_legends: bool = True) -> np.ndarray:
-    """Causal mask [B,1,T,T] over the prefix, without the legends not shown, or with the page blind to all of them."""
+def prefix_mask(
+    scene: Scene, shown: Bool[np.ndarray, "B legends"] | None = None, page_sees_legends: bool = True
+) -> np.ndarray:
+    """Makes a causal mask [B,1,T,T] over the prefix, without legends not shown, or with the page blind to all."""
     here = np.ones((len(scene), sequences.CHUNKS), bool)
     if shown is not None:
         here[:, :-1] = shown

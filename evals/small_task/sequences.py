@@ -78,14 +78,15 @@ class Form:
         return sum(self.sizes)
 
     def cells(self, place: int) -> slice:
-        """Where the cells of a chunk stand in the prefix, without start and end tokens."""
+        """Finds where the cells of a chunk stand in the prefix, without start and end tokens."""
         inside = self.slices[place].start + np.flatnonzero(self.ids[self.slices[place]] == self.image_token)
         return slice(int(inside[0]), int(inside[-1]) + 1)
 
 
 @functools.lru_cache
 def form_of(config: Any, images: Any) -> Form:
-    """The form that a backbone of this configuration, with these image settings, gives the task's images."""
+    """Finds the form that a backbone of this configuration and these image settings gives the task's images."""
+    # A tower of one image size gets legends as large as pages; `render` repeats a legend until it fills that.
     side = getattr(config.vision, "image", None)
     page_shape = (task.ROWS, task.CELLS + 1)
     legend_shape = (task.LEGEND_ROWS, 3) if side is None else page_shape
@@ -103,11 +104,12 @@ def _blank(config: Any, images: Any, shape: tuple[int, int]) -> tuple[np.ndarray
 
 
 def prefix_positions(form: Form, shown: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions [B,T] or [B,T,3] of the prefix and the place [B] behind it, when only `shown` chunks take room.
+    """Computes positions [B,T] or [B,T,3] of the prefix and the place [B] behind it; only `shown` chunks take room.
 
     Args:
       shown: bool [B, 4] by place (the page is last). start: int [B], position of the first chunk shown.
     """
+    # A chunk that is not shown keeps its slots but takes no room, so what follows moves up.
     room = np.where(shown, form.spans, 0)
     first = (start[:, None] + np.cumsum(room, axis=1) - room)[:, form.owner]
     positions = first.reshape(*first.shape, *[1] * (form.local.ndim - 1)) + form.local
@@ -131,12 +133,12 @@ class Batch:
     weight: np.ndarray
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The fields as a dictionary, for a jitted step."""
+        """Gives the fields as a dictionary, for a jitted step."""
         return dataclasses.asdict(self)
 
 
 def context_images(form: Form, contexts: Contexts, split: str) -> list[np.ndarray]:
-    """Pixels of every context's legends in their standing order, then its page: 4·B images uint8 [H,W,3]."""
+    """Renders every context's legends in their standing order, then its page: 4·B images uint8 [H,W,3]."""
     legends, pages = task.render(contexts, split, form.legend_shape)
     return [
         image
@@ -155,13 +157,15 @@ class QuestionTokens(NamedTuple):
 
 
 def question_tokens(form: Form, questions: Questions, behind: np.ndarray) -> QuestionTokens:
-    """Every question as its own two tokens, all at the positions from `behind` [B] on, none seeing another."""
+    """Makes two tokens of every question, all at the positions from `behind` [B] on, none seeing another."""
     count, asked = questions.answer.shape
     ids = np.stack([questions.ask, questions.argument], axis=2).reshape(count, -1)
     step = np.tile(np.arange(QUESTION_TOKENS), asked)
     positions = behind[:, None] + step
     if form.local.ndim == 2:
         positions = np.repeat(positions[..., None], form.local.shape[1], axis=2)
+
+    # Packed behind one another in the sequence, each question is masked off from all others.
     own = np.repeat(np.arange(asked), QUESTION_TOKENS)
     among = (own[:, None] == own) & np.tri(own.size, dtype=bool)
     last = QUESTION_TOKENS * np.arange(asked) + QUESTION_TOKENS - 1
@@ -177,7 +181,7 @@ def pack(
     sees_legends: np.ndarray,
     start: np.ndarray,
 ) -> Batch:
-    """Pack contexts and their questions into one batch.
+    """Packs contexts and their questions into one batch.
 
     Args:
       pixel_values: of the contexts' images (`context_images`), by the family's processor.
@@ -190,6 +194,8 @@ def pack(
     here = np.concatenate([shown, np.ones((count, 1), bool)], axis=1)
     positions, behind = prefix_positions(form, here, start)
     tail = question_tokens(form, questions, behind)
+
+    # Prefix tokens look at what stands before them, questions at the page and perhaps at the legends.
     prefix, total = len(ids), len(ids) + QUESTION_TOKENS * asked
     mask = np.zeros((count, total, total), bool)
     mask[:, :prefix, :prefix] = np.tri(prefix, dtype=bool) & here[:, owner][:, None, :]
@@ -209,7 +215,7 @@ def pack(
 
 
 def cell_labels(form: Form, contexts: Contexts, shown: np.ndarray) -> dict[str, np.ndarray]:
-    """What every image token shows or stands for, as token ids [B, T of the prefix], -1 where nothing.
+    """Labels what every image token shows or stands for, as token ids [B, T of the prefix], -1 where nothing.
 
     seen: glyph, swatch colour or row tag drawn in the cell. tag: the frame's tag. bound: the glyph a swatch belongs
     to. cell: the page cell's full address. fill, stripe: what the legends shown give the page cell's glyph.

@@ -93,12 +93,12 @@ class Contexts:
         return len(self.page_glyph)
 
     def reordered(self, order: np.ndarray) -> "Contexts":
-        """The same images with the legends standing in another order ([legends] or [B, legends])."""
+        """Gives the same images with the legends standing in another order ([legends] or [B, legends])."""
         return dataclasses.replace(self, order=np.broadcast_to(order, self.order.shape))
 
 
 def sample_contexts(rng: np.random.Generator, count: int) -> Contexts:
-    """Draw `count` contexts."""
+    """Draws `count` contexts."""
     glyphs = rng.permuted(np.tile(np.arange(GLYPHS), (count, 1)), axis=1)
     single = glyphs[:, :SINGLE_ON_PAGE]
     double = glyphs[:, SINGLE_ON_PAGE : SINGLE_ON_PAGE + DOUBLE_ON_PAGE]
@@ -120,7 +120,7 @@ def sample_contexts(rng: np.random.Generator, count: int) -> Contexts:
 
 
 def recolour(contexts: Contexts, rng: np.random.Generator, count: int) -> Contexts:
-    """The same glyphs and handwriting with `count` randomly chosen legends in other colours (every fill and stripe)."""
+    """Draws other colours (every fill and stripe) for `count` legends; glyphs and handwriting stay."""
     chosen = rng.permuted(np.tile(np.arange(LEGENDS) < count, (len(contexts), 1)), axis=1)[..., None]
     fill, stripe = (
         np.where(chosen, (colour + rng.integers(1, COLOURS, colour.shape)) % COLOURS, colour)
@@ -133,12 +133,14 @@ def _deal_legends(rng: np.random.Generator, glyphs: np.ndarray, double: np.ndarr
     """Legend rows: each doubly defined glyph in two different legends, every other glyph in one."""
     table = np.empty((len(glyphs), LEGENDS, LEGEND_ROWS), np.int64)
     for index, (all_glyphs, twice) in enumerate(zip(glyphs, double, strict=True)):
+        # Which legend leaves a doubly defined glyph out goes round, so that no pair of legends is favoured.
         slots: list[list[int]] = [[] for _ in range(LEGENDS)]
         for number, glyph in enumerate(twice):
             skipped = (number + index) % LEGENDS
             for legend in range(LEGENDS):
                 if legend != skipped:
                     slots[legend].append(int(glyph))
+
         rest = list(np.delete(all_glyphs, np.s_[SINGLE_ON_PAGE : SINGLE_ON_PAGE + DOUBLE_ON_PAGE]))
         rng.shuffle(rest)
         for legend in range(LEGENDS):
@@ -155,11 +157,13 @@ def _draw_colours(rng: np.random.Generator, legend_glyph: np.ndarray) -> tuple[n
     fill = np.empty_like(legend_glyph)
     stripe = np.empty_like(legend_glyph)
     rows = np.arange(count)[:, None]
+    # A second definition is the first one shifted by one colour or more, so that the two always differ.
     first_fill, second_shift = (
         rng.integers(0, ACTIVE_FILLS, (count, GLYPHS)),
         rng.integers(1, ACTIVE_FILLS, (count, GLYPHS)),
     )
     first_stripe, stripe_shift = rng.integers(0, COLOURS, (count, GLYPHS)), rng.integers(1, COLOURS, (count, GLYPHS))
+
     seen = np.zeros((count, GLYPHS), np.int64)
     for legend in range(LEGENDS):
         glyph = legend_glyph[:, legend]
@@ -171,7 +175,7 @@ def _draw_colours(rng: np.random.Generator, legend_glyph: np.ndarray) -> tuple[n
 
 
 def latest_colours(legend_glyph: np.ndarray, colour: np.ndarray, order: np.ndarray, shown: np.ndarray | None = None):
-    """Colour of every glyph [B, glyphs] by the latest legend shown that defines it, -1 where none does."""
+    """Finds the colour of every glyph [B, glyphs] by the latest legend shown that defines it, -1 where none does."""
     rows = np.arange(len(legend_glyph))
     table = np.full((len(legend_glyph), GLYPHS), -1, np.int64)
     for place in range(order.shape[1]):
@@ -185,6 +189,7 @@ def latest_colours(legend_glyph: np.ndarray, colour: np.ndarray, order: np.ndarr
 
 def _draw_page(rng: np.random.Generator, single: np.ndarray, double: np.ndarray, fill_of: np.ndarray):
     """Page glyphs [B, rows, cells]: in clean rows one fill leads by two or more where a few draws can make it so."""
+    # Twelve draws of every row; the first whose leading fill is clear is taken, or the first of all.
     count, tries = len(single), 12
     clean = np.argsort(rng.random((count, ROWS)), axis=1) < CLEAN_ROWS
     rows = np.arange(count)[:, None, None, None]
@@ -192,13 +197,14 @@ def _draw_page(rng: np.random.Generator, single: np.ndarray, double: np.ndarray,
     glyph = single[rows, picks]
     twice = double[rows, rng.integers(0, DOUBLE_ON_PAGE, picks.shape)]
     glyph = np.where(~clean[:, :, None, None] & (rng.random(picks.shape) < 0.6), twice, glyph)
+
     _, lead = leading_colour(fill_of[rows, glyph])
     choice = np.argmax(lead >= 2, axis=2)
     return np.take_along_axis(glyph, choice[:, :, None, None], axis=2)[:, :, 0], clean
 
 
 def leading_colour(colours: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Most frequent colour along the last axis, and by how much it leads the runner-up (-1 entries do not count)."""
+    """Finds the most frequent colour along the last axis, and its lead over the next (-1 entries do not count)."""
     counts = (colours[..., None] == np.arange(COLOURS)).sum(axis=-2)
     ranked = np.sort(counts, axis=-1)
     return counts.argmax(axis=-1), ranked[..., -1] - ranked[..., -2]
@@ -209,7 +215,7 @@ def leading_colour(colours: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def handwriting(split: str) -> list[np.ndarray]:
-    """Digits 0–7 of scikit-learn's handwritten digits, one array [n, 8, 8] in 0…1 per class.
+    """Loads digits 0–7 of scikit-learn's handwritten digits, one array [n, 8, 8] in 0…1 per class.
 
     "train" is four fifths of each class, "held_out" the last fifth (a fixed shuffle); evaluation uses "held_out".
     """
@@ -254,10 +260,14 @@ def _pick_digits(pools: list[np.ndarray], digits: np.ndarray, draws: np.ndarray)
 def _warp(rng: np.random.Generator, images: np.ndarray) -> np.ndarray:
     """Images [n, 8, 8] under small random affine maps (turn, stretch, shear, shift), bilinear, blank outside."""
     count = len(images)
+
+    # Where each pixel of the result is read from, its centre at the origin.
     matrix = np.eye(2, dtype=np.float32) + rng.normal(0.0, 0.1, (count, 2, 2)).astype(np.float32)
     shift = rng.uniform(-0.6, 0.6, (count, 2, 1)).astype(np.float32)
     grid = np.indices((8, 8), np.float32).reshape(2, -1) - 3.5
     place = np.clip(matrix @ grid + 3.5 + shift, -1.0, 8.0)
+
+    # Four neighbours each, out of a frame of blank pixels.
     floor = np.floor(place).astype(np.int64)
     part = place - floor
     padded = np.pad(images, ((0, 0), (1, 2), (1, 2)))
@@ -271,20 +281,25 @@ def _warp(rng: np.random.Generator, images: np.ndarray) -> np.ndarray:
 def render(
     contexts: Contexts, split: str = "held_out", canvas: tuple[int, int] = (LEGEND_ROWS, 3)
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels of a batch: legends [B, legends, 70, 30, 3] in storage order and pages [B, 100, 100, 3], uint8.
+    """Renders a batch: legends [B, legends, 70, 30, 3] in storage order and pages [B, 100, 100, 3], uint8.
 
     A larger `canvas` (cells) repeats each legend to the right and below until it fills an image of that size.
     The pixels of one context depend on its own meaning and `ink_seed` only, never on the batch around it.
     """
     square = (CELL_PIXELS, CELL_PIXELS, 3)
+
+    # Cells are drawn apart, [..., rows, columns, 10, 10, 3], and put together at the end.
     legends = np.full((len(contexts), LEGENDS, LEGEND_ROWS, 3, *square), 110.0, np.float32)
     pages = np.empty((len(contexts), ROWS, CELLS + 1, *square), np.float32)
     legends[:, :, :, 1] = PALETTE[contexts.legend_fill][..., None, None, :]
     legends[:, :, :, 2] = PALETTE[contexts.legend_stripe][..., None, None, :]
     legends[:, :, :, 2, 1::2] = 15.0
+    # A row is named by a checkered header: nothing else on the page is checkered, so a frame is never read as one.
     checker = (np.indices(square[:2]).sum(axis=0) % 2 == 0)[..., None]
     pages[:, :, 0] = np.where(checker, PALETTE[contexts.row_tag][..., None, None, :], 15.0)
     pages[:, :, 1:] = PALETTE[contexts.cell_tag][..., None, None, :]
+
+    # Each context draws its ink and its noise by a generator of its own.
     for index, seed in enumerate(contexts.ink_seed):
         rng = np.random.default_rng(int(seed))
         for cells, glyph in (
@@ -294,6 +309,7 @@ def render(
             cells[..., 1:9, 1:9, :] = _ink(glyph[index], _draw_digits(rng, glyph[index], split))[..., None]
         for cells in (legends[index], pages[index]):
             cells += 10.0 * rng.standard_normal(cells.shape, np.float32)
+
     room = [(0, CELL_PIXELS * (size - own)) for size, own in zip(canvas, (LEGEND_ROWS, 3), strict=True)]
     return np.pad(_tile(legends), [(0, 0), (0, 0), *room, (0, 0)], mode="wrap"), _tile(pages)
 
@@ -331,7 +347,7 @@ def ask(
     counts: dict[str, int],
     shown: np.ndarray | None = None,
 ) -> Questions:
-    """Draw `counts[kind]` questions of each kind per context, answerable from the legends shown.
+    """Draws `counts[kind]` questions of each kind per context, answerable from the legends shown.
 
     Args:
       shown: bool [B, legends] by storage index (all when None); what no shown legend defines is not asked.
@@ -342,7 +358,9 @@ def ask(
         latest_colours(contexts.legend_glyph, colour, contexts.order, shown)
         for colour in (contexts.legend_fill, contexts.legend_stripe)
     ]
+    # How many shown legends define each glyph, [B, glyphs].
     times = (shown[..., None, None] & (contexts.legend_glyph[..., None] == np.arange(GLYPHS))).sum(axis=(1, 2))
+
     makers = {
         "page": lambda n: _ask_page(contexts, rng, n),
         "legend": lambda n: _ask_legend(contexts, rng, n, colours, times),
@@ -356,6 +374,7 @@ def ask(
 
 def _choose(rng: np.random.Generator, allowed: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """`count` distinct indices per row of `allowed` [B, n] (drawn among True), and whether each is allowed."""
+    # What is not allowed sorts behind everything drawn, and is taken only where too little is allowed.
     picks = np.argsort(np.where(allowed, rng.random(allowed.shape), 2.0), axis=1)[:, :count]
     return picks, np.take_along_axis(allowed, picks, axis=1)
 
@@ -378,6 +397,7 @@ def _ask_page(contexts: Contexts, rng: np.random.Generator, count: int):
 
 
 def _ask_legend(contexts: Contexts, rng: np.random.Generator, count: int, colours, times: np.ndarray):
+    # A glyph that is on the page too could be answered from what the page absorbed, without the legend.
     on_page = (contexts.page_glyph[..., None] == np.arange(GLYPHS)).any(axis=(1, 2))
     glyph, valid = _choose(rng, ~on_page & (times == 1), count)
     ask_token, answer = _either_colour(rng, glyph, colours)

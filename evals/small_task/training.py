@@ -60,9 +60,10 @@ class Recipe:
 
 
 def initialise(config: Any, recipe: Recipe) -> Any:
-    """Fresh parameters: unit embeddings, cell tokens as the mean of their row and tag, tied query and key kernels."""
+    """Draws parameters: unit embeddings, cell tokens as the mean of their row and tag, tied query and key kernels."""
     model = config.family.module(config, nnx.Rngs(recipe.seed))
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
+    # A cell's token names its row and its tag: it starts as their mean, of unit variance again.
     row = table[VOCABULARY.row : VOCABULARY.row + task.ROWS]
     tag = table[VOCABULARY.tag : VOCABULARY.tag + task.CELLS]
     cell = ((row[:, None] + tag[None]) * 0.5**0.5).reshape(-1, table.shape[1])
@@ -75,7 +76,7 @@ def initialise(config: Any, recipe: Recipe) -> Any:
 
 
 def tie_queries(attention: GroupedAttention | LatentAttention, text: DecoderConfig) -> None:
-    """Make every query projection of a stack of layers a copy of what makes the keys it meets."""
+    """Makes every query projection of a stack of layers a copy of what makes the keys it meets."""
     if isinstance(attention, GroupedAttention):
         key = attention.key.kernel[...].reshape(-1, text.width, text.kv_heads, 1, text.head_dim)
         query = jnp.broadcast_to(key, (*key.shape[:3], text.heads // text.kv_heads, text.head_dim))
@@ -103,6 +104,7 @@ AUXILIARY = (
 
 def _read(hidden: Array, embedding: Array, labels: Array, first: int, size: int) -> Array:
     """Mean cross-entropy of reading `labels` (-1: nothing) off hidden states against part of the embedding table."""
+    # As a final norm without weights would, so that every layer is read at one scale.
     scaled = hidden * jax.lax.rsqrt(jnp.mean(jnp.square(hidden), axis=-1, keepdims=True) + 1e-6)
     logits = scaled @ embedding[first : first + size].T * hidden.shape[-1] ** -0.5
     there = labels >= 0
@@ -111,7 +113,7 @@ def _read(hidden: Array, embedding: Array, labels: Array, first: int, size: int)
 
 
 def forward(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> tuple[Array, dict[int, Array]]:
-    """Logits [B,Q,V] at the questions' last tokens, and the residuals at the auxiliary taps."""
+    """Computes logits [B,Q,V] at the questions' last tokens, and the residuals at the auxiliary taps."""
     features = model.encode(batch["pixel_values"], plan)
     hidden, deepstack = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
     taps = tuple(sorted({layer for layer, *_ in AUXILIARY}))
@@ -126,7 +128,7 @@ def forward(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> tupl
 
 
 def loss_of(model: Any, batch: dict[str, Array], labels: dict[str, Array], plan, weight: float):
-    """Question cross-entropy plus `weight` times the mean auxiliary loss; and parts for the curve."""
+    """Computes the question cross-entropy plus `weight` times the mean auxiliary loss; and parts for the curve."""
     logits, taps = forward(model, batch, plan)
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["answer"])
     total = jnp.maximum(jnp.sum(batch["weight"]), 1)
@@ -152,17 +154,19 @@ class Drawn(NamedTuple):
 
 
 def draw_batch(recipe: Recipe, step: int, split: str = "train") -> Drawn:
-    """The host side of one step, a function of the recipe and the step alone."""
+    """Draws the host side of one step, a function of the recipe and the step alone."""
     config, settings = instance(recipe.backbone)
     form = form_of(config, settings)
     rng = np.random.default_rng([recipe.seed, step, 0 if split == "train" else 1])
     contexts = task.sample_contexts(rng, recipe.batch)
+    # Every order, and now and then fewer legends, so that no legend is always there and none always first.
     contexts = contexts.reordered(rng.permuted(contexts.order, axis=1))
     many = rng.choice(task.LEGENDS + 1, p=[0.08, 0.08, 0.14, 0.70], size=recipe.batch)
     shown = rng.permuted(np.arange(task.LEGENDS) < many[:, None], axis=1)
     by_storage = np.zeros_like(shown)
     by_storage[np.arange(recipe.batch)[:, None], contexts.order] = shown
     questions = task.ask(contexts, rng, recipe.questions, by_storage)
+    # Some questions of the page see it alone, as after the legends slid out of the window.
     on_page = questions.kind != task.KINDS.index("legend")
     sees = ~(on_page & (rng.random(on_page.shape) < recipe.window))
     images = config.family.vision.process(sequences.context_images(form, contexts, split), settings)
@@ -178,7 +182,7 @@ def draw_batch(recipe: Recipe, step: int, split: str = "train") -> Drawn:
 
 
 def image_plan(recipe: Recipe) -> dict[str, Array]:
-    """What the tower needs beside the pixels, the same for every batch of this recipe."""
+    """Makes what the tower needs beside the pixels, the same for every batch of this recipe."""
     config, _ = instance(recipe.backbone)
     drawn = draw_batch(recipe, 0)
     plan = config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images)
@@ -186,7 +190,7 @@ def image_plan(recipe: Recipe) -> dict[str, Array]:
 
 
 def make_optimiser(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW under a warmed-up cosine; decay on matrices only."""
+    """Makes AdamW under a warmed-up cosine; decay on matrices only."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, recipe.learning_rate, recipe.warmup, recipe.steps, 0.02 * recipe.learning_rate
     )
@@ -202,7 +206,7 @@ def make_optimiser(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def make_tokenizer() -> Any:
-    """A word-level tokenizer over the task's vocabulary, words apart by white space."""
+    """Makes a word-level tokenizer over the task's vocabulary, words apart by white space."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(VOCABULARY.names)}, "<pad>"))

@@ -9,18 +9,18 @@ MAIN, CONTROL = "qwen2_5_vl", "qwen2_5_vl_no_window"
 
 
 def shipped_names() -> list[str]:
-    """Names of the shipped instances."""
+    """Lists the shipped instances."""
     return sorted(path.parent.name for path in ROOT.glob("*/config.json"))
 
 
 def backbone_names() -> list[str]:
-    """The shipped instances to compare with each other: all but the control, the first one first."""
+    """Lists the shipped instances to compare with each other: all but the control, the first one first."""
     names = [name for name in shipped_names() if name != CONTROL]
     return sorted(names, key=lambda name: (not name.startswith(MAIN), name))
 
 
 def shipped(name: str) -> Path:
-    """The directory of a shipped instance, or of any checkpoint by its path.
+    """Finds the directory of a shipped instance, or of any checkpoint by its path.
 
     Raises:
       InputError: neither; the shipped ones are listed.

@@ -82,7 +82,7 @@ def look(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     caches = {
         "re-prefill": reuse.engine,
         "blind": reuse.cache(),
-        "patch": reuse.cache(probes.factorise(scene, reuse.delta, rank=16)),
+        "patch": reuse.cache(reuse.patch(rank=16)),
     }
     ask = lambda cache: scenes.read(scene, cache, questions, sees_legends=True)
     return Look(scene, reuse, questions, {name: ask(cache) for name, cache in caches.items()})
@@ -131,7 +131,7 @@ def test_canonical_moves_exactly(look: Look):
     backbone = look.scene.backbone
     axes = look.reuse.tokens.positions.shape[2:]
     start = np.random.default_rng(0).integers(1, 1_000_000, (CONTEXTS, *axes)).astype(np.int32)
-    for chunk, canonical in zip(look.scene.chunks, look.scene.canonical, strict=True):
+    for chunk, canonical in zip(look.scene.images, (chunk.kv for chunk in look.scene.chunks), strict=True):
         positions = chunk.positions + start[:, None]
         there = to_engine(backbone.layout, backbone.prefill(chunk._replace(positions=positions)).kv, positions, 0)
         moved = to_engine(backbone.layout, canonical, chunk.positions, start)
