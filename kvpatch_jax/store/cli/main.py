@@ -113,6 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     if wrongly := _wrongly_called(names, values.root):
         print(f"error: {wrongly}\n\n{_usage(values)}", file=sys.stderr)
         return 2
+
     bar = _ByteProgress()
     try:
         options = Options(values.root, _progress, bar, _ask, values.tenant, _file(values["secret-file"].value),

@@ -209,6 +209,7 @@ class Disk:
           Whether it was moved: on a medium that may only be read it stays where it is.
         """
         aside, moved = f"{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}", False
+        # Alone with the names: a writer may replace the damaged file by a good one at any other time.
         with (
             contextlib.suppress(OSError),
             locked(f"{self.root}/names.lock", shared=False),
@@ -271,7 +272,7 @@ class Disk:
         path = f"{self.root}/{name.path}"
         try:
             file = identity(os.lstat(path))
-            if file == known.file:
+            if file == known.file:  # the common case costs one system call
                 return known
             with open_regular(self.root, name.path, noatime=True) as fd:
                 file = identity(os.fstat(fd))

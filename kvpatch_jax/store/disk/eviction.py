@@ -45,7 +45,7 @@ def make_room(
       StoreFullError: what is left is pinned, or `need` is larger than the budget; nothing was evicted then.
     """
     with typed_errors("store: evict"), locked(f"{disk.root}/evict.lock", shared=False):
-        for _ in range(_LOOKS):
+        for _ in range(_LOOKS):  # what others use meanwhile is not taken away, so one look may not be enough
             entries = disk.scan(below)
             total = sum(entry.size for entry in entries)
             if total + need <= budget:
@@ -135,6 +135,7 @@ def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
     patches = tuple(entry for part, entry in parts.items() if part.startswith("p."))
     units: list[_Unit] = []
     for part, entry in parts.items():
+        # Turns: 0 expired, 1 can be derived here, 2 can be made again from the encoder output, 3 stands alone.
         canonical = part.partition(".")[0] == "kv"
         derived = part.startswith("p.") or (part.startswith("kv.") and "kv" in parts)
         turn = 1 if derived else 2 if canonical and "enc" in parts else 3

@@ -91,6 +91,7 @@ class ObjectWriter:
                 concurrent.futures.wait(jobs)  # all of them, before the stack takes away what they made
                 files = [job.result() for job in jobs]
 
+            # Data before names: a name that survives a crash must lead to a whole object.
             sync_files([fd for _, _, fd, _ in files])
             with self._naming(items, noted=True):
                 for name, place, _, _ in files:
@@ -184,7 +185,7 @@ class ObjectWriter:
         while True:
             own = f"{name.tenant}.{os.getpid()}-{threading.get_native_id()}-{next(_numbers)}-{time.monotonic_ns()}"
             with open_regular_in(aside, own, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-                fcntl.flock(fd, fcntl.LOCK_EX)
+                fcntl.flock(fd, fcntl.LOCK_EX)  # tells sweeps that its writer is alive
                 if os.fstat(fd).st_nlink == 0:
                     continue  # a sweep came between the two calls
                 try:

@@ -133,8 +133,10 @@ def make_header(
         placed.append((leaf, dtype, shape, offset, nbytes))
         offset += nbytes
         if gap := -offset % ALIGNMENT:
+            # safetensors allows no gaps between tensors, so padding is a tensor too.
             entries[f"pad.{len(placed)}"] = _entry(np.dtype(np.uint8), (gap,), offset, gap)
             offset += gap
+
     metadata = {
         "header_crc": "0" * 8,
         "version": VERSION,
@@ -144,6 +146,7 @@ def make_header(
         "crc": " ".join(f"{leaf}={crcs[leaf]:08x}" for leaf in specs),
         "body": json.dumps(body, separators=(",", ":")),
     }
+
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
     raw = len(text).to_bytes(8, "little") + text

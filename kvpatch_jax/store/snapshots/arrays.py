@@ -241,7 +241,7 @@ def import_arrays(
         for index, about in enumerate(read_abouts(part)):
             found += 1
             if about["expires"] is None or store.tenant_disk.clock() < about["expires"]:
-                try:
+                try:  # by its outline: names and sizes need no array, and the checkpoint may be larger than memory
                     each = _incoming(store.tenant_disk, outline(about))
                 except StoreCorruptError as error:
                     raise StoreSnapshotError(f"export {part}: object {index}: {error}", (str(error),)) from error

@@ -86,9 +86,11 @@ def import_objects(
         quota, library_bytes = tenant_disk.budget.library, sum(each.library_bytes for each in coming)
         if quota is not None and library_bytes:
             check_quota("static library", library_bytes, LibraryFolder(tenant_disk, "static").nbytes, quota)
+        # Files that stay encrypted as they are bring the check value of their key, so that a wrong key is found.
         for tenant, check in sorted({(each.name.tenant, each.key_check) for each in coming if each.key_check}):
             check_key(disk.root, f"obj/{tenant}", check, note=True)
 
+        # Entries are outside the budget of the disk, as they are when they are put.
         need = sum(each.nbytes for each in coming if each.name.kind != "entry")
         added = tenant_disk.add(_groups(coming, progress), need, copy=copy)
     return added, sum(each.nbytes for each in coming)
@@ -122,6 +124,7 @@ def _is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
         ):
             same = os.path.sameopenfile(here, there)
     with typed_errors("store: add"):
+        # The bytes of a file that is the source itself were verified there.
         header = disk.examine(name, leaves=not same)
     if header is None:
         return False

@@ -106,10 +106,12 @@ class ProcessGroup:
                     stack.callback(os.unlink, f"{root}/{path}")
                     fcntl.flock(fd, fcntl.LOCK_EX)  # a sweep takes what nobody holds
                 except OSError:
-                    token = bytes(_TOKEN)
+                    token = bytes(_TOKEN)  # zeros tell the others that nothing could be written
+
             token = self.shared(token)
             there = np.asarray([os.path.exists(f"{root}/tmp/settings-{token.hex()}")], np.uint8)
             found = np.asarray(multihost_utils.process_allgather(there)).reshape(-1)
+
         if not any(token):
             raise StoreReadOnlyError(
                 f"store {root}: may not be written, so processes cannot tell whether it is one root"

@@ -74,6 +74,8 @@ def load_snapshot(
         raise InputError(
             "snapshot of a whole store: a budget of a library; expected none, or one tenant after the other"
         )
+
+    # The root gets the secret only when every byte was verified: a refused snapshot leaves it as it was.
     own = snapshot_secret(directory, manifest, secret)
     check_secret(directory, manifest, root, own)
     coming, damaged = _verified(directory, manifest, None, skip_damaged, progress)

@@ -92,6 +92,8 @@ def write_snapshot(
     libraries, space = ("lib", "obj") if names is None else (names.libraries, names.space)
     with typed_errors(f"snapshot {directory}: write"):
         os.chmod(directory, 0o700)  # whoever made it
+
+        # Libraries first: the chunks that their entries name are then still to be listed.
         with unchanged_libraries(disk.root, libraries):
             entries, entries_skipped, entries_damaged = _save_all(disk, libraries, directory, copy, None)
         chunks, skipped, damaged = _save_all(disk, space, directory, copy, progress)
@@ -185,10 +187,12 @@ def _save(disk: Disk, entry: DirectoryEntry, directory: str, copy: bool) -> Mani
                 with open_regular_in(target, file, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                     copy_into(fd, disk.root, entry.path)
                     os.fsync(fd)
+
+        # What arrived is verified, not what was there: the name may have got another file in between.
         with reading(directory, entry.path) as (fd, header):
             if header.expires is not None and disk.clock() >= header.expires:
                 return None
-            if copy:
+            if copy:  # a link has the same bytes as the store, which verifies them when it reads them
                 read_leaves(fd, header, list(header.leaves), disk.buffers)
             good = True
             return ManifestEntry(entry.path, header.size, header_crc(fd, header))
