@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
     deepstack: Array | None = None
 
     def take(self, start: int, stop: int) -> "Tokens":
-        """Tokens start … stop-1."""
+        """Cuts out tokens start … stop-1."""
         deepstack = None if self.deepstack is None else self.deepstack[:, start:stop]
         return Tokens(self.embeddings[:, start:stop], self.positions[:, start:stop], deepstack)
 
@@ -95,7 +95,7 @@ class Backbone(Protocol):
         ...
 
     def prepare(self, items: Sequence[Any]) -> dict[str, Any]:
-        """Texts and images, in order, to the processor's arrays (input_ids, pixel_values, position_ids, …).
+        """Turn texts and images, in order, into the processor's arrays (input_ids, pixel_values, position_ids, …).
 
         Raises:
           ImageError: an image that cannot be read. InputError: an item of an unknown kind.
@@ -164,7 +164,7 @@ class Backbone(Protocol):
         slots: Int[Array, "B T"],
         mask: Bool[Array, "B 1 T S"] | None = None,
     ) -> Step:
-        """One step (or a few tokens): write them into the cache at `slots` and read the logits behind them."""
+        """Run one step (or a few tokens): write them into the cache at `slots` and read the logits behind them."""
         ...
 
     def generate(
@@ -174,7 +174,7 @@ class Backbone(Protocol):
         context: KV | None = None,
         mask: Bool[Array, "B 1 T S"] | None = None,
     ) -> Int[Array, "B steps"]:
-        """Greedy continuation behind tokens (and a context): the next `steps` token ids."""
+        """Continue greedily behind tokens (and a context): the next `steps` token ids."""
         ...
 
 

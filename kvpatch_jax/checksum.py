@@ -18,7 +18,7 @@ _FIRST, _SECOND, _THIRD, _FOURTH = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2
 
 
 def mixed(bits: Any, place: Any) -> Any:
-    """A word per element, of its bits and its place; for a given place different bits give different words."""
+    """Mixes each element's bits with its place; for a given place different bits give different words."""
     number = lambda value: np.uint32(value)
     word = bits * number(_FIRST) + place
     word = (word ^ (word >> number(16))) * number(_THIRD)
@@ -27,7 +27,7 @@ def mixed(bits: Any, place: Any) -> Any:
 
 
 def bits_of(value: Array) -> Array:
-    """The bits of each number, of at most 32, as uint32."""
+    """Reads the bits of each number, of at most 32, as uint32."""
     bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
     return bits.astype(jnp.uint32)
 
@@ -58,7 +58,7 @@ def _words(value: Num[Array, "L T *rest"], length: Array) -> UInt32[Array, "3"]:
 
 
 def examine(arrays: Mapping[str, Num[jax.Array | np.ndarray, "..."]], length: int) -> tuple[str, bool]:
-    """A checksum of arrays [L, T, ...], 32 hexadecimal digits, and whether all of their numbers are finite.
+    """Computes a checksum of arrays [L, T, ...], 32 hexadecimal digits, and whether all their numbers are finite.
 
     Names, dtypes, shapes and bits count; tokens from `length` on do not, nor does how many they are.
     """

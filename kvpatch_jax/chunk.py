@@ -103,8 +103,8 @@ class Chunk:
     def __repr__(self) -> str:
         kinds = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in self.kv.items())
         return (
-            f"Chunk({self.id!r}, {self.length} tokens, span {self.span}: {kinds}, backbone {self.backbone[:16]!r}, "
-            f"content {self.content!r:.24})"
+            f"Chunk({brief(self.id)!r}, {self.length} tokens, span {self.span}: {kinds}, "
+            f"backbone {self.backbone[:16]!r}, content {self.content!r:.24})"
         )
 
     @property
@@ -135,7 +135,7 @@ class Chunk:
         return sum(int(value.nbytes) for value in self.kv.values())
 
     def pad(self, tokens: int) -> "Chunk":
-        """The same chunk with T padded by zeros to `tokens`, so that chunks of unequal length share one program.
+        """Pads T by zeros to `tokens`, so that chunks of unequal length share one program.
 
         Raises:
           ShapeError: `tokens` below T.
@@ -168,8 +168,13 @@ def _kept(value: Any) -> Any:
     return copy
 
 
+def brief(id: str) -> str:
+    """Shortens an id for people to read: the 64 digits of a digest to the first 12."""
+    return id if len(id) <= 24 else f"{id[:12]}…"
+
+
 def trusted(chunk: Chunk, **changes: Any) -> Chunk:
-    """The same chunk with some fields changed, of the same content, whose values are not looked at again."""
+    """Copies a chunk with some fields changed, of the same content, whose values are not looked at again."""
     copy = object.__new__(Chunk)
     for field in dataclasses.fields(Chunk):
         object.__setattr__(copy, field.name, changes.get(field.name, getattr(chunk, field.name)))
@@ -183,7 +188,7 @@ def _examined(chunk: Chunk) -> tuple[str, bool]:
 
 
 def content_of(chunk: Chunk) -> str:
-    """A chunk's content; one that came without (from a store, unlooked at) is computed now, and known from then on."""
+    """Returns a chunk's content; where it came without one (from a store) it is computed now, and kept."""
     if chunk.content is None:
         object.__setattr__(chunk, "content", COMPUTED + _examined(chunk)[0])
     assert chunk.content is not None

@@ -30,7 +30,7 @@ def digest_of(fields: Iterable[bytes], key: bytes = b"", size: int = _DIGEST_BYT
 
 
 def encoded(text: str) -> bytes:
-    """A text in UTF-8. The error does not say what is in it.
+    """Encodes a text in UTF-8. The error does not say what is in it.
 
     Raises:
       InputError: half of a surrogate pair, which stands for nothing alone.
@@ -44,7 +44,7 @@ def encoded(text: str) -> bytes:
 
 
 def _canonical(content: Content) -> Content:
-    """An image in its one form (`images.decoded`), however it is given; other content as it is.
+    """Brings an image to its one form (`images.decoded`), however it is given; other content stays as it is.
 
     Bytes that are no image after all, though they begin as one, are bytes.
     """
@@ -79,7 +79,7 @@ def _little(value: np.ndarray) -> bytes:
 
 
 def chunk_id(backbone: str, *content: Content) -> str:
-    """The id of a chunk: 64 hexadecimal digits over what it shows and who reads it.
+    """Computes the id of a chunk: 64 hexadecimal digits over what it shows and who reads it.
 
     Args:
       backbone: the fingerprint (`Backbone.fingerprint`: weights, configuration, preprocessing, rope regime).
@@ -99,12 +99,12 @@ def chunk_id(backbone: str, *content: Content) -> str:
 
 
 def content_digest(content: Content) -> str:
-    """A digest of a content as it stands, whoever reads it: an encoded image counts by its bytes."""
+    """Digests a content as it stands, whoever reads it: an encoded image counts by its bytes."""
     return digest_of([b"chunk", b"content", *_fields(content)])
 
 
 def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> str:
-    """The id of a tower's output: over every array of one prepared request (pixel_values, grids, …), by name.
+    """Computes the id of a tower's output over every array of one prepared request (pixel_values, grids, …).
 
     Raises:
       InputError: an empty request, or no fingerprint.

@@ -22,7 +22,7 @@ def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
 
 
 def truncate(patch: Patch, rank: Rank) -> Patch:
-    """The same patch at a smaller rank: a slice, since singular values fall from left to right.
+    """Cuts a patch to a smaller rank: a slice, since singular values fall from left to right.
 
     Args:
       rank: for every low-rank channel, or per channel (channels left out stay). Dense channels stay dense.
@@ -51,7 +51,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
 
 
 def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
-    """The same patch on fewer layers; the others get no correction and take no bytes. Kamera §4, the deep-only patch.
+    """Keeps a patch on some layers; the others get no correction and take no bytes. Kamera §4, the deep-only patch.
 
     Raises:
       InputError: none, or layers that the patch does not cover.
@@ -66,7 +66,7 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
 
 
 def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
-    """The same patch in a smaller dtype: 8 bits with one float32 scale per direction, wider ones by rounding.
+    """Brings a patch to a smaller dtype: 8 bits with one float32 scale per direction, wider ones by rounding.
 
     Raises:
       InputError: neither a floating dtype nor int8. NotFiniteError: factors beyond the dtype's range (float16's).
@@ -85,7 +85,7 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
 
 
 def finite_factors(factors: ops.Factors, what: str) -> ops.Factors:
-    """The factors, after a look at every one of them.
+    """Returns factors after a look at every one of them.
 
     Raises:
       NotFiniteError: one is NaN or infinite, as float16 makes of what is beyond 65504.

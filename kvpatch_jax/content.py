@@ -60,14 +60,14 @@ def check_text(text: str, what: str) -> None:
 
 
 def one_form(item: Any) -> Any:
-    """An item whose image, if it is a file, was read: as its pixels (`images.decoded`), so that it is read once."""
+    """Reads an item that is an image file or its bytes to pixels (`images.decoded`), so that it is read once."""
     if isinstance(item, os.PathLike):
         return decoded(item, os.fspath(item))
     return decoded(item) if isinstance(item, bytes) else item
 
 
 def items_of(items: Iterable[Any], what: str) -> list[Any]:
-    """The items of a sequence, refusing what only looks like one: a text, a path, an image, a table.
+    """Lists the items of a sequence, refusing what only looks like one: a text, a path, an image, a table.
 
     Raises:
       InputError: a single item, or none at all.
@@ -83,7 +83,7 @@ def items_of(items: Iterable[Any], what: str) -> list[Any]:
 
 
 def names_of(names: Iterable[str], what: str) -> tuple[str, ...]:
-    """The strings of a sequence of names, in its order.
+    """Lists the strings of a sequence of names, in its order.
 
     Raises:
       InputError: a bare str, whose letters would be taken for names, or anything that is not a str among them.
@@ -100,7 +100,7 @@ def names_of(names: Iterable[str], what: str) -> tuple[str, ...]:
 
 
 def fingerprint_of(backbone: str, what: str) -> str:
-    """A backbone's fingerprint as it was given.
+    """Returns a backbone's fingerprint as it was given.
 
     Raises:
       InputError: the backbone itself, an empty fingerprint, or anything else that is not a str.

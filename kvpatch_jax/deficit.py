@@ -30,14 +30,14 @@ def _share(part: Array, total: Array) -> Array:
 
 
 def relative_norm(delta: Delta, reference: Delta, length: Length = None) -> dict[str, Float[Array, " L"]]:
-    """The depth profile ‖Δ‖ / ‖reference‖ by layer (Frobenius); 0 where the reference is 0."""
+    """Computes the depth profile ‖Δ‖ / ‖reference‖ by layer (Frobenius); 0 where the reference is 0."""
     part, whole = _masked(delta, length), _masked(reference, length)
     norm = lambda value: jnp.sqrt(jnp.square(value).sum((1, 2, 3)))
     return {name: _share(norm(part[name]), norm(whole[name])) for name in part}
 
 
 def energy_curve(delta: Delta, length: Length = None) -> dict[str, Float[Array, "L _"]]:
-    """Share of ‖Δ‖² that the best m directions hold, m = 1 … min(T, F), heads joined; zeros where Δ is 0."""
+    """Computes the share of ‖Δ‖² in the best m directions, m = 1 … min(T, F), heads joined; zeros where Δ is 0."""
     curves = {}
     for name, value in _masked(delta, length).items():
         energy = jnp.square(jnp.linalg.svd(flatten_heads(value), compute_uv=False))
@@ -46,7 +46,7 @@ def energy_curve(delta: Delta, length: Length = None) -> dict[str, Float[Array, 
 
 
 def e90(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, Int[Array, " L"]]:
-    """The fewest directions that hold `share` of ‖Δ‖²; 0 where Δ is 0."""
+    """Counts the fewest directions that hold `share` of ‖Δ‖²; 0 where Δ is 0."""
     return {
         name: jnp.where(curve[:, -1] > 0, (curve < share).sum(-1) + 1, 0)
         for name, curve in energy_curve(delta, length).items()
@@ -54,7 +54,7 @@ def e90(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, In
 
 
 def token_spread(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, Float[Array, " L"]]:
-    """The smallest fraction of tokens that holds `share` of ‖Δ‖² (an oracle selector's budget); 0 where Δ is 0."""
+    """Finds the smallest fraction of tokens with `share` of ‖Δ‖² (an oracle selector's budget); 0 where Δ is 0."""
     result = {}
     for name, value in _masked(delta, length).items():
         energy = jnp.sort(jnp.square(value).sum((2, 3)), axis=-1, descending=True)
@@ -66,7 +66,7 @@ def token_spread(delta: Delta, length: Length = None, share: float = 0.9) -> dic
 
 
 def head_spread(delta: Delta, length: Length = None) -> dict[str, Float[Array, "L _"]]:
-    """Each KV head's share of ‖Δ‖²; zeros where Δ is 0."""
+    """Computes each KV head's share of ‖Δ‖²; zeros where Δ is 0."""
     result = {}
     for name, value in _masked(delta, length).items():
         energy = jnp.square(value).sum((1, 3))
@@ -77,7 +77,7 @@ def head_spread(delta: Delta, length: Length = None) -> dict[str, Float[Array, "
 def energy_ratio(
     delta: Float[Array, "*batch T F"], u: Float[Array, "*batch T M"], v: Float[Array, "*batch M F"]
 ) -> Float[Array, "*batch"]:
-    """Energy that factors capture over the most that any factors of their rank could; 1 where Δ is 0.
+    """Compares the energy that factors capture to the most that their rank could; 1 where Δ is 0.
 
     Captured energy is ‖Δ‖² − ‖Δ − u v‖², and the optimum is the sum of the largest M squared singular values.
     """

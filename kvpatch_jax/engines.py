@@ -40,7 +40,7 @@ def _need(layout: KVLayout, names: tuple[str, ...], what: str) -> None:
 
 
 def to_paged_attention(layout: KVLayout, pool: Pool) -> tuple[Float[Array, "L K P O H"], Float[Array, "L K P O H"]]:
-    """k_pages and v_pages as `jax.experimental.pallas.ops.{tpu,gpu}.paged_attention` reads them, one entry per layer.
+    """Makes k_pages and v_pages of `jax.experimental.pallas.ops.{tpu,gpu}.paged_attention`, one entry per layer.
 
     Raises:
       LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool than the layout's.
@@ -53,7 +53,7 @@ def to_paged_attention(layout: KVLayout, pool: Pool) -> tuple[Float[Array, "L K 
 def from_paged_attention(
     layout: KVLayout, k_pages: Float[Array, "L K P O H"], v_pages: Float[Array, "L K P O H"], *, padded: bool = False
 ) -> dict[str, Float[Array, "L P O K _"]]:
-    """The inverse of `to_paged_attention`; `padded` as in `make_pool`.
+    """Inverts `to_paged_attention`; `padded` as in `make_pool`.
 
     Raises:
       As `to_paged_attention`.
@@ -66,7 +66,7 @@ def from_paged_attention(
 def to_ragged_paged_attention(
     layout: KVLayout, pool: Pool, *, lanes: int = LANES, packing: int | None = None
 ) -> Float[Array, "..."]:
-    """K and V interleaved by head, [L, P, O, 2·K, H'] with H padded to H', as jax's ragged paged attention reads them.
+    """Interleaves K and V by head for jax's ragged paged attention: [L, P, O, 2·K, H'] with H padded to H'.
 
     Args:
       lanes: what H is padded to a multiple of.
@@ -90,7 +90,7 @@ def to_ragged_paged_attention(
 def from_ragged_paged_attention(
     layout: KVLayout, pages: Float[Array, "..."], *, packed: bool = False, padded: bool = False
 ) -> dict[str, Float[Array, "L P O K _"]]:
-    """The inverse of `to_ragged_paged_attention`; `packed` where a packing was given, `padded` as in `make_pool`.
+    """Inverts `to_ragged_paged_attention`; `packed` where a packing was given, `padded` as in `make_pool`.
 
     Raises:
       As `to_ragged_paged_attention`.
@@ -110,7 +110,7 @@ def from_ragged_paged_attention(
 def to_latent_rows(
     layout: KVLayout, pool: Pool, *, lanes: int = LANES, packing: int | None = None
 ) -> Float[Array, "..."]:
-    """ckv and kpe in one row per token, [L, P, O / packing, packing, C' + R'], each padded to a multiple of `lanes`.
+    """Joins ckv and kpe to one row per token, [L, P, O / packing, packing, C' + R'], each padded to `lanes`.
 
     Args:
       packing: tokens per packed row; None takes 32 bits ÷ the dtype's bits, as tpu-inference and sglang-jax do.
@@ -130,7 +130,7 @@ def to_latent_rows(
 def from_latent_rows(
     layout: KVLayout, rows: Float[Array, "L P N packing F"], *, lanes: int = LANES, padded: bool = False
 ) -> dict[str, Float[Array, "L P O 1 _"]]:
-    """The inverse of `to_latent_rows`; `padded` as in `make_pool`.
+    """Inverts `to_latent_rows`; `padded` as in `make_pool`.
 
     Raises:
       As `to_latent_rows`.

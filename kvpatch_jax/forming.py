@@ -23,7 +23,7 @@ KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"]]
 
 
 def arrays_of(kv: KVArrays) -> dict[str, Array]:
-    """KV as a plain dictionary of jax arrays."""
+    """Turns KV into a plain dictionary of jax arrays."""
     return {name: on_device(value) for name, value in kv.items()}
 
 
@@ -44,7 +44,7 @@ def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditio
 
 
 def check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:
-    """The layers that a patch is to cover, ascending; all of `total` for None.
+    """Sorts the layers that a patch is to cover; all of `total` for None.
 
     Raises:
       InputError: none, or layers out of range.
@@ -101,12 +101,12 @@ def choose_ranks(
 
 
 def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
-    """The dtype of a patch's factors: the chunk's, where none is asked for."""
+    """Names the dtype of a patch's factors: the chunk's, where none is asked for."""
     return jnp.dtype(next(iter(chunk.kv.values())).dtype if dtype is None else dtype).name
 
 
 def metadata_of(chunk: Chunk, base: Base, antecedent: Sequence[str], **more: Any) -> PatchMetadata:
-    """The metadata of a patch of all layers that is formed of a chunk now; `more` are further fields."""
+    """Writes the metadata of a patch that is formed of a chunk now, of all layers; `more` are further fields."""
     given: dict[str, Any] = {"layout": chunk.layout, "layers": tuple(range(chunk.layout.layers))} | more
     return PatchMetadata(
         chunk=chunk.id,
@@ -128,7 +128,7 @@ def from_deficit(
     key: Key[Array, ""] | None,
     dtype: jax.typing.DTypeLike | None,
 ) -> Patch:
-    """A joint-head, phase-free patch from a deficit that is at hand.
+    """Forms a joint-head, phase-free patch from a deficit that is at hand.
 
     Raises:
       RankError, LayoutError: as `choose_ranks`. NotFiniteError: factors beyond the dtype's range.
@@ -141,7 +141,7 @@ def from_deficit(
 
 
 def checked_patch(factors: ops.Factors, metadata: PatchMetadata, plan: FormPlan) -> Patch:
-    """A patch of new factors, after a look at every one of them.
+    """Makes a patch of new factors, after a look at every one of them.
 
     Raises:
       NotFiniteError: factors beyond the dtype's range.

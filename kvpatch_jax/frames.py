@@ -22,7 +22,7 @@ class FramedKV(dict[str, Any]):
     frame: ClassVar[Frame]
 
     def copy(self) -> "FramedKV":
-        """The same channels, in the same frame."""
+        """Copies the dictionary, in the same frame."""
         return type(self)(self)
 
 

@@ -75,7 +75,7 @@ class KVLayout:
 
     @classmethod
     def gqa(cls, layers: int, kv_heads: int, head_dim: int, rope: Rope) -> "KVLayout":
-        """Grouped-query attention: channels k (rotates) and v, [L, T, kv_heads, head_dim] each.
+        """Describes grouped-query attention: channels k (rotates) and v, [L, T, kv_heads, head_dim] each.
 
         Raises:
           LayoutError: a rope that does not fit `head_dim`.
@@ -85,12 +85,12 @@ class KVLayout:
 
     @classmethod
     def mha(cls, layers: int, heads: int, head_dim: int, rope: Rope) -> "KVLayout":
-        """Multi-head attention: as gqa, with one KV head per query head."""
+        """Describes multi-head attention: as gqa, with one KV head per query head."""
         return dataclasses.replace(cls.gqa(layers, heads, head_dim, rope), kind="mha")
 
     @classmethod
     def mla(cls, layers: int, latent: int = 512, rope_dim: int = 64, *, rope: Rope) -> "KVLayout":
-        """Multi-head latent attention: ckv (post-norm latent, no phase) and kpe (decoupled key, rotates), one head.
+        """Describes latent attention: ckv (post-norm latent, no phase) and kpe (decoupled key, rotates), one head.
 
         Raises:
           LayoutError: a rope whose dim is not `rope_dim`.
@@ -103,7 +103,7 @@ class KVLayout:
         return tuple(channel.name for channel in self.channels)
 
     def channel(self, name: str) -> Channel:
-        """The channel called `name`.
+        """Finds the channel called `name`.
 
         Raises:
           LayoutError: no such channel.
@@ -114,13 +114,13 @@ class KVLayout:
         raise LayoutError(f"layout: no channel {name!r}; expected one of {self.names}")
 
     def with_angles(self, angles: Angles | None) -> "KVLayout":
-        """The same layout, its rope with other `angles` ("exact" or "float32"); None leaves them as they are."""
+        """Replaces the rope's `angles` ("exact" or "float32"); None leaves them as they are."""
         if angles is None or angles == self.rope.angles:
             return self
         return dataclasses.replace(self, rope=dataclasses.replace(self.rope, angles=angles))
 
     def bytes_per_token(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
-        """Bytes one token takes, all layers and channels."""
+        """Counts the bytes that one token takes, all layers and channels."""
         return self.layers * sum(channel.features for channel in self.channels) * jnp.dtype(dtype).itemsize
 
     def check(self, kv: KV, what: str = "kv") -> None:
@@ -148,7 +148,7 @@ class KVLayout:
 
 
 def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
-    """A start as an int32 array: a scalar, or [..., A] with sections (a scalar becomes one per axis).
+    """Turns a start into an int32 array: a scalar, or [..., A] with sections (a scalar becomes one per axis).
 
     Raises:
       PositionError: not an integer, or not one per axis.
@@ -171,7 +171,7 @@ def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
 
 
 def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[AnyArray, "..."]:
-    """A start as `as_start` makes it, of one chunk: a scalar, or [A] with sections; of a batch also one for each.
+    """Checks the start of one chunk, a scalar or [A] with sections, or of a batch, also one for each: int32.
 
     Raises:
       PositionError: as `as_start`, or another number of starts.
@@ -225,7 +225,7 @@ jitted_relocate = jax.jit(_relocate, static_argnames=("layout",))
 
 
 def on_device(value: AnyArray) -> Array:
-    """A jax array as it is, which `jnp.asarray` takes 30 µs to find out; a NumPy array as one."""
+    """Turns NumPy arrays into jax arrays; jax arrays pass, which `jnp.asarray` takes 30 µs to find out."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
@@ -239,7 +239,7 @@ def _with_still(layout: KVLayout, turned: dict[str, Array], kv: KV) -> dict[str,
 
 
 def placed(layout: KVLayout, kv: KV, local: Positions, start: AnyArray, back: bool = False) -> dict[str, Array]:
-    """`to_engine`, or with `back` `to_phase_free`, of what was checked already; start is from `as_start`."""
+    """Runs `to_engine`, or with `back` `to_phase_free`, on what was checked already; start is from `as_start`."""
     turned = jitted_place(layout, _turning(layout, kv), local, start, back=back)
     return _with_still(layout, turned, kv)
 
@@ -253,7 +253,7 @@ def _checked(layout: KVLayout, kv: KV, local: Positions, start: Start, back: boo
 
 
 def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> EngineKV:
-    """Phase-free → engine frame: keys turned by R(start + local) and multiplied by the rope's attention scaling.
+    """Turns phase-free keys to the engine frame: R(start + local), times the rope's attention scaling.
 
     Args:
       layout: static.
@@ -273,12 +273,12 @@ def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> Engin
 
 
 def to_local(layout: KVLayout, kv: KV, local: Positions) -> LocalKV:
-    """Phase-free → local frame: as `to_engine` at start 0. A query turned by R(−start) reads it as it stands."""
+    """Turns phase-free keys to the local frame, which a query turned by R(−start) reads: `to_engine` at start 0."""
     return LocalKV(to_engine(layout, kv, local, 0))
 
 
 def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) -> PhaseFreeKV:
-    """Engine frame (or, at start 0, local frame) → phase-free: inverts `to_engine`, attention scaling included.
+    """Turns keys of the engine frame (at start 0: local frame) back: inverts `to_engine`, attention scaling included.
 
     Raises:
       As `to_engine`. FrameError: kv that is phase-free already.
@@ -288,7 +288,7 @@ def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) 
 
 
 def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start) -> EngineKV:
-    """Engine frame at `old` → engine frame at `new`, in one rotation. For caches that we did not make.
+    """Moves engine-frame keys from `old` to `new` in one rotation. For caches that we did not make.
 
     Args:
       layout: its rope should have that engine's `angles`.

@@ -61,7 +61,7 @@ class FormPlan:
 
 
 def value_of(leaf: Leaf) -> Num[Array, "..."]:
-    """The numbers of a factor, undoing quantisation."""
+    """Returns the numbers of a factor, undoing quantisation."""
     if isinstance(leaf, Quantised):
         return leaf.values.astype(jnp.float32) * leaf.scale
     return leaf
@@ -81,11 +81,11 @@ def _token_mask(x: Array, length: Array | int, axis: int) -> Array:
 
 
 def deficit(
-    conditioned: dict[str, Float[Array, "..."]],
-    base: dict[str, Float[Array, "..."]],
+    conditioned: dict[str, Float[Array, "L *B T _ _"]],
+    base: dict[str, Float[Array, "L *B T _ _"]],
     length: Int[Array, "..."] | int | None = None,
-) -> dict[str, Float[Array, "..."]]:
-    """Δ = conditioned − base in float32, zero on padding. Kamera eq. 2, in the frame both are in.
+) -> dict[str, Float[Array, "L *B T _ _"]]:
+    """Computes Δ = conditioned − base in float32, zero on padding. Kamera eq. 2, in the frame both are in.
 
     Args:
       conditioned, base: {channel: [L, ..., T, K, H]}.
@@ -98,7 +98,7 @@ def deficit(
 
 
 def flatten_heads(delta: Float[Array, "*leading T K H"]) -> Float[Array, "*leading T F"]:
-    """[..., T, K, H] → [..., T, K·H]."""
+    """Joins heads: [..., T, K, H] → [..., T, K·H]."""
     return delta.reshape(*delta.shape[:-2], delta.shape[-2] * delta.shape[-1])
 
 
@@ -117,13 +117,13 @@ def _stored_pair(u: Array, v: Array, plan: FormPlan) -> tuple[Leaf, Leaf]:
 
 
 def factorise_deficit(
-    delta: dict[str, Float[Array, "..."]],
+    delta: dict[str, Float[Array, "L *B T _ _"]],
     key: Key[Array, ""],
     length: Int[Array, "..."] | int | None = None,
     *,
     plan: FormPlan,
 ) -> Factors:
-    """Factors of a deficit {channel: float32 [L, ..., T, K, H]} that is already zero on padding, by `plan`."""
+    """Factorises a deficit {channel: float32 [L, ..., T, K, H]} that is already zero on padding, by `plan`."""
     if plan.layers is not None:
         delta = {name: value[np.asarray(plan.layers)] for name, value in delta.items()}
     thin = [(name, rank) for name, rank in plan.ranks if rank is not None]
@@ -147,8 +147,8 @@ def factorise_deficit(
 
 def form(
     layout: KVLayout,
-    conditioned: dict[str, Float[Array, "..."]],
-    base: dict[str, Float[Array, "..."]],
+    conditioned: dict[str, Float[Array, "L *B T _ _"]],
+    base: dict[str, Float[Array, "L *B T _ _"]],
     length: Int[Array, "..."] | int,
     key: Key[Array, ""],
     local: Num[Array | np.ndarray, "..."],
@@ -156,7 +156,7 @@ def form(
     *,
     plan: FormPlan,
 ) -> Factors:
-    """Factors of KV(B|A) − base. Kamera App. A `form_patch`, in the phase-free frame unless `plan.frame` says engine.
+    """Factorises KV(B|A) − base: Kamera App. A `form_patch`, phase-free unless `plan.frame` says engine.
 
     `local` and `start` only matter in the engine frame.
     """
@@ -174,7 +174,7 @@ def _spread(value: Array, layers: tuple[int, ...] | None, total: int) -> Array:
 
 
 def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | None, total: int, heads: Heads) -> dict:
-    """A channel's factors as keyword arguments of the kernels, kept layers spread over all; quantised ones stay so."""
+    """Makes a channel's factors keywords of the kernels, kept layers spread over all; quantised stay so."""
     if factors is None:
         return {}
     if is_low_rank(factors):
@@ -190,8 +190,8 @@ def kernel_arguments(factors: ChannelFactors | None, layers: tuple[int, ...] | N
 
 def correction(
     layout: KVLayout, factors: Factors, *, layers: tuple[int, ...] | None = None, heads: Heads = "joint"
-) -> dict[str, Float[Array, "..."]]:
-    """The dense correction {channel: float32 [L, ..., T, K, H]} that factors stand for; no entry where absent."""
+) -> dict[str, Float[Array, "L *B T _ _"]]:
+    """Computes the dense correction {channel: float32 [L, ..., T, K, H]} of factors; no entry where absent."""
     result = {}
     for name, channel_factors in factors.items():
         arguments = kernel_arguments(channel_factors, layers, layout.layers, heads)
@@ -208,7 +208,7 @@ def correction(
 
 def apply(
     layout: KVLayout,
-    kv: dict[str, Float[Array, "..."]],
+    kv: dict[str, Float[Array, "L *B T _ _"]],
     factors: Factors,
     local: Num[Array | np.ndarray, "..."],
     start: Int[Array, "..."],
@@ -216,8 +216,8 @@ def apply(
     layers: tuple[int, ...] | None = None,
     heads: Heads = "joint",
     frame: PatchFrame = "phase_free",
-) -> dict[str, Float[Array, "..."]]:
-    """R(start + local) · (kv + u v): phase-free kv and a patch to the engine frame, rounded once. Kamera eq. 1.
+) -> dict[str, Float[Array, "L *B T _ _"]]:
+    """Computes R(start + local) · (kv + u v) from phase-free kv and a patch, rounded once. Kamera eq. 1.
 
     Without factors it is exactly the one rotation. In the engine frame (control) the correction is added after the
     rotation, as the paper does. Shapes as in this module's head; the result has kv's shapes and dtypes.
@@ -239,7 +239,7 @@ def operator_arguments(
     layers: tuple[int, ...] | None,
     heads: Heads,
 ) -> dict[str, dict[str, Any]]:
-    """Keyword arguments of the kernels for every channel: its factors, and tables where it rotates."""
+    """Makes the kernels' keyword arguments for every channel: its factors, and tables where it rotates."""
     cos, sin = rope_tables(layout.rope, local, start)
     result = {}
     for channel in layout.channels:
@@ -256,18 +256,18 @@ def _apply_after_rotation(layout, kv, factors, local, start, layers, heads) -> d
 
 
 def accumulate(
-    total: dict[str, Float[Array, "..."]],
-    conditioned: dict[str, Float[Array, "..."]],
-    base: dict[str, Float[Array, "..."]],
+    total: dict[str, Float[Array, "L *B T _ _"]],
+    conditioned: dict[str, Float[Array, "L *B T _ _"]],
+    base: dict[str, Float[Array, "L *B T _ _"]],
     length: Int[Array, "..."] | int,
-) -> dict[str, Float[Array, "..."]]:
-    """total + (conditioned − base), float32: the running sum an orbit patch is made of."""
+) -> dict[str, Float[Array, "L *B T _ _"]]:
+    """Adds conditioned − base to a running sum, float32, that an orbit patch is made of."""
     delta = deficit(conditioned, base, length)
     return {name: total[name] + delta[name] for name in delta}
 
 
 def quantise_scaled(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Quantised:
-    """int8 or a float8 with one float32 scale per slice along `axis` (the scale keeps that axis at length 1).
+    """Quantises to int8 or a float8 with one float32 scale per slice along `axis`, which the scale keeps at length 1.
 
     The scale takes the slice's largest magnitude to the dtype's, so nothing overflows.
     """
@@ -281,12 +281,12 @@ def quantise_scaled(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axi
 
 
 def quantise_int8(value: Float[Array, "..."], axis: int) -> Quantised:
-    """int8 with one float32 scale per slice along `axis`."""
+    """Quantises to int8 with one float32 scale per slice along `axis`."""
     return quantise_scaled(value, jnp.int8, axis)
 
 
 def stored(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axis: int) -> Leaf:
-    """A factor in the dtype it is kept in: a dtype of 8 bits with scales along `axis`, others by rounding."""
+    """Brings a factor to the dtype it is kept in: of 8 bits with scales along `axis`, others by rounding."""
     target = jnp.dtype(dtype)
     return quantise_scaled(value, target, axis) if target.itemsize == 1 else value.astype(target)
 

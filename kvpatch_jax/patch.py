@@ -217,7 +217,7 @@ def apply_patch(
     allow_stale: bool = False,
     angles: Angles | None = None,
 ) -> EngineKV:
-    """Turns R(start + local) · (KV + u v): the chunk in the engine frame, as the antecedent would have made it.
+    """Computes R(start + local) · (KV + u v): the chunk in the engine frame, as the antecedent would have made it.
 
     Kamera eq. 1.
 

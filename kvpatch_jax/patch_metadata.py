@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .checksum import examine
-from .chunk import Chunk
+from .chunk import Chunk, brief
 from .content import names_of
 from .errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from .layout import KVLayout
@@ -98,7 +98,7 @@ class Patch:
         kind = f"{'orbit, ' if metadata.orbit else ''}{metadata.base}, {metadata.frame}"
         batch = "" if self.batch is None else f"batch of {self.batch}, "
         layers = f"{batch}{len(metadata.layers)} of {metadata.layout.layers} layers"
-        behind = f"{metadata.chunk!r} behind {metadata.antecedent}"
+        behind = f"{brief(metadata.chunk)!r} behind {tuple(map(brief, metadata.antecedent))}"
         return f"Patch({behind}: {ranks}, {layers}, {kind}, {self.nbytes} bytes)"
 
     @property
@@ -115,7 +115,7 @@ class Patch:
         return batch[0] if batch else None
 
     def pad(self, tokens: int) -> "Patch":
-        """The same patch for its chunk padded to `tokens`, as `Chunk.pad` does it: nothing is added to padding.
+        """Pads the patch for its chunk padded to `tokens`, as `Chunk.pad` does it: nothing is added to padding.
 
         Raises:
           ShapeError: `tokens` below what the patch has.
@@ -245,7 +245,7 @@ _STORED = tuple(field.name for field in dataclasses.fields(Rope) if field.name !
 
 
 def same_storage(first: KVLayout, second: KVLayout) -> bool:
-    """Whether two layouts hold the same phase-free KV: all but the way angles are computed agrees."""
+    """Compares two layouts by the phase-free KV they hold: all but the way angles are computed."""
     if first is second:
         return True
     if (first.kind, first.layers, first.channels) != (second.kind, second.layers, second.channels):
@@ -254,7 +254,7 @@ def same_storage(first: KVLayout, second: KVLayout) -> bool:
 
 
 def patch_digest(patch: Patch) -> str:
-    """32 hexadecimal digits over the bits of a patch's factors and all that its metadata says of what they are.
+    """Digests the bits of a patch's factors and all that its metadata says of what they are: 32 hexadecimal digits.
 
     One pass on the device over the factors. Equal for the same patch after storing; another for it truncated, quantised
     or padded.

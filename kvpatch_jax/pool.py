@@ -31,7 +31,7 @@ Pool = Mapping[str, Float[AnyArray, "L P O _ _"]]
 def make_pool(
     layout: KVLayout, pages: int, page_size: int, dtype: jax.typing.DTypeLike = jnp.bfloat16, *, padded: bool = False
 ) -> dict[str, Float[Array, "L P O _ _"]]:
-    """A pool of zeros, {channel: [L, P, O, K, H]}.
+    """Allocates a pool of zeros, {channel: [L, P, O, K, H]}.
 
     Args:
       padded: H is the channel's width padded to a multiple of 128 lanes, as engines for TPUs store it. There the kernel
@@ -55,7 +55,7 @@ def _widths(channel: Channel) -> tuple[int, int]:
 
 
 def trimmed(layout: KVLayout, values: Mapping[str, AnyArray]) -> dict[str, Float[Array, "..."]]:
-    """What a pool holds of each channel, [..., H'], without padding: [..., H]."""
+    """Cuts the padding off what a pool holds of each channel: [..., H'] to [..., H]."""
     return {channel.name: jnp.asarray(values[channel.name])[..., : channel.width] for channel in layout.channels}
 
 
@@ -195,7 +195,7 @@ jitted_splice = jax.jit(_splice, static_argnames=("layout", "layers", "heads", "
 
 
 def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:
-    """What lies at `slots` [T] (int32, in range): {channel: [L, T, K, H]}.
+    """Reads what lies at `slots` [T] (int32, in range): {channel: [L, T, K, H]}.
 
     Args:
       layout: of the pool; cuts off its padding. None reads rows as they lie.
@@ -248,7 +248,7 @@ def _flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:
 
 
 def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:
-    """The pages, in order, of slots that fill them one after the other from offset 0, as engines' page tables want.
+    """Lists the pages, in order, of slots that fill them one after the other from offset 0, for a page table.
 
     A sequence of several chunks passes the chunks' slots concatenated; only its last page may be partly filled.
 
@@ -267,7 +267,7 @@ def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:
 
 
 def slot_mask(slots: Slots, pages: Int[AnyArray, " N"], page_size: int) -> Bool[np.ndarray, " S"]:
-    """Which of the N · page_size vectors of `pages` are named by `slots`: False for masked tails and other owners'."""
+    """Marks which of the N · page_size vectors of `pages` `slots` name: False for masked tails and other owners'."""
     whole = np.asarray(pages)[:, None] * page_size + np.arange(page_size)
     return np.isin(whole.ravel(), np.asarray(slots))
 
@@ -314,7 +314,7 @@ class SlotAllocator:
         return (self._count == 0) & ~np.repeat(self._aligned, self.page_size)
 
     def allocate(self, tokens: int, *, aligned: bool = False) -> Int[np.ndarray, " T"]:
-        """Slots for `tokens` tokens, int32, each with one owner: a contiguous run where there is one, else the lowest.
+        """Takes slots for `tokens` tokens, int32, one owner each: a contiguous run where there is one, else the lowest.
 
         Args:
           aligned: start at a page's first slot and share no page; the last page's tail is masked.
@@ -345,7 +345,7 @@ class SlotAllocator:
         return (empty[:needed, None] * self.page_size + np.arange(self.page_size)).ravel()[:tokens]
 
     def share(self, slots: Slots) -> None:
-        """One owner more for each slot.
+        """Adds one owner to each slot.
 
         Raises:
           PoolError: a slot that nobody owns, out of range or named twice; nothing changes.
@@ -353,7 +353,7 @@ class SlotAllocator:
         self._count[self._owned(slots, "share")] += 1
 
     def release(self, slots: Slots) -> None:
-        """One owner less for each slot; a slot without owners is free, and so is a page's masked tail with its last.
+        """Takes one owner off each slot; a slot without owners is free, and so is a page's masked tail with its last.
 
         Raises:
           PoolError: as `share`.

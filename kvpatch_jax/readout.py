@@ -20,7 +20,7 @@ def attention_with_lse(
     mask: Bool[Array, "..."] | None = None,
     scale: float | None = None,
 ) -> tuple[Float[Array, "*batch T N E"], Float[Array, "*batch T N"]]:
-    """Attention of queries over one segment, with the log of its softmax mass.
+    """Computes attention of queries over one segment, with the log of its softmax mass.
 
     Args:
       q: queries; query head n reads KV head n // (N / K).
@@ -73,12 +73,12 @@ def _without_spoilt(k: Array, v: Array, mask: Array) -> tuple[Array, Array, Arra
 
 
 def empty_readout(shape: tuple[int, ...]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The identity of `merge_readouts`, for o of `shape` [..., N, E]: o = 0, lse = −∞."""
+    """Makes the identity of `merge_readouts`, for o of `shape` [..., N, E]: o = 0, lse = −∞."""
     return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
 
 
 def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Attention over the union of segments, from each segment's (o, lse). Exact, in any order.
+    """Merges segments' (o, lse) to attention over their union. Exact, in any order.
 
     Args:
       readouts: one or more (o [..., N, E], lse [..., N]), natural-log lse. An infinite lse of either sign marks an

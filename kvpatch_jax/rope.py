@@ -209,7 +209,7 @@ def _place(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tu
 def rope_tables(
     rope: Rope, positions: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."] | int | np.integer = 0
 ) -> tuple[Float[Array, "*batch T half"], Float[Array, "*batch T half"]]:
-    """Cosines and sines at start + positions, float32, without the attention scaling.
+    """Computes cosines and sines at start + positions, float32, without the attention scaling.
 
     Args:
       rope: static.
@@ -262,7 +262,7 @@ def _engine_cos_sin(rope: Rope, absolute: Array) -> tuple[Array, Array]:
 def relocation_tables(
     rope: Rope, old: Num[Array | np.ndarray, "..."], new: Num[Array | np.ndarray, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Cosines and sines of R(new) · R(old)⁻¹, float32, in one go.
+    """Computes cosines and sines of R(new) · R(old)⁻¹, float32, in one go.
 
     `old` and `new` are positions as `rope_tables` takes them, and broadcast against each other. Exact angles are
     subtracted modulo a turn before the cosine is taken, so the error is that of one rotation; with ``"float32"`` the
@@ -302,7 +302,7 @@ def rotate(
 
 
 def extent(positions: Num[Array | np.ndarray, "..."]) -> tuple[float, float]:
-    """The least and the greatest of concrete positions; NaN for both where one is NaN, (0, 0) of none."""
+    """Finds the least and the greatest of concrete positions; NaN for both where one is NaN, (0, 0) of none."""
     values = np.asarray(positions)
     return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 
@@ -319,7 +319,7 @@ def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: In
 
 
 def check_extent(rope: Rope, local: tuple[float, float], start: Int[Array | np.ndarray, "..."]) -> None:
-    """`check_positions` of positions whose `extent` is known."""
+    """Checks positions whose `extent` is known, as `check_positions` does."""
     if isinstance(start, Tracer):
         return
     if not np.isfinite(local).all():

@@ -93,14 +93,14 @@ class Scaling:
         return self.original
 
     def theta(self, theta: float | int, dim: int) -> float | int:
-        """The base of the frequencies, which only "dynamic" changes."""
+        """Computes the base of the frequencies, which only "dynamic" changes."""
         if self.kind != "dynamic" or self.length is None or self.length <= self._original:
             return theta
         grown = self.factor * self.length / self._original - (self.factor - 1)
         return theta * grown ** (dim / (dim - 2))
 
     def apply(self, plain: np.ndarray, theta: float | int, dim: int) -> np.ndarray:
-        """Scaled inverse frequencies from plain ones, in their dtype."""
+        """Scales plain inverse frequencies, in their dtype."""
         if self.kind == "linear":
             return plain / plain.dtype.type(self.factor)
         if self.kind == "llama3":

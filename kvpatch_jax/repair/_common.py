@@ -66,7 +66,7 @@ class Repair(Protocol):
 
 
 def fraction_to_count(fraction: float, tokens: int) -> int:
-    """The budget of `fraction` of a chunk's tokens, in whole tokens (rounded, halves up).
+    """Turns a fraction of a chunk's tokens into whole tokens (rounded, halves up).
 
     Raises:
       InputError: a fraction outside 0 … 1, or fewer than no tokens.
@@ -77,7 +77,7 @@ def fraction_to_count(fraction: float, tokens: int) -> int:
 
 
 def count_of_equal_bytes(layout: KVLayout, rank: int | Mapping[str, int], tokens: int) -> int:
-    """How many whole tokens' KV take the bytes of a patch of this rank over `tokens` tokens (Kamera Table 6).
+    """Counts the whole tokens whose KV takes the bytes of a patch of this rank over `tokens` tokens (Kamera Table 6).
 
     Per channel of width F and layer, a rank-m patch over n tokens takes m(n + F) numbers (at most n·F, for then it is
     stored dense) and a token takes F. Rank 16 over 480 tokens at width 512 equals 31 tokens; rank 64 equals 124.
@@ -145,7 +145,7 @@ def _check_slots(splice: SplicedCache, size: int) -> None:
 
 
 def live_tokens(splice: SplicedCache) -> Bool[Array, "B T"]:
-    """Which tokens are not padding."""
+    """Marks the tokens that are not padding."""
     B, T = splice.slots.shape
     if splice.length is None:
         return jnp.ones((B, T), bool)
@@ -153,20 +153,20 @@ def live_tokens(splice: SplicedCache) -> Bool[Array, "B T"]:
 
 
 def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
-    """The answer of every repair to a count of 0: the cache as it is, nothing chosen."""
+    """Answers a count of 0, for every repair: the cache as it is, nothing chosen."""
     return Repaired(dict(splice.cache), jnp.zeros((layout.layers, *splice.slots.shape), bool))
 
 
 @jax.jit
 def read_slots(cache: KV, slots: Int[Array, "B T"]) -> dict[str, Float[Array, "..."]]:
-    """The KV that stands at `slots`: {channel: [L,B,S,K,H]} → {channel: [L,B,T,K,H]}."""
+    """Reads the KV at `slots`: {channel: [L,B,S,K,H]} → {channel: [L,B,T,K,H]}."""
     rows = jnp.arange(slots.shape[0])[:, None]
     return {name: value[:, rows, slots] for name, value in cache.items()}
 
 
 @jax.jit
 def deviation(true: KV, found: KV, live: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """How far each token's KV is off, in float32: ‖true − found‖ summed over channels and layers.
+    """Measures how far each token's KV is off, in float32: ‖true − found‖ summed over channels and layers.
 
     Each term is over the channel's root-mean-square token norm at that layer, so that channels and layers weigh alike
     while tokens compare by magnitude; −inf on padding, so that it is chosen last.
@@ -187,12 +187,12 @@ def deviation(true: KV, found: KV, live: Bool[Array, "B T"]) -> Float[Array, "B 
 
 @functools.partial(jax.jit, static_argnames=("count",))
 def largest(score: Float[Array, "B T"], count: int) -> Int[Array, "B count"]:
-    """Indices of the `count` largest scores of each row, ascending; of equal scores the earlier tokens."""
+    """Finds the `count` largest scores of each row: indices, ascending; of equal scores the earlier tokens."""
     return jnp.sort(jax.lax.top_k(score, count)[1], axis=-1)
 
 
 def mark(splice: SplicedCache, index: Int[Array, "B count"]) -> Bool[Array, "B T"]:
-    """The chosen tokens as a mask, without padding."""
+    """Turns the chosen tokens into a mask, without padding."""
     rows = jnp.arange(index.shape[0])[:, None]
     return jnp.zeros(splice.slots.shape, bool).at[rows, index].set(True) & live_tokens(splice)
 
