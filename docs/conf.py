@@ -7,9 +7,12 @@ from pathlib import Path
 
 from sphinx.addnodes import pending_xref
 
-# Read when NumPy and jax are loaded, by autodoc here and by the notebooks' kernels.
+ROOT = Path(__file__).parents[1]
+
+# `evals` is not installed, and the notebooks use its small models. The others are read when NumPy and jax are loaded.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 
 project = "kvpatch_jax"
 author = "the authors of kvpatch_jax"
@@ -45,6 +48,7 @@ ROOT_PAGES = {
     "CHANGELOG": "project/changelog",
 }
 SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Note|Raises|Returns|Yields|Warning):\n")
+COLUMNS = re.compile(r"\n  .*\S {3,}\S")
 PACKAGES = ("kvpatch_jax", "pallas_kernels", "models")
 
 
@@ -58,7 +62,9 @@ def as_rst(app, what, name, obj, options, lines):
     """Makes reStructuredText of a docstring: code spans in single backticks, fields listed one a line, plain stars."""
     blocks = re.split(r"\n{2,}", "\n".join(lines))
     for index, block in enumerate(blocks):
-        if "\n  " in block and not block.startswith(" ") and not SECTION.match(block):
+        if COLUMNS.search(block):
+            blocks[index] = "::\n\n" + re.sub(r"(?m)^", "    ", block)
+        elif "\n  " in block and not block.startswith(" ") and not SECTION.match(block):
             blocks[index] = re.sub(r"(?m)^(?=\S)", "- ", block)  # fields, with their next lines indented
 
     parts = re.split(r"(`[^`]+`)", "\n\n".join(blocks))

@@ -3,7 +3,6 @@ import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
@@ -12,7 +11,6 @@ from evals import small_task
 from models import load
 
 backbone = load("evals/trained/qwen2_5_vl", dtype="float32")
-layout = backbone.layout
 
 # Two images the model never saw: a legend (which glyph has which colours) and a page full of glyphs.
 contexts = small_task.sample_contexts(np.random.default_rng(7), 1)
@@ -53,14 +51,3 @@ for what, cell, right in zip(questions.ask[0], questions.argument[0], questions.
     print(
         f"{question:>14}  right {words[right]:8} blind {answer(question, blind):8} patched {answer(question, patched)}"
     )
-
-# The same under jit and vmap: the core takes bare arrays. Moving never compiles again, for starts are traced.
-place = jax.jit(lambda kv, factors, start: kvp.ops.apply(layout, kv, factors, page.local, start))
-moved = place(page.kv, patch.factors, jnp.int32(page_start))
-everywhere = jax.vmap(place, in_axes=(None, None, 0))(page.kv, patch.factors, jnp.arange(0, 80, 10))  # eight places
-
-# Factors are pytrees that stack: one page, two patches (here of rank 8, and the same one quantised and back).
-other = kvp.quantise(kvp.quantise(patch, jnp.bfloat16), jnp.float32)
-stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), patch.factors, other.factors)
-both_patches = jax.vmap(place, in_axes=(None, 0, None))(page.kv, stacked, jnp.int32(page_start))
-print({name: value.shape for name, value in both_patches.items()})

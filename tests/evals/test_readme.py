@@ -20,7 +20,19 @@ def run(blocks: list[str], name: str) -> dict:
 
 
 def test_readme_shows_the_example():
-    assert "\n".join(python_blocks(ROOT / "README.md")[:2]) == (ROOT / "docs" / "example.py").read_text("utf-8")
+    assert python_blocks(ROOT / "README.md")[0] == (ROOT / "docs" / "example.py").read_text("utf-8")
+
+
+def test_readme_shows_cells_of_the_results():
+    """The README's table is the results page's, with fewer columns: no figure stands in one of them alone."""
+    table = r"^\| way of reuse .*?\n\n"
+    shown, whole = (
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in found.group().splitlines() if line]
+        for path in (ROOT / "README.md", ROOT / "docs" / "results.md")
+        if (found := re.search(table, path.read_text("utf-8"), re.MULTILINE | re.DOTALL))
+    )
+    columns = [whole[0].index(name) for name in shown[0]]
+    assert shown == [[row[column] for column in columns] for row in whole]
 
 
 def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -32,6 +44,21 @@ def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert space["patch"].nbytes < 0.3 * space["page"].nbytes
     right = lambda column: sum(line[3] == line[column] for line in said)  # ask cell right R blind B patched P
     assert right(7) >= right(5)
+
+
+def test_start_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    blocks = [(ROOT / "docs" / "example.py").read_text("utf-8"), *python_blocks(ROOT / "docs" / "start.md")]
+    space = run(blocks, "docs/start.md")
+    assert space["both_patches"]["k"].shape[0] == 2
+
+
+def test_agents_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    space = run(python_blocks(ROOT / "docs" / "guides" / "agents.md"), "docs/guides/agents.md")
+    assert len(space["costs"]) == 5
 
 
 def test_operators_page_runs():
