@@ -180,8 +180,8 @@ def kernel(
     operands: Operands,
     length: Int[Array, ""] | None,
     *,
-    layout: str,
     tile: Tile | None = None,
+    layout: str,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> Float[Array, "*leading P O K H"]:
     """Writes R · (x + u v + dense) to `slots` of the pool, for arguments that `unsupported` has nothing against.

@@ -93,7 +93,8 @@ def test_refuses(unchecked):
         factorise(a, 2, implementation="tpu")
 
 
-@given(padding=st.integers(1, 9), seed=st.integers(0, 2**32 - 1), rank=st.integers(1, 6))
+# Any key, of few shapes: every shape is compiled anew, and two of them draw from the same programs.
+@given(padding=st.sampled_from([1, 8]), seed=st.integers(0, 2**32 - 1), rank=st.sampled_from([1, 5]))
 @settings(max_examples=8, deadline=None)
 def test_padding_and_repetition_change_nothing_for_any_key(padding: int, seed: int, rank: int):
     a = matrix(SMALL[0])

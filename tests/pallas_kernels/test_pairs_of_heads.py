@@ -21,8 +21,14 @@ from pallas_kernels.splice.shapes import SpliceShape
 from pallas_kernels.tpu import block
 from pallas_kernels.tpu.prepare import Tile
 
+SLOW = pytest.mark.slow
+"""For cases that others stand in for by default: layouts and ranks are looked at with four heads, then once each."""
 CASES = [
-    *((heads, *case, True) for heads in (2, 4, 8) for case in (("half", 128, 0), ("pairs", 128, 17), ("half", 64, 3))),
+    *((4, *case, True) for case in (("half", 128, 0), ("pairs", 128, 17), ("half", 64, 3))),
+    (2, "pairs", 128, 17, True),
+    (8, "half", 64, 3, True),
+    *(pytest.param(2, *case, True, marks=SLOW) for case in (("half", 128, 0), ("half", 64, 3))),
+    *(pytest.param(8, *case, True, marks=SLOW) for case in (("half", 128, 0), ("pairs", 128, 17))),
     (1, "pairs", 64, 3, True),
     (4, "half", 0, 5, True),
     (2, "pairs", 32, 3, INTERPRET),
@@ -89,7 +95,7 @@ def test_both_interpreters_give_the_same_bits(heads: int):
     ("heads", "dtype", "rank", "layout", "length"),
     [
         (2, "bfloat16", 3, "pairs", 50),
-        (4, "bfloat16", 0, "half", 63),
+        pytest.param(4, "bfloat16", 0, "half", 63, marks=SLOW),
         (4, "float32", 5, "half", 41),
         (8, "bfloat16", 0, "pairs", 33),
         (4, "int8", 3, "half", 60),
