@@ -131,7 +131,7 @@ class StoreItem:
         elif len(folders) > 1:
             folders = folders[together.index :: together.count]
         for folder in folders:
-            load_objects(self.store.tenant_disk, folder, copy=self.copy, skip_damaged=self.skip_damaged)
+            load_objects(self.store, folder, copy=self.copy, skip_damaged=self.skip_damaged)
 
 
 def _folder(path: str, index: int, count: int) -> str:

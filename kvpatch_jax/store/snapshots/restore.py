@@ -15,7 +15,7 @@ from ...errors import InputError, StoreCorruptError, StoreSnapshotError
 from ..disk.budget import Budget
 from ..disk.directory import reading
 from ..disk.disk import Disk
-from ..disk.tenant_disk import TenantDisk
+from ..disk.tenant_disk import TenantDisk, TenantStore
 from ..disk.writing import Elsewhere
 from ..format.buffers import Buffers
 from ..format.encryption import decrypted, is_sealed
@@ -84,21 +84,21 @@ def load_snapshot(
 
 
 def load_objects(
-    tenant_disk: TenantDisk,
+    store: TenantStore,
     directory: str,
     *,
     copy: bool = False,
     skip_damaged: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Puts a tenant's snapshot onto its disk, under its names. As `load_snapshot`."""
+    """Puts a tenant's snapshot into an open store, under its names. As `load_snapshot`."""
     manifest = read_manifest(directory)
     if manifest.scope != "tenant":
         raise StoreSnapshotError(
             f"snapshot {directory}: of a whole store; expected a tenant's (load_snapshot takes both)"
         )
-    coming, damaged = _verified(directory, manifest, tenant_disk, skip_damaged, progress)
-    return _added(tenant_disk, manifest, coming, damaged, copy)
+    coming, damaged = _verified(directory, manifest, store.tenant_disk, skip_damaged, progress)
+    return _added(store.tenant_disk, manifest, coming, damaged, copy)
 
 
 def _verified(
