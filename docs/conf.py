@@ -48,7 +48,7 @@ ROOT_PAGES = {
     "CHANGELOG": "project/changelog",
 }
 SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Note|Raises|Returns|Yields|Warning):\n")
-COLUMNS = re.compile(r"\n  .*\S {3,}\S")
+VERBATIM = re.compile(r"\n  .*\S {3,}\S|^(def|for|with) .*:\n")  # columns, or code
 PACKAGES = ("kvpatch_jax", "pallas_kernels", "models")
 
 
@@ -62,7 +62,7 @@ def as_rst(app, what, name, obj, options, lines):
     """Makes reStructuredText of a docstring: code spans in single backticks, fields listed one a line, plain stars."""
     blocks = re.split(r"\n{2,}", "\n".join(lines))
     for index, block in enumerate(blocks):
-        if COLUMNS.search(block):
+        if VERBATIM.search(block):
             blocks[index] = "::\n\n" + re.sub(r"(?m)^", "    ", block)
         elif "\n  " in block and not block.startswith(" ") and not SECTION.match(block):
             blocks[index] = re.sub(r"(?m)^(?=\S)", "- ", block)  # fields, with their next lines indented
