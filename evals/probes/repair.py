@@ -1,13 +1,14 @@
 """The main comparison: the page reused behind legends, by every arm, read with and without the legends in view."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
+from kvpatch_jax.chunk import AnyArray
 from kvpatch_jax.repair import REPAIRS, SplicedCache, count_of_equal_bytes, fraction_to_count
 
 from ..small_task import KINDS, Questions, scenes
@@ -82,9 +83,9 @@ class PageReuse:
         return SplicedCache(page, self.cache(), jnp.asarray(slots), conditioned=self.page_conditioned)
 
 
-def difference(first: KV, second: KV) -> KV:
+def difference(first: Mapping[str, AnyArray], second: Mapping[str, AnyArray]) -> KV:
     """Computes first − second in float32, channel by channel."""
-    return {name: first[name].astype(jnp.float32) - second[name].astype(jnp.float32) for name in first}
+    return {name: jnp.asarray(first[name], jnp.float32) - jnp.asarray(second[name], jnp.float32) for name in first}
 
 
 def leading(patch: kvp.Patch, rank: int) -> kvp.Patch:
