@@ -13,7 +13,7 @@ from kvpatch_jax.errors import ConfigError
 
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
-from .decoder.sharding import auto_mesh, check_parameters, parameter_shardings
+from .decoder.sharding import check_parameters, parameter_shardings
 from .families.family import Family, abstract, parameters, with_dtype
 from .families.registry import FAMILIES
 from .inputs.buckets import Buckets
@@ -63,7 +63,6 @@ def load(
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
 
-    mesh = None if mesh is None else auto_mesh(mesh)
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
     values = load_weights(directory, entries, expected, ignore=family.ignored(config), shardings=shardings)
     backbone = ModelBackbone(

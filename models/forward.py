@@ -6,7 +6,8 @@ so that neither another prompt of the same shape nor another place compiles anew
 Axis letters: B batch, T tokens, S keys, E image features, n arrays per feature (itself, then one per deepstack layer).
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.backbone import KV, Output, Step, Tokens
 from kvpatch_jax.layout import KVLayout, to_engine
 
-from .decoder.sharding import cache_shardings
+from .decoder.sharding import auto_mesh, cache_shardings
 from .families.family import embed_tokens
 from .inputs.masks import causal_mask
 
@@ -35,12 +37,31 @@ class Forward:
     def __init__(self, model: Any, pads: tuple[int, ...], layout: KVLayout, mesh: Mesh | None):
         self.graph, self.state = nnx.split(model)
         self.pads, self.layout = pads, layout
-        self.kv_shardings = {} if mesh is None else cache_shardings(layout, mesh)
-        self.encode = jax.jit(self._encode)
-        self.embed = jax.jit(self._embed)
-        self.prefill = jax.jit(self._prefill, static_argnames=("start_layer", "hidden_at"))
-        self.recompute = jax.jit(self._recompute)
-        self.generate = jax.jit(self._generate, static_argnames=("steps",))
+        self.mesh = mesh
+        self.kv_shardings = {} if mesh is None else cache_shardings(layout, auto_mesh(mesh))
+        kv = {name: sharding.spec for name, sharding in self.kv_shardings.items()}
+        self.encode = self._program(self._encode, P())
+        self.embed = self._program(self._embed, P())
+        self.prefill = self._program(self._prefill, Output(P(), kv, P()), "start_layer", "hidden_at")
+        self.recompute = self._program(self._recompute, Step(P(), kv))
+        self.generate = self._program(self._generate, P(), "steps")
+
+    def _program(self, function: Callable[..., Any], out: Any, *static: str) -> Any:
+        """The function jitted; over a mesh with Explicit axes, with these left to the compiler inside.
+
+        Inside the forward shardings are the compiler's to find: Explicit axes would want one named at every reshape.
+        `out` names those of the results, which are again in the types of arrays on such a mesh.
+        """
+        if self.mesh is None or not self.mesh.explicit_axes:
+            return jax.jit(function, static_argnames=static)
+        mesh = self.mesh.abstract_mesh
+
+        @functools.wraps(function)
+        def inside(*args: Any, **options: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(mesh):
+                return jax.sharding.auto_axes(functools.partial(function, **options), out_sharding=out)(*args)
+
+        return jax.jit(inside, static_argnames=static)
 
     @property
     def parameters(self) -> dict[str, Any]:

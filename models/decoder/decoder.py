@@ -9,7 +9,7 @@ Axis letters: B batch, T tokens, S keys, L layers, N query heads, K KV heads, H 
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -135,14 +135,14 @@ class Decoder(nnx.Module):
             raise ShapeError(f"hidden_at {hidden_at} asks for layers outside {start_layer}…{stop}")
         if self.config.window is not None and mask.shape[-1] > self.config.window:
             raise ShapeError(f"{mask.shape[-1]} keys; expected at most {self.config.window}, this model's window")
+
         cos, sin = rope_tables(self.config.rope, positions)
         step = _Step(cos, sin, mask, slots)
-        edges = {self.config.dense_layers, 0 if deepstack is None else deepstack.shape[0]}
-        bounds = sorted({start_layer, stop, *hidden_at, *(edge for edge in edges if start_layer < edge < stop)})
+        deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
         pieces, caches = [], []
-        for first, last in itertools.pairwise(bounds):
-            added = deepstack if deepstack is not None and first < deepstack.shape[0] else None
+        for first, last in _segments(start_layer, stop, hidden_at, (self.config.dense_layers, deep)):
+            added = deepstack if first < deep else None
             hidden, kv, cache = self._scan(hidden, step, (context, keep, added), first, last)
             pieces.append(kv)
             caches.append(cache)
@@ -179,6 +179,12 @@ class Decoder(nnx.Module):
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
         return hidden + update, (kv, cache)
+
+
+def _segments(start: int, stop: int, taps: tuple[int, ...], edges: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Runs of layers [first, last) that one scan goes through: they end at taps and where the kind of layer changes."""
+    bounds = {start, stop, *taps, *(edge for edge in edges if start < edge < stop)}
+    return itertools.pairwise(sorted(bounds))
 
 
 def _gather_keys(kv: KV, cached: KV | None, slots: Array | None, kept: Array | None) -> tuple[KV, KV | None]:

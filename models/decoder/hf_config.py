@@ -138,7 +138,11 @@ def read_axial_theta(raw: Raw) -> float:
 
 
 def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
-    """The scaling that `rope_parameters` (or `rope_scaling`) asks for, pinned to one regime."""
+    """The scaling that `rope_parameters` (or `rope_scaling`) asks for, pinned to one regime; None for a plain rope.
+
+    Raises:
+      ConfigError: a kind or a key that is not known, a factor that is missing, or a regime that the kind has not.
+    """
     name = table.get("rope_type", table.get("type", "default"))
     kind = _KINDS.get(name, name)
     if kind not in _SCALING_KEYS:
@@ -148,31 +152,80 @@ def read_scaling(raw: Raw, table: Raw, regime: Regime) -> Scaling | None:
     if regime is not None and kind not in ("longrope", "dynamic"):
         raise ConfigError(f"regime {regime!r} for rope type {name!r}, which has one; expected None")
     _check_scaling_keys(table, name, _SCALING_KEYS[kind])
-    if kind is None:
-        return None
-    longest = raw.get("max_position_embeddings")
-    original = raw.get("original_max_position_embeddings") or table.get("original_max_position_embeddings") or longest
-    factor = table.get("factor")
-    if factor is None:  # only these derive it, and YaRN's must be there, if as null
-        if kind not in ("yarn", "longrope") or (kind == "yarn" and "factor" not in table):
-            raise ConfigError(f"rope type {name!r} has no 'factor'; expected a number")
-        factor = longest / original if longest and original else 1.0
-    common: dict[str, Any] = {"factor": factor, "original": original, "attention_factor": table.get("attention_factor")}
-    if kind == "linear":
-        return Scaling("linear", factor)
-    if kind == "llama3":
-        bands = {name: need(table, name) for name in ("low_freq_factor", "high_freq_factor")}
-        return Scaling("llama3", **common | {"attention_factor": None}, **bands)
-    if kind == "yarn":
-        optional = {name: table[name] for name in ("mscale", "mscale_all_dim", "truncate") if name in table}
-        fast, slow = float(table.get("beta_fast") or 32), float(table.get("beta_slow") or 1)
-        return Scaling("yarn", **common, beta_fast=fast, beta_slow=slow, **optional)
-    if kind == "longrope":
-        factors: dict[str, Any] = {name: tuple(need(table, name)) for name in ("short_factor", "long_factor")}
-        return Scaling("longrope", **common, **factors, regime=_longrope_regime(regime))
+    return None if kind is None else _SCALING_READERS[kind](raw, table, regime)
+
+
+def _read_linear(raw: Raw, table: Raw, regime: Regime) -> Scaling:
+    return Scaling("linear", _factor(table))
+
+
+def _read_dynamic(raw: Raw, table: Raw, regime: Regime) -> Scaling:
     if isinstance(regime, str):
         raise ConfigError(f"regime {regime!r} for a dynamic rope; expected a sequence length")
-    return Scaling("dynamic", factor, longest, length=regime or longest)
+    longest = raw.get("max_position_embeddings")
+    return Scaling("dynamic", _factor(table), longest, length=regime or longest)
+
+
+def _read_llama3(raw: Raw, table: Raw, regime: Regime) -> Scaling:
+    bands = {name: need(table, name) for name in ("low_freq_factor", "high_freq_factor")}
+    return Scaling("llama3", _factor(table), _original_length(raw, table), **bands)
+
+
+def _read_yarn(raw: Raw, table: Raw, regime: Regime) -> Scaling:
+    # transformers derives a factor that is null, and fails on one that is absent.
+    factor = _derived_factor(raw, table) if "factor" in table else _factor(table)
+    return Scaling(
+        "yarn",
+        factor,
+        _original_length(raw, table),
+        attention_factor=table.get("attention_factor"),
+        beta_fast=float(table.get("beta_fast") or 32),
+        beta_slow=float(table.get("beta_slow") or 1),
+        **{name: table[name] for name in ("mscale", "mscale_all_dim", "truncate") if name in table},
+    )
+
+
+def _read_longrope(raw: Raw, table: Raw, regime: Regime) -> Scaling:
+    if regime not in (None, "short", "long"):
+        raise ConfigError(f"regime {regime!r} for longrope; expected 'short' or 'long'")
+    return Scaling(
+        "longrope",
+        _derived_factor(raw, table),
+        _original_length(raw, table),
+        attention_factor=table.get("attention_factor"),
+        short_factor=tuple(need(table, "short_factor")),
+        long_factor=tuple(need(table, "long_factor")),
+        regime="long" if regime == "long" else "short",
+    )
+
+
+_SCALING_READERS = {
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}
+
+
+def _factor(table: Raw) -> float:
+    if table.get("factor") is None:
+        raise ConfigError(f"rope type {table.get('rope_type', table.get('type'))!r} has no 'factor'; expected a number")
+    return table["factor"]
+
+
+def _original_length(raw: Raw, table: Raw) -> int | None:
+    """Positions that the model was trained on before its rope was scaled."""
+    name = "original_max_position_embeddings"
+    return raw.get(name) or table.get(name) or raw.get("max_position_embeddings")
+
+
+def _derived_factor(raw: Raw, table: Raw) -> float:
+    """The factor, or (YaRN, longrope) what the longest position is of the original one."""
+    if table.get("factor") is not None:
+        return table["factor"]
+    longest, original = raw.get("max_position_embeddings"), _original_length(raw, table)
+    return longest / original if longest and original else 1.0
 
 
 def _check_scaling_keys(table: Raw, name: str, known: frozenset[str]) -> None:
@@ -184,12 +237,6 @@ def _check_scaling_keys(table: Raw, name: str, known: frozenset[str]) -> None:
                 f"rope type {name!r} has {key!r}: {value!r}, which is not known; expected one of "
                 f"{', '.join(sorted(known | _ROPE_KEYS))}"
             )
-
-
-def _longrope_regime(regime: Regime) -> Any:
-    if regime not in (None, "short", "long"):
-        raise ConfigError(f"regime {regime!r} for longrope; expected 'short' or 'long'")
-    return regime or "short"
 
 
 def check_layer_kinds(raw: Raw) -> None:
