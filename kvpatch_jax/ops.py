@@ -7,6 +7,8 @@ Traced: arrays, starts, local positions, lengths, keys. Nothing is checked here;
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -105,7 +107,8 @@ def flatten_heads(delta: Float[Array, "*leading T K H"]) -> Float[Array, "*leadi
 def _thin(
     matrix: Array, rank: int, plan: FormPlan, key: Array, length: Array | int | None, heads: bool
 ) -> tuple[Array, Array]:
-    u, v = factorise(matrix, rank, method=plan.method, key=key)
+    find = functools.partial(factorise, rank=rank, method=plan.method)
+    u, v = _whole_on_explicit_axes(lambda matrix, key: find(matrix, key=key), matrix, key)
     if length is not None:
         length = jnp.asarray(length)
         u = jnp.where(_token_mask(u, length[..., None] if heads else length, -2), u, 0.0)
@@ -114,6 +117,20 @@ def _thin(
 
 def _stored_pair(u: Array, v: Array, plan: FormPlan) -> tuple[Leaf, Leaf]:
     return stored(u, plan.dtype, -2), stored(v, plan.dtype, -1)
+
+
+def _whole_on_explicit_axes(function: Callable[..., Any], *arrays: Any) -> Any:
+    """`function(*arrays)`, with Explicit axes of a mesh that the arrays lie over left to the compiler inside.
+
+    A factorisation has no sharding rule of its own: on such axes jax refuses it. Its results are thin, and come out
+    whole on every device.
+    """
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(arrays)]
+    explicit = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if explicit is None:
+        return function(*arrays)
+    with jax.sharding.use_abstract_mesh(explicit):
+        return jax.sharding.auto_axes(function, out_sharding=jax.sharding.PartitionSpec())(*arrays)
 
 
 def factorise_deficit(

@@ -4,6 +4,7 @@ Run by `test_sharding.py` as a program of its own (`python -m tests.models.shard
 the number of devices that XLA_FLAGS asks for is settled once per process, and the other tests want one.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import models.checkpoints
+from kvpatch_jax import apply_patch, form_patch, joined, make_chunk, moved
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.layout import to_engine
@@ -221,9 +223,46 @@ def violations(directory: Path) -> dict[str, str]:
     return said
 
 
+def own_mesh(directory: Path) -> dict[str, Any]:
+    """A mesh as `jax.make_mesh` makes it (Explicit axes, one for data), set or not, beside one device."""
+    write_text_checkpoint("llama2", directory)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"))
+    alone, over = load(directory), load(directory, mesh=mesh)
+    ids = np.stack([np.arange(3, 15), np.arange(4, 16)])
+    expected = run(alone, {"input_ids": ids}, whole=False)
+    errors = {}
+    for place in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with place:
+            found = run(over, {"input_ids": ids}, whole=False)
+            tokens = over.embed(ids)
+            rows = NamedSharding(mesh, PartitionSpec("data"))
+            spread = tokens._replace(embeddings=jax.device_put(tokens.embeddings, rows))
+            found["rows"], expected["rows"] = over.prefill(spread).logits, expected["prefill"]
+            found["patched"], expected["patched"] = (patched(each) for each in (over, alone))
+        for call, value in found.items():
+            errors[f"{call} {type(place).__name__}"] = error_of(value, expected[call])
+    values = [value for value in found.values() if value.ndim == 5]
+    return {
+        "errors": errors,
+        "taken_as_it_is": over.mesh == mesh and all(value.sharding.mesh == mesh for value in values),
+        "heads": [value.sharding.spec[3] for value in values],
+    }
+
+
+def patched(backbone: ModelBackbone) -> jax.Array:
+    """Keys of a chunk patched for what stands in front of it."""
+    lead, chunk = (make_chunk(backbone, [ids]) for ids in ([3, 4, 5, 6], [7, 8, 9]))
+    context = joined(apply_patch(lead, None, 0))
+    behind = moved(backbone.embed(np.array([[7, 8, 9]])), lead.span)
+    conditioned = {name: value[:, 0] for name, value in backbone.prefill(behind, context).kv.items()}
+    patch = form_patch(chunk, conditioned, rank=2, antecedent=(lead.id,))
+    return apply_patch(chunk, patch, lead.span, antecedent=(lead.id,))["k"]
+
+
 def find(name: str, directory: Path) -> Any:
     """The facts of one name: a case, with "-whole" behind it for every kind of call, or one of the other functions."""
     others = {"loads": loads, "collectives": collectives, "memory": memory, "violations": violations}
+    others["own_mesh"] = own_mesh
     if name in others:
         return others[name](directory)
     return forwards(name.removesuffix("-whole"), directory, name.endswith("-whole"))

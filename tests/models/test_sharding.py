@@ -21,7 +21,7 @@ import models.directory
 from kvpatch_jax.errors import ConfigError, WeightsError
 from models import FAMILIES, load
 from models.checkpoints import flatten_params
-from models.decoder.sharding import MESH_AXES, PARAMETERS, auto_mesh, cache_specs, check_parameters, partition_specs
+from models.decoder.sharding import MESH_AXES, PARAMETERS, cache_specs, check_parameters, partition_specs
 from models.families.family import abstract, parameters
 from tests.goldens.load import GOLDENS
 from tests.goldens.load_text import text_config, write_text_checkpoint
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 BAR = 2e-4
 IMAGE_FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 TEXT = ("llama2", "qwen2", "qwen3", "qwen3_moe", "glm4", "phi3_short", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-DEFAULT = (("mla", "mha"), ("gqa-whole", "image", "loads", "collectives", "memory", "violations"))
+DEFAULT = (("mla", "mha", "own_mesh"), ("gqa-whole", "image", "loads", "collectives", "memory", "violations"))
 """What is run by default, by two programs side by side."""
 SLOW = ("mha-whole", "mla-whole", "image-whole")
 
@@ -176,7 +176,7 @@ def test_mesh_of_one_device_loads_the_same_parameters(tmp_path):
     directory = write_text_checkpoint("phi3_short", tmp_path / "phi3_short")
     mesh = jax.make_mesh((1,), ("tensor",))
     over, alone = load(directory, "bfloat16", mesh=mesh), load(directory, "bfloat16")
-    assert over.mesh == auto_mesh(mesh)
+    assert over.mesh == mesh
     assert alone.mesh is None
     assert over.replaced(over.parameters).mesh == over.mesh
     jax.tree.map(np.testing.assert_array_equal, over.parameters, alone.parameters)
@@ -257,6 +257,13 @@ def check_forward(name: str, facts: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["gqa-whole", "mha", "mla", "image"])
 def test_forward_over_devices_equals_one_device(facts, name):
     check_forward(name, facts[name])
+
+
+def test_a_mesh_of_the_users_own_is_taken_as_it_is(facts):
+    found = facts["own_mesh"]
+    assert found["taken_as_it_is"]
+    assert set(found["heads"]) == {"tensor"}
+    assert max(found["errors"].values()) <= BAR, found["errors"]
 
 
 @pytest.mark.slow
