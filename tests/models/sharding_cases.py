@@ -89,7 +89,7 @@ def run(backbone: ModelBackbone, embedded: dict[str, Any], whole: bool) -> dict[
         logits, cache = backbone.recompute(other, cache, np.array([[2, 3]]), keep)
         found |= {"recompute": logits, **_named("recompute", cache)}
         found |= {"generate": backbone.generate(_behind(tokens), 3, engine)}
-    logits, cache = backbone.decode(_behind(tokens), cache, np.array([[T]]))
+    logits, cache = backbone.decode(_behind(tokens), cache, np.full((len(tokens.embeddings), 1), T))
     return found | {"decode": logits, **_named("decode", cache)}
 
 
