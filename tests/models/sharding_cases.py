@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import models.checkpoints
-from kvpatch_jax import apply_patch, form_patch, joined, make_chunk, moved
+from kvpatch_jax import apply_patch, form_patch, joined, make_chunk
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.layout import to_engine
@@ -253,7 +253,7 @@ def patched(backbone: ModelBackbone) -> jax.Array:
     """Keys of a chunk patched for what stands in front of it."""
     lead, chunk = (make_chunk(backbone, [ids]) for ids in ([3, 4, 5, 6], [7, 8, 9]))
     context = joined(apply_patch(lead, None, 0))
-    behind = moved(backbone.embed(np.array([[7, 8, 9]])), lead.span)
+    behind = backbone.embed(np.array([[7, 8, 9]])).shift(lead.span)
     conditioned = {name: value[:, 0] for name, value in backbone.prefill(behind, context).kv.items()}
     patch = form_patch(chunk, conditioned, rank=2, antecedent=(lead.id,))
     return apply_patch(chunk, patch, lead.span, antecedent=(lead.id,))["k"]
