@@ -197,8 +197,8 @@ class ModelBackbone:
         input_ids: Int[Array | np.ndarray, "B T"],
         position_ids: Array | np.ndarray | None = None,
         pixel_values: Array | np.ndarray | None = None,
-        image_grid_thw: Int[np.ndarray, "n 3"] | None = None,
-        video_grid_thw: Int[np.ndarray, "m 3"] | None = None,
+        image_grid_thw: Int[np.ndarray, "images 3"] | None = None,
+        video_grid_thw: Int[np.ndarray, "videos 3"] | None = None,
         features: Features | None = None,
         **more: Any,
     ) -> Tokens:
