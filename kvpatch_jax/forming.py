@@ -27,20 +27,29 @@ def arrays_of(kv: KVArrays) -> dict[str, Array]:
     return {name: on_device(value) for name, value in kv.items()}
 
 
+def check_alike(chunk: Chunk, kv: KVArrays, what: str) -> None:
+    """Refuses KV that is not of a chunk's frame, layout and shape. Looks at no value.
+
+    Raises:
+      InputError: no chunk. FrameError, LayoutError, ShapeError, DtypeError: the KV.
+    """
+    check_is_chunk(chunk)
+    what = f"{what} of chunk {chunk.id!r}"
+    expect_frame(kv, what, "phase_free")
+    chunk.layout.check(kv, what)
+    for name, value in kv.items():
+        if value.shape != chunk.kv[name].shape:
+            raise ShapeError(f"{what}[{name!r}]: shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
+
+
 def check_conditioned(chunk: Chunk, conditioned: KVArrays, what: str = "conditioned KV") -> None:
     """Refuses KV that is not of a chunk's frame, layout and shape, or not finite.
 
     Raises:
-      InputError: no chunk. FrameError, LayoutError, ShapeError, DtypeError, NotFiniteError: the KV.
+      As `check_alike`. NotFiniteError: NaN or infinity.
     """
-    check_is_chunk(chunk)
-    what = f"{what} of chunk {chunk.id!r}"
-    expect_frame(conditioned, what, "phase_free")
-    chunk.layout.check(conditioned, what)
-    for name, value in conditioned.items():
-        if value.shape != chunk.kv[name].shape:
-            raise ShapeError(f"{what}[{name!r}]: shape {value.shape}; expected the chunk's {chunk.kv[name].shape}")
-    check_finite(conditioned, what)
+    check_alike(chunk, conditioned, what)
+    check_finite(conditioned, f"{what} of chunk {chunk.id!r}")
 
 
 def check_layers(layers: Iterable[int] | None, total: int) -> tuple[int, ...]:

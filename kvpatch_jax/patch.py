@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from . import ops
-from .chunk import AnyArray, Chunk
+from .chunk import AnyArray, Chunk, check_finite
 from .compress import Rank
 from .content import names_of
 from .errors import InputError
@@ -21,6 +21,7 @@ from .forming import (
     KVArrays,
     Method,
     arrays_of,
+    check_alike,
     check_conditioned,
     check_layers,
     checked_patch,
@@ -194,7 +195,7 @@ def operator_call(
     place = chunk_start(layout.rope, start, chunk.batch, what)
     check_extent(layout.rope, chunk.extent, place)
     if base is not None:
-        check_conditioned(chunk, base, "base")
+        check_alike(chunk, base, "base")  # its values are looked at by `apply_patch`; a splice only moves them
     kv = arrays_of(chunk.kv if base is None else base)
     if patch is None:
         return OperatorCall(layout, kv, {}, place, {})
@@ -241,6 +242,8 @@ def apply_patch(
       of tokens or another batch. LayoutError, PositionError: bad layout or start.
     """
     call = operator_call("apply_patch", chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles)
+    if base is not None:
+        check_finite(base, f"base of chunk {chunk.id!r}")
     if not call.factors:
         return EngineKV(placed(call.layout, call.kv, chunk.local, call.start))
     return EngineKV(ops.jitted_apply(call.layout, call.kv, call.factors, chunk.local, call.start, **call.options))
