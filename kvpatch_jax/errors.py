@@ -70,6 +70,10 @@ class PoolError(KVPatchError):
     """A pool without room, or donated; slots that it does not hold, that are shared or that no page table expresses."""
 
 
+class MissingExtraError(KVPatchError):
+    """An optional package that is not installed; the message names the extra that brings it."""
+
+
 class InputError(KVPatchError):
     """Any other bad input."""
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from .errors import ImageError
+from .extras import require
 
 ImageSource = Any
 """A path (`os.PathLike`), an encoded file's bytes, a PIL image, or uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]."""
@@ -57,8 +58,7 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
 
 
 def _of_file(file: Any, name: str) -> np.ndarray:
-    from PIL import Image, ImageOps
-
+    Image, ImageOps = require("PIL.Image", "Pillow"), require("PIL.ImageOps", "Pillow")
     try:
         with Image.open(file) as image:
             image.load()
@@ -73,11 +73,7 @@ def _of_file(file: Any, name: str) -> np.ndarray:
 
 
 def _of_pil(source: Any, name: str) -> np.ndarray:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImageError(f"{name} is a {type(source).__name__}; images other than arrays need Pillow") from error
-    if not isinstance(source, Image.Image):
+    if not hasattr(source, "getbands"):  # as `content.sort_of` tells a PIL image, without Pillow
         raise ImageError(f"{name} is a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
     if 0 in source.size:
         raise ImageError(f"{name} is empty: {source.height}×{source.width} pixels")
@@ -105,8 +101,7 @@ def over_white(image: UInt8[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:
     """Lays pixels over white where they are not opaque: RGB from RGB or RGBA."""
     if image.shape[-1] == 3:
         return image
-    from PIL import Image
-
+    Image = require("PIL.Image", "Pillow")
     pixels = Image.fromarray(image, "RGBA")
     white = Image.new("RGBA", pixels.size, (255, 255, 255, 255))
     return np.array(Image.alpha_composite(white, pixels).convert("RGB"))

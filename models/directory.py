@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,15 @@ def load(
         goes from the file straight to its devices. None puts everything on the default device.
 
     Raises:
-      ConfigError: no such directory (names of the Hugging Face hub are not fetched), no readable config.json, a key
+      ConfigError: no such directory (names of the Hugging Face hub are not fetched: the message says how to download a
+        checkpoint), no readable config.json, a key
         that is not known for the model or not of its kind, a layer that keeps no KV, a regime for a rope that has none,
         an architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a
         number of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
         come out in its type and sharding.
+      MissingExtraError: a tokenizer.json where `tokenizers` is not installed. (Pillow and jinja2 are asked for when an
+        image or a chat template is first used.)
     """
     raw, family = _read_config(Path(directory))
     config = family.config(raw, angles, regime)
@@ -106,10 +110,11 @@ def _read_config(root: Path) -> tuple[dict[str, Any], Family]:
     """`config.json` as a table, and the family that reads it."""
     path = root / "config.json"
     if not root.exists():
+        name = root.as_posix() if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", root.as_posix()) else "OWNER/NAME"
         raise ConfigError(
             f"{str(root)!r} is not there; expected a Hugging Face checkpoint directory on this machine. Names of the "
-            f"hub are not fetched: download the checkpoint (`hf download {root} --local-dir DIRECTORY`, or "
-            f"`huggingface_hub.snapshot_download({str(root)!r})`, which returns its directory) and give its directory"
+            f"hub are not fetched: `hf download {name} --local-dir DIRECTORY` downloads a checkpoint, and so does "
+            f"`huggingface_hub.snapshot_download({name!r})`, which returns its directory"
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

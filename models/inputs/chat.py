@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpatch_jax.content import sort_of
 from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.extras import require
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -65,15 +66,14 @@ class ChatTemplate:
           ConfigError: a template that is not Jinja, or does what the sandbox forbids. InputError: messages that the
             template refuses.
         """
-        from jinja2.exceptions import TemplateError
-
+        jinja2 = require("jinja2", "jinja2")
         given = {**dict(self.special_tokens), "tools": None, "documents": None, **variables}
         try:
             template = _compiled(self.source)
             return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **given)
         except _Refused as error:
             raise InputError(f"chat template {self.name} refuses the messages: {error}") from error
-        except TemplateError as error:
+        except jinja2.TemplateError as error:
             raise ConfigError(f"chat template {self.name} cannot be used: {error}") from error
 
     def starts(self, text: str) -> bool:

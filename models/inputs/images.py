@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from kvpatch_jax.errors import ConfigError, ImageError, InputError
+from kvpatch_jax.extras import require
 
 from ..towers.projectors import best_resolution
 from .qwen_images import CONFIG_FILE, MAX_ASPECT_RATIO, ImageConfig, ImageSource, normalise, read_image
@@ -114,8 +115,7 @@ def resize(image: Pixels, height: int, width: int, config: PictureConfig) -> UIn
     """Resize with the settings' Pillow filter."""
     if image.shape[:2] == (height, width):
         return image
-    from PIL import Image
-
+    Image = require("PIL.Image", "Pillow")
     return np.array(Image.fromarray(image).resize((width, height), Image.Resampling(config.pixels.resample)))
 
 

@@ -18,6 +18,7 @@ from einops import repeat
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from kvpatch_jax.errors import ConfigError, ImageError
+from kvpatch_jax.extras import require
 from kvpatch_jax.images import ImageSource, decoded, over_white
 
 CONFIG_FILE = "preprocessor_config.json"
@@ -238,6 +239,5 @@ def _resize(image: np.ndarray, config: ImageConfig, name: str) -> np.ndarray:
         raise ImageError(f"{name}: {error}") from error
     if (rows, columns) == (height, width):
         return image
-    from PIL import Image
-
+    Image = require("PIL.Image", "Pillow")
     return np.array(Image.fromarray(image).resize((columns, rows), Image.Resampling(config.resample)))

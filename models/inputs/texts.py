@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.extras import require
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -21,10 +22,9 @@ def read_tokenizer(root: Path) -> Any:
     path = root / TOKENIZER_FILE
     if not path.exists():
         return None
-    from tokenizers import Tokenizer
-
+    tokenizers = require("tokenizers", "tokenizers")
     try:
-        return Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
         raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
 

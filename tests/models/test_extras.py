@@ -1,0 +1,79 @@
+"""Packages of the extra `models` are imported when they are needed, and named with the extra when they are absent."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpatch_jax.errors import ConfigError, MissingExtraError
+from models import load
+from models.inputs.chat import ChatTemplate
+from models.inputs.images import HALVES, PictureConfig, resize
+from tests.goldens.load import write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+COMMAND = r"pip install 'kvpatch_jax\[models\]'"
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    """Hides packages from the import system."""
+
+    def hide(*names: str) -> None:
+        for name in names:
+            monkeypatch.setitem(sys.modules, name, None)
+
+    return hide
+
+
+def test_an_image_file_without_pillow_names_the_extra(tmp_path, hidden):
+    backbone = load(write_checkpoint("qwen2_5_vl", tmp_path))
+    (tmp_path / "page.png").write_bytes(b"\x89PNG")
+    hidden("PIL", "PIL.Image", "PIL.ImageOps")
+    with pytest.raises(MissingExtraError, match=f"Pillow is not installed.*{COMMAND}"):
+        backbone.prepare([tmp_path / "page.png"])
+
+
+def test_resizing_without_pillow_names_the_extra(tmp_path, hidden):
+    reader = PictureConfig.reader(image_mean=HALVES, image_std=HALVES, resample=3)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    settings = reader(tmp_path)
+    image = np.zeros((4, 4, 3), np.uint8)
+    hidden("PIL", "PIL.Image")
+    assert resize(image, 4, 4, settings) is image
+    with pytest.raises(MissingExtraError, match=COMMAND):
+        resize(image, 2, 2, settings)
+
+
+def test_a_tokenizer_without_its_package_names_the_extra(tmp_path, hidden):
+    directory = write_checkpoint("qwen2_5_vl", tmp_path)
+    (directory / "tokenizer.json").write_text("{}")
+    hidden("tokenizers")
+    with pytest.raises(MissingExtraError, match=f"tokenizers is not installed.*{COMMAND}"):
+        load(directory)
+
+
+def test_a_chat_template_without_jinja2_names_the_extra(hidden):
+    hidden("jinja2")
+    with pytest.raises(MissingExtraError, match=f"jinja2 is not installed.*{COMMAND}"):
+        ChatTemplate("{{ messages }}").render([])
+
+
+def test_models_is_imported_without_any_of_them():
+    absent = "import sys; sys.modules.update(dict.fromkeys(('PIL', 'tokenizers', 'jinja2'))); import models"
+    subprocess.run([sys.executable, "-c", absent], cwd=ROOT, check=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-3B-Instruct", "gpt2"])
+def test_a_name_of_the_hub_is_not_fetched(name):
+    with pytest.raises(ConfigError, match="Names of the hub are not fetched") as caught:
+        load(name)
+    assert f"hf download {name} --local-dir DIRECTORY" in str(caught.value)
+    assert f"huggingface_hub.snapshot_download({name!r})" in str(caught.value)
+
+
+def test_a_directory_that_is_not_there_is_no_name_of_the_hub(tmp_path):
+    with pytest.raises(ConfigError, match="hf download OWNER/NAME"):
+        load(tmp_path / "a" / "b")
