@@ -14,7 +14,7 @@ from models.decoder.config import DecoderConfig
 from models.families.qwen2_5_vl import Qwen25VLConfig
 from models.inputs.images import PictureConfig
 from models.inputs.qwen_images import ImageConfig
-from models.towers.qwen2_5 import VisionConfig
+from models.towers.qwen2_5 import Qwen25VisionConfig
 
 from . import task
 from .task import VOCABULARY
@@ -56,7 +56,7 @@ def _qwen2_5_vl() -> Instance:
         rope=Rope(1e4, HEAD_DIM, sections=(1, 9, 22), order="blocked", angles="exact"),
         attention_bias=True,
     )
-    vision = VisionConfig(
+    vision = Qwen25VisionConfig(
         depth=2,
         width=64,
         heads=2,

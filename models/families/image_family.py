@@ -1,7 +1,7 @@
 """What families with images share: reading the parts of a configuration, and placing features among embeddings."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from jaxtyping import Int
 
 from kvpatch_jax.errors import ConfigError, InputError
 
+from ..decoder.config import DecoderConfig
 from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
 
@@ -100,6 +101,34 @@ def one_kind_of_grid(arrays: Mapping[str, Any]) -> np.ndarray | None:
     if len(grids) == 2:
         raise InputError("images and videos in one call: expected one kind; embed them one after the other")
     return grids[0] if grids else None
+
+
+def packed_plan(
+    plan_patches: Callable[[Any, np.ndarray], dict[str, np.ndarray]],
+) -> Callable[[Any, np.ndarray, Mapping[str, Any]], dict[str, np.ndarray] | None]:
+    """A Qwen family's `Vision.plan`: its tower's own plan of the grids, held against ids and pixels.
+
+    Raises:
+      InputError: placeholders or patches that do not match the grids, or images and videos in one call.
+    """
+
+    def plan(config: Any, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
+        grids = one_kind_of_grid(arrays)
+        if grids is None:
+            return None
+        vision, found = config.vision, plan_patches(config.vision, grids)
+        patches, pads = found["rows"].size, (config.image_token, config.video_token)
+        shape = (patches, vision.features)
+        check_placeholders(input_ids, pads, patches // vision.merge**2, arrays.get("pixel_values"), shape)
+        return found
+
+    return plan
+
+
+def check_output_width(width: int, text: DecoderConfig) -> None:
+    """Raises ConfigError where a tower's output is not as wide as the decoder."""
+    if width != text.width:
+        raise ConfigError(f"vision out_hidden_size {width}; expected the text width {text.width}")
 
 
 def pads_between_ends(config: Any, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:

@@ -14,27 +14,26 @@ from jaxtyping import Array, Float
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
 
+from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need, read_axial_theta, read_decoder, read_rope, read_window
 from ..decoder.known_keys import DEFAULTS, ONLY, complete
+from ..decoder.weights import decoder_entries
 from ..inputs.positions import PositionConfig, get_rope_positions
 from ..inputs.qwen_images import ImageConfig, preprocess_images
-from ..towers.qwen2_5 import VisionConfig, VisionTower, plan_patches
-from .family import Family, Vision
-from .family import abstract as abstract
-from .family import parameters as parameters
-from .family import with_parameters as with_parameters
+from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
+from ..towers.weights import qwen2_5_vision_entries
+from .family import Family, Shapes, Vision
 from .image_family import (
-    check_placeholders,
-    one_kind_of_grid,
+    check_output_width,
     one_size,
+    packed_plan,
     pads_between_ends,
     text_part,
     vision_part,
     whole,
 )
-from .qwen2_5_vl_weights import weight_map
 from .text_families import TEXT_TABLE, read_head_dim
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -52,7 +51,7 @@ class Qwen25VLConfig:
     """The whole backbone: both towers and the token ids that stand for images."""
 
     text: DecoderConfig
-    vision: VisionConfig
+    vision: Qwen25VisionConfig
     image_token: int
     video_token: int
     vision_start_token: int
@@ -94,7 +93,11 @@ class Qwen25VLConfig:
         return FAMILY
 
     def to_dict(self) -> dict[str, Any]:
-        """`config.json` in the released (flat) form; `from_dict` reads it back."""
+        """`config.json` in the released (flat) form; `from_dict` reads it back.
+
+        Written from the fields and not, as other families do it, from the file that was read: fingerprints of stored
+        chunks are taken over this form.
+        """
         text, vision = self.text, self.vision
         return {
             "architectures": [ARCHITECTURE],
@@ -171,9 +174,9 @@ def _rope_entry(rope: Rope) -> dict[str, Any]:
     )
 
 
-def _vision(raw: Mapping[str, Any], text: DecoderConfig) -> VisionConfig:
+def _vision(raw: Mapping[str, Any], text: DecoderConfig) -> Qwen25VisionConfig:
     patch = raw.get("spatial_patch_size") if raw.get("patch_size") is None else raw["patch_size"]
-    config = VisionConfig(
+    config = Qwen25VisionConfig(
         depth=need(raw, "depth"),
         width=need(raw, "hidden_size"),
         heads=need(raw, "num_heads"),
@@ -189,8 +192,7 @@ def _vision(raw: Mapping[str, Any], text: DecoderConfig) -> VisionConfig:
         theta=read_axial_theta(raw),
         dtype=text.dtype,
     )
-    if config.output_width != text.width:
-        raise ConfigError(f"vision out_hidden_size {config.output_width}; expected the text width {text.width}")
+    check_output_width(config.output_width, text)
     return config
 
 
@@ -198,7 +200,7 @@ class Qwen25VL(nnx.Module):
     """Tower and decoder with their parameters."""
 
     def __init__(self, config: Qwen25VLConfig, rngs: nnx.Rngs):
-        self.visual = VisionTower(config.vision, rngs)
+        self.visual = Qwen25VisionTower(config.vision, rngs)
         self.decoder = Decoder(config.text, rngs)
         self.config = config
 
@@ -207,42 +209,27 @@ class Qwen25VL(nnx.Module):
         return self.visual(pixel_values, **plan)[None]
 
 
-def _position_config(config: Qwen25VLConfig) -> PositionConfig:
-    return PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
-
-
 def _positions(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
+    rule = PositionConfig(config.image_token, config.video_token, config.vision.merge, config.tokens_per_second)
     grids = (arrays.get("image_grid_thw"), arrays.get("video_grid_thw"))
-    seconds = arrays.get("second_per_grid_ts")
-    return get_rope_positions(input_ids, *grids, seconds, _position_config(config))[0]
+    return get_rope_positions(input_ids, *grids, arrays.get("second_per_grid_ts"), rule)[0]
 
 
-def _plan(config: Qwen25VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    grids = one_kind_of_grid(arrays)
-    if grids is None:
-        return None
-    plan = plan_patches(config.vision, grids)
-    patches, pads = plan["rows"].size, (config.image_token, config.video_token)
-    shape = (patches, config.vision.features)
-    check_placeholders(input_ids, pads, patches // config.vision.merge**2, arrays.get("pixel_values"), shape)
-    return plan
-
-
-def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> Qwen25VLConfig:
-    return Qwen25VLConfig.from_dict(raw, angles, regime)
+def _entries(config: Qwen25VLConfig, shapes: Shapes) -> list[TensorEntry]:
+    return decoder_entries(config.text) + qwen2_5_vision_entries(config.vision, "visual")
 
 
 FAMILY = Family(
     architecture=ARCHITECTURE,
-    config=_read,
+    config=Qwen25VLConfig.from_dict,
     module=Qwen25VL,
-    entries=lambda config, shapes: weight_map(config),
+    entries=_entries,
     positions=_positions,
     vision=Vision(
         ImageConfig.from_directory,
         preprocess_images,
         pads_between_ends,
-        _plan,
+        packed_plan(plan_patches),
         fills=lambda config: {"windows": 1, "frames": 1},
     ),
     model_type="qwen2_5_vl",

@@ -25,10 +25,10 @@ from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
 from ..towers.weights import qwen3_vision_entries
 from .family import Family, Shapes, Vision
 from .image_family import (
-    check_placeholders,
+    check_output_width,
     freeze,
-    one_kind_of_grid,
     one_size,
+    packed_plan,
     pads_between_ends,
     text_part,
     thaw,
@@ -103,8 +103,7 @@ def _read_vision(raw: Mapping[str, Any], text: DecoderConfig) -> Qwen3VisionConf
         theta=read_axial_theta(raw),
         dtype=text.dtype,
     )
-    if config.output_width != text.width:
-        raise ConfigError(f"vision out_hidden_size {config.output_width}; expected the text width {text.width}")
+    check_output_width(config.output_width, text)
     if len(config.deepstack_layers) > text.layers:
         raise ConfigError(f"{len(config.deepstack_layers)} deepstack layers; expected at most {text.layers}")
     return config
@@ -138,18 +137,6 @@ def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str
     return get_rope_positions(input_ids, images, videos, None, rule)[0]
 
 
-def _plan(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    grids = one_kind_of_grid(arrays)
-    if grids is None:
-        return None
-    plan = plan_patches(config.vision, grids)
-    patches = plan["rows"].size
-    pads = (config.image_token, config.video_token)
-    shape = (patches, config.vision.features)
-    check_placeholders(input_ids, pads, patches // config.vision.merge**2, arrays.get("pixel_values"), shape)
-    return plan
-
-
 def _entries(config: Qwen3VLConfig, shapes: Shapes) -> list[TensorEntry]:
     fused = "no"
     if config.text.experts is not None:  # released files have [E, D, 2I], transformers writes [E, 2I, D]
@@ -168,7 +155,11 @@ def _family(architecture: str, model_type: str) -> Family:
         entries=_entries,
         positions=_positions,
         vision=Vision(
-            ImageConfig.from_directory, preprocess_images, pads_between_ends, _plan, fills=lambda config: {"frames": 1}
+            ImageConfig.from_directory,
+            preprocess_images,
+            pads_between_ends,
+            packed_plan(plan_patches),
+            fills=lambda config: {"frames": 1},
         ),
         model_type=model_type,
     )

@@ -5,6 +5,7 @@ recompiles. Axis letters: P packed patches, Y segments, Z patches per segment (p
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -164,9 +165,15 @@ def attend_segments(
 
 def segment_table(sizes: list[int]) -> Int32[np.ndarray, "Y Z"]:
     """Patch numbers of consecutive segments of these sizes, one row each, padded by their sum."""
-    table = np.full((len(sizes), max(sizes, default=0)), sum(sizes), np.int32)
-    for row, (first, size) in enumerate(zip(np.cumsum([0, *sizes]), sizes, strict=False)):
-        table[row, :size] = np.arange(first, first + size)
+    firsts = np.cumsum([0, *sizes])
+    return pad_segments([np.arange(*edges) for edges in itertools.pairwise(firsts)], sum(sizes))
+
+
+def pad_segments(segments: list[np.ndarray], fill: int) -> Int32[np.ndarray, "Y Z"]:
+    """Stacks the patch numbers of each segment to one table, padded by `fill`."""
+    table = np.full((len(segments), max(map(len, segments), default=0)), fill, np.int32)
+    for row, patches in enumerate(segments):
+        table[row, : len(patches)] = patches
     return table
 
 

@@ -14,15 +14,22 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.errors import ShapeError
 from kvpatch_jax.rope import rotate
 
 from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
-from .common import attend_segments, check_heads, scan_blocks
+from .common import (
+    attend_segments,
+    axial_tables,
+    check_heads,
+    pad_segments,
+    patch_places,
+    scan_blocks,
+    segment_table,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig:
+class Qwen25VisionConfig:
     """Sizes of the tower. `window` is in pixels; `full_layers` attend over a whole frame, the others in windows."""
 
     depth: int
@@ -50,7 +57,7 @@ class VisionConfig:
         return self.channels * self.temporal * self.patch**2
 
 
-def plan_patches(config: VisionConfig, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
+def plan_patches(config: Qwen25VisionConfig, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
     """Index arrays for images with these (time, height, width) grids of patches.
 
     Returns `rows` and `columns` (int32 [P], each patch's place in its frame, for the tower's rotary positions),
@@ -61,40 +68,26 @@ def plan_patches(config: VisionConfig, grids: Int[np.ndarray, "images 3"]) -> di
       ShapeError: a grid that is not a multiple of the merge size.
     """
     merge = config.merge
-    reach = config.window // config.patch // merge
-    rows, columns, windows, frames, first = [], [], [], [], 0
+    reach = config.window // config.patch // merge  # merged patches per side of a window
+    places, sizes, windows = [], [], []
     for time, height, width in np.asarray(grids).tolist():
-        if height % merge or width % merge:
-            raise ShapeError(f"image grid {height}×{width} patches is not a multiple of the merge size {merge}")
-        row, column = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
-        blocks = lambda x, h=height, w=width: (
-            x.reshape(h // merge, merge, w // merge, merge).transpose(0, 2, 1, 3).reshape(-1)
-        )
-        row, column = blocks(row), blocks(column)
+        row, column = patch_places(height, width, merge)
         across = -(-(width // merge) // reach)
-        segment = (row // merge // reach) * across + column // merge // reach
+        window = (row // merge // reach) * across + column // merge // reach
+        inside = [np.flatnonzero(window == number) for number in np.unique(window)]
         for _ in range(time):
-            rows.append(row)
-            columns.append(column)
-            frames.append(np.arange(first, first + row.size))
-            windows += [first + np.flatnonzero(segment == number) for number in np.unique(segment)]
-            first += row.size
-    pad = lambda parts: _pad_segments(parts, first)
-    place = lambda parts: np.concatenate(parts).astype(np.int32)
-    return {"rows": place(rows), "columns": place(columns), "windows": pad(windows), "frames": pad(frames)}
+            windows += [sum(sizes) + patches for patches in inside]
+            places.append((row, column))
+            sizes.append(row.size)
+    rows, columns = (np.concatenate(axis) for axis in zip(*places, strict=True))
+    table = pad_segments(windows, sum(sizes))
+    return {"rows": rows, "columns": columns, "windows": table, "frames": segment_table(sizes)}
 
 
-def _pad_segments(parts: list[np.ndarray], fill: int) -> np.ndarray:
-    table = np.full((len(parts), max(part.size for part in parts)), fill, np.int32)
-    for number, part in enumerate(parts):
-        table[number, : part.size] = part
-    return table
-
-
-class VisionBlock(nnx.Module):
+class Qwen25VisionBlock(nnx.Module):
     """One transformer block of the tower (or a stack of them)."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs, lead: tuple[int, ...]):
+    def __init__(self, config: Qwen25VisionConfig, rngs: nnx.Rngs, lead: tuple[int, ...]):
         dtype = jnp.dtype(config.dtype)
         norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
         linear = {"bias": True, "rngs": rngs, "lead": lead, "dtype": dtype}
@@ -105,13 +98,13 @@ class VisionBlock(nnx.Module):
         self.mlp = GatedMLP(config.width, config.intermediate, activation=config.activation, **linear)
 
 
-class VisionTower(nnx.Module):
+class Qwen25VisionTower(nnx.Module):
     """Pixels to embeddings of the language tower, one per merge block."""
 
-    def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
+    def __init__(self, config: Qwen25VisionConfig, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         self.patch_embedding = Linear(config.features, config.width, bias=False, rngs=rngs, dtype=dtype)
-        self.blocks = VisionBlock(config, rngs, (config.depth,))
+        self.blocks = Qwen25VisionBlock(config, rngs, (config.depth,))
         self.merger_norm = RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
         merged = config.width * config.merge**2
         self.merger_in = Linear(merged, merged, bias=True, rngs=rngs, dtype=dtype)
@@ -128,7 +121,8 @@ class VisionTower(nnx.Module):
     ) -> Float[Array, "E D"]:
         """Embed packed patches [P, channels·temporal·patch²]; the index arrays come from `plan_patches`."""
         hidden = self.patch_embedding(pixel_values.astype(jnp.dtype(self.config.dtype)))
-        tables = self._tables(rows, columns)
+        head_dim = self.config.width // self.config.heads
+        tables = axial_tables(rows, columns, head_dim, self.config.theta, alternate=False)
         for first, last, full in _runs(self.config.depth, self.config.full_layers):
             segments = frames if full else windows
             step = lambda block, hidden, segments=segments: self._block(block, hidden, tables, segments)
@@ -136,13 +130,7 @@ class VisionTower(nnx.Module):
         merged = self.merger_norm(hidden).reshape(-1, self.config.width * self.config.merge**2)
         return self.merger_out(ACTIVATIONS["gelu"](self.merger_in(merged)))
 
-    def _tables(self, rows: Array, columns: Array) -> tuple[Array, Array]:
-        quarter = self.config.width // self.config.heads // 4
-        frequencies = self.config.theta ** (-np.arange(quarter, dtype=np.float32) / np.float32(quarter))
-        angles = jnp.concatenate([place[:, None] * frequencies for place in (rows, columns)], axis=-1)
-        return jnp.cos(angles), jnp.sin(angles)
-
-    def _block(self, block: VisionBlock, hidden: Array, tables: tuple[Array, Array], segments: Array) -> Array:
+    def _block(self, block: Qwen25VisionBlock, hidden: Array, tables: tuple[Array, Array], segments: Array) -> Array:
         heads = self.config.heads
         qkv = block.qkv(block.attention_norm(hidden)).reshape(hidden.shape[0], 3, heads, -1)
         query, key = (rotate(qkv[:, part], *tables, "half") for part in (0, 1))

@@ -1,4 +1,4 @@
-"""Where the plain vision towers' tensors go: file name → parameter path, permutation. One function per tower or glue.
+"""Where the vision towers' tensors go: file name → parameter path, permutation. One function per tower or glue.
 
 `prefix` is the tower's place in the file, `path` its place in the model.
 """
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ..checkpoints import ParamPath, TensorEntry
 from .moonvit import MoonViTConfig
+from .qwen2_5 import Qwen25VisionConfig
 from .qwen3 import Qwen3VisionConfig
 from .vit import ViTConfig
 
@@ -60,6 +61,27 @@ def block_entries(name: str, path: ParamPath, names: Mapping[str, str], *, qkv_b
         else:
             bias = qkv_bias or ours not in ("query", "key", "value", "qkv")
             entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=True)
+    return entries
+
+
+def qwen2_5_vision_entries(config: Qwen25VisionConfig, prefix: str, path: ParamPath = ("visual",)) -> list[TensorEntry]:
+    """Qwen2.5-VL's tower and its merger; its norms have no bias."""
+    shape = (config.width, config.channels, config.temporal, config.patch, config.patch)
+    blocks, place = f"{prefix}.blocks.{{layer}}", (*path, "blocks")
+    entries = [
+        TensorEntry(
+            f"{prefix}.patch_embed.proj.weight", (*path, "patch_embedding", "kernel"), CONV3D, file_shape=shape
+        ),
+        TensorEntry(f"{prefix}.merger.ln_q.weight", (*path, "merger_norm", "weight")),
+        TensorEntry(f"{blocks}.norm1.weight", (*place, "attention_norm", "weight"), stack=True),
+        TensorEntry(f"{blocks}.norm2.weight", (*place, "mlp_norm", "weight"), stack=True),
+        *linear_entries(f"{prefix}.merger.mlp.0", (*path, "merger_in")),
+        *linear_entries(f"{prefix}.merger.mlp.2", (*path, "merger_out")),
+        *linear_entries(f"{blocks}.attn.qkv", (*place, "qkv"), stack=True),
+        *linear_entries(f"{blocks}.attn.proj", (*place, "output"), stack=True),
+    ]
+    for part in ("gate", "up", "down"):
+        entries += linear_entries(f"{blocks}.mlp.{part}_proj", (*place, "mlp", part), stack=True)
     return entries
 
 

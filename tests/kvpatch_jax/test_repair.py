@@ -23,7 +23,8 @@ from kvpatch_jax.repair import (
 )
 from kvpatch_jax.repair._common import deviation, largest
 from models.backbone import ModelBackbone
-from models.families.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx, parameters
+from models.families.family import parameters
+from models.families.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx
 from models.inputs.qwen_images import ImageConfig
 
 CONFIG = Path(__file__).parents[1] / "goldens" / "qwen2_5_vl" / "config.json"
