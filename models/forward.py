@@ -39,11 +39,12 @@ class Forward:
         self.pads, self.layout = pads, layout
         self.mesh = mesh
         self.kv_shardings = {} if mesh is None else cache_shardings(layout, auto_mesh(mesh))
-        kv = {name: sharding.spec for name, sharding in self.kv_shardings.items()}
+        kv: Any = {name: sharding.spec for name, sharding in self.kv_shardings.items()}
         self.encode = self._program(self._encode, P())
         self.embed = self._program(self._embed, P())
-        self.prefill = self._program(self._prefill, Output(P(), kv, P()), "start_layer", "hidden_at")
-        self.recompute = self._program(self._recompute, Step(P(), kv))
+        whole: Any = P()
+        self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at")
+        self.recompute = self._program(self._recompute, Step(whole, kv))
         self.generate = self._program(self._generate, P(), "steps")
 
     def _program(self, function: Callable[..., Any], out: Any, *static: str) -> Any:

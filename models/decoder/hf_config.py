@@ -208,7 +208,7 @@ _SCALING_READERS = {
 }
 
 
-def _factor(table: Raw) -> float:
+def _factor(table: Raw) -> float | int:
     if table.get("factor") is None:
         raise ConfigError(f"rope type {table.get('rope_type', table.get('type'))!r} has no 'factor'; expected a number")
     return table["factor"]
@@ -220,7 +220,7 @@ def _original_length(raw: Raw, table: Raw) -> int | None:
     return raw.get(name) or table.get(name) or raw.get("max_position_embeddings")
 
 
-def _derived_factor(raw: Raw, table: Raw) -> float:
+def _derived_factor(raw: Raw, table: Raw) -> float | int:
     """The factor, or (YaRN, longrope) what the longest position is of the original one."""
     if table.get("factor") is not None:
         return table["factor"]
