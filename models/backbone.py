@@ -53,7 +53,6 @@ class ModelBackbone:
       layout: the KV layout that follows from the configuration.
       config, image_config: as read from the directory; `image_config` is None for a text family.
       family: what tells this model from others.
-      tokenizer, chat_template: the directory's, or None.
       buckets: sizes that prompts and images are padded to, or None for their own.
       mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None.
       programs: the jitted programs.
@@ -72,9 +71,9 @@ class ModelBackbone:
         mesh: Mesh | None = None,
     ):
         self.config: Any = config
-        self.buckets, self.chat_template = buckets, chat_template
+        self.buckets = buckets
         self.family: Family = config.family
-        self.image_config, self.tokenizer = image_config, tokenizer
+        self.image_config = image_config
         self.layout = config.text.layout
         self.mesh = mesh
         self.programs = Forward(
@@ -82,6 +81,24 @@ class ModelBackbone:
         )
         self._prompts = Prompts(config, image_config, tokenizer, chat_template)
         self._fingerprint: str | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of `tokenizers`, or None; another one may be set."""
+        return self._prompts.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._prompts = Prompts(self.config, self.image_config, tokenizer, self.chat_template)
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The directory's, or None; another one may be set."""
+        return self._prompts.chat_template
+
+    @chat_template.setter
+    def chat_template(self, template: ChatTemplate | None) -> None:
+        self._prompts = Prompts(self.config, self.image_config, self.tokenizer, template)
 
     # ------------------------------------------------------------------------------------------ parameters
 
