@@ -23,7 +23,7 @@ def test_pads_with_zeros(name: str):
     ("change", "error", "words"),
     [
         ({"kv": kv_of(LAYOUTS["mla"], 24)}, LayoutError, "ckv"),
-        ({"kv": kv_of(LAYOUTS["gqa"], 24, batch=(2,))}, ShapeError, "expected"),
+        ({"kv": kv_of(LAYOUTS["gqa"], 24, batch=(2, 2))}, ShapeError, "expected"),
         ({"kv": kv_of(LAYOUTS["gqa"], 24) | {"k": jnp.full((3, 24, 2, 16), jnp.nan)}}, NotFiniteError, "'k'"),
         ({"local": np.zeros(23, np.float32)}, PositionError, "23"),
         ({"length": 25}, InputError, "25"),
