@@ -181,8 +181,8 @@ def test_moving_a_batch_compiles_once():
     apply = lambda start: kvp.apply_patch(batch, patch, start, A)
     apply(0)
     apply(np.arange(B))
-    before = ops.jitted_apply._cache_size()
+    before = ops.jitted_apply._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
     for start in (7, 100, np.arange(B) + 50, np.arange(B) * 9):
         apply(start)
-    assert ops.jitted_apply._cache_size() == before
+    assert ops.jitted_apply._cache_size() == before  # pyright: ignore[reportAttributeAccessIssue]
     assert local_of(batch.layout, 24).shape == batch.local.shape

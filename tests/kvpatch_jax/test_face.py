@@ -51,6 +51,6 @@ def test_help_is_a_table_of_contents():
     contents = kvp.__doc__ or ""
     for name in set(kvp.__all__) - {"errors"}:
         assert name in contents, name
-    said = pydoc.render_doc(kvp, renderer=pydoc.plaintext)
+    said = pydoc.render_doc(kvp, renderer=pydoc.plaintext)  # pyright: ignore[reportAttributeAccessIssue]
     assert "form_patch(" in said
     assert "class Chunk(" in said

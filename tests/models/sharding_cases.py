@@ -187,7 +187,7 @@ def memory(directory: Path) -> dict[str, Any]:
         asked.append(value.nbytes)
         return value
 
-    def copied(value: Any, device: jax.Device) -> jax.Array:
+    def copied(value: Any, device: Any) -> jax.Array:
         """Copies, as an accelerator does; a CPU takes an aligned host array as it stands, whatever `may_alias` says."""
         lent = put(value, device)
         own = jax.block_until_ready(jnp.copy(lent))

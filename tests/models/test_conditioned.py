@@ -73,7 +73,7 @@ def test_tokens_of_several_rows_give_kv_of_several_rows(backbone, unchecked):
     with pytest.raises(InputError, match="no units"):
         kvp.conditioned(backbone, [])
     with pytest.raises(InputError, match="expected a sequence of items"):
-        kvp.conditioned(backbone, [image(1)])
+        kvp.conditioned(backbone, [image(1)])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_chunk_is_made_from_a_towers_kept_output(backbone, tmp_path):
