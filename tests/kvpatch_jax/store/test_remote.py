@@ -173,21 +173,16 @@ def test_what_expired_beyond_is_deleted_when_it_is_met_and_by_collect(
 
 
 def test_patches_of_one_put_are_sent_at_the_same_time(remote: KeyValueStore, tmp_path: Path, monkeypatch):
-    busy, most, lock, put = [0], [0], threading.Lock(), remote.put
+    four, put = threading.Barrier(4), remote.put
 
     def slow(name, blob) -> None:
-        with lock:
-            busy[0] += 1
-            most[0] = max(most[0], busy[0])
-        time.sleep(0.05)
+        four.wait(120)  # nobody goes on until four are being sent
         put(name, blob)
-        with lock:
-            busy[0] -= 1
 
     monkeypatch.setattr(remote, "put", slow)
     with machine(tmp_path, remote) as one:
         one.put_patches([patch_of(chunk_of(), rank=rank) for rank in range(1, 9)])
-    assert most[0] >= 4
+    assert not four.broken
     assert len(remote.paths("obj/")) == 8
 
 
