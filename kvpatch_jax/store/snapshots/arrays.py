@@ -114,6 +114,8 @@ def _made_private(path: str) -> Iterator[str]:
             if first:
                 make_private(unfinished)
                 os.rename(f"{unfinished}/arrays", path)
+                # before the others go on, so that none of them sees what is left of it
+                shutil.rmtree(unfinished, ignore_errors=True)
                 make_durable(path)
     finally:
         if first:

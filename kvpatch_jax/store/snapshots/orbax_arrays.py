@@ -155,6 +155,8 @@ def _file_bytes(path: str) -> int | None:
     """
     if "://" in path:
         return None
+    if not os.path.isdir(path):
+        raise StoreSnapshotError(f"export {path}: no checkpoint there; expected one that was finished")
     total = 0
     for _, folders, names, fd in os.fwalk(path):
         for name in folders + names:

@@ -162,6 +162,8 @@ def test_silent_flips_in_arrays_are_found(tmp_path: Path, needle: bytes):
         assert bytes_below(store) == {}
         with pytest.raises(StoreSnapshotError, match="no checkpoint there"):
             load_arrays(tmp_path / "store")
+        with pytest.raises(StoreSnapshotError, match="no checkpoint there"):
+            load_arrays(tmp_path / "nowhere")
 
 
 def test_an_import_takes_back_what_it_added(tmp_path: Path):
