@@ -121,8 +121,11 @@ class StoreSnapshotError(StoreError):
         self.bad = bad
 
 
-class StorePlatformError(StoreError):
-    """A system without what the store stands on: file locks as POSIX has them (`fcntl`)."""
+class StorePlatformError(StoreError, AttributeError):
+    """A system without what the store stands on: file locks as POSIX has them (`fcntl`).
+
+    Also an AttributeError, for `kvpatch_jax` has no store there: `hasattr` says so and `help` leaves it out.
+    """
 
 
 class StoreClosedError(StoreError):

@@ -4,13 +4,13 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from ..chunk import AnyArray, Chunk
 from ..errors import InputError
-from ..patch_metadata import Patch, PatchMetadata
+from ..patch_metadata import Patch, PatchMetadata, check_is_chunk
 from .disk.budget import Budget
 from .disk.quarantine import purge
 from .disk.tenant_disk import TenantDisk
@@ -111,7 +111,7 @@ class ChunkStore:
         """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            jobs = [job for chunk in chunks for job in self._jobs_of(chunk, encoding, ttl)]
+            jobs = [job for chunk in _all_of(Chunk, chunks) for job in self._jobs_of(chunk, encoding, ttl)]
             self._commit([(name, make()) for name, make, _ in jobs])
 
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
@@ -222,12 +222,15 @@ class ChunkStore:
         """Stores patches in one commit, durable when this returns. Raises as `put`; then none is acknowledged."""
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            self._commit([(self.names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in patches])
+            self._commit(
+                [(self.names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in _all_of(Patch, patches)]
+            )
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """Queues a patch, as `put_async` does a chunk; patches queued close together are committed together."""
         self.tenant_disk.expect_open()
-        make, began = functools.partial(patch_blob, patch, self._expiry(ttl)), time.perf_counter()
+        (patch,), began = _all_of(Patch, [patch]), time.perf_counter()
+        make = functools.partial(patch_blob, patch, self._expiry(ttl))
         return self._timed(self._writer.add(self.names.patch(patch), make, patch.nbytes), began)
 
     def get_patches(self, served: Served | PatchMetadata) -> list[Patch]:
@@ -321,6 +324,7 @@ class ChunkStore:
     def _jobs_of(
         self, chunk: Chunk, encoding: Encoding | None, ttl: Seconds | None
     ) -> list[tuple[Name, Callable[[], Blob], int]]:
+        check_is_chunk(chunk)
         expires = self._expiry(ttl)
         if not all(getattr(value, "is_fully_addressable", True) for value in chunk.kv.values()):
             raise InputError("store: kv of which other processes have a part; expected all here (or save_arrays)")
@@ -347,3 +351,19 @@ class ChunkStore:
         if self._remote is not None:
             with self.counters.timed("commit", "remote"):
                 self._remote.put(items)
+
+
+def _all_of[T](kind: type[T], values: Iterable[T]) -> list[T]:
+    """Lists values, refusing a single one in place of a sequence, and any of another kind.
+
+    Raises:
+      InputError: either.
+    """
+    word = kind.__name__
+    if isinstance(values, kind) or not isinstance(values, Iterable):
+        raise InputError(f"store: a {type(values).__name__}; expected a sequence, each a {word}")
+    found = list(values)
+    for value in found:
+        if not isinstance(value, kind):
+            raise InputError(f"store: a {type(value).__name__}; expected a {word}")
+    return found

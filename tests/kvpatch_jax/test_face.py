@@ -30,6 +30,9 @@ except kvp.errors.StorePlatformError as error:
     assert "fcntl" in str(error)
 else:
     raise AssertionError("a store without fcntl")
+import pydoc
+assert not hasattr(kvp, "ChunkStore") and not hasattr(kvp, "store") and hasattr(kvp, "form_patch")
+assert "form_patch(" in pydoc.render_doc(kvp, renderer=pydoc.plaintext)
 """
 
 

@@ -287,6 +287,29 @@ def test_many_chunks_of_which_one_is_bad_are_not_put(store: ChunkStore):
         store.put_many([chunk_of("good")])
 
 
+def test_what_is_no_chunk_or_patch_is_refused_and_nothing_is_stored(unchecked, store: ChunkStore):
+    good, patch = chunk_of("good"), patch_of(chunk_of("good"))
+    for given in (None, "good", patch):
+        with pytest.raises(InputError, match="expected a Chunk"):
+            store.put(given)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(InputError, match="expected a Chunk"):
+            store.put_async(given)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(InputError, match="expected a Chunk"):
+            store.put_many([good, given])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="expected a Patch"):
+        store.put_patch_async(good)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="expected a Patch"):
+        store.put_patches([patch, None])  # pyright: ignore[reportArgumentType]
+    for one in (store.put_many, store.put_patches):
+        with pytest.raises(InputError, match="expected a sequence, each a"):
+            one(good if one == store.put_many else patch)  # pyright: ignore[reportArgumentType]
+    assert not store.contains("good", BACKBONE)
+    assert store.get_patches(patch.metadata) == []
+    store.put_many(chunk_of(id) for id in ("first", "second"))  # pyright: ignore[reportArgumentType]
+    assert store.contains("first", BACKBONE)
+    assert store.contains("second", BACKBONE)
+
+
 # ------------------------------------------------------------------------------------------- asynchronous puts
 
 
