@@ -14,9 +14,9 @@ from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_deepseek
 from ..towers.vit import ViTConfig
 from ..towers.weights import clip_entries, projector_entries
 from .family import Family, Shapes, Vision
-from .image_family import freeze, one_size, text_part, vision_part, whole
+from .image_family import freeze, text_part, vision_part, whole
 from .text_families import read_llama
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, read_vit, tile_fills, tile_plan
 
 ARCHITECTURE = "DeepseekVLForConditionalGeneration"
 
@@ -25,19 +25,7 @@ def read_siglip(vision: Mapping[str, Any], dtype: str) -> ViTConfig:
     """SigLIP's tower (also SmolVLM's), from its part of `config.json` or a table of the same keys."""
     if "layer_norm_eps" not in vision:  # not gone through `vision_part`
         vision = complete(vision, "siglip_vision_model", "the tower")
-    return ViTConfig(
-        depth=need(vision, "num_hidden_layers"),
-        width=need(vision, "hidden_size"),
-        heads=need(vision, "num_attention_heads"),
-        intermediate=need(vision, "intermediate_size"),
-        image=one_size(vision, "image_size"),
-        patch=one_size(vision, "patch_size"),
-        channels=vision["num_channels"],
-        activation=vision["hidden_act"],
-        norm_epsilon=vision["layer_norm_eps"],
-        final_norm="applied",
-        dtype=dtype,
-    )
+    return read_vit(vision, final_norm="applied", dtype=dtype)
 
 
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:

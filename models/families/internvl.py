@@ -15,12 +15,11 @@ from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_internvl
-from ..towers.vit import ViTConfig
 from ..towers.weights import intern_vit_entries, projector_entries
 from .family import Family, Shapes, Vision
-from .image_family import freeze, one_size, vision_part, whole
+from .image_family import freeze, vision_part, whole
 from .llava import read_text
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, read_vit, tile_fills, tile_plan
 
 ARCHITECTURE = "InternVLForConditionalGeneration"
 
@@ -28,16 +27,8 @@ ARCHITECTURE = "InternVLForConditionalGeneration"
 def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig:
     model = whole(raw, "internvl")
     text, vision = read_text(model, raw, angles, regime, "qwen2"), vision_part(model, "internvl_vision")
-    tower = ViTConfig(
-        depth=need(vision, "num_hidden_layers"),
-        width=need(vision, "hidden_size"),
-        heads=need(vision, "num_attention_heads"),
-        intermediate=need(vision, "intermediate_size"),
-        image=one_size(vision, "image_size"),
-        patch=one_size(vision, "patch_size"),
-        channels=vision["num_channels"],
-        activation=vision["hidden_act"],
-        norm_epsilon=vision["layer_norm_eps"],
+    tower = read_vit(
+        vision,
         class_token=True,
         drop_class=drops_class(model),
         layer_scale=True,

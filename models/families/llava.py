@@ -16,12 +16,11 @@ from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_clip, process_llava_next
 from ..towers.projectors import TileConfig, best_resolution, packing_index
-from ..towers.vit import ViTConfig
 from ..towers.weights import clip_entries, projector_entries
 from .family import Family, Shapes, Vision
-from .image_family import check_placeholders, freeze, one_size, text_part, vision_part, whole
+from .image_family import check_placeholders, freeze, text_part, vision_part, whole
 from .text_families import read_llama, read_mistral, read_qwen2
-from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, tile_fills, tile_plan
+from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, read_vit, tile_fills, tile_plan
 
 LLAVA = "LlavaForConditionalGeneration"
 NEXT = "LlavaNextForConditionalGeneration"
@@ -46,16 +45,8 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     layer = model["vision_feature_layer"]
     if not isinstance(layer, int):
         raise ConfigError(f"vision_feature_layer {layer!r}; expected one layer")
-    tower = ViTConfig(
-        depth=need(vision, "num_hidden_layers"),
-        width=need(vision, "hidden_size"),
-        heads=need(vision, "num_attention_heads"),
-        intermediate=need(vision, "intermediate_size"),
-        image=one_size(vision, "image_size"),
-        patch=one_size(vision, "patch_size"),
-        channels=vision["num_channels"],
-        activation=vision["hidden_act"],
-        norm_epsilon=vision["layer_norm_eps"],
+    tower = read_vit(
+        vision,
         class_token=True,
         drop_class=drops_class(model),
         patch_bias=False,

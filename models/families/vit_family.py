@@ -16,11 +16,12 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
+from ..decoder.hf_config import need
 from ..decoder.layers import Linear
 from ..towers.projectors import Projector, TileConfig, pack_tiles, pixel_shuffle
 from ..towers.vit import ViT, ViTConfig
 from .family import Family
-from .image_family import check_placeholders, thaw
+from .image_family import check_placeholders, one_size, thaw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,26 @@ class GlueConfig:
             raise ConfigError(
                 f"pixel shuffle of {self.shuffle}; expected a square of at least 1 (downsample_ratio ≤ 1)"
             )
+
+
+def read_vit(vision: Mapping[str, Any], **switches: Any) -> ViTConfig:
+    """Reads the sizes of a plain ViT from a family's part of `config.json`; `switches` are the other fields.
+
+    Raises:
+      ConfigError: a size that is missing or not one number.
+    """
+    return ViTConfig(
+        depth=need(vision, "num_hidden_layers"),
+        width=need(vision, "hidden_size"),
+        heads=need(vision, "num_attention_heads"),
+        intermediate=need(vision, "intermediate_size"),
+        image=one_size(vision, "image_size"),
+        patch=one_size(vision, "patch_size"),
+        channels=vision["num_channels"],
+        activation=vision["hidden_act"],
+        norm_epsilon=vision["layer_norm_eps"],
+        **switches,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

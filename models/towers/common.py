@@ -6,7 +6,7 @@ recompiles. Axis letters: P packed patches, Y segments, Z patches per segment (p
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import jax
@@ -208,6 +208,25 @@ def resample_taps(
     taps = row_taps[:, :, None] * side + column_taps[:, None, :]
     weights = row_weights[:, :, None] * column_weights[:, None, :]
     return taps.reshape(len(rows), -1).astype(np.int32), weights.reshape(len(rows), -1).astype(np.float32)
+
+
+def join_places(images: Iterable[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
+    """Joins (rows, columns, taps, weights) of single images to index arrays of the packed row, by these names."""
+    names = ("rows", "columns", "taps", "weights")
+    return {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*images, strict=True), strict=True)}
+
+
+def learned_positions(count: int, width: int, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Param:
+    """Draws a table of learned positions, [count, width]."""
+    return nnx.Param((0.02 * jax.random.normal(rngs.params(), (count, width), jnp.float32)).astype(dtype))
+
+
+def add_positions(
+    hidden: Float[Array, "P D"], table: nnx.Param, taps: Int[Array, "P taps"], weights: Float[Array, "P taps"]
+) -> Float[Array, "P D"]:
+    """Adds learned positions, interpolated in float32 as `resample_taps` says, to embedded patches."""
+    wide = table[...].astype(jnp.float32)
+    return hidden + jnp.einsum("PtD,Pt->PD", wide[taps], weights).astype(hidden.dtype)
 
 
 def _axis_taps(place: np.ndarray, size: int, side: int, mode: str) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,6 @@ Axis letters: P patches, Y images, Z patches per image (padded), E merged tokens
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -21,9 +20,12 @@ from .common import (
     LayerNorm,
     PlainBlock,
     PlainMLP,
+    add_positions,
     attend_segments,
     axial_tables,
     check_heads,
+    join_places,
+    learned_positions,
     patch_places,
     resample_taps,
     scan_blocks,
@@ -101,9 +103,7 @@ def plan_patches(config: MoonViTConfig, grids: Int[np.ndarray, "images axes"]) -
         rows, columns = patch_places(height, width, 1)
         parts.append((rows, columns, *resample_taps(rows, columns, (height, width), config.positions, "bicubic")))
         sizes.append(rows.size)
-    names = ("rows", "columns", "taps", "weights")
-    plan = {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*parts, strict=True), strict=True)}
-    return {**plan, "images": segment_table(sizes), "merged": np.concatenate(merged).astype(np.int32)}
+    return {**join_places(parts), "images": segment_table(sizes), "merged": np.concatenate(merged).astype(np.int32)}
 
 
 class MoonViT(nnx.Module):
@@ -112,8 +112,7 @@ class MoonViT(nnx.Module):
     def __init__(self, config: MoonViTConfig, rngs: nnx.Rngs):
         dtype, merged = jnp.dtype(config.dtype), config.width * config.merge**2
         self.patch_embedding = Linear(config.features, config.width, bias=True, rngs=rngs, dtype=dtype)
-        positions = 0.02 * jax.random.normal(rngs.params(), (config.positions**2, config.width), jnp.float32)
-        self.position_embedding = nnx.Param(positions.astype(dtype))
+        self.position_embedding = learned_positions(config.positions**2, config.width, rngs, dtype)
         self.blocks = PlainBlock(config.block, rngs, (config.depth,))
         self.final_norm = LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
         self.merger_norm = LayerNorm(config.width, epsilon=config.projector_epsilon, dtype=dtype)
@@ -134,8 +133,7 @@ class MoonViT(nnx.Module):
         config = self.config
         flat = pixel_values.reshape(pixel_values.shape[0], -1).astype(jnp.dtype(config.dtype))
         hidden = self.patch_embedding(flat)
-        table = self.position_embedding[...].astype(jnp.float32)
-        hidden = hidden + jnp.einsum("PtD,Pt->PD", table[taps], weights).astype(hidden.dtype)
+        hidden = add_positions(hidden, self.position_embedding, taps, weights)
         tables = axial_tables(columns, rows, config.width // config.heads, config.theta, alternate=True)
 
         def step(block: PlainBlock, hidden: Array) -> Array:

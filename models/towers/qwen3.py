@@ -24,9 +24,12 @@ from .common import (
     LayerNorm,
     PlainBlock,
     PlainMLP,
+    add_positions,
     attend_segments,
     axial_tables,
     check_heads,
+    join_places,
+    learned_positions,
     patch_places,
     resample_taps,
     scan_blocks,
@@ -99,9 +102,7 @@ def plan_patches(config: Qwen3VisionConfig, grids: Int[np.ndarray, "images 3"]) 
         frame = (rows, columns, *resample_taps(rows, columns, (height, width), config.side, "bilinear"))
         parts += [frame] * time
         sizes += [rows.size] * time
-    names = ("rows", "columns", "taps", "weights")
-    plan = {name: np.concatenate(arrays) for name, arrays in zip(names, zip(*parts, strict=True), strict=True)}
-    return {**plan, "frames": segment_table(sizes)}
+    return {**join_places(parts), "frames": segment_table(sizes)}
 
 
 class Qwen3VisionTower(nnx.Module):
@@ -110,8 +111,7 @@ class Qwen3VisionTower(nnx.Module):
     def __init__(self, config: Qwen3VisionConfig, rngs: nnx.Rngs):
         dtype, merged = jnp.dtype(config.dtype), config.width * config.merge**2
         self.patch_embedding = Linear(config.features, config.width, bias=True, rngs=rngs, dtype=dtype)
-        positions = 0.02 * jax.random.normal(rngs.params(), (config.positions, config.width), jnp.float32)
-        self.position_embedding = nnx.Param(positions.astype(dtype))
+        self.position_embedding = learned_positions(config.positions, config.width, rngs, dtype)
         self.blocks = PlainBlock(config.block, rngs, (config.depth,))
         self.merger_norm = LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype)
         mlp = {"activation": "gelu", "rngs": rngs, "dtype": dtype}
@@ -137,8 +137,7 @@ class Qwen3VisionTower(nnx.Module):
         """
         config = self.config
         hidden = self.patch_embedding(pixel_values.astype(jnp.dtype(config.dtype)))
-        table = self.position_embedding[...].astype(jnp.float32)
-        hidden = hidden + jnp.einsum("PtD,Pt->PD", table[taps], weights).astype(hidden.dtype)
+        hidden = add_positions(hidden, self.position_embedding, taps, weights)
         tables = axial_tables(rows, columns, config.width // config.heads, config.theta, alternate=False)
 
         def step(block: PlainBlock, hidden: Array) -> Array:
