@@ -172,7 +172,7 @@ class Disk:
                     opening = open_object(fd, header, self.encryption, self.buffers)
                     self.counters.add("unsealed", int(opening is None))
             except (FileNotFoundError, NotADirectoryError):
-                pass
+                pass  # a miss, and nothing is wrong
             except OSError:
                 self.counters.add("read_errors")
             except StoreCorruptError as error:

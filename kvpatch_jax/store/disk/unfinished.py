@@ -122,7 +122,7 @@ def _removed(directory: str, token: str) -> bool:
             shutil.rmtree(directory)
         return ours
     except (FileNotFoundError, NotADirectoryError, NotRegularError):
-        pass
+        pass  # no token of ours in it: removed below only where it is empty
     with contextlib.suppress(OSError):  # it died before it wrote anything
         os.rmdir(directory)
         return True

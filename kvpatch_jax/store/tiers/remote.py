@@ -154,7 +154,7 @@ class KeyValueStore:
             if header.expires is None or self._clock() < header.expires:
                 return Stored(header, functools.partial(self._leaves, name.path, version, header), drop)
         except StoreCorruptError:
-            pass
+            pass  # damaged, and dropped below as what has expired is
         with contextlib.suppress(StoreIOError):
             drop()
         return None
