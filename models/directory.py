@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from kvpatch_jax.errors import ConfigError
 
 from .backbone import ModelBackbone
-from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
+from .checkpoints import flatten_params, load_weights, open_source, same_tensors, save_weights, tensor_shapes
 from .decoder.sharding import check_parameters, parameter_shardings
 from .families.family import Family, abstract, parameters, with_dtype
 from .families.registry import FAMILIES
@@ -61,14 +61,15 @@ def load(
     config = family.config(raw, angles, regime)
     config = config if dtype is None else with_dtype(config, dtype)
 
-    shapes = tensor_shapes(directory)
+    source = open_source(directory)
+    shapes = tensor_shapes(source)
     silent = raw.get("tie_word_embeddings") is None
-    config = family.settle_ties(config, shapes, functools.partial(same_tensors, directory), silent)
+    config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
 
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
-    values = load_weights(directory, entries, expected, ignore=family.ignored(config), shardings=shardings)
+    values = load_weights(source, entries, expected, ignore=family.ignored(config), shardings=shardings)
     backbone = ModelBackbone(
         config,
         values,

@@ -21,13 +21,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-import models.checkpoints
 from kvpatch_jax import apply_patch, form_patch, joined, make_chunk
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.layout import to_engine
 from models import FAMILIES, ModelBackbone, load, save
-from models.checkpoints import flatten_params, tensor_shapes
+from models.checkpoints import SafetensorsSource, flatten_params, tensor_shapes
 from models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
 from models.families.family import abstract, parameters
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
@@ -180,7 +179,7 @@ def memory(directory: Path) -> dict[str, Any]:
     """Host memory while a model is loaded onto devices that keep copies of their own, as accelerators do."""
     sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 32}
     write_changed(directory, **{**EIGHT, **sizes})
-    read, put, asked = models.checkpoints._read, jax.device_put, []
+    read, put, asked = SafetensorsSource.read, jax.device_put, []
 
     def counted(*arguments: Any) -> np.ndarray:
         value = read(*arguments)
@@ -196,11 +195,11 @@ def memory(directory: Path) -> dict[str, Any]:
 
     jax.device_put = copied
     load(directory, mesh=line_of(8))  # what Python and JAX keep from a first time is not counted
-    models.checkpoints._read = counted
+    SafetensorsSource.read = counted
     tracemalloc.start()
     leaves = flatten_params(load(directory, mesh=line_of(8)).parameters).values()
     peak = tracemalloc.get_traced_memory()[1]
-    models.checkpoints._read, jax.device_put = read, put
+    SafetensorsSource.read, jax.device_put = read, put
     return {
         "peak": peak,
         "read": sum(asked),

@@ -1,0 +1,23 @@
+"""Checkpoints: tensors by name from whatever holds them, strictly checked against what a model expects.
+
+`TensorSource` says which tensors there are and reads regions of them; `TensorEntry` says where each one goes. What must
+be there, and in which shape, follows from the parameters that the model expects. Everything is checked before the first
+byte of data is read, so a bad checkpoint raises one typed error and leaves nothing half loaded.
+"""
+
+from .entries import Expected as Expected
+from .entries import ParamPath as ParamPath
+from .entries import Params as Params
+from .entries import Part as Part
+from .entries import TensorEntry as TensorEntry
+from .entries import flatten_params as flatten_params
+from .opening import open_source as open_source
+from .reading import load_weights as load_weights
+from .reading import same_tensors as same_tensors
+from .reading import tensor_shapes as tensor_shapes
+from .source import RenamedSource as RenamedSource
+from .source import SafetensorsSource as SafetensorsSource
+from .source import TensorInfo as TensorInfo
+from .source import TensorSource as TensorSource
+from .source import weight_index as weight_index
+from .writing import save_weights as save_weights

@@ -1,0 +1,142 @@
+"""Which tensors a model needs for its parameters, and whether a checkpoint has them: all that is settled by names.
+
+Nothing here reads data.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvpatch_jax.errors import WeightsError
+
+from .entries import Expected, ParamPath, Part, TensorEntry
+from .source import TensorInfo, TensorSource
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_INTEGER = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the file as a parameter needs it: name, shape there, and which slot of the parameter it fills.
+
+    `piece` is the shape of what is read of it: all of it, or the entry's part.
+    """
+
+    name: str
+    file_shape: tuple[int, ...]
+    piece: tuple[int, ...]
+    entry: TensorEntry
+    path: ParamPath
+    slot: tuple[int, ...]
+
+
+def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTensor]:
+    """Every tensor that must be in the file. Raises WeightsError where entries and parameters do not match."""
+    tensors: list[PlannedTensor] = []
+    filled: set[ParamPath] = set()
+    for entry in entries:
+        for path, numbers in _targets(entry, expected):
+            if path in filled:
+                raise WeightsError(f"two entries fill the parameter {'.'.join(path)}; second: {entry.pattern!r}")
+            filled.add(path)
+            tensors += _tensors_of(entry, path, expected[path], numbers)
+    unfilled = sorted(set(expected) - filled)
+    if unfilled:
+        raise WeightsError(f"no entry fills the parameter {'.'.join(unfilled[0])} ({len(unfilled)} in all)")
+    return tensors
+
+
+def _targets(entry: TensorEntry, expected: Expected) -> Iterator[tuple[ParamPath, dict[str, int]]]:
+    """Parameters an entry fills, with the numbers in their paths: one, or one per number where the path has braces."""
+    braces = re.compile(r"\\\{(\w+)\\\}")
+    rules = [re.compile(braces.sub(r"(?P<\1>\\d+)", re.escape(part))) for part in entry.path]
+    found = False
+    for path in expected:
+        matches = [rule.fullmatch(part) for rule, part in zip(rules, path, strict=False)]
+        if len(path) == len(rules) and all(matches):
+            found = True
+            yield path, {field: int(n) for match in matches if match for field, n in match.groupdict().items()}
+    if not found:
+        raise WeightsError(f"entry {entry.pattern!r} fills {'.'.join(entry.path)}, which the model does not have")
+
+
+def _tensors_of(
+    entry: TensorEntry, path: ParamPath, leaf: jax.ShapeDtypeStruct, numbers: dict[str, int]
+) -> Iterator[PlannedTensor]:
+    depth = len(entry.fields) if entry.stack else 0
+    lead, inner = leaf.shape[:depth], leaf.shape[depth:]
+    fits = len(lead) == depth and len(entry.permute or ()) in (0, len(entry.file_shape or inner))
+    piece = tuple(entry.file_shape or (unpermuted(inner, entry.permute) if fits else ()))
+    file_shape = _whole(piece, entry.part)
+    if not fits or file_shape is None or math.prod(piece) != math.prod(inner):
+        raise WeightsError(f"entry {entry.pattern!r} does not fit the parameter {'.'.join(path)} of shape {leaf.shape}")
+    for slot in itertools.product(*map(range, lead)):
+        if entry.stack:
+            named = (slot[0] + entry.offset, *slot[1:]) if slot else slot
+            numbers = dict(zip(entry.fields, named, strict=True))
+        yield PlannedTensor(entry.pattern.format(**numbers), file_shape, piece, entry, path, slot)
+
+
+def _whole(piece: tuple[int, ...], part: Part | None) -> tuple[int, ...] | None:
+    """Shape of the file's tensor that a piece is cut from; None where the piece does not fit its part."""
+    if part is None:
+        return piece
+    if part.axis >= len(piece) or piece[part.axis] != part.stop - part.start or part.stop > part.size:
+        return None
+    return (*piece[: part.axis], part.size, *piece[part.axis + 1 :])
+
+
+def unpermuted[T](axes: Sequence[T], permute: tuple[int, ...] | None) -> tuple[T, ...]:
+    """What belongs to a parameter's axes, in the order that the file's tensor has them."""
+    return tuple(axes) if permute is None else tuple(axes[axis] for axis in np.argsort(permute))
+
+
+def resolve_ties(tensors: Sequence[PlannedTensor], present: Mapping[str, TensorInfo]) -> list[PlannedTensor]:
+    """The same tensors, those that are absent and tied to another under that one's name."""
+    return [
+        dataclasses.replace(tensor, name=tensor.entry.tied_to)
+        if tensor.name not in present and tensor.entry.tied_to is not None
+        else tensor
+        for tensor in tensors
+    ]
+
+
+def check_tensors(
+    source: TensorSource, tensors: Sequence[PlannedTensor], expected: Expected, ignore: Sequence[str]
+) -> None:
+    """Raises WeightsError for a tensor that is missing, of another shape or kind than planned, or not expected."""
+    for tensor in tensors:
+        place = ".".join(tensor.path)
+        if tensor.name not in source.tensors:
+            raise WeightsError(
+                f"{source.origin}: tensor {tensor.name!r} is missing; expected shape {tensor.file_shape} for {place}"
+            )
+        found = source.tensors[tensor.name]
+        if found.shape != tensor.file_shape:
+            raise WeightsError(
+                f"{source.origin}: tensor {tensor.name!r} has shape {found.shape}; expected {tensor.file_shape} for "
+                f"{place}"
+            )
+        floating = jnp.issubdtype(expected[tensor.path].dtype, jnp.floating)
+        allowed = _FLOATING if floating else _INTEGER
+        if found.dtype not in allowed:
+            raise WeightsError(
+                f"{source.origin}: tensor {tensor.name!r} has type {found.dtype}; expected one of {', '.join(allowed)}"
+            )
+    known = {tensor.name for tensor in tensors}
+    skip = [re.compile(pattern) for pattern in ignore]
+    extra = sorted(
+        name for name in source.tensors if name not in known and not any(rule.fullmatch(name) for rule in skip)
+    )
+    if extra:
+        raise WeightsError(
+            f"{source.origin}: tensor {extra[0]!r} is unexpected ({len(extra)} in all); this model has no such "
+            "parameter"
+        )

@@ -1,0 +1,59 @@
+"""Writing parameters as `model.safetensors` under Hugging Face's names."""
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from .entries import Part, TensorEntry, flatten_params
+from .planning import PlannedTensor, plan
+from .source import SINGLE_FILE
+
+
+def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], entries: Sequence[TensorEntry]) -> Path:
+    """Write parameters as `model.safetensors` under Hugging Face's names, in the type they have.
+
+    A parameter tied to another tensor is left out. The file appears whole or not at all. Returns its path.
+
+    Raises:
+      WeightsError: a parameter that no entry covers, or an entry whose parameter is not there.
+    """
+    flat = flatten_params(params)
+    expected = {path: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for path, leaf in flat.items()}
+    values: dict[str, np.ndarray] = {}
+    for path, group in itertools.groupby(plan(entries, expected), key=lambda tensor: tensor.path):
+        leaf = np.asarray(flat[path])
+        for tensor in group:
+            part = tensor.entry.part
+            if part is not None:
+                fused = values.setdefault(tensor.name, np.zeros(tensor.file_shape, leaf.dtype))
+                fused[_cut(part)] = _to_file(leaf[tensor.slot], tensor)
+            elif tensor.entry.tied_to is None:
+                values[tensor.name] = _to_file(leaf[tensor.slot], tensor)
+
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    partial = root / f".{SINGLE_FILE}.partial"
+    try:
+        save_file(values, partial, metadata={"format": "pt"})
+        os.replace(partial, root / SINGLE_FILE)
+    finally:
+        partial.unlink(missing_ok=True)
+    return root / SINGLE_FILE
+
+
+def _cut(part: Part) -> tuple[slice, ...]:
+    return (*[slice(None)] * part.axis, slice(part.start, part.stop))
+
+
+def _to_file(value: np.ndarray, tensor: PlannedTensor) -> np.ndarray:
+    permute = tensor.entry.permute
+    if permute is None:
+        return np.ascontiguousarray(value.reshape(tensor.piece))
+    permuted = value.reshape([tensor.piece[axis] for axis in permute])
+    return np.ascontiguousarray(permuted.transpose(np.argsort(permute)))
