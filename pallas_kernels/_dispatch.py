@@ -45,6 +45,11 @@ def preferring(*implementations: str) -> Iterator[None]:
         _PREFERRED.reset(token)
 
 
+def preferred() -> tuple[str, ...] | None:
+    """What `preferring` says, "xla" last; None outside."""
+    return _PREFERRED.get()
+
+
 def kernel_module(operation: str, platform: str) -> ModuleType:
     """Imports the kernel of an operation for a platform, `pallas_kernels.<operation>.<platform>`.
 
@@ -77,7 +82,7 @@ def choose(
     aimed = target()
     platform = jax.default_backend() if aimed is None else aimed.platform
     if implementation is None:
-        implementation = _PREFERRED.get()
+        implementation = preferred()
     if implementation is None:
         implementation = (*_unasked(operation, shape, platform, aimed is not None), "xla")
 

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["evals", "models", "kvpatch_jax", "pallas_kernels"]
 STORE = ["cli", "", "snapshots", "libraries", "tiers", "disk", "format", "io"]
-MODELS = ["", "families", "inputs", "towers", "decoder", "checkpoints"]
+MODELS = ["", "families", "inputs", "towers", "decoder", "attention", "checkpoints"]
 """From the top down; "" is the room's own modules."""
 
 Edges = dict[str, set[str]]

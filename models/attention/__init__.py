@@ -1,0 +1,5 @@
+"""Attention for decoders and towers: one function, masks as structure, several implementations of one result."""
+
+from .dispatch import attention as attention
+from .dispatch import what_runs as what_runs
+from .mask import Mask as Mask

@@ -1,0 +1,146 @@
+"""Chooses how attention is computed: what was asked for, else what the size and the platform call for.
+
+| name | computes |
+|---|---|
+| "dense" | all scores at once; bit for bit what small models were trained and measured with |
+| "blockwise" | blocks of scores, softmax as it goes; memory grows with the tokens |
+| "xla" | "dense" up to `DENSE_SCORES` and `DENSE_BYTES`, "blockwise" beyond |
+| "cudnn" | cuDNN's flash attention (NVIDIA GPUs) |
+| "splash" | jax's splash attention (TPUs) |
+
+No kernel was timed or run on a device by this project: unasked, "xla" is taken, except inside
+`pallas_kernels.targeting`, which asks for the platform's kernel, and `pallas_kernels.preferring`, where "gpu" means
+"cudnn" and "tpu" means "splash".
+"""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from kvpatch_jax.errors import KernelUnavailableError
+from pallas_kernels._dispatch import preferred
+from pallas_kernels._target import platform, target
+
+from .blockwise import blockwise
+from .dense import dense
+from .mask import Mask
+
+IMPLEMENTATIONS = ("xla", "dense", "blockwise", "cudnn", "splash")
+KERNELS = {"gpu": "cudnn", "tpu": "splash"}
+"""The kernel of each platform."""
+DENSE_SCORES = 2**20
+"""Queries times keys of one head up to which "xla" holds all scores at once."""
+DENSE_BYTES = 2**29
+"""Bytes of scores (all rows and heads, float32) beyond which rows of a batch are taken in turns."""
+
+
+def attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K W"],
+    mask: Mask,
+    *,
+    scale: float,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "B T N W"]:
+    """Computes softmax(scale · q kᵀ) v over the keys that each query sees, N query heads sharing K KV heads.
+
+    Scores, softmax and sums are float32; the result has the queries' dtype. A query that sees no key gets zeros.
+
+    Args:
+      query, key, value: keys and values of other widths are allowed (H and W), N is a multiple of K.
+      mask: who sees whom.
+      implementation: one of `IMPLEMENTATIONS`, or several in order of preference; None as the module says.
+
+    Raises:
+      ShapeError: a mask made for other shapes. KernelUnavailableError: none of the implementations asked for can run;
+        it has the reason of each.
+    """
+    mask.check(query.shape[0], query.shape[1], key.shape[1])
+    chosen = what_runs(query, key, value, mask, implementation)
+    if chosen in KERNELS.values():
+        return _by_kernel(chosen, scale, query, key, value, mask)
+    function = _dense if chosen == "dense" else blockwise
+    return _rows_in_turns(function, query, key, value, mask, scale)
+
+
+def what_runs(query: Any, key: Any, value: Any, mask: Mask, implementation: str | Sequence[str] | None = None) -> str:
+    """Names what `attention` would run for these arrays (or their shapes): one of `IMPLEMENTATIONS` but "xla".
+
+    Raises:
+      KernelUnavailableError: as `attention`.
+    """
+    asked = (implementation,) if isinstance(implementation, str) else tuple(implementation or _unasked())
+    refused = []
+    for name in asked:
+        reason = _reason(name, query, key, value, mask)
+        if reason is None:
+            return _by_size(query, key) if name == "xla" else name
+        refused.append(f"{name!r}: {reason}")
+    raise KernelUnavailableError(f"attention: no implementation of {asked} can run here: {'; '.join(refused)}")
+
+
+def _unasked() -> tuple[str, ...]:
+    names = preferred()
+    if names is None and target() is not None:
+        names = (platform(), "xla")
+    return tuple(KERNELS.get(name, "xla") for name in names or ("xla",))
+
+
+def _reason(name: str, query: Any, key: Any, value: Any, mask: Mask) -> str | None:
+    """Why an implementation cannot run; None if it can."""
+    if name not in IMPLEMENTATIONS:
+        return f"unknown; expected one of {IMPLEMENTATIONS}"
+    if name not in KERNELS.values():
+        return None
+    if KERNELS.get(platform()) != name:
+        return f"the platform is {platform()!r}"
+    return _kernel_module(name).unsupported(query, key, value, mask)
+
+
+def _by_size(query: Any, key: Any) -> str:
+    return "dense" if query.shape[1] * key.shape[1] <= DENSE_SCORES else "blockwise"
+
+
+def _kernel_module(name: str) -> Any:
+    """Imported when a kernel is asked for: Pallas takes long to import."""
+    return importlib.import_module(f".{name}", __package__)
+
+
+def _dense(query: Array, key: Array, value: Array, mask: Mask, scale: float) -> Array:
+    return dense(query, key, value, mask.dense(query.shape[1], key.shape[1]), scale)
+
+
+def _rows_in_turns(function: Any, query: Array, key: Array, value: Array, mask: Mask, scale: float) -> Array:
+    """`function` over as many rows of the batch at a time as `DENSE_BYTES` allows."""
+    B, T, N, _ = query.shape
+    scores = 4 * N * min(T * key.shape[1], DENSE_SCORES)
+    rows = next(
+        size for size in range(max(B, 1), 0, -1) if B % size == 0 and (size * scores <= DENSE_BYTES or size == 1)
+    )
+    if rows >= B:
+        return function(query, key, value, mask, scale)
+
+    def turn(start: Array) -> Array:
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, rows, 0)
+        return function(cut(query), cut(key), cut(value), mask.take_rows(start, rows), scale)
+
+    mixed = jax.lax.map(jax.checkpoint(turn), jax.numpy.arange(0, B, rows))
+    return mixed.reshape(B, T, N, value.shape[-1])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _by_kernel(name: str, scale: float, query: Array, key: Array, value: Array, mask: Mask) -> Array:
+    """A platform's kernel, with the derivatives of the blockwise form: a kernel has none of its own here."""
+    return _kernel_module(name).kernel(query, key, value, mask, scale)
+
+
+@_by_kernel.defjvp
+def _(name: str, scale: float, primals: Any, tangents: Any):
+    query, key, value, mask = primals
+    plain = lambda query, key, value: blockwise(query, key, value, mask, scale)
+    return _by_kernel(name, scale, *primals), jax.jvp(plain, (query, key, value), tuple(tangents[:3]))[1]

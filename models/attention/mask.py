@@ -1,0 +1,116 @@
+"""Masks as structure: who may look where is said by a few numbers per token, and blocks of the mask are made of them.
+
+Axis letters: B batch (or 1: alike for every row), T queries, S keys.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from kvpatch_jax.errors import ShapeError
+
+NOWHERE = np.iinfo(np.int32).max
+"""The place of a key that no query sees: padding between a context and the tokens behind it."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["query_places", "key_places", "query_segments", "key_segments", "allowed"],
+    meta_fields=["causal", "offset", "window"],
+)
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which keys each query sees: those that every rule allows. `Mask()` allows all.
+
+    Causal order and windows are about places in the sequence, which are counted in tokens and know nothing of rotary
+    positions. Query t is at place `offset + t` and key s at place s, unless arrays say otherwise.
+
+    Attributes:
+      causal: a query sees no key behind its own place.
+      offset: place of the first query, static: how many keys stand in front of it.
+      window: how many places a query sees, its own included, or None for all; places of keys k and queries q obey
+        q - window < k, as in Mistral (arXiv:2310.06825, section 2).
+      query_places, key_places: int32 [B,T] and [B,S]; a key that is `NOWHERE` is hidden.
+      query_segments, key_segments: int32 [B,T] and [B,S], both or neither; a query sees keys of its own number, and
+        what has a negative number sees nothing and is not seen.
+      allowed: bool [B,1,T,S], True where a query may look: for rules that are none of these.
+
+    Raises:
+      ShapeError: a window below one, segments of queries without those of keys, or the reverse.
+    """
+
+    causal: bool = False
+    offset: int = 0
+    window: int | None = None
+    query_places: Any = None
+    key_places: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    allowed: Any = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ShapeError(f"window of {self.window} places; expected at least 1")
+        if (self.query_segments is None) != (self.key_segments is None):
+            raise ShapeError("segments of queries alone or keys alone; expected both or neither")
+
+    def check(self, rows: int, queries: int, keys: int) -> None:
+        """Refuses a mask that was not made for [rows, queries] over [rows, keys].
+
+        Raises:
+          ShapeError: it names the array.
+        """
+        expected = {
+            "query_places": (queries,),
+            "key_places": (keys,),
+            "query_segments": (queries,),
+            "key_segments": (keys,),
+            "allowed": (1, queries, keys),
+        }
+        for name, rest in expected.items():
+            array = getattr(self, name)
+            if array is not None and (array.shape[1:] != rest or array.shape[0] not in (1, rows)):
+                raise ShapeError(f"mask: {name} of shape {tuple(array.shape)}; expected {(rows, *rest)}")
+
+    def places_of_queries(self, queries: int) -> Int[Array, "B T"]:
+        """Places of the queries, [1,T] or [B,T]."""
+        if self.query_places is None:
+            return (jnp.arange(queries, dtype=jnp.int32) + self.offset)[None]
+        return jnp.asarray(self.query_places, jnp.int32)
+
+    def places_of_keys(self, keys: int) -> Int[Array, "B S"]:
+        """Places of the keys, [1,S] or [B,S]."""
+        if self.key_places is None:
+            return jnp.arange(keys, dtype=jnp.int32)[None]
+        return jnp.asarray(self.key_places, jnp.int32)
+
+    def dense(self, queries: int, keys: int) -> Bool[Array, "B 1 T S"]:
+        """The whole mask, True where a query sees a key; B is 1 where every row is alike."""
+        seen = jnp.ones((1, 1, queries, keys), bool)
+        if self.causal or self.window is not None or self.key_places is not None:
+            seen = seen & self.sees_places(self.places_of_queries(queries), self.places_of_keys(keys))[:, None]
+        if self.query_segments is not None:
+            seen = seen & sees_segments(jnp.asarray(self.query_segments), jnp.asarray(self.key_segments))[:, None]
+        return seen if self.allowed is None else seen & self.allowed
+
+    def sees_places(self, query: Int[Array, "#B T"], key: Int[Array, "#B S"]) -> Bool[Array, "#B #T S"]:
+        """What causal order and the window allow between these places."""
+        query, key = query[:, :, None], key[:, None, :]
+        seen = key != NOWHERE
+        seen = seen & (key <= query) if self.causal else seen
+        return seen if self.window is None else seen & (key > query - self.window)
+
+    def take_rows(self, start: Any, rows: int) -> "Mask":
+        """The mask of rows start … start+rows-1 of the batch; `start` may be traced."""
+        cut = lambda x: x if x.shape[0] == 1 else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, rows, 0)
+        return jax.tree.map(cut, self)
+
+
+def sees_segments(query: Int[Array, "#B T"], key: Int[Array, "#B S"]) -> Bool[Array, "#B T S"]:
+    """Whether a query and a key are of one segment."""
+    return (query[:, :, None] == key[:, None, :]) & (query >= 0)[:, :, None]
