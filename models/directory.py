@@ -61,7 +61,7 @@ def load(
     config = family.config(raw, angles, regime)
     config = config if dtype is None else with_dtype(config, dtype)
 
-    source = open_source(directory)
+    source = family.renamed(config, open_source(directory))
     shapes = tensor_shapes(source)
     silent = raw.get("tie_word_embeddings") is None
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)

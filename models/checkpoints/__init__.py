@@ -11,6 +11,10 @@ from .entries import Params as Params
 from .entries import Part as Part
 from .entries import TensorEntry as TensorEntry
 from .entries import flatten_params as flatten_params
+from .naming import Naming as Naming
+from .naming import rename as rename
+from .naming import same as same
+from .naming import translate as translate
 from .opening import open_source as open_source
 from .reading import load_weights as load_weights
 from .reading import same_tensors as same_tensors

@@ -1,12 +1,17 @@
 """Where a decoder's tensors go, for families that name them as Llama does: file name → parameter path."""
 
+from collections.abc import Mapping
 from typing import Literal
+
+from kvpatch_jax.errors import WeightsError
 
 from ..checkpoints import ParamPath, Part, TensorEntry
 from .config import DecoderConfig
 
 TRANSPOSE = (1, 0)
 FusedExperts = Literal["no", "rows", "columns"]
+
+_LAYOUTS = {"no": "one tensor per expert", "rows": "fused as [E, 2I, D]", "columns": "fused as [E, D, 2I]"}
 
 
 def linear_entries(name: str, path: ParamPath, *, bias: bool, stack: bool = True, offset: int = 0) -> list[TensorEntry]:
@@ -72,6 +77,51 @@ def decoder_entries(
     if config.tied_embeddings:
         return entries
     return entries + linear_entries(head, (*root, "head"), bias=False, stack=False)
+
+
+def expert_layout(
+    config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], prefix: str, default: FusedExperts = "no"
+) -> FusedExperts:
+    """How a file holds its experts; `default` where it has none of them (or is about to be written).
+
+    The two fused layouts are told apart by the shapes of both tensors of a layer. One of the two may be as long as wide
+    (2I = D or I = D), never both, so that they always decide.
+
+    Args:
+      shapes: of the file's tensors. prefix: as for `decoder_entries`.
+
+    Raises:
+      WeightsError: layers of different layouts, or fused tensors of neither.
+    """
+    experts, found = config.experts, dict[int, FusedExperts]()
+    if experts is None:
+        return default
+    count, width, inner = experts.experts, config.width, experts.intermediate
+    layouts: dict[tuple[tuple[int, ...], ...], FusedExperts] = {
+        ((count, 2 * inner, width), (count, width, inner)): "rows",
+        ((count, width, 2 * inner), (count, inner, width)): "columns",
+    }
+    for layer in range(config.dense_layers, config.layers):
+        name = f"{prefix}layers.{layer}.mlp.experts"
+        gate_up, down = shapes.get(f"{name}.gate_up_proj"), shapes.get(f"{name}.down_proj")
+        single = f"{name}.0.gate_proj.weight"
+        if gate_up is None or down is None:
+            found |= {layer: "no"} if single in shapes else {}
+        elif single in shapes:
+            raise WeightsError(f"{name}.gate_up_proj and {single} are both there; expected the experts once")
+        elif (gate_up, down) not in layouts:
+            expected = " or ".join(f"{first} and {second}" for first, second in layouts)
+            raise WeightsError(f"{name}: gate_up_proj {gate_up} and down_proj {down}; expected {expected}")
+        else:
+            found[layer] = layouts[gate_up, down]
+    first = next(iter(found.items()), None)
+    other = next((item for item in found.items() if item[1] != (first or item)[1]), None)
+    if first is not None and other is not None:
+        raise WeightsError(
+            f"{prefix}layers.{first[0]} has its experts {_LAYOUTS[first[1]]}, layer {other[0]} {_LAYOUTS[other[1]]}; "
+            "expected all layers alike"
+        )
+    return default if first is None else first[1]
 
 
 def _norms(

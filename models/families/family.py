@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..checkpoints import TensorEntry
+from ..checkpoints import Naming, TensorEntry, TensorSource, rename
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.known_keys import DEFAULTS
@@ -87,6 +87,7 @@ class Family:
       vision: None for a text family.
       ignore: regular expressions of tensors that may be in a file and are not read.
       model_type: for a `config.json` that names no architecture.
+      namings: the ways in which files name the tensors, that of `entries` first; empty where there is one.
     """
 
     architecture: str
@@ -97,6 +98,28 @@ class Family:
     vision: Vision | None = None
     ignore: tuple[str, ...] = ()
     model_type: str = ""
+    namings: tuple[Naming, ...] = ()
+
+    def renamed(self, config: Config, source: TensorSource) -> TensorSource:
+        """A checkpoint's tensors under the names of `entries`, whichever of `namings` the file has.
+
+        Raises:
+          WeightsError: names of two kinds, or none that is known.
+        """
+        return rename(source, self.namings, self.knows(config)) if self.namings else source
+
+    def knows(self, config: Config) -> Callable[[str], bool]:
+        """A function that says whether a name is one of the model's, whatever its numbers and however experts lie."""
+        patterns = [entry.pattern for entry in self.entries(with_tie(config, False), {})]
+        names = {_without_numbers(pattern) for pattern in patterns}
+        experts = tuple({name.partition(_EXPERTS)[0] + _EXPERTS for name in names if _EXPERTS in name})
+        ignored = [re.compile(pattern) for pattern in self.ignore]
+
+        def known(name: str) -> bool:
+            bare = _without_numbers(name)
+            return bare in names or bare.startswith(experts) or any(rule.fullmatch(name) for rule in ignored)
+
+        return known
 
     def ignored(self, config: Config) -> tuple[str, ...]:
         """`ignore`, and the output head where it is tied to the embedding."""
@@ -122,6 +145,14 @@ class Family:
             return with_tie(config, False) if own else config
         ties = DEFAULTS.get(self.model_type, {}).get("tie_word_embeddings", False)
         return with_tie(config, True) if ties and silent and head not in shapes else config
+
+
+_EXPERTS = ".mlp.experts."
+
+
+def _without_numbers(name: str) -> str:
+    """A tensor's name, or an entry's pattern, with `#` for every number in it."""
+    return re.sub(r"(?<=\.)(?:\d+|\{\w+\})(?=\.)", "#", name)
 
 
 def placeholders(config: Any) -> tuple[int, ...]:

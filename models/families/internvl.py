@@ -16,6 +16,7 @@ from ..decoder.hf_config import Regime, need
 from ..decoder.weights import decoder_entries
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_internvl
 from ..towers.weights import intern_vit_entries, projector_entries
+from . import namings
 from .family import Family, Shapes, Vision
 from .image_family import freeze, vision_part, whole
 from .llava import read_text
@@ -82,4 +83,5 @@ FAMILY = Family(
     entries=_entries,
     vision=Vision(_SETTINGS, process_internvl, _tokens, _plan, tile_fills),
     model_type="internvl",
+    namings=namings.INTERNVL,
 )

@@ -18,7 +18,7 @@ from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need, read_axial_theta
-from ..decoder.weights import decoder_entries
+from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.images import HALVES, PictureConfig, process_kimi
 from ..towers.moonvit import MoonViT, MoonViTConfig, plan_patches
 from ..towers.weights import moonvit_entries
@@ -125,11 +125,13 @@ def _tokens(config: KimiVLConfig, arrays: Mapping[str, Any], index: int, tokeniz
 
 
 def _entries(config: KimiVLConfig, shapes: Shapes) -> list[TensorEntry]:
-    if config.architecture == RELEASED:
-        decoder = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
-        return decoder + moonvit_entries(config.vision, "vision_tower", "multi_modal_projector", released=True)
-    decoder = decoder_entries(config.text, prefix="model.language_model.", fused_experts="rows")
-    return decoder + moonvit_entries(config.vision, "model.vision_tower", "model.mm_projector", released=False)
+    released = config.architecture == RELEASED
+    prefix = "language_model.model." if released else "model.language_model."
+    head = "language_model.lm_head" if released else "lm_head"
+    fused = expert_layout(config.text, shapes, prefix, "no" if released else "rows")
+    decoder = decoder_entries(config.text, prefix=prefix, head=head, fused_experts=fused)
+    tower = ("vision_tower", "multi_modal_projector") if released else ("model.vision_tower", "model.mm_projector")
+    return decoder + moonvit_entries(config.vision, *tower, released=released)
 
 
 _SETTINGS = PictureConfig.reader(

@@ -24,6 +24,7 @@ from ..inputs.positions import PositionConfig, get_rope_positions
 from ..inputs.qwen_images import ImageConfig, preprocess_images
 from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.weights import qwen2_5_vision_entries
+from . import namings
 from .family import Family, Shapes, Vision
 from .image_family import (
     check_output_width,
@@ -233,4 +234,5 @@ FAMILY = Family(
         fills=lambda config: {"windows": 1, "frames": 1},
     ),
     model_type="qwen2_5_vl",
+    namings=namings.QWEN2_5_VL,
 )

@@ -18,7 +18,7 @@ from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.hf_config import Regime, need, read_axial_theta
-from ..decoder.weights import decoder_entries
+from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.positions import PositionConfig, get_rope_positions
 from ..inputs.qwen_images import ImageConfig, preprocess_images
 from ..towers.qwen3 import Qwen3VisionConfig, Qwen3VisionTower, plan_patches
@@ -138,12 +138,9 @@ def _positions(config: Qwen3VLConfig, input_ids: np.ndarray, arrays: Mapping[str
 
 
 def _entries(config: Qwen3VLConfig, shapes: Shapes) -> list[TensorEntry]:
-    fused = "no"
-    if config.text.experts is not None:  # released files have [E, D, 2I], transformers writes [E, 2I, D]
-        name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
-        rows = (config.text.experts.experts, 2 * config.text.experts.intermediate, config.text.width)
-        fused = "rows" if shapes.get(name) == rows else "columns"
-    decoder = decoder_entries(config.text, prefix="model.language_model.", fused_experts=fused)
+    prefix = "model.language_model."
+    fused = expert_layout(config.text, shapes, prefix, "columns")  # as released
+    decoder = decoder_entries(config.text, prefix=prefix, fused_experts=fused)
     return decoder + qwen3_vision_entries(config.vision, "model.visual")
 
 

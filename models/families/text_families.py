@@ -29,7 +29,7 @@ from ..decoder.hf_config import (
     rope_table,
 )
 from ..decoder.known_keys import complete
-from ..decoder.weights import decoder_entries
+from ..decoder.weights import decoder_entries, expert_layout
 from .family import Family, Shapes
 
 
@@ -157,7 +157,7 @@ def text_family(architecture: str, model_type: str, read: ReadText, **options: A
         return TextConfig(architecture, read(raw, angles, regime), json.dumps(dict(raw), sort_keys=True))
 
     def entries(config: TextConfig, shapes: Shapes) -> list[TensorEntry]:
-        return decoder_entries(config.text, **options)
+        return decoder_entries(config.text, fused_experts=expert_layout(config.text, shapes, "model."), **options)
 
     ignore = (
         (r".*\.rotary_emb\.inv_freq", r"model\.layers\.61\..*")

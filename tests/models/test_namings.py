@@ -1,0 +1,202 @@
+"""Names that releases, transformers and fine-tunes give to tensors: one model, whichever of them a file has."""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import models
+from kvpatch_jax.errors import WeightsError
+from models.decoder.weights import expert_layout
+from tests.goldens.load import GOLDENS, write_checkpoint
+from tests.goldens.load_text import text_config, text_families, write_text_checkpoint
+
+WRITTEN = json.loads((GOLDENS / "namings.json").read_text())
+WEIGHTS = "model.safetensors"
+Tensors = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint) -> Callable[[str], models.ModelBackbone]:
+    """`loaded(family)`: that tiny model."""
+    return functools.cache(lambda family: models.load(checkpoint(family)))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`checkpoint(family)`: the tiny model under the names of its golden. Read only."""
+    root = tmp_path_factory.mktemp("namings")
+    write = lambda family: write_text_checkpoint if family in text_families() else write_checkpoint
+    return functools.cache(lambda family: write(family)(family, root / family))
+
+
+def renamed(directory: Path, out: Path, tensors: Mapping[str, np.ndarray]) -> Path:
+    """The same directory with these tensors."""
+    out.mkdir()
+    for file in directory.glob("*.json"):
+        (out / file.name).write_text(file.read_text())
+    save_file(dict(tensors), out / WEIGHTS, metadata={"format": "pt"})
+    return out
+
+
+def as_written(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """Tensors under the names that transformers wrote, by its pattern → ours; experts put together where it did."""
+    theirs = {ours: pattern for pattern, ours in names.items()}
+    found = dict[str, np.ndarray]()
+    for name, value in tensors.items():
+        pattern = theirs.get(re.sub(r"(?<=\.)\d+(?=\.)", "#", name))
+        if pattern is not None:
+            found[pattern.replace("#", "{}").format(*re.findall(r"(?<=\.)\d+(?=\.)", name))] = value
+    return found | (fused(tensors) if "fused" in names.values() else {})
+
+
+def fused(tensors: Tensors) -> Tensors:
+    """The experts of every layer as [E, 2I, D] (gate above up) and [E, D, I]."""
+    of = lambda name, part, count: np.stack([tensors[f"{name}.{number}.{part}_proj.weight"] for number in range(count)])
+    found = dict[str, np.ndarray]()
+    for name in {match[1] for match in map(re.compile(r"(.*\.experts)\.\d+\.").match, tensors) if match}:
+        count = sum(other.startswith(f"{name}.") for other in tensors) // 3
+        gate_up = np.concatenate([of(name, "gate", count), of(name, "up", count)], axis=1)
+        found |= {f"{name}.gate_up_proj": gate_up, f"{name}.down_proj": of(name, "down", count)}
+    return found
+
+
+def unfused(tensors: Tensors) -> Tensors:
+    """The other way round: [E, 2I, D] and [E, D, I] as one tensor per expert."""
+    found = dict[str, np.ndarray]()
+    for name, value in tensors.items():
+        stem, _, part = name.rpartition(".")
+        if part not in ("gate_up_proj", "down_proj"):
+            found[name] = value
+            continue
+        for number, expert in enumerate(value):
+            half = len(expert) // 2
+            pieces = {"down": expert} if part == "down_proj" else {"gate": expert[:half], "up": expert[half:]}
+            found |= {f"{stem}.{number}.{one}_proj.weight": np.ascontiguousarray(rows) for one, rows in pieces.items()}
+    return found
+
+
+def digest(tensors: Tensors) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        found.update(f"{name} {list(tensors[name].shape)} ".encode())
+        found.update(np.ascontiguousarray(tensors[name]).tobytes())
+    return found.hexdigest()
+
+
+def assert_same_model(one: models.ModelBackbone, directory: Path) -> None:
+    other = models.load(directory)
+    jax.tree.map(np.testing.assert_array_equal, one.parameters, other.parameters)
+    assert one.fingerprint == other.fingerprint  # chunks of the one are served to the other
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_what_transformers_writes_is_the_same_model(family, checkpoint, loaded, tmp_path):
+    directory = checkpoint(family)
+    tensors = as_written(load_file(directory / WEIGHTS), WRITTEN[family]["names"])
+    assert digest(tensors) == WRITTEN[family]["digest"]  # byte for byte the file that transformers wrote
+    assert_same_model(loaded(family), renamed(directory, tmp_path / "theirs", tensors))
+
+
+def swap(old: str, new: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {re.sub(f"^{re.escape(old)}", new, name): value for name, value in tensors.items()}
+
+
+def as_modules(family: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: as_written(tensors, WRITTEN[family]["names"])
+
+
+@pytest.mark.parametrize(
+    ("family", "rename"),
+    [
+        ("llava", swap("vision_tower.", "vision_tower.vision_model.")),
+        ("llava_next", lambda tensors: swap("model.vision_tower.", "model.vision_tower.vision_model.")(
+            as_modules("llava_next")(tensors)
+        )),
+        ("deepseek_vl", swap("model.vision_model.", "model.vision_model.vision_model.")),
+        ("kimi_vl", unfused),
+        ("qwen3_vl_moe", unfused),
+        ("qwen3_vl_moe", lambda tensors: {
+            name: np.ascontiguousarray(value.swapaxes(1, 2)) if ".experts." in name else value
+            for name, value in tensors.items()
+        }),
+    ],
+    ids=["llava 4", "llava-next 4", "deepseek-vl 4", "kimi unfused", "qwen3-vl-moe unfused", "qwen3-vl-moe released"],
+)  # fmt: skip
+def test_other_names_are_the_same_model(family, rename, checkpoint, loaded, tmp_path):
+    directory = checkpoint(family)
+    before = load_file(directory / WEIGHTS)
+    tensors = rename(before)
+    assert {name: value.shape for name, value in tensors.items()} != {n: value.shape for n, value in before.items()}
+    assert_same_model(loaded(family), renamed(directory, tmp_path / "theirs", tensors))
+
+
+def test_two_ways_of_naming_in_one_file_are_refused_with_both(checkpoint, tmp_path):
+    directory = checkpoint("qwen2_5_vl")
+    before = load_file(directory / WEIGHTS)
+    after = as_modules("qwen2_5_vl")(before)
+    mixed = {name: value for name, value in before.items() if not name.startswith("visual.")}
+    mixed |= {name: value for name, value in after.items() if name.startswith("model.visual.")}
+    both = r"mixes two ways.* 'model\.visual\.\S* is named as transformers' modules .*, 'model\.(e|l|n)\S* as released"
+    with pytest.raises(WeightsError, match=both):
+        models.load(renamed(directory, tmp_path / "mixed", mixed))
+
+
+def test_names_of_another_model_are_refused_with_what_is_known(checkpoint, tmp_path):
+    directory = checkpoint("llava")
+    tensors = {f"module.{name}": value for name, value in load_file(directory / WEIGHTS).items()}
+    with pytest.raises(WeightsError, match=r"no tensor.*known.*'module\.language_model.*model\.language_model\.\*"):
+        models.load(renamed(directory, tmp_path / "other", tensors))
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
+def test_strictness_stays_under_other_names(change, checkpoint, tmp_path):
+    directory = checkpoint("internvl")
+    tensors = as_modules("internvl")(load_file(directory / WEIGHTS))
+    name = "model.vision_tower.encoder.layer.1.mlp.fc1.bias"
+    if change == "missing":
+        del tensors[name]
+    elif change == "unexpected":
+        tensors["model.vision_tower.encoder.layer.1.mlp.fc3.bias"] = tensors[name]
+    else:
+        tensors[name] = tensors[name][1:].copy()
+    found = {"missing": "fc1.bias.*is missing", "unexpected": "fc3.bias.*unexpected", "shape": "fc1.bias.*has shape"}
+    with pytest.raises(WeightsError, match=f"named as transformers' modules.*{found[change]}"):
+        models.load(renamed(directory, tmp_path / "other", tensors))
+
+
+# ------------------------------------------------------------------------------------------------------------ experts
+
+
+def test_layers_with_experts_of_two_layouts_are_refused(checkpoint, tmp_path):
+    directory = checkpoint("qwen3_moe")
+    tensors = load_file(directory / WEIGHTS)
+    mixed = {name: value for name, value in tensors.items() if ".1.mlp.experts." not in name}
+    mixed |= {name: value for name, value in fused(tensors).items() if ".1.mlp.experts." in name}
+    both = r"layers\.0 has its experts one tensor per expert, layer 1 fused as \[E, 2I"
+    with pytest.raises(WeightsError, match=both):
+        models.load(renamed(directory, tmp_path / "mixed", mixed))
+    with pytest.raises(WeightsError, match="both there"):
+        models.load(renamed(directory, tmp_path / "twice", tensors | fused(tensors)))
+
+
+@pytest.mark.parametrize(("width", "inner"), [(8, 4), (8, 8), (8, 6)])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_fused_layouts_are_told_apart_where_one_tensor_is_as_long_as_wide(width, inner, layout):
+    changes = {"hidden_size": width, "moe_intermediate_size": inner, "num_experts": 3, "head_dim": 4}
+    raw = text_config("qwen3_moe") | changes
+    config = models.FAMILIES["Qwen3MoeForCausalLM"].config(raw, "exact", None).text
+    rows = {"gate_up_proj": (3, 2 * inner, width), "down_proj": (3, width, inner)}
+    shapes = {name: shape if layout == "rows" else (3, shape[2], shape[1]) for name, shape in rows.items()}
+    named = {f"model.layers.{layer}.mlp.experts.{name}": shapes[name] for layer in range(3) for name in shapes}
+    assert expert_layout(config, named, "model.") == layout
+    named["model.layers.0.mlp.experts.down_proj"] = (3, 2, 2)
+    with pytest.raises(WeightsError, match=r"down_proj \(3, 2, 2\); expected"):
+        expert_layout(config, named, "model.")
