@@ -13,7 +13,15 @@ from jax.sharding import Mesh
 from kvpatch_jax.errors import ConfigError
 
 from .backbone import ModelBackbone
-from .checkpoints import flatten_params, load_weights, open_source, same_tensors, save_weights, tensor_shapes
+from .checkpoints import (
+    flatten_params,
+    load_weights,
+    open_source,
+    same_tensors,
+    save_weights,
+    split_config,
+    tensor_shapes,
+)
 from .decoder.sharding import check_parameters, parameter_shardings
 from .families.family import Family, abstract, parameters, with_dtype
 from .families.registry import FAMILIES
@@ -48,9 +56,9 @@ def load(
 
     Raises:
       ConfigError: no such directory (names of the Hugging Face hub are not fetched: the message says how to download a
-        checkpoint), no readable config.json, a key
-        that is not known for the model or not of its kind, a layer that keeps no KV, a regime for a rope that has none,
-        an architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a
+        checkpoint), no readable config.json, weights quantised in a way that is not read, a key that is
+        not known for the model or not of its kind, a layer that keeps no KV, a regime for a rope that has none, an
+        architecture that is not built (the known ones are listed), or a mesh without the axis "tensor" or with a
         number of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
         come out in its type and sharding.
@@ -58,10 +66,11 @@ def load(
         image or a chat template is first used.)
     """
     raw, family = _read_config(Path(directory))
+    raw, _ = split_config(raw, Path(directory))  # what is loaded, and may be saved again, is not quantised any more
     config = family.config(raw, angles, regime)
     config = config if dtype is None else with_dtype(config, dtype)
 
-    source = family.renamed(config, open_source(directory))
+    source = family.renamed(config, open_source(directory, config.text.dtype))
     shapes = tensor_shapes(source)
     silent = raw.get("tie_word_embeddings") is None
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
@@ -69,7 +78,8 @@ def load(
     entries = family.entries(config, shapes)
 
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
-    values = load_weights(source, entries, expected, ignore=family.ignored(config), shardings=shardings)
+    ignore = (*family.ignored(config), *map(re.escape, source.unused))
+    values = load_weights(source, entries, expected, ignore=ignore, shardings=shardings)
     backbone = ModelBackbone(
         config,
         values,

@@ -16,6 +16,7 @@ from .naming import rename as rename
 from .naming import same as same
 from .naming import translate as translate
 from .opening import open_source as open_source
+from .quantised import split_config as split_config
 from .reading import load_weights as load_weights
 from .reading import same_tensors as same_tensors
 from .reading import tensor_shapes as tensor_shapes

@@ -1,17 +1,31 @@
 """Opening a checkpoint directory, whatever its tensors are stored as."""
 
 import os
+from pathlib import Path
 
+import numpy as np
+from jax.typing import DTypeLike
+
+from .quantised import DequantisedSource, check_plain_tensors, find_quantisation
 from .source import SafetensorsSource, TensorSource
 
 
-def open_source(directory: str | os.PathLike[str]) -> TensorSource:
+def open_source(directory: str | os.PathLike[str], dtype: DTypeLike = np.float32) -> TensorSource:
     """Opens the tensors of a checkpoint directory, as the model names and needs them.
 
+    Args:
+      dtype: the type that quantised tensors are dequantised to.
+
     Raises:
-      WeightsError: as `SafetensorsSource`.
+      ConfigError: weights quantised in a way that is not read. WeightsError: as `SafetensorsSource`, or tensors that do
+        not hold what the configuration says.
     """
-    return SafetensorsSource(directory)
+    quantisation = find_quantisation(Path(directory))
+    source = SafetensorsSource(directory)
+    if quantisation is not None:
+        return DequantisedSource(source, quantisation, dtype)
+    check_plain_tensors(source.origin, source.tensors, "config.json has no quantization_config")
+    return source
 
 
 def as_source(given: TensorSource | str | os.PathLike[str]) -> TensorSource:

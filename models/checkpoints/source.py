@@ -39,6 +39,7 @@ class TensorSource(Protocol):
     Attributes:
       origin: the directory or file, for messages.
       tensors: every tensor's name, shape and type.
+      unused: names of those that a model without such a parameter may leave unread.
     """
 
     @property
@@ -46,6 +47,9 @@ class TensorSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def unused(self) -> frozenset[str]: ...
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:
         """Reads a tensor, or a region of it and no more; from several threads at once, too.
@@ -64,12 +68,15 @@ class SafetensorsSource:
         damaged file.
     """
 
+    unused: frozenset[str] = frozenset()
+
     def __init__(self, directory: str | os.PathLike[str]):
         self.origin = str(directory)
         self.tensors: dict[str, TensorInfo] = {}
         index = weight_index(directory)
         opened = {path: _open(path) for path in sorted(set(index.values()))}
         self._files = {name: opened[path] for name, path in index.items()}
+        self._paths = index
         for file in opened.values():
             self.tensors |= _headers(file)
 
@@ -77,6 +84,8 @@ class SafetensorsSource:
         """Reads a tensor or a region of it. Raises WeightsError where the data cannot be read."""
         file = self._files[name]
         try:
+            if self.tensors[name].dtype.startswith("F8"):  # of which safetensors makes no NumPy arrays (0.8)
+                return _read_bytes(self._paths[name], name, self.tensors[name].shape)[() if region is None else region]
             return file.get_tensor(name) if region is None else file.get_slice(name)[region]
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsError(f"tensor {name!r} cannot be read: {error}") from error
@@ -101,6 +110,7 @@ class RenamedSource:
         if absent:
             raise WeightsError(f"{self.origin}: tensor {absent[0]!r} is missing ({len(absent)} in all)")
         self.tensors = {new: inner.tensors[old] for new, old in self._names.items()}
+        self.unused = frozenset(new for new, old in self._names.items() if old in inner.unused)
 
     def _renamed(self, rename: Callable[[str], str | None]) -> dict[str, str]:
         names: dict[str, str] = {}
@@ -162,6 +172,14 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError, ValueError) as error:
         raise WeightsError(f"{path} is damaged, cut short or not a safetensors file: {error}") from error
+
+
+def _read_bytes(path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor of one byte per value as it lies in the file, uint8, mapped."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        start, stop = json.loads(file.read(length))[name]["data_offsets"]
+    return np.memmap(path, np.uint8, "r", 8 + length + start, (stop - start,)).reshape(shape)
 
 
 def _headers(file: Any) -> dict[str, TensorInfo]:

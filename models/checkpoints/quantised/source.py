@@ -1,0 +1,245 @@
+"""`DequantisedSource`: the tensors of a quantised checkpoint as if it were a plain one."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from kvpatch_jax.errors import WeightsError
+
+from ..source import Slices, TensorInfo, TensorSource
+from .arithmetic import WORD
+from .settings import Quantisation
+from .tensors import AwqTensor, GptqTensor, PackedTensor, QuantisedTensor, ScaledTensor, whole
+
+_FLOATS = ("F32", "F16", "BF16")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_ACTIVATIONS = re.compile(
+    r".*\.(input_scale|input_zero_point|input_scale_ub|activation_scale|output_scale|[qkv]_scale)"
+)
+"""Scales of what is multiplied with the weights or kept in a cache; here both stay as they are."""
+_MARKS = re.compile(
+    r".*(\.qweight|\.qzeros|\.g_idx|_packed|_blocks|_scale_inv|\.absmax|\.SCB|\.nested_absmax|weight_scale)"
+)
+"""Names that only quantised checkpoints have."""
+
+
+class DequantisedSource:
+    """Tensors of a quantised checkpoint, dequantised where they are read; plain ones as they are.
+
+    Values are computed in float32 and rounded once. Only the packed parts of the region that is asked for are read.
+
+    Args:
+      inner: the checkpoint's own tensors.
+      quantisation: what its configuration says of them.
+      dtype: type of dequantised tensors: float32, bfloat16 or float16.
+
+    Attributes:
+      unused: biases of zeros, which GPTQ's packers give to modules that have none.
+
+    Raises:
+      WeightsError: quantised tensors that lack a part, or with parts of another shape or type than each other or the
+        configuration say, or that the configuration says are not quantised.
+    """
+
+    def __init__(self, inner: TensorSource, quantisation: Quantisation, dtype: DTypeLike = np.float32):
+        self.origin, self._inner, self._quantisation = inner.origin, inner, quantisation
+        self._dtype = np.dtype(jnp.dtype(dtype))
+        find = {"gptq": self._gptq, "awq": self._awq}.get(quantisation.method, self._scaled)
+        self._quantised: dict[str, QuantisedTensor] = dict(find())
+
+        self._check_plain()
+        parts = {part for tensor in self._quantised.values() for part in tensor.parts}
+        self.tensors: dict[str, TensorInfo] = {
+            name: info for name, info in inner.tensors.items() if name not in parts and not _ACTIVATIONS.fullmatch(name)
+        }
+        twice = sorted(set(self._quantised) & set(self.tensors))
+        if twice:
+            raise WeightsError(f"{self.origin}: tensor {twice[0]!r} is there and quantised too; expected one of them")
+        check_plain_tensors(self.origin, self.tensors, f"{quantisation.place} says {quantisation.method!r}")
+        kind = _NAMES[self._dtype.name]
+        self.tensors |= {name: TensorInfo(tensor.shape, kind) for name, tensor in self._quantised.items()}
+        self.unused = frozenset(self._zero_biases())
+
+    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
+        """Reads a tensor or a region of it, dequantised where it is quantised.
+
+        Raises:
+          WeightsError: data that cannot be read, or that names groups that are not there.
+        """
+        tensor = self._quantised.get(name)
+        if tensor is None:
+            return self._inner.read(name, region)
+        return tensor.read(self._inner, whole(tensor.shape, region), self._dtype)
+
+    # ------------------------------------------------------------------------------------- what there is
+
+    def _gptq(self) -> Iterator[tuple[str, QuantisedTensor]]:
+        for prefix, found in self._modules("qweight"):
+            assert found.bits is not None
+            rows, outputs = self._info(f"{prefix}.qweight", ("I32",), 2)
+            inputs = rows * WORD // found.bits
+            size = found.group_size or inputs
+            groups = -(-inputs // size)
+            self._expect(f"{prefix}.qzeros", ("I32",), (groups, -(-outputs * found.bits // WORD)))
+            self._expect(f"{prefix}.scales", _FLOATS, (groups, outputs))
+            indexed = f"{prefix}.g_idx" in self._inner.tensors
+            if indexed:
+                self._expect(f"{prefix}.g_idx", ("I32", "I64"), (inputs,))
+            elif not found.ordered:
+                raise WeightsError(f"{self.origin}: tensor '{prefix}.g_idx' is missing; expected it with desc_act")
+            yield (
+                f"{prefix}.weight",
+                GptqTensor(prefix, found.bits, (outputs, inputs), size, indexed, found.ordered, found.zero_offset),
+            )
+
+    def _awq(self) -> Iterator[tuple[str, QuantisedTensor]]:
+        for prefix, found in self._modules("qweight"):
+            inputs, words = self._info(f"{prefix}.qweight", ("I32",), 2)
+            size = found.group_size or inputs
+            groups = -(-inputs // size)
+            self._expect(f"{prefix}.qzeros", ("I32",), (groups, words))
+            self._expect(f"{prefix}.scales", _FLOATS, (groups, 8 * words))
+            yield f"{prefix}.weight", AwqTensor(prefix, (8 * words, inputs), size)
+
+    def _scaled(self) -> Iterator[tuple[str, QuantisedTensor]]:
+        """FP8 and int8 with scales beside them, and packed integers."""
+        for prefix, found in self._modules("weight_packed"):
+            yield f"{prefix}.weight", self._packed(f"{prefix}.weight", found)
+        for name, info in self._inner.tensors.items():
+            if info.dtype in _FLOAT8 or (info.dtype == "I8" and f"{name}_scale" in self._inner.tensors):
+                yield name, self._blocks(name, info)
+
+    def _packed(self, prefix: str, found: Quantisation) -> PackedTensor:
+        outputs, words = self._info(f"{prefix}_packed", ("I32",), 2)
+        self._expect(f"{prefix}_shape", ("I32", "I64"), (2,))
+        shape = [int(size) for size in self._inner.read(f"{prefix}_shape")]
+        fitting = [bits for bits in (4, 8) if shape == [outputs, shape[1]] and -(-shape[1] * bits // WORD) == words]
+        if found.bits is not None:
+            fitting = [bits for bits in fitting if bits == found.bits]
+        if not fitting or shape[1] < 1:
+            wanted = f"{found.bits} bits" if found.bits else "4 or 8 bits"
+            raise WeightsError(
+                f"{self.origin}: tensor '{prefix}_packed' has shape {(outputs, words)}; expected that of {shape} in "
+                f"{wanted}, as '{prefix}_shape' says"
+            )
+        inputs, bits = shape[1], fitting[0]
+        rows = self._info(f"{prefix}_scale", _FLOATS, 2)
+        size = inputs if rows[1] == 1 else found.group_size or inputs
+        self._expect(f"{prefix}_scale", _FLOATS, (outputs, -(-inputs // size)))
+        zeros, indexed = (f"{prefix}_{part}" in self._inner.tensors for part in ("zero_point", "g_idx"))
+        if zeros:
+            self._expect(f"{prefix}_zero_point", ("I32",), (-(-outputs * bits // WORD), -(-inputs // size)))
+        if indexed:
+            self._expect(f"{prefix}_g_idx", ("I32", "I64"), (inputs,))
+        return PackedTensor(prefix, bits, (outputs, inputs), size, zeros, indexed)
+
+    def _blocks(self, name: str, info: TensorInfo) -> ScaledTensor:
+        scale = next(
+            (f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in self._inner.tensors), None
+        )
+        if scale is None:
+            raise WeightsError(
+                f"{self.origin}: tensor {name!r} is {info.dtype} without scales; expected '{name}_scale_inv' or "
+                f"'{name}_scale'"
+            )
+        if len(info.shape) < 2:
+            raise WeightsError(
+                f"{self.origin}: tensor {name!r} is {info.dtype} {info.shape}; expected two axes or more"
+            )
+        kinds = (*_FLOATS, "F8_E8M0", "U8") if info.dtype in _FLOAT8 else _FLOATS
+        block = self._block(name, info.shape, scale)
+        shape = self._info(scale, kinds, None)
+        zero = f"{name}_zero_point" if f"{name}_zero_point" in self._inner.tensors else None
+        if zero is not None:
+            self._expect(zero, ("I8", *_FLOAT8), shape)
+        return ScaledTensor(name, scale, zero, info.dtype, info.shape, block)
+
+    def _block(self, name: str, shape: tuple[int, ...], scale: str) -> tuple[int, int]:
+        """Rows and columns that share a scale, as the shape of the scales says."""
+        *leading, rows, columns = shape
+        found, quantisation = self._inner.tensors[scale].shape, self._quantisation
+        known = [quantisation.block] if quantisation.block else []
+        known += [(1, quantisation.group_size)] if quantisation.group_size else []
+        known += [(1, columns), (rows, columns)]
+        fitting: dict[tuple[int, ...], tuple[int, int]]
+        fitting = {(*leading, -(-rows // block[0]), -(-columns // block[1])): block for block in reversed(known)}
+        if math.prod(found) == 1 and not leading:
+            return rows, columns
+        if found not in fitting:
+            raise WeightsError(
+                f"{self.origin}: tensor {scale!r} has shape {found}; expected one of {sorted(fitting)} for {name!r} "
+                f"of shape {shape}"
+            )
+        return fitting[found]
+
+    # --------------------------------------------------------------------------------------------- checks
+
+    def _modules(self, part: str) -> Iterator[tuple[str, Quantisation]]:
+        """Modules with a tensor of this name, and how each is quantised."""
+        for name in self._inner.tensors:
+            prefix = name.removesuffix(f".{part}")
+            if prefix != name:
+                found = self._quantisation.of_module(prefix)
+                yield prefix, self._quantisation if found is None else found  # which ones must not be is checked below
+
+    def _info(self, name: str, kinds: tuple[str, ...], axes: int | None) -> tuple[int, ...]:
+        """The shape of a part, whose type and number of axes are checked."""
+        info = self._inner.tensors.get(name)
+        if info is None:
+            raise WeightsError(
+                f"{self.origin}: tensor {name!r} is missing; expected it beside the others of its module, which "
+                f"{self._quantisation.place} says is quantised by {self._quantisation.method!r}"
+            )
+        if info.dtype not in kinds:
+            raise WeightsError(
+                f"{self.origin}: tensor {name!r} has type {info.dtype}; expected one of {', '.join(kinds)}"
+            )
+        if axes is not None and (len(info.shape) != axes or 0 in info.shape):
+            raise WeightsError(
+                f"{self.origin}: tensor {name!r} has shape {info.shape}; expected {axes} axes, none empty"
+            )
+        return info.shape
+
+    def _expect(self, name: str, kinds: tuple[str, ...], shape: tuple[int, ...]) -> None:
+        found = self._info(name, kinds, None)
+        if found != shape:
+            raise WeightsError(
+                f"{self.origin}: tensor {name!r} has shape {found}; expected {shape}, as the rest of its module and "
+                f"{self._quantisation.place} say"
+            )
+
+    def _check_plain(self) -> None:
+        """Refuses quantised tensors of modules that are said to be plain: one of the two is wrong."""
+        for name, tensor in self._quantised.items():
+            module = name.removesuffix(".weight")
+            if self._quantisation.of_module(module) is None:
+                raise WeightsError(
+                    f"{self.origin}: tensor {tensor.parts[0]!r} is quantised, and {self._quantisation.place} says that "
+                    f"{module!r} is not; expected a plain {name!r}"
+                )
+
+    def _zero_biases(self) -> Iterator[str]:
+        """Biases that GPTQ's packers give to modules that have none."""
+        for name in self._quantised if self._quantisation.method in ("gptq", "awq") else ():
+            bias = f"{name.removesuffix('weight')}bias"
+            if bias in self.tensors and not self._inner.read(bias).any():
+                yield bias
+
+
+def check_plain_tensors(origin: str, tensors: Mapping[str, TensorInfo], why: str) -> None:
+    """Refuses tensors that only quantised checkpoints have, where they are not, or no longer, accounted for.
+
+    Raises:
+      WeightsError: it names the first of them and `why` it is not read.
+    """
+    for name, info in tensors.items():
+        if info.dtype.startswith("F8") or _MARKS.fullmatch(name):
+            raise WeightsError(
+                f"{origin}: tensor {name!r} ({info.dtype} {info.shape}) belongs to quantised weights; {why}, which "
+                "does not account for it"
+            )

@@ -1,0 +1,271 @@
+"""Quantised tensors of each form: what they stand for, which tensors hold them, and how a region of one is read."""
+
+import dataclasses
+import math
+from typing import Protocol
+
+import numpy as np
+
+from kvpatch_jax.errors import WeightsError
+
+from ..source import Slices, TensorSource
+from .arithmetic import WORD, float8_values, scale_columns, scale_rows, unpack_columns, unpack_rows
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class QuantisedTensor(Protocol):
+    """A weight that is held in other tensors.
+
+    Attributes:
+      shape: of the weight, as the unquantised checkpoint has it ([out, in] for a linear map).
+      parts: names of the tensors that hold it.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    def read(self, source: TensorSource, region: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """Dequantises a region (a slice with start and stop per axis), of which alone the parts are read."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledTensor:
+    """Bytes (float8 or int8) with a scale per block of the last two axes: FP8 releases, compressed-tensors.
+
+    Attributes:
+      name, scale, zero: of the tensors; `zero` None for symmetric ones.
+      kind: type of the bytes, by safetensors' name.
+      block: rows and columns that share a scale.
+    """
+
+    name: str
+    scale: str
+    zero: str | None
+    kind: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (self.name, self.scale) if self.zero is None else (self.name, self.scale, self.zero)
+
+    def read(self, source: TensorSource, region: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """See `QuantisedTensor`."""
+        out = np.empty([part.stop - part.start for part in region], dtype)
+        *leading, rows, columns = region
+        for lead in np.ndindex(*(part.stop - part.start for part in leading)):
+            place = tuple(slice(part.start + at, part.start + at + 1) for part, at in zip(leading, lead, strict=True))
+            self._read_matrix(source, place, rows, columns, out[lead])
+        return out
+
+    def _read_matrix(
+        self, source: TensorSource, place: tuple[slice, ...], rows: slice, columns: slice, out: np.ndarray
+    ) -> None:
+        stored = source.read(self.name, (*place, rows, columns))
+        stored = stored.reshape(out.shape).view(np.int8 if self.kind == "I8" else np.uint8)
+        blocks = [_blocks(part, size) for part, size in zip((rows, columns), self.block, strict=True)]
+        scales = self._factors(source, self.scale, place, blocks)
+        zeros = None if self.zero is None else self._factors(source, self.zero, place, blocks)
+        row, column = (
+            np.arange(part.start, part.stop) // size - first.start
+            for part, size, first in zip((rows, columns), self.block, blocks, strict=True)
+        )
+        table = None if self.kind == "I8" else float8_values(self.kind)
+        scale_columns(stored, scales, row, column, out, table, zeros)
+
+    def _factors(self, source: TensorSource, name: str, place: tuple[slice, ...], blocks: list[slice]) -> np.ndarray:
+        """Scales or zeros of some blocks, float32 [r, c]. A single one may be stored without axes."""
+        info = source.tensors[name]
+        found = source.read(name, None if math.prod(info.shape) == 1 else (*place, *blocks))
+        if info.dtype == "U8" or info.dtype.startswith("F8"):
+            table = float8_values("F8_E8M0" if info.dtype == "U8" else info.dtype)
+            found = table[np.atleast_1d(found).view(np.uint8)]
+        return found.astype(np.float32).reshape([part.stop - part.start for part in blocks])
+
+
+@dataclasses.dataclass(frozen=True)
+class GptqTensor:
+    """GPTQ: words of several input rows [in · bits / 32, out], zeros packed along the outputs, scales [groups, out].
+
+    Attributes:
+      prefix: of the module. bits: 2, 4 or 8. shape: [out, in].
+      group_size: inputs per group, where they lie in order. indexed: whether `g_idx` is there.
+      ordered: whether the inputs of a group lie side by side (no act-order), so that `g_idx` must say so.
+      zero_offset: what the format took from the zeros: "none" (v2), "fields" (AutoGPTQ: 1 from each, kept within its
+        bits), "words" (GPTQModel: 1 from each, as one subtraction over the word).
+    """
+
+    prefix: str
+    bits: int
+    shape: tuple[int, int]
+    group_size: int
+    indexed: bool
+    ordered: bool
+    zero_offset: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        names = ("qweight", "qzeros", "scales", *(("g_idx",) if self.indexed else ()))
+        return tuple(f"{self.prefix}.{name}" for name in names)
+
+    def read(self, source: TensorSource, region: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """See `QuantisedTensor`."""
+        outputs, inputs = region
+        packed = _packed(inputs, WORD // self.bits)
+        words = _words(source.read(f"{self.prefix}.qweight", (packed, outputs)))
+        first = packed.start * (WORD // self.bits)
+        fields = unpack_rows(words, self.bits)[inputs.start - first : inputs.stop - first]
+
+        groups = self._groups(source, inputs)
+        scales = source.read(f"{self.prefix}.scales", (slice(None), outputs)).astype(np.float32)
+        out = np.empty(fields.shape, dtype)
+        scale_rows(fields, scales, self._zeros(source, outputs), groups, out)
+        return out.T
+
+    def _groups(self, source: TensorSource, inputs: slice) -> np.ndarray:
+        in_order = np.arange(inputs.start, inputs.stop) // self.group_size
+        if not self.indexed:
+            return in_order
+        name = f"{self.prefix}.g_idx"
+        found, count = source.read(name, (inputs,)), -(-self.shape[1] // self.group_size)
+        if self.ordered and not np.array_equal(found, in_order):
+            raise WeightsError(
+                f"{source.origin}: tensor {name!r} is out of order where desc_act is false; expected groups of "
+                f"{self.group_size} inputs side by side"
+            )
+        if found.size and not 0 <= found.min() <= found.max() < count:
+            raise WeightsError(
+                f"{source.origin}: tensor {name!r} names group {int(found.min())} … {int(found.max())}; "
+                f"expected 0 … {count - 1}"
+            )
+        return found
+
+    def _zeros(self, source: TensorSource, outputs: slice) -> np.ndarray:
+        packed = _packed(outputs, WORD // self.bits)
+        words = _words(source.read(f"{self.prefix}.qzeros", (slice(None), packed)))
+        if self.zero_offset == "words":
+            ones = sum(1 << place for place in range(0, WORD, self.bits))
+            words = words + np.uint32(ones)
+        first = packed.start * (WORD // self.bits)
+        fields = unpack_columns(words, self.bits)[:, outputs.start - first : outputs.stop - first]
+        if self.zero_offset == "fields":
+            fields = (fields + np.uint8(1)) & np.uint8((1 << self.bits) - 1)
+        return fields.astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class AwqTensor:
+    """AWQ in AutoAWQ's gemm layout: words of eight outputs [in, out / 8] in a shuffled order, zeros likewise.
+
+    Attributes:
+      prefix: of the module. shape: [out, in]. group_size: inputs that share a scale.
+    """
+
+    prefix: str
+    shape: tuple[int, int]
+    group_size: int
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(f"{self.prefix}.{name}" for name in ("qweight", "qzeros", "scales"))
+
+    def read(self, source: TensorSource, region: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """See `QuantisedTensor`."""
+        outputs, inputs = region
+        groups = _blocks(inputs, self.group_size)
+        packed = _packed(outputs, 8)
+        cut = slice(outputs.start - 8 * packed.start, outputs.stop - 8 * packed.start)
+        weight, zero, scale = self.parts
+        fields = unpack_columns(_words(source.read(weight, (inputs, packed))), 4, _AWQ_ORDER)[:, cut]
+        zeros = unpack_columns(_words(source.read(zero, (groups, packed))), 4, _AWQ_ORDER)[:, cut]
+        scales = source.read(scale, (groups, outputs)).astype(np.float32)
+        out = np.empty(fields.shape, dtype)
+        which = np.arange(inputs.start, inputs.stop) // self.group_size - groups.start
+        scale_rows(fields, scales, zeros.astype(np.float32), which, out)
+        return out.T
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTensor:
+    """compressed-tensors' packed integers: words of several inputs [out, in · bits / 32], scales [out, groups].
+
+    Attributes:
+      prefix: of the weight (`….weight`). bits: 4 or 8. shape: [out, in]. group_size: inputs that share a scale.
+      zeros: whether there are zeros, packed along the outputs. indexed: whether `g_idx` is there.
+    """
+
+    prefix: str
+    bits: int
+    shape: tuple[int, int]
+    group_size: int
+    zeros: bool
+    indexed: bool
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        more = ("zero_point",) * self.zeros + ("g_idx",) * self.indexed
+        return tuple(f"{self.prefix}_{name}" for name in ("packed", "scale", "shape", *more))
+
+    def read(self, source: TensorSource, region: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """See `QuantisedTensor`."""
+        outputs, inputs = region
+        packed = _packed(inputs, WORD // self.bits)
+        words = _words(source.read(f"{self.prefix}_packed", (outputs, packed)))
+        first = packed.start * (WORD // self.bits)
+        fields = unpack_columns(words, self.bits)[:, inputs.start - first : inputs.stop - first]
+
+        scales = source.read(f"{self.prefix}_scale", (outputs, slice(None))).astype(np.float32)
+        out = np.empty(fields.shape, dtype)
+        rows = np.arange(len(fields))
+        scale_columns(
+            fields, scales, rows, self._groups(source, inputs), out, None, self._zeros(source, outputs, scales)
+        )
+        return out
+
+    def _groups(self, source: TensorSource, inputs: slice) -> np.ndarray:
+        in_order = np.arange(inputs.start, inputs.stop) // self.group_size
+        if not self.indexed:
+            return in_order
+        name = f"{self.prefix}_g_idx"
+        found, count = source.read(name, (inputs,)), -(-self.shape[1] // self.group_size)
+        if (found == -1).all():  # as it was made, before anything was reordered
+            return in_order
+        if not 0 <= found.min() <= found.max() < count:
+            raise WeightsError(
+                f"{source.origin}: tensor {name!r} names group {int(found.min())} … {int(found.max())}; "
+                f"expected 0 … {count - 1}"
+            )
+        return found
+
+    def _zeros(self, source: TensorSource, outputs: slice, scales: np.ndarray) -> np.ndarray:
+        """Zeros of the stored fields, which are shifted by half their range to be positive."""
+        if not self.zeros:
+            return np.full((len(scales), 1), 1 << (self.bits - 1), np.float32)
+        packed = _packed(outputs, WORD // self.bits)
+        words = _words(source.read(f"{self.prefix}_zero_point", (packed, slice(None))))
+        first = packed.start * (WORD // self.bits)
+        return unpack_rows(words, self.bits)[outputs.start - first : outputs.stop - first].astype(np.float32)
+
+
+def _blocks(part: slice, size: int) -> slice:
+    """The blocks that a span touches."""
+    return slice(part.start // size, -(-part.stop // size))
+
+
+_packed = _blocks
+
+
+def _words(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def whole(shape: tuple[int, ...], region: Slices | None) -> tuple[slice, ...]:
+    """A region with start and stop on every axis."""
+    given = region or ()
+    given = (*given, *[slice(None)] * (len(shape) - len(given)))
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(given, shape, strict=True))
