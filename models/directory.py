@@ -14,6 +14,7 @@ from kvpatch_jax.errors import ConfigError
 
 from .backbone import ModelBackbone
 from .checkpoints import (
+    ADAPTER_CONFIG,
     flatten_params,
     load_weights,
     open_source,
@@ -39,6 +40,7 @@ def load(
     regime: str | int | None = None,
     buckets: Buckets | None = None,
     mesh: Mesh | None = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> ModelBackbone:
     """Loads a backbone.
 
@@ -53,6 +55,8 @@ def load(
         anew; None for no padding.
       mesh: lays parameters and KV over the axis "tensor" of this mesh, as `models/decoder/sharding.py` says; each shard
         goes from the file straight to its devices. None puts everything on the default device.
+      adapter: a directory with a LoRA adapter as peft saves it, merged into the weights in float32 and rounded once.
+        Tokenizer and chat template stay those of `directory`.
 
     Raises:
       ConfigError: no such directory (names of the Hugging Face hub are not fetched: the message says how to download a
@@ -71,6 +75,8 @@ def load(
     config = config if dtype is None else with_dtype(config, dtype)
 
     source = family.renamed(config, open_source(directory, config.text.dtype))
+    if adapter is not None:
+        source = family.merged(config, source, adapter)
     shapes = tensor_shapes(source)
     silent = raw.get("tie_word_embeddings") is None
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
@@ -120,6 +126,11 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
 def _read_config(root: Path) -> tuple[dict[str, Any], Family]:
     """`config.json` as a table, and the family that reads it."""
     path = root / "config.json"
+    if (root / ADAPTER_CONFIG).is_file() and not path.is_file():
+        raise ConfigError(
+            f"{root} holds an adapter ({ADAPTER_CONFIG}) and no model; expected the model's directory, and this one as "
+            "adapter: load(DIRECTORY, adapter=…)"
+        )
     if not root.exists():
         name = root.as_posix() if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", root.as_posix()) else "OWNER/NAME"
         raise ConfigError(

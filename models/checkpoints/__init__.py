@@ -5,6 +5,8 @@ be there, and in which shape, follows from the parameters that the model expects
 byte of data is read, so a bad checkpoint raises one typed error and leaves nothing half loaded.
 """
 
+from .adapters import ADAPTER_CONFIG as ADAPTER_CONFIG
+from .adapters import LoRASource as LoRASource
 from .entries import Expected as Expected
 from .entries import ParamPath as ParamPath
 from .entries import Params as Params

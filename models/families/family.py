@@ -17,7 +17,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..checkpoints import Naming, TensorEntry, TensorSource, rename
+from kvpatch_jax.errors import WeightsError
+
+from ..checkpoints import LoRASource, Naming, TensorEntry, TensorSource, rename, same, translate
 from ..decoder.config import DecoderConfig
 from ..decoder.decoder import Decoder
 from ..decoder.known_keys import DEFAULTS
@@ -107,6 +109,22 @@ class Family:
           WeightsError: names of two kinds, or none that is known.
         """
         return rename(source, self.namings, self.knows(config)) if self.namings else source
+
+    def merged(self, config: Config, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
+        """A checkpoint's tensors, renamed already, with a LoRA adapter merged; its names may be of any of `namings`.
+
+        Raises:
+          ConfigError, WeightsError: as `LoRASource`, or an adapter of an embedding that is the output head too.
+        """
+        known = self.knows(config)
+        merged = LoRASource(source, adapter, lambda name: translate(self.namings or (same("", ""),), known, name))
+        head, embedding = self._head_names(config)
+        if config.text.tied_embeddings and embedding in merged.changed and head not in merged.changed:
+            raise WeightsError(
+                f"{os.fspath(adapter)} changes {embedding!r}, which is the output head too; expected an adapter that "
+                f"leaves it, or one that holds {head!r} as well"
+            )
+        return merged
 
     def knows(self, config: Config) -> Callable[[str], bool]:
         """A function that says whether a name is one of the model's, whatever its numbers and however experts lie."""

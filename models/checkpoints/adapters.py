@@ -1,0 +1,257 @@
+"""LoRA adapters (arXiv:2106.09685) as `peft` saves them, merged into a checkpoint's tensors while these are read.
+
+W + s · up · down, s = alpha / r (rank-stabilised: alpha / √r, arXiv:2312.03732), in float32; whoever reads rounds once.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from kvpatch_jax.errors import ConfigError, WeightsError
+
+from .source import Slices, TensorInfo, TensorSource
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"(?P<module>.+?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?P<rest>(\.\w+)*)")
+_READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "modules_to_save"),
+        *("fan_in_fan_out", "init_lora_weights", "lora_bias"),
+    }
+)
+_INERT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode"),
+        *("layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "peft_version"),
+        *("qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"),
+    }
+)
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""`init_lora_weights` that leave the base as it is; the others (PiSSA, OLoRA, …) take something away from it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What an adapter does to one tensor: another one in its place, and a product or a bias added to it.
+
+    Names are those of the adapter's file. `down` is [r, in] and `up` [out, r]; an embedding [V, D] has their product
+    transposed.
+    """
+
+    replaced: str | None = None
+    down: str | None = None
+    up: str | None = None
+    bias: str | None = None
+    embedding: bool = False
+    scale: float = 1.0
+
+
+class LoRASource:
+    """A checkpoint's tensors with an adapter merged into them.
+
+    Attributes:
+      changed: names of the tensors that the adapter changes or adds.
+
+    Args:
+      inner: the base. directory: with `adapter_config.json` and `adapter_model.safetensors`.
+      translate: name of a tensor as the adapter says it → as `inner` and the model do; None for one of another model.
+
+    Raises:
+      ConfigError: no adapter there, or one that is not a plain LoRA (it names the kind).
+      WeightsError: a damaged file, a tensor of the adapter that matches none of the base, factors that do not fit.
+    """
+
+    def __init__(self, inner: TensorSource, directory: str | os.PathLike[str], translate: Callable[[str], str | None]):
+        self._inner, self._directory = inner, Path(directory)
+        self.origin = f"{inner.origin} with the adapter {self._directory}"
+        config = read_adapter_config(self._directory)
+        self._file = _open(self._directory / ADAPTER_FILE)
+        self._infos = _infos(self._file)
+
+        self._changes = self._read_changes(config, translate)
+        self.changed = frozenset(self._changes)
+        self.tensors: dict[str, TensorInfo] = dict(inner.tensors)
+        for name, change in self._changes.items():
+            info = self._base_info(name, change)
+            added = change.up is not None or change.bias is not None
+            self.tensors[name] = TensorInfo(info.shape, "F32") if added else info
+            self._check_fit(name, change, info.shape)
+
+    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
+        """Reads a tensor or a region of it, merged. Raises WeightsError where data cannot be read."""
+        change = self._changes.get(name)
+        if change is None:
+            return self._inner.read(name, region)
+        region = () if region is None else region
+        if change.replaced is None:
+            base = self._inner.read(name, region or None)
+        else:
+            base = self._get(change.replaced)[region]
+        if change.up is None and change.bias is None:
+            return base
+
+        merged = np.array(base, np.float32)
+        if change.bias is not None:
+            merged += np.float32(change.scale) * self._get(change.bias).astype(np.float32)[region]
+        if change.up is not None and change.down is not None:
+            up, down = (self._get(part).astype(np.float32) for part in (change.up, change.down))
+            first, second = (down.T, up.T) if change.embedding else (up, down)
+            rows, columns = (*region, *[slice(None)] * (2 - len(region)))
+            merged += np.float32(change.scale) * (first[rows] @ second[:, columns])
+        return merged
+
+    def stored(self, name: str) -> Any:
+        """Where the bytes of a tensor lie that the adapter leaves as it is; None where that is not known."""
+        find = getattr(self._inner, "stored", None)
+        return None if find is None or name in self._changes else find(name)
+
+    def _get(self, name: str) -> np.ndarray:
+        try:
+            return self._file.get_tensor(name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise WeightsError(f"{self._directory}: tensor {name!r} cannot be read: {error}") from error
+
+    def _base_info(self, name: str, change: _Change) -> TensorInfo:
+        return self._inner.tensors[name] if change.replaced is None else self._infos[change.replaced]
+
+    def _read_changes(self, config: Mapping[str, Any], translate: Callable[[str], str | None]) -> dict[str, _Change]:
+        """What is done to which tensor, by the base's names."""
+        changes: dict[str, _Change] = {}
+        for name in sorted(self._infos):
+            module, field, kind = _parts(name)
+            target = translate(f"{module}.{kind}")
+            replaces = field == "replaced"
+            if target is None or (target not in self._inner.tensors and not replaces):
+                absent = "" if target is None else f" ({target!r} is not: it is tied to another, or stored otherwise)"
+                raise WeightsError(
+                    f"{self._directory}: tensor {name!r} matches none of {self._inner.origin}; expected an adapter of "
+                    f"tensors that are there{absent}"
+                )
+            change = changes.get(target, _Change())
+            if getattr(change, field) is not None:
+                raise WeightsError(f"{self._directory}: tensor {name!r} is there twice; expected one for {target!r}")
+            scale = change.scale if replaces else self._scale(config, name, module)
+            embedding = change.embedding or "lora_embedding" in name
+            changes[target] = dataclasses.replace(change, **{field: name}, scale=scale, embedding=embedding)
+        if not changes:
+            raise WeightsError(f"{self._directory / ADAPTER_FILE} holds no tensors; expected an adapter's")
+        for target, change in changes.items():
+            if (change.up is None) != (change.down is None):
+                raise WeightsError(
+                    f"{self._directory}: of the factors of {target!r} there is only {change.up or change.down!r}; "
+                    "expected two"
+                )
+        return changes
+
+    def _scale(self, config: Mapping[str, Any], name: str, module: str) -> float:
+        """alpha / r of a module, or alpha / √r. Raises WeightsError where the factor has another rank."""
+        rank = _of_pattern(config.get("rank_pattern"), module, config["r"])
+        alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+        shape, part = self._infos[name].shape, _parts(name)[1]
+        side = {"down": 0, "up": 1}.get(part)
+        if side is not None and (len(shape) != 2 or shape[side] != rank):
+            raise WeightsError(
+                f"{self._directory}: tensor {name!r} has shape {shape}; expected a matrix with the rank, {rank}, on "
+                f"axis {side}"
+            )
+        return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+    def _check_fit(self, name: str, change: _Change, shape: tuple[int, ...]) -> None:
+        found = None
+        if change.up is not None and change.down is not None:
+            up, down = self._infos[change.up].shape, self._infos[change.down].shape
+            found = (down[1], up[0]) if change.embedding else (up[0], down[1])
+        elif change.bias is not None:
+            found = self._infos[change.bias].shape
+        if found is not None and found != shape:
+            raise WeightsError(f"{self._directory}: what is added to {name!r} has shape {found}; expected {shape}")
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """Reads `adapter_config.json`.
+
+    Raises:
+      ConfigError: not there, not a table, or not a plain LoRA: another kind of adapter, or an option that is not built.
+    """
+    path = directory / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{path} is not there; expected an adapter's directory, as peft saves it") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a {type(config).__name__}; expected a table")
+
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(f"{path}: peft_type {config.get('peft_type')!r} is not built; expected 'LORA'")
+    for key, value in config.items():
+        if key not in _READ | _INERT and value not in (None, False, {}, []):
+            raise ConfigError(f"{path}: {key} {value!r} is not built or not known; expected a plain LoRA without it")
+    if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        raise ConfigError(
+            f"{path}: init_lora_weights {config['init_lora_weights']!r} changes the base model; expected one of "
+            f"{_PLAIN_STARTS}, as peft writes when it saves with path_initial_model_for_weight_conversion"
+        )
+    _check_sizes(path, config)
+    return config
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a rank or an alpha, also in a pattern, that is not a positive number."""
+    numbers = {key: config.get(key) for key in ("r", "lora_alpha")}
+    for key in ("rank_pattern", "alpha_pattern"):
+        table = config.get(key) or {}
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {key} is {table!r}; expected a table")
+        numbers |= {f"{key} of {pattern!r}": value for pattern, value in table.items()}
+    for key, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{path}: {key} is {value!r}; expected a positive number")
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Of an adapter's tensor: the module it belongs to, the field of `_Change` it fills, and "weight" or "bias"."""
+    bare = name.removeprefix(_PREFIX)
+    match = _NAME.fullmatch(bare)
+    if match is None:  # the whole of a module that was trained, or what LoRA wraps
+        module, _, kind = bare.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".").rpartition(".")
+        return module, "replaced", kind
+    module = match["module"]
+    if match["rest"].endswith(".bias"):
+        return module, "bias", "bias"
+    return module, "down" if match["part"].endswith("A") else "up", "weight"
+
+
+def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: int | float) -> int | float:
+    """The value of the first pattern that the end of a module's name fits, as peft finds it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except FileNotFoundError as error:
+        others = sorted(file.name for file in path.parent.glob("adapter_model*"))
+        raise WeightsError(f"{path} is not there (found {others}); expected the adapter as safetensors") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise WeightsError(f"{path} is damaged, cut short or not a safetensors file: {error}") from error
+
+
+def _infos(file: Any) -> dict[str, TensorInfo]:
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}

@@ -1,0 +1,250 @@
+"""LoRA adapters merged at load: peft's own results, the formula in NumPy, and everything that is refused."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import models
+from kvpatch_jax.errors import ConfigError, WeightsError
+from models.checkpoints import LoRASource, SafetensorsSource
+from tests.goldens.load import GOLDENS, write_checkpoint
+from tests.goldens.load_text import write_text_checkpoint
+from tests.goldens.redraw import redraw, redraw_all, standard_values
+
+ADAPTERS = GOLDENS / "adapters"
+WEIGHTS = "adapter_model.safetensors"
+QWEN2 = models.FAMILIES["Qwen2ForCausalLM"]
+QUERY, VALUE = "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`base(family)`: the tiny model of its golden. Read only."""
+    root = tmp_path_factory.mktemp("bases")
+    write = lambda family: write_checkpoint if family == "qwen2_5_vl" else write_text_checkpoint
+    return functools.cache(lambda family: write(family)(family, root / family))
+
+
+def golden(case: str) -> dict[str, Any]:
+    return json.loads((ADAPTERS / f"{case}.json").read_text())
+
+
+def write_adapter(directory: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
+    directory.mkdir()
+    plain = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(plain | config))
+    save_file(tensors, directory / WEIGHTS)
+    return directory
+
+
+def factors(*modules: str, rank: int = 2, prefix: str = "base_model.model.") -> dict[str, np.ndarray]:
+    """Drawn factors of maps [64, 64] (value: [32, 64])."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for module in modules:
+        rows = 32 if module == VALUE else 64
+        shapes |= {f"{prefix}{module}.lora_A.weight": (rank, 64), f"{prefix}{module}.lora_B.weight": (rows, rank)}
+    return redraw_all(shapes)
+
+
+def same(name: str) -> str:
+    return name
+
+
+@pytest.mark.parametrize("case", ["plain", "patterns", "whole", "image"])
+def test_every_tensor_is_as_peft_merges_it(case, base, tmp_path):
+    gold = golden(case)
+    directory = base(gold["config"]["base_model_name_or_path"])
+    write_adapter(tmp_path / "adapter", redraw_all(gold["shapes"]), **gold["config"])
+    family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"] if case == "image" else QWEN2
+    config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
+    merged = family.merged(config, SafetensorsSource(directory), tmp_path / "adapter")
+
+    assert sorted(merged.tensors) == gold["tensors"]
+    before = SafetensorsSource(directory)
+    changed = [name for name in gold["tensors"] if not np.array_equal(merged.read(name), before.read(name))]
+    assert changed == gold["changed"]
+    with np.load(ADAPTERS / f"{case}.npz") as arrays:
+        for name, total in zip(gold["tensors"], arrays["sums"], strict=True):
+            value = merged.read(name)
+            found = value.reshape(-1).astype(float) @ standard_values(name, value.size)
+            assert abs(found - total) <= 2e-6 * value.size**0.5 * max(1.0, np.abs(value).max()), name
+        for name in set(arrays.files) - {"sums"}:
+            np.testing.assert_allclose(merged.read(name), arrays[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])
+def test_regions_are_those_of_the_formula(stored, base, tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    tensors = {name: value.astype(stored) for name, value in load_file(base("qwen2") / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    source = LoRASource(SafetensorsSource(folder), write_adapter(tmp_path / "a", factors(QUERY, VALUE)), same)
+    for module in (QUERY, VALUE):
+        name = f"{module}.weight"
+        up, down = (redraw(f"base_model.model.{module}.lora_{part}.weight", shape).astype(float) for part, shape in
+                    (("B", (tensors[name].shape[0], 2)), ("A", (2, 64))))  # fmt: skip
+        expected = tensors[name].astype(float) + 3 / 2 * up @ down
+        assert (source.tensors[name].dtype, source.read(name).dtype) == ("F32", np.float32)
+        for region in (None, (slice(3, 9),), (slice(0, 32), slice(5, 64)), (slice(2, 2), slice(1, 3))):
+            np.testing.assert_allclose(source.read(name, region), expected[region or ()], atol=1e-6, rtol=0)
+    untouched = "model.layers.0.self_attn.q_proj.weight"
+    assert source.read(untouched).tobytes() == tensors[untouched].tobytes()
+
+
+@pytest.fixture(scope="module")
+def plain(base) -> models.ModelBackbone:
+    return models.load(base("qwen2"))
+
+
+def test_a_merged_model_is_the_model_that_was_merged_before(base, plain, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", factors(QUERY), use_rslora=True)
+    merged = models.load(base("qwen2"), adapter=adapter)
+    path = ("decoder", "layers", "attention", "query", "kernel")
+    leaf = functools.reduce(lambda tree, part: tree[part], path, merged.parameters)
+    tensors = load_file(base("qwen2") / "model.safetensors")
+    down, up = factors(QUERY).values()
+    expected = (tensors[f"{QUERY}.weight"] + np.float32(3 / 2**0.5) * (up @ down)).T
+    np.testing.assert_allclose(np.asarray(leaf)[1], expected, atol=1e-6, rtol=0)
+
+    # Chunks of the base are not the merged model's.
+    assert merged.fingerprint != plain.fingerprint
+    saved = models.save(merged, tmp_path / "saved")
+    again = models.load(saved)
+    jax.tree.map(np.testing.assert_array_equal, again.parameters, merged.parameters)
+    assert again.fingerprint == merged.fingerprint
+
+
+def test_bfloat16_is_rounded_once(base, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", factors(QUERY))
+    kernels = [
+        np.asarray(models.load(base("qwen2"), dtype=dtype, adapter=adapter).parameters["decoder"]["layers"]["attention"]
+                   ["query"]["kernel"])
+        for dtype in ("float32", "bfloat16")
+    ]  # fmt: skip
+    np.testing.assert_array_equal(kernels[1], kernels[0].astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.model.language_model.", "base_model.model.model."])
+def test_names_of_an_adapter_may_be_of_any_version(prefix, base, tmp_path):
+    family = models.FAMILIES["Qwen2_5_VLForConditionalGeneration"]
+    config = family.config(json.loads((base("qwen2_5_vl") / "config.json").read_text()), "exact", None)
+    adapter = write_adapter(tmp_path / "a", factors("layers.2.self_attn.q_proj", prefix=prefix))
+    merged = family.merged(config, SafetensorsSource(base("qwen2_5_vl")), adapter)
+    assert isinstance(merged, LoRASource)
+    assert merged.changed == {"model.layers.2.self_attn.q_proj.weight"}
+
+
+def test_a_head_that_was_trained_is_no_longer_tied(base, tmp_path):
+    directory = write_text_checkpoint("llama3_1", tmp_path / "tied")
+    head = redraw_all({"base_model.model.lm_head.weight": (300, 64)})
+    adapter = write_adapter(tmp_path / "a", head | factors(QUERY), modules_to_save=["lm_head"])
+    backbone = models.load(directory, adapter=adapter)
+    assert not backbone.config.text.tied_embeddings
+    np.testing.assert_array_equal(backbone.parameters["decoder"]["head"]["kernel"], next(iter(head.values())).T)
+
+    name = "base_model.model.model.embed_tokens"
+    shapes = {f"{name}.lora_embedding_A": (2, 300), f"{name}.lora_embedding_B": (64, 2)}
+    alone = write_adapter(tmp_path / "b", redraw_all(shapes))
+    with pytest.raises(WeightsError, match=r"embed_tokens\.weight', which is the output head too.*'lm_head\.weight'"):
+        models.load(directory, adapter=alone)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "LOKR"}, "peft_type 'LOKR' is not built; expected 'LORA'"),
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
+        ({"peft_type": None}, "peft_type None"),
+        ({"use_dora": True}, "use_dora True is not built"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"use_something_new": 1}, "use_something_new 1"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base"),
+        ({"r": 0}, "r is 0; expected a positive number"),
+        ({"lora_alpha": "8"}, "lora_alpha is '8'"),
+        ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern of 'q_proj' is -1; expected a positive number"),
+        ({"rank_pattern": [3]}, r"rank_pattern is \[3\]; expected a table"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused_by_name(config, message, base, tmp_path):
+    adapter = write_adapter(tmp_path / "a", factors(QUERY), **config)
+    with pytest.raises(ConfigError, match=message):
+        LoRASource(SafetensorsSource(base("qwen2")), adapter, same)
+
+
+def changed(change: str) -> dict[str, np.ndarray]:
+    """Factors of one map, and what is wrong with them."""
+    tensors, prefix = factors(QUERY), f"base_model.model.{QUERY}"
+    if change == "half":
+        del tensors[f"{prefix}.lora_B.weight"]
+    elif change == "rank":
+        tensors |= factors(QUERY, rank=3)
+    elif change == "shape":
+        tensors[f"{prefix}.lora_B.weight"] = np.ones((32, 2), np.float32)
+    elif change == "convolution":
+        tensors[f"{prefix}.lora_A.weight"] = np.ones((2, 3, 4, 4), np.float32)
+    elif change == "other layer":
+        tensors |= factors("model.layers.3.self_attn.q_proj")
+    elif change == "magnitude":
+        tensors[f"{prefix}.lora_magnitude_vector"] = np.ones(64, np.float32)
+    elif change == "twice":
+        tensors[f"{prefix}.lora_A.default.weight"] = tensors[f"{prefix}.lora_A.weight"]
+    elif change == "head":
+        tensors |= factors("lm_head")
+    else:
+        tensors = {}
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("half", r"there is only .*lora_A\.weight'; expected two"),
+        ("rank", r"lora_A\.weight' has shape \(3, 64\); expected a matrix with the rank, 2, on axis 0"),
+        ("shape", r"added to .*q_proj\.weight' has shape \(32, 64\); expected \(64, 64\)"),
+        ("convolution", r"\(2, 3, 4, 4\); expected a matrix"),
+        ("other layer", r"layers\.3\.self_attn\.q_proj\.lora_A\.weight' matches none"),
+        ("magnitude", r"lora_magnitude_vector' matches none"),
+        ("twice", "is there twice"),
+        ("head", r"lm_head\.lora_A\.weight' matches none.*'lm_head\.weight' is not: it is tied"),
+        ("empty", "holds no tensors"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change, message, base, tmp_path):
+    directory = base("llama3_1" if change == "head" else "qwen2")
+    family = models.FAMILIES["LlamaForCausalLM" if change == "head" else "Qwen2ForCausalLM"]
+    config = family.config(json.loads((directory / "config.json").read_text()), "exact", None)
+    with pytest.raises(WeightsError, match=message):
+        family.merged(config, SafetensorsSource(directory), write_adapter(tmp_path / "a", changed(change)))
+
+
+def test_a_replaced_tensor_of_another_shape_is_refused(base, tmp_path):
+    tensors = factors(QUERY) | {"base_model.model.model.embed_tokens.weight": np.zeros((302, 64), np.float32)}
+    with pytest.raises(WeightsError, match=r"embed_tokens\.weight' has shape \(302, 64\); expected \(300, 64\)"):
+        models.load(base("qwen2"), adapter=write_adapter(tmp_path / "a", tensors, modules_to_save=["embed_tokens"]))
+
+
+def test_directories_that_hold_no_adapter(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json is not there; expected an adapter's directory"):
+        models.load(base("qwen2"), adapter=tmp_path)
+    adapter = write_adapter(tmp_path / "a", factors(QUERY))
+    with pytest.raises(ConfigError, match=r"holds an adapter .* and no model; expected the model's directory"):
+        models.load(adapter)
+    (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
+    with pytest.raises(WeightsError, match=r"adapter_model\.safetensors is not there \(found \['adapter_model\.bin'\]"):
+        models.load(base("qwen2"), adapter=adapter)
+    (adapter / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    with pytest.raises(WeightsError, match="damaged"):
+        models.load(base("qwen2"), adapter=adapter)
