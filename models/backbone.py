@@ -395,7 +395,8 @@ class ModelBackbone:
         if self.buckets is not None:
             tokens = pad_tokens(self.buckets, tokens)
             slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, key_count(cache))
-        step = self.programs.recompute(self.programs.state, tokens, dict(cache), slots, keep, mask)
+        state = self.programs.state_for(tokens)
+        step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask)
         # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
         written = type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache
         return Step(step.logits[:, :length] if step.logits.shape[1] != length else step.logits, written)

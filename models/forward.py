@@ -22,8 +22,12 @@ from kvpatch_jax.backbone import KV, Output, Step, Tokens
 from kvpatch_jax.layout import KVLayout, to_engine
 
 from .decoder.sharding import auto_mesh, cache_shardings
+from .decoder.stacks import unstacked
 from .families.family import embed_tokens
 from .inputs.masks import causal_mask
+
+STEP_TOKENS = 16
+"""Tokens of all rows up to which a forward is bound by reading the weights."""
 
 
 class Forward:
@@ -31,6 +35,7 @@ class Forward:
 
     Attributes:
       state: the parameters, the first argument of every program.
+      step_state: the same for steps of at most `STEP_TOKENS` tokens, from which these copy no weights.
       encode, embed, prefill, recompute, generate: the programs, jitted.
     """
 
@@ -63,6 +68,16 @@ class Forward:
                 return jax.sharding.auto_axes(functools.partial(function, **options), out_sharding=out)(*args)
 
         return jax.jit(inside, static_argnames=static)
+
+    @functools.cached_property
+    def step_state(self) -> Any:
+        """The parameters as `decoder.stacks.unstacked` leaves them; no further memory."""
+        return unstacked(self.state)
+
+    def state_for(self, tokens: Tokens) -> Any:
+        """The parameters in the form that a forward over so many tokens is fastest with."""
+        batch, length, _ = tokens.embeddings.shape
+        return self.step_state if batch * length <= STEP_TOKENS else self.state
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """One decoder for every language tower with a KV cache: kinds of attention and of MLP behind switches.
 
 Layers are stacked on a leading axis and scanned, in runs of one kind (the dense layers below a mixture of experts are a
-stack of their own). The decoder works on embeddings and positions; it never sees token
+stack of their own); where parameters are tuples with an array per layer (`unstacked`), a plain loop goes over them.
+The decoder works on embeddings and positions; it never sees token
 ids or images. Its KV comes out phase-free (after bias and qk-norm, before rotation); its cached context comes in in
 the engine frame, as an ordinary attention kernel reads it.
 
 Axis letters: B batch, T tokens, S keys, L layers, N query heads, K KV heads, H head width, D model width, V vocabulary.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,7 @@ from kvpatch_jax.rope import rope_tables, rotate
 
 from .attention import GroupedAttention, LatentAttention
 from .config import DecoderConfig
-from .layers import GatedMLP, Linear, RMSNorm
+from .layers import GatedMLP, Linear, RMSNorm, product
 from .moe import Experts
 
 KV = dict[str, Array]
@@ -95,8 +97,9 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Final norm and output head, float32."""
         hidden = self.norm(hidden)
-        kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
-        return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        if self.head is None:
+            return product(hidden, self.embedding[...], transposed=True)
+        return product(hidden, self.head.kernel[...])
 
     def run(
         self,
@@ -104,7 +107,7 @@ class Decoder(nnx.Module):
         positions: Array,
         mask: Bool[Array, "B 1 T S"],
         *,
-        context: Mapping[str, Array] | None = None,
+        context: Mapping[str, Any] | None = None,
         slots: Int[Array, "B T"] | None = None,
         keep: Bool[Array, "L B T"] | None = None,
         start_layer: int = 0,
@@ -119,7 +122,8 @@ class Decoder(nnx.Module):
           positions: int or float positions [B,T] or [B,T,3] (M-RoPE: time, height, width).
           mask: True where a token may look. Keys are [context, tokens] in that order without `slots`; with `slots`
             they are the context alone, into which the tokens are written first.
-          context: engine-frame KV per channel, [L,B,S,K,H], over all layers of the decoder.
+          context: engine-frame KV per channel, [L,B,S,K,H], over all layers of the decoder; with `slots` it may also be
+            a tuple of L arrays [B,S,K,H].
           slots: where in the context each token is written; out of range means nowhere.
           keep: which tokens are written at which layer (all of them when None).
           hidden_at: layers whose entering residual is to be returned (up to stop_layer, which taps the output).
@@ -140,37 +144,50 @@ class Decoder(nnx.Module):
         step = _Step(cos, sin, mask, slots)
         deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
-        pieces, caches = [], []
+        cache = None if slots is None or context is None else dict(context)
+        pieces = []
         for first, last in _segments(start_layer, stop, hidden_at, (self.config.dense_layers, deep)):
-            added = deepstack if first < deep else None
-            hidden, kv, cache = self._scan(hidden, step, (context, keep, added), first, last)
+            cached, added = context if slots is None else None, deepstack if first < deep else None
+            hidden, cache, kv = self._run_layers((hidden, cache), step, (cached, keep, added), first, last)
             pieces.append(kv)
-            caches.append(cache)
             if last in hidden_at:
                 taps[last] = hidden
-        return LayerState(hidden, _join(pieces), _join(caches) if slots is not None else None, taps)
+        return LayerState(hidden, _join(pieces), cache, taps)
 
-    def _scan(self, hidden: Array, step: _Step, per_layer, first: int, last: int):
-        """Layers first … last-1, which are all of one kind; `per_layer` is cut to them."""
+    def _run_layers(self, carry: tuple[Array, Any], step: _Step, per_layer: Any, first: int, last: int):
+        """Layers first … last-1, which are all of one kind; `per_layer` is cut to them.
+
+        A cache that is written into is carried along whole, so that a step writes its tokens and copies nothing else.
+        """
         below = self.config.dense_layers
         stack, offset = (self.layers, below) if first >= below else (self.dense_layers, 0)
         graph, state = nnx.split(stack)
+
+        def body(carry: tuple[Array, Any], at: tuple[Any, Any, Any]):
+            state, (cached, kept, added), layer = at
+            gather = functools.partial(_behind, cached)
+            if carry[1] is not None:
+                gather = functools.partial(_written_into, carry[1], layer, step.slots, kept)
+            hidden, cache, kv = self._layer(nnx.merge(graph, state), carry[0], step, gather)
+            return (hidden if added is None else hidden + added.astype(hidden.dtype), cache), kv
+
+        if any(isinstance(leaf, tuple) for leaf in jax.tree.leaves(state, is_leaf=_unstacked)):
+            pieces = []
+            for layer in range(first, last):
+                own = jax.tree.map(lambda leaf, at=layer - offset: leaf[at], state, is_leaf=_unstacked)
+                carry, kv = body(carry, (own, jax.tree.map(lambda leaf, at=layer: leaf[at], per_layer), layer))
+                pieces.append(kv)
+            return *carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
         cut = lambda tree, offset=0: jax.tree.map(lambda leaf: leaf[first - offset : last - offset], tree)
+        carry, kv = jax.lax.scan(body, carry, (cut(state, offset), cut(per_layer), jnp.arange(first, last)))
+        return *carry, kv
 
-        def body(carry: Array, per_layer):
-            state, (cached, kept, added) = per_layer
-            carry, out = self._layer(nnx.merge(graph, state), carry, step, cached, kept)
-            return carry if added is None else carry + added.astype(carry.dtype), out
-
-        hidden, (kv, cache) = jax.lax.scan(body, hidden, (cut(state, offset), cut(per_layer)))
-        return hidden, kv, cache
-
-    def _layer(self, layer: Any, hidden: Array, step: _Step, cached, kept):
+    def _layer(self, layer: Any, hidden: Array, step: _Step, gather: Callable[[KV], tuple[KV, Any]]):
         rope = self.config.rope
         query, kv = layer.attention.project(layer.input_norm(hidden))
         turn = lambda x: rotate(x, step.cos, step.sin, rope.cached, rope.attention_scaling)
         turned = {name: turn(new) if name in TURNING else new for name, new in kv.items()}
-        keys, cache = _gather_keys(turned, cached, step.slots, kept)
+        keys, cache = gather(turned)
         mixed = layer.attention.mix({**query, "turning": turn(query["turning"])}, keys, step.mask)
         if layer.attention_post_norm is not None:
             mixed = layer.attention_post_norm(mixed)
@@ -178,7 +195,7 @@ class Decoder(nnx.Module):
         update = layer.mlp(layer.mlp_norm(hidden))
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
-        return hidden + update, (kv, cache)
+        return hidden + update, cache, kv
 
 
 def _segments(start: int, stop: int, taps: tuple[int, ...], edges: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -187,19 +204,36 @@ def _segments(start: int, stop: int, taps: tuple[int, ...], edges: tuple[int, ..
     return itertools.pairwise(sorted(bounds))
 
 
-def _gather_keys(kv: KV, cached: KV | None, slots: Array | None, kept: Array | None) -> tuple[KV, KV | None]:
-    """Engine-frame KV to attend over, and the cache with the tokens written into it (None without slots)."""
+def _behind(cached: KV | None, kv: KV) -> tuple[KV, None]:
+    """Engine-frame KV to attend over: a layer's context, and the tokens behind it."""
     if cached is None:
         return kv, None
-    if slots is None:
-        join = lambda name, new: jnp.concatenate([cached[name].astype(new.dtype), new], axis=1)
-        return {name: join(name, new) for name, new in kv.items()}, None
-    size = next(iter(cached.values())).shape[1]
-    slots = slots if kept is None else jnp.where(kept, slots, size)
-    rows = jnp.arange(slots.shape[0])[:, None]
-    write = lambda name, new: cached[name].at[rows, slots].set(new.astype(cached[name].dtype), mode="drop")
-    cache = {name: write(name, new) for name, new in kv.items()}
-    return {name: cache[name].astype(new.dtype) for name, new in kv.items()}, cache
+    join = lambda name, new: jnp.concatenate([cached[name].astype(new.dtype), new], axis=1)
+    return {name: join(name, new) for name, new in kv.items()}, None
+
+
+def _written_into(cache: Mapping[str, Any], layer: Any, slots: Array, kept: Array | None, kv: KV) -> tuple[KV, KV]:
+    """Engine-frame KV of one layer with the tokens written into it, and the whole cache with them."""
+    keys, written = {}, {}
+    for name, new in kv.items():
+        whole = cache[name]
+        own = whole[layer] if isinstance(whole, tuple) else whole
+        size = own.shape[-3]
+        places = slots if kept is None else jnp.where(kept, slots, size)
+        at = (jnp.arange(slots.shape[0])[:, None], places)
+        new_values = new.astype(own.dtype)
+        if isinstance(whole, tuple):
+            own = own.at[at].set(new_values, mode="drop")
+            written[name] = (*whole[:layer], own, *whole[layer + 1 :])
+        else:
+            written[name] = whole.at[(layer, *at)].set(new_values, mode="drop")
+            own = jax.lax.dynamic_index_in_dim(written[name], layer, keepdims=False)
+        keys[name] = own.astype(new.dtype)
+    return keys, written
+
+
+def _unstacked(leaf: Any) -> bool:
+    return isinstance(leaf, tuple)
 
 
 def _join(pieces: list):

@@ -12,10 +12,28 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels._target import platform
+
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: DTypeLike) -> Array:
     """Normal values of one standard deviation, drawn in float32."""
     return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+
+CPU_ROWS = 4
+"""Rows from which XLA multiplies bfloat16 matrices on a CPU as they are; for fewer it makes float32 copies."""
+
+
+def product(
+    x: Float[Array, "*lead D"], kernel: Float[Array, "I J"], transposed: bool = False
+) -> Float[Array, "*lead E"]:
+    """Multiplies the last axis by a matrix [D,E] (`transposed`: that lies as [E,D]); sums in float32, no copy."""
+    dimensions = (((x.ndim - 1,), (1 if transposed else 0,)), ((), ()))
+    multiply = lambda x: jax.lax.dot_general(x, kernel.astype(x.dtype), dimensions, preferred_element_type=jnp.float32)
+    if x.dtype != jnp.bfloat16 or x.size != x.shape[-1] or platform() != "cpu":
+        return multiply(x)
+    rows = jnp.pad(x.reshape(1, -1), ((0, CPU_ROWS - 1), (0, 0)))
+    return multiply(rows.reshape(CPU_ROWS, *x.shape[1:]))[:1]
 
 
 class Linear(nnx.Module):
@@ -37,7 +55,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
         """Apply to the last axis: [..., in] to [..., out]."""
-        y = jnp.matmul(x, self.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+        y = product(x, self.kernel[...]).astype(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
