@@ -74,7 +74,8 @@ def load(
     config = family.config(raw, angles, regime)
     config = config if dtype is None else with_dtype(config, dtype)
 
-    source = family.renamed(config, open_source(directory, config.text.dtype))
+    source = open_source(directory, config.text.dtype if adapter is None else "float32")
+    source = family.renamed(config, source)
     if adapter is not None:
         source = family.merged(config, source, adapter)
     shapes = tensor_shapes(source)

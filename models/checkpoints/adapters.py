@@ -74,6 +74,7 @@ class LoRASource:
 
     def __init__(self, inner: TensorSource, directory: str | os.PathLike[str], translate: Callable[[str], str | None]):
         self._inner, self._directory = inner, Path(directory)
+        self.unused = inner.unused
         self.origin = f"{inner.origin} with the adapter {self._directory}"
         config = read_adapter_config(self._directory)
         self._file = _open(self._directory / ADAPTER_FILE)
