@@ -31,6 +31,7 @@ def whole(tmp_path_factory):
     return out / "found", done
 
 
+@pytest.mark.slow
 def test_xla_is_right_and_the_kernel_that_is_not_here_is_left_out_with_its_reason():
     rows = [accelerator_rows._row(task) for task in accelerator_numerics.numerics(True, "xla")]
     assert {row["verdict"] for row in rows} == {"pass"}

@@ -6,6 +6,8 @@ import pytest
 
 from evals.bench import kernels
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tiny():

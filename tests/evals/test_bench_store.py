@@ -32,6 +32,7 @@ METRICS = {
 }
 
 
+@pytest.mark.slow
 def test_the_suite_runs_from_end_to_end(tmp_path: Path):
     program = [sys.executable, "-m", "evals.bench", "--suite=store", "--quick", f"--out={tmp_path}"]
     done = subprocess.run(program, cwd=Path(__file__).parents[2], capture_output=True, text=True)

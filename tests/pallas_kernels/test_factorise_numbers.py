@@ -35,7 +35,7 @@ def residual_over_optimal(matrix: np.ndarray, rank: int, **how) -> float:
 
 
 @pytest.mark.parametrize("orthonormal", ["qr", "cholesky"])
-@pytest.mark.parametrize("shape", [(320, 128), (128, 320)], ids=["tall", "wide"])
+@pytest.mark.parametrize("shape", [(320, 128), pytest.param((128, 320), marks=pytest.mark.slow)], ids=["tall", "wide"])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_steep_spectra_are_factorised_as_well_as_flat_ones(name: str, shape: tuple[int, int], orthonormal: str):
     matrix = drawn(SPECTRA[name], *shape)
@@ -82,7 +82,7 @@ def best(matrix: np.ndarray, rank: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("method", ["exact", "randomised"])
-@pytest.mark.parametrize("shape", [(20, 12), (12, 20)], ids=["tall", "wide"])
+@pytest.mark.parametrize("shape", [(20, 12), pytest.param((12, 20), marks=pytest.mark.slow)], ids=["tall", "wide"])
 @pytest.mark.parametrize("decay", [0.5, 0.7, None], ids=["steep", "flat", "low rank"])
 def test_gradient_is_that_of_the_best_factors(shape: tuple[int, int], decay: float | None, method: str):
     """Against differences of float64 SVDs."""
@@ -103,7 +103,7 @@ def test_gradient_is_that_of_the_best_factors(shape: tuple[int, int], decay: flo
 
 
 @pytest.mark.parametrize("method", ["exact", "randomised"])
-@pytest.mark.parametrize("rows", [0, 3, 20])
+@pytest.mark.parametrize("rows", [0, 3, pytest.param(20, marks=pytest.mark.slow)])
 def test_gradients_of_zero_and_padded_matrices_are_finite(rows: int, method: str):
     matrix = jnp.asarray(drawn(SPECTRA["slow"][:12], 24, 12), jnp.float32).at[rows:].set(0.0)
     weights = jnp.asarray(np.random.default_rng(1).standard_normal((24, 12)), jnp.float32)

@@ -24,16 +24,17 @@ from pallas_kernels.tpu.prepare import Tile
 SLOW = pytest.mark.slow
 """For cases that others stand in for by default: layouts and ranks are looked at with four heads, then once each."""
 CASES = [
-    *((4, *case, True) for case in (("half", 128, 0), ("pairs", 128, 17), ("half", 64, 3))),
-    (2, "pairs", 128, 17, True),
+    (4, "half", 128, 0, True),
+    (4, "pairs", 128, 17, True),
     (8, "half", 64, 3, True),
-    *(pytest.param(2, *case, True, marks=SLOW) for case in (("half", 128, 0), ("half", 64, 3))),
-    *(pytest.param(8, *case, True, marks=SLOW) for case in (("half", 128, 0), ("pairs", 128, 17))),
     (1, "pairs", 64, 3, True),
-    (4, "half", 0, 5, True),
     (2, "pairs", 32, 3, INTERPRET),
-    (4, "half", 128, 0, INTERPRET),
-    (8, "half", 128, 3, INTERPRET),
+    pytest.param(4, "half", 64, 3, True, marks=SLOW),
+    *(pytest.param(2, *case, True, marks=SLOW) for case in (("half", 128, 0), ("half", 64, 3), ("pairs", 128, 17))),
+    *(pytest.param(8, *case, True, marks=SLOW) for case in (("half", 128, 0), ("pairs", 128, 17))),
+    pytest.param(4, "half", 0, 5, True, marks=SLOW),
+    pytest.param(4, "half", 128, 0, INTERPRET, marks=SLOW),
+    pytest.param(8, "half", 128, 3, INTERPRET, marks=SLOW),
 ]
 
 
@@ -58,7 +59,10 @@ def test_rotation_and_patch_agree_with_float64(heads: int, layout: str, rotary: 
             assert_rounded_once(found, exact)
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "stored",
+    ["bfloat16", "int8", *(pytest.param(each, marks=SLOW) for each in ("float32", "float8_e4m3fn", "float8_e5m2"))],
+)
 def test_any_dtype_into_any_other(stored: str):
     shape = RotateShape("pairs", (1,), 21, 4, 128, 128, 5, "half")
     if stored in ("bfloat16", "float32"):
@@ -81,7 +85,7 @@ def test_dense_corrections_are_added_in_either_dtype():
         np.testing.assert_allclose(found, expected(shape, summed)[:, :length], atol=5e-5)
 
 
-@pytest.mark.parametrize("heads", [2, 4, 8])
+@pytest.mark.parametrize("heads", [pytest.param(2, marks=SLOW), 4, pytest.param(8, marks=SLOW)])
 def test_both_interpreters_give_the_same_bits(heads: int):
     shape = RotateShape("pairs", (1,), 40, heads, 128, 128, 3, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
@@ -96,7 +100,7 @@ def test_both_interpreters_give_the_same_bits(heads: int):
     [
         (2, "bfloat16", 3, "pairs", 50),
         pytest.param(4, "bfloat16", 0, "half", 63, marks=SLOW),
-        (4, "float32", 5, "half", 41),
+        pytest.param(4, "float32", 5, "half", 41, marks=SLOW),
         (8, "bfloat16", 0, "pairs", 33),
         (4, "int8", 3, "half", 60),
     ],

@@ -30,11 +30,15 @@ def run(implementation: str, **arguments) -> jax.Array:
         return rotate_patch(**arguments, implementation=implementation)
 
 
-SHAPES = {"xla": SMALL, "tpu": SMALL, "gpu": ALIGNED + ALIGNED_PAIRS}
-CASES = [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
-CASES_BFLOAT16 = [("xla", SMALL[0]), ("tpu", SMALL[0]), *(("gpu", shape) for shape in (ALIGNED[0], *ALIGNED_PAIRS))]
 SLOW = pytest.mark.slow
 """For cases of the Hopper kernel that others stand in for by default: interpreting one takes seconds."""
+SHAPES = {"xla": SMALL, "tpu": SMALL, "gpu": (ALIGNED[0], ALIGNED[-1], ALIGNED_PAIRS[0])}
+CASES = [
+    *((name, shape) for name, shapes in SHAPES.items() for shape in shapes),
+    *(pytest.param("gpu", shape, marks=SLOW) for shape in (*ALIGNED[1:-1], *ALIGNED_PAIRS[1:])),
+]
+CASES_BFLOAT16 = [("xla", SMALL[0]), ("tpu", SMALL[0]), ("gpu", ALIGNED_PAIRS[0])]
+CASES_BFLOAT16 += [pytest.param("gpu", shape, marks=SLOW) for shape in (ALIGNED[0], *ALIGNED_PAIRS[1:])]
 CASES_NARROW = [
     *((name, SMALL[2], dtype) for dtype in LARGEST for name in ("xla", "tpu")),
     ("gpu", NARROW, "int8"),

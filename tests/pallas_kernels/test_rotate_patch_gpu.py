@@ -22,7 +22,9 @@ def run(**arguments) -> jax.Array:
         return rotate_patch(**arguments, implementation="gpu")
 
 
-@pytest.mark.parametrize("plan", [launch.LaunchPlan(2, 2, 1), launch.LaunchPlan(1, 3, 3)])
+@pytest.mark.parametrize(
+    "plan", [launch.LaunchPlan(2, 2, 1), pytest.param(launch.LaunchPlan(1, 3, 3), marks=pytest.mark.slow)]
+)
 def test_blocks_stages_and_lengths(plan: launch.LaunchPlan):
     shape = RotateShape("lengths", (3,), 131, 2, 32, 32, 16, "half")
     given = arrays(shape, dtype=jnp.bfloat16)
@@ -65,7 +67,9 @@ def test_the_result_has_the_dtype_that_is_asked_for():
     np.testing.assert_allclose(found, expected(shape, {n: given[n] for n in ("x", "u", "v")}) + 1, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=pytest.mark.slow), "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "float8_e5m2")), "float8_e4m3fn"]
+)
 def test_every_number_of_eight_bits_is_widened_exactly(dtype: str):
     """Subnormal numbers too; as one channel and as half a word. What is not a number stays none."""
     x = jnp.asarray(np.arange(256, dtype=np.uint8).reshape(2, 2, 64).view(jnp.dtype(dtype)))

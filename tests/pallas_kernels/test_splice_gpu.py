@@ -49,10 +49,10 @@ def slots_of(kind: str, tokens: int, total: int) -> np.ndarray:
     [
         (GQA, "scattered", jnp.float32),
         (WIDE, "piece", jnp.bfloat16),
-        (ALIGNED[3], "piece", jnp.float32),
         (ALIGNED_PAIRS[0], "pieces", jnp.bfloat16),
-        (ALIGNED_PAIRS[1], "scattered", jnp.float32),
-        (KPE, "pieces", jnp.bfloat16),
+        pytest.param(ALIGNED[3], "piece", jnp.float32, marks=pytest.mark.slow),
+        pytest.param(ALIGNED_PAIRS[1], "scattered", jnp.float32, marks=pytest.mark.slow),
+        pytest.param(KPE, "pieces", jnp.bfloat16, marks=pytest.mark.slow),
         (KPE, "scattered", "int8"),
         pytest.param(NARROW, "pieces", "float8_e4m3fn", marks=pytest.mark.slow),
         pytest.param(ALIGNED_PAIRS[0], "scattered", "float8_e5m2", marks=pytest.mark.slow),
@@ -97,7 +97,7 @@ def test_lengths_bad_slots_and_several_blocks():
         assert (flat(found)[:, kept] == flat(before)[:, kept]).all()
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tokens_go_in_sixty_fours_in_eights_and_one_by_one(groups: int):
     """Two pieces that meet inside a warpgroup, and an end that is no eight; padding beside whole warpgroups."""
     chunk = RotateShape("pieces", (1,), 197, 1, 64, 64, 0, "half")

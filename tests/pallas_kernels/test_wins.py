@@ -82,6 +82,7 @@ def test_a_file_that_is_no_table_is_refused_by_name(tmp_path: Path, text: str):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_sets")
 def test_tuning_on_a_cpu_says_that_nothing_was_tuned(tmp_path: Path, capsys):
     out = tmp_path / "made" / "cpu.json"

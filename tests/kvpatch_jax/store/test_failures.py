@@ -161,12 +161,23 @@ READING = [get, get_patches, stream, get_damaged]
 @pytest.mark.parametrize("operation", [*WRITING, *READING], ids=lambda operation: operation.__name__)
 def test_any_one_call_may_fail(store: ChunkStore, operation: Callable[[ChunkStore], bool]):
     """Each call in turn, until an operation runs through without reaching the one that would fail."""
-    codes = list(KINDS) if operation in (put, put_group) else [errno.EIO]
-    for code in codes:
-        at = 0
-        while fails_well(store, operation, at, code):
-            at += 1
-        assert at > 3, "no call was seen to fail"
+    each_call_fails(store, operation, errno.EIO)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operation", [put, pytest.param(put_group, marks=pytest.mark.slow)])
+def test_any_one_call_may_fail_for_another_reason(
+    store: ChunkStore, operation: Callable[[ChunkStore], bool], code: int
+):
+    """A full disk, and one that turned read-only."""
+    each_call_fails(store, operation, code)
+
+
+def each_call_fails(store: ChunkStore, operation: Callable[[ChunkStore], bool], code: int) -> None:
+    at = 0
+    while fails_well(store, operation, at, code):
+        at += 1
+    assert at > 3, "no call was seen to fail"
 
 
 def test_making_a_store_may_fail_anywhere(tmp_path: Path, monkeypatch):
