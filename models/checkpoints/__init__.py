@@ -22,9 +22,11 @@ from .quantised import split_config as split_config
 from .reading import load_weights as load_weights
 from .reading import same_tensors as same_tensors
 from .reading import tensor_shapes as tensor_shapes
+from .safetensors_files import SafetensorsSource as SafetensorsSource
+from .safetensors_files import weight_index as weight_index
 from .source import RenamedSource as RenamedSource
-from .source import SafetensorsSource as SafetensorsSource
+from .source import StoredTensor as StoredTensor
 from .source import TensorInfo as TensorInfo
 from .source import TensorSource as TensorSource
-from .source import weight_index as weight_index
+from .source import stored_tensor as stored_tensor
 from .writing import save_weights as save_weights

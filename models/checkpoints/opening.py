@@ -7,7 +7,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .quantised import DequantisedSource, check_plain_tensors, find_quantisation
-from .source import SafetensorsSource, TensorSource
+from .safetensors_files import SafetensorsSource
+from .source import TensorSource
 
 
 def open_source(directory: str | os.PathLike[str], dtype: DTypeLike = np.float32) -> TensorSource:

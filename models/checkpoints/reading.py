@@ -5,7 +5,8 @@ import gc
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -13,18 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvpatch_jax.errors import WeightsError
-
 from .entries import Expected, ParamPath, Params, TensorEntry
+from .filling import Spans, check_finite, convert, fill
 from .opening import as_source
 from .planning import PlannedTensor, check_tensors, plan, resolve_ties, unpermuted
-from .source import TensorSource
+from .progress import Advance, Progress, progress_bar
+from .source import TensorSource, stored_tensor
 
-_PIECE = 1 << 22  # values read at once where two tensors are compared
-_CACHED = 1 << 16  # values looked at at once
+_COMPARED = 1 << 22  # values read at once where two tensors are compared
+_JOB = 8 << 20  # bytes of a parameter that one thread fills at a time
+_BLOCK = 128  # rows; scales of quantised tensors and pieces of whole rows are of as many, or of a divisor
+_ALIGNMENT = 64  # bytes; XLA's CPU client takes host memory that begins on a multiple of it as it stands
+_THREADS = 16  # more do not make memory any faster
 
-Region = tuple[tuple[int, int], ...]
-"""A region of a parameter: where each axis starts and stops."""
+Job = tuple[int, Callable[[], None]]
+"""Bytes of the parameter that it fills, and what fills them."""
 
 
 def tensor_shapes(source: TensorSource | str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
@@ -48,7 +52,7 @@ def same_tensors(source: TensorSource | str | os.PathLike[str], first: str, seco
     shape = source.tensors[first].shape
     if not shape:
         return np.array_equal(source.read(first), source.read(second))
-    step = max(1, _PIECE // max(1, math.prod(shape[1:])))
+    step = max(1, _COMPARED // max(1, math.prod(shape[1:])))
     pieces = (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
     return all(np.array_equal(source.read(first, (piece,)), source.read(second, (piece,))) for piece in pieces)
 
@@ -60,13 +64,17 @@ def load_weights(
     dtype: DTypeLike | None = None,
     ignore: Sequence[str] = (),
     shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
+    progress: Progress = None,
 ) -> Params:
     """Read a checkpoint into nested parameters.
 
-    Without `shardings` a parameter is read whole and handed to the default device. With them each shard is read by
-    itself, only its own part of the file's tensors, and put on its devices before the next one is read. So beside what
-    the devices hold, the host holds one shard of one parameter (of a stack of layers: all the layers' part in it) and
-    one slice of a tensor.
+    Threads fill one parameter at a time, piece by piece: each piece is read, looked at (NaN, infinities), cast and put
+    into its place while it is in the cache. On a CPU that memory becomes the parameter. Elsewhere it is on its way to
+    the device while the next parameter is filled, so that the host holds two of them.
+
+    With `shardings` each shard is filled by itself, out of its own part of the file's tensors, and put on its devices
+    before the next one is. So beside what the devices hold, the host holds one shard of one parameter (of a stack of
+    layers: all the layers' part in it) and one piece per thread.
 
     Args:
       source: the checkpoint's tensors, or a Hugging Face directory.
@@ -75,39 +83,77 @@ def load_weights(
       dtype: type for floating parameters; None takes each parameter's expected one.
       ignore: regular expressions of tensor names that may be there and are not read.
       shardings: path to where each parameter goes; every one of `expected`.
+      progress: a bar on stderr: True draws one, False none, None one if stderr is a terminal and tqdm is installed.
 
     Returns:
       Nested dict of JAX arrays, one per path of `expected`. Stored float64, float32, float16 and bfloat16 are cast.
 
     Raises:
-      WeightsError: a missing, unexpected, mis-shaped or mis-typed tensor, a damaged file, or no weights at all. It
-        names the tensor or the file and what was expected.
+      WeightsError: a missing, unexpected, mis-shaped or mis-typed tensor, a number that is not finite, a damaged file
+        or one that is written to meanwhile, or no weights at all. It names the tensor or the file and what was
+        expected.
+      MissingExtraError: a bar is asked for and tqdm is not installed.
     """
     source = as_source(source)
     tensors = resolve_ties(plan(entries, expected), source.tensors)
     check_tensors(source, tensors, expected, ignore)
+    types = {path: _type_of(leaf, dtype) for path, leaf in expected.items()}
+    regions = {path: _regions(leaf.shape, shardings and shardings[path]) for path, leaf in expected.items()}
+    total = sum(_bytes(region, types[path]) for path, devices in regions.items() for region in devices)
+
     params: Params = {}
-    for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
-        leaf = expected[path]
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        kind = jnp.dtype(dtype) if floating and dtype is not None else leaf.dtype
-        read = functools.partial(_fill, source, list(group), leaf.shape, kind)
-        whole = tuple((0, size) for size in leaf.shape)
-        value = jnp.asarray(read(whole)) if shardings is None else _place(leaf.shape, shardings[path], read)
-        _put(params, path, value)
+    previous = None
+    with ThreadPoolExecutor(_threads()) as pool, progress_bar(total, progress) as advance:
+        for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
+            read = functools.partial(_filled, pool, advance, source, list(group), expected[path].shape, types[path])
+            if shardings is None:
+                (region,) = regions[path]
+                value = jax.device_put(read(region))
+                jax.block_until_ready(previous)
+                previous = value
+            else:
+                value = _placed(expected[path].shape, shardings[path], regions[path], read)
+            _put(params, path, value)
+    _check_unchanged(source, tensors)
     return params
 
 
-def _place(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callable[[Region], np.ndarray]) -> jax.Array:
-    """An array of which each distinct shard is read once, and has left the host before the next one is read.
+def _type_of(leaf: jax.ShapeDtypeStruct, dtype: DTypeLike | None) -> np.dtype:
+    floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.dtype(dtype) if floating and dtype is not None else leaf.dtype
 
-    (`jax.make_array_from_callback` would hold all shards of this process at once, and read copies again.)
-    """
-    holders: dict[Region, list[Any]] = {}
+
+def _threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _THREADS)
+
+
+def _bytes(region: Spans, dtype: np.dtype) -> int:
+    return math.prod(stop - start for start, stop in region) * dtype.itemsize
+
+
+def _regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> dict[Spans, list[Any]]:
+    """The distinct shards of a parameter, each with the devices that hold it; all of it without a sharding."""
+    if sharding is None:
+        return {tuple((0, size) for size in shape): []}
+    holders: dict[Spans, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         region = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         holders.setdefault(region, []).append(device)
+    return holders
+
+
+def _placed(
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+    holders: Mapping[Spans, Sequence[Any]],
+    read: Callable[[Spans], np.ndarray],
+) -> jax.Array:
+    """An array of which each distinct shard is read once, and has left the host before the next one is read.
+
+    (`jax.make_array_from_callback` would hold all shards of this process at once, and read copies again.)
+    """
     put = lambda value, devices: jax.block_until_ready([jax.device_put(value, device) for device in devices])
     shards: list[jax.Array] = []
     for region, devices in holders.items():
@@ -116,66 +162,113 @@ def _place(shape: tuple[int, ...], sharding: jax.sharding.Sharding, read: Callab
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _fill(
+def _filled(
+    pool: ThreadPoolExecutor,
+    advance: Advance,
     source: TensorSource,
     tensors: Sequence[PlannedTensor],
     shape: tuple[int, ...],
-    dtype: DTypeLike,
-    region: Region,
+    dtype: np.dtype,
+    region: Spans,
 ) -> np.ndarray:
-    """A region of a parameter, out of the tensors that fill it."""
-    value = np.empty([stop - start for start, stop in region], dtype)
+    """A region of a parameter of this shape, filled with the tensors that it is made of."""
+    value = _aligned_zeros([stop - start for start, stop in region], dtype)
+    jobs: list[Job] = []
     for tensor in tensors:
         depth = len(tensor.slot)
         if all(start <= number < stop for number, (start, stop) in zip(tensor.slot, region, strict=False)):
             slot = tuple(number - start for number, (start, _) in zip(tensor.slot, region, strict=False))
-            value[slot] = _read(source, tensor, shape[depth:], region[depth:])
+            jobs += _jobs(source, tensor, shape[depth:], region[depth:], value[(*slot, ...)])
+    if value.nbytes < _JOB:  # not worth a thread
+        for _, job in jobs:
+            job()
+        advance(value.nbytes)
+        return value
+
+    futures = [pool.submit(job) for _, job in jobs]
+    try:
+        for future, (size, _) in zip(futures, jobs, strict=True):
+            future.result()
+            advance(size)
+    finally:
+        for future in futures:  # those behind one that failed
+            future.cancel()
     return value
 
 
-def _read(source: TensorSource, tensor: PlannedTensor, shape: tuple[int, ...], region: Region) -> np.ndarray:
-    """A region of what a tensor fills, which is of this shape. No more than that region is read.
+def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Zeros at an address that XLA's CPU client makes an array of without a copy. The system gives them as they are."""
+    size = math.prod(shape) * dtype.itemsize
+    room = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    return room[start : start + size].view(dtype).reshape(shape)
+
+
+def _jobs(
+    source: TensorSource, tensor: PlannedTensor, shape: tuple[int, ...], region: Spans, out: np.ndarray
+) -> Iterator[Job]:
+    """What fills `out`, a region of what a tensor fills, which is of this shape. No more than that region is read.
 
     Except where the parameter has axes of the file flattened together: then no region of it is one of the file's
     tensor, and all of what it needs is read.
     """
-    flattened, permute = tensor.entry.file_shape is not None, tensor.entry.permute
-    spans = tuple((0, size) for size in tensor.piece) if flattened else unpermuted(region, permute)
-    whole = tensor.entry.part is None and spans == tuple((0, size) for size in tensor.file_shape)
-    value = source.read(tensor.name, None if whole else _file_cut(tensor, spans))
-    _check_finite(tensor.name, value)
-    value = value if permute is None else value.transpose(permute)
-    return value.reshape(shape)[tuple(slice(*span) for span in region)] if flattened else value
-
-
-_EXPONENTS = {"float64": (8, 0x7FF << 52), "float32": (4, 0xFF << 23), "float16": (2, 0x1F << 10)}
-_EXPONENTS |= {"bfloat16": (2, 0xFF << 7)}
-"""By type: its width in bytes, and the bits of the exponent, which are all set in infinities and NaN alone."""
-
-
-def _check_finite(name: str, value: np.ndarray) -> None:
-    """Raises WeightsError for NaN or infinity. Looks at the bits, a piece in the cache at a time, without a cast."""
-    width, exponent = _EXPONENTS.get(value.dtype.name, (0, 0))
-    if not width:
+    permute = tensor.entry.permute
+    if tensor.entry.file_shape is not None:
+        yield out.nbytes, functools.partial(_fill_flattened, source, tensor, shape, region, out)
         return
-    bits = np.ascontiguousarray(value).reshape(-1).view(f"u{width}")
-    mask = bits.dtype.type(exponent)
-    for start in range(0, len(bits), _CACHED):
-        piece = bits[start : start + _CACHED] & mask
-        if piece.max(initial=0) == mask:
-            place = np.unravel_index(start + int(np.argmax(piece == mask)), value.shape)
-            found = value[place]
-            raise WeightsError(
-                f"tensor {name!r} holds {float(found)} at {[int(index) for index in place]}; expected finite numbers"
-            )
+    spans = _in_file(tensor, unpermuted(region, permute))
+    out = out if permute is None else out.transpose(np.argsort(permute))
+    stored = stored_tensor(source, tensor.name)
+    copy = functools.partial(_fill_computed, source) if stored is None else functools.partial(fill, stored=stored)
+    if not spans or out.nbytes <= _JOB:
+        yield out.nbytes, functools.partial(copy, tensor.name, spans=spans, out=out)
+        return
+    (first, last), *inner = spans
+    rows = max(1, len(out) * _JOB // out.nbytes)
+    step = rows - rows % _BLOCK or rows
+    for start in range(first, last, step):
+        part = out[start - first : start - first + step]
+        span = (start, min(start + step, last))
+        yield part.nbytes, functools.partial(copy, tensor.name, spans=(span, *inner), out=part)
 
 
-def _file_cut(tensor: PlannedTensor, spans: Region) -> tuple[slice, ...]:
+def _fill_computed(source: TensorSource, name: str, spans: Spans, out: np.ndarray) -> None:
+    """Fills `out` with a region of a tensor that the source computes."""
+    value = source.read(name, _slices(source, name, spans))
+    check_finite(name, value, tuple(start for start, _ in spans))
+    convert(value, out)
+
+
+def _fill_flattened(
+    source: TensorSource, tensor: PlannedTensor, shape: tuple[int, ...], region: Spans, out: np.ndarray
+) -> None:
+    spans = _in_file(tensor, tuple((0, size) for size in tensor.piece))
+    value = source.read(tensor.name, _slices(source, tensor.name, spans))
+    check_finite(tensor.name, value, tuple(start for start, _ in spans))
+    permute = tensor.entry.permute
+    value = value if permute is None else value.transpose(permute)
+    convert(value.reshape(shape)[tuple(slice(*span) for span in region)], out)
+
+
+def _slices(source: TensorSource, name: str, spans: Spans) -> tuple[slice, ...] | None:
+    """A region as `read` takes it; None for all of the tensor."""
+    whole = spans == tuple((0, size) for size in source.tensors[name].shape)
+    return None if whole else tuple(slice(*span) for span in spans)
+
+
+def _in_file(tensor: PlannedTensor, spans: Spans) -> Spans:
     """Where in the file's tensor these spans of the entry's piece of it lie."""
     part, starts = tensor.entry.part, [0] * len(spans)
     if part is not None:
         starts[part.axis] = part.start
-    return tuple(slice(start + first, start + last) for start, (first, last) in zip(starts, spans, strict=True))
+    return tuple((start + first, start + last) for start, (first, last) in zip(starts, spans, strict=True))
+
+
+def _check_unchanged(source: TensorSource, tensors: Sequence[PlannedTensor]) -> None:
+    """Raises WeightsError where a file was written to while it was read: old and new numbers may be mixed."""
+    stored = [stored_tensor(source, name) for name in {tensor.name for tensor in tensors}]
+    for file in {tensor.file for tensor in stored if tensor is not None}:
+        file.check_unchanged()
 
 
 def _put(params: Params, path: ParamPath, value: jax.Array) -> None:

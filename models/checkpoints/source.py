@@ -1,19 +1,29 @@
 """What holds the tensors of a checkpoint: names, shapes and types at once, values region by region."""
 
 import dataclasses
-import json
+import math
 import os
+import threading
+import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from kvpatch_jax.errors import WeightsError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+NUMPY_TYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": jnp.dtype(jnp.bfloat16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0"), np.dtype(np.uint8)),
+    "C64": np.dtype(np.complex64),
+    "BOOL": np.dtype(np.bool_),
+    **{f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)},
+}
+"""NumPy's types by safetensors' names, where elements fill whole bytes. Floats of 8 bits are read as their bits."""
 
 Slices = tuple[slice, ...]
 """A region of a tensor: one slice of step 1 per axis; axes that are left out are whole."""
@@ -35,6 +45,10 @@ class TensorInfo:
 @runtime_checkable
 class TensorSource(Protocol):
     """Tensors by name. Wrappers (renamed, merged, dequantised) state those of the checkpoint that results.
+
+    A source may also have `stored(name) -> StoredTensor | None`, as `SafetensorsSource` has, for tensors whose bytes
+    lie in a file as they are: these are then read in pieces of the cache's size. A wrapper hands on that of its inner
+    source (`stored_tensor`) for tensors that it leaves as they are.
 
     Attributes:
       origin: the directory or file, for messages.
@@ -60,35 +74,79 @@ class TensorSource(Protocol):
         ...
 
 
-class SafetensorsSource:
-    """The safetensors files of a directory: `model.safetensors` alone, or shards named by an index.
+class OpenFile:
+    """A file that stays open until nothing refers to it, read at any place from several threads.
 
-    Raises:
-      WeightsError: no safetensors weights there, an index that cannot be read or names a file that is not there, or a
-        damaged file.
+    It is read by `preadv` and not mapped: of a mapped file that is cut short meanwhile the process would die (SIGBUS).
     """
 
-    unused: frozenset[str] = frozenset()
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.fspath(path)
+        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+        weakref.finalize(self, os.close, self._file)
+        self._lock = threading.Lock()
+        self.size, self._written = self._state()
 
-    def __init__(self, directory: str | os.PathLike[str]):
-        self.origin = str(directory)
-        self.tensors: dict[str, TensorInfo] = {}
-        index = weight_index(directory)
-        opened = {path: _open(path) for path in sorted(set(index.values()))}
-        self._files = {name: opened[path] for name, path in index.items()}
-        self._paths = index
-        for file in opened.values():
-            self.tensors |= _headers(file)
+    def _state(self) -> tuple[int, int]:
+        status = os.fstat(self._file)
+        return status.st_size, status.st_mtime_ns
 
-    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
-        """Reads a tensor or a region of it. Raises WeightsError where the data cannot be read."""
-        file = self._files[name]
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        """Fills a contiguous array with the bytes from `start` on.
+
+        Raises:
+          WeightsError: the file ends before, or cannot be read.
+        """
+        left = memoryview(out.reshape(-1).view(np.uint8))
         try:
-            if self.tensors[name].dtype.startswith("F8"):  # of which safetensors makes no NumPy arrays (0.8)
-                return _read_bytes(self._paths[name], name, self.tensors[name].shape)[() if region is None else region]
-            return file.get_tensor(name) if region is None else file.get_slice(name)[region]
-        except (SafetensorError, OSError, ValueError) as error:
-            raise WeightsError(f"tensor {name!r} cannot be read: {error}") from error
+            while left:
+                count = self._read(left, start)
+                if not count:
+                    raise WeightsError(f"{self.path} ends at byte {start}; expected {len(left)} bytes more there")
+                left, start = left[count:], start + count
+        except OSError as error:
+            raise WeightsError(f"{self.path} cannot be read: {error}") from error
+
+    def _read(self, out: memoryview, start: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file, [out], start)
+        with self._lock:  # Windows has one place per file
+            os.lseek(self._file, start, os.SEEK_SET)
+            found = os.read(self._file, len(out))
+        out[: len(found)] = found
+        return len(found)
+
+    def check_unchanged(self) -> None:
+        """Raises WeightsError where the file was written to, or has another size, since it was opened."""
+        if self._state() != (self.size, self._written):
+            raise WeightsError(f"{self.path} was written to while it was read; expected a file that stays as it is")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor whose bytes lie in a file, little-endian and in C order.
+
+    Attributes:
+      file: the file. start: the place of its first byte.
+      shape, dtype: its sizes and NumPy type.
+    """
+
+    file: OpenFile
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __getitem__(self, index: int) -> "StoredTensor":
+        """The tensor at a number on the first axis."""
+        inner = self.shape[1:]
+        step = math.prod(inner) * self.dtype.itemsize
+        return dataclasses.replace(self, start=self.start + index * step, shape=inner)
+
+
+def stored_tensor(source: TensorSource, name: str) -> StoredTensor | None:
+    """Where a tensor's bytes lie; None for a source that computes it."""
+    find = getattr(source, "stored", None)
+    return None if find is None else find(name)
 
 
 class RenamedSource:
@@ -128,61 +186,6 @@ class RenamedSource:
         """Reads a tensor or a region of it, by its new name."""
         return self._inner.read(self._names[name], region)
 
-
-def weight_index(directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """Tensor name to the safetensors file that holds it.
-
-    Raises:
-      WeightsError: as `SafetensorsSource`.
-    """
-    root = Path(directory)
-    if not root.is_dir():
-        raise WeightsError(f"{root} is not a directory; expected one with {SINGLE_FILE} or {INDEX_FILE}")
-    if (root / INDEX_FILE).is_file():
-        return _sharded_index(root)
-    if (root / SINGLE_FILE).is_file():
-        return {name: root / SINGLE_FILE for name in _headers(_open(root / SINGLE_FILE))}
-    others = sorted(path.name for path in root.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
-    found = f"found {', '.join(others)}, which is not read" if others else "found no weights"
-    raise WeightsError(f"{root}: {found}; expected {SINGLE_FILE} or {INDEX_FILE}")
-
-
-def _sharded_index(root: Path) -> dict[str, Path]:
-    path = root / INDEX_FILE
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
-        index = {str(name): root / str(file) for name, file in entries}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f'{path} is not an index: expected JSON with "weight_map": {error}') from error
-    present: dict[str, Path] = {}
-    for file in sorted(set(index.values())):
-        if file.parent != root or file.name in ("", ".", ".."):
-            raise WeightsError(f"{path} names the file {str(file)!r}; expected a plain file name beside it")
-        if not file.is_file():
-            raise WeightsError(f"{path} names {file.name}, which is not in {root}")
-        present |= dict.fromkeys(_headers(_open(file)), file)
-    for name, file in index.items():
-        if present.get(name) != file:
-            raise WeightsError(f"{path} says tensor {name!r} is in {file.name}; it is not there")
-    return present
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise WeightsError(f"{path} is damaged, cut short or not a safetensors file: {error}") from error
-
-
-def _read_bytes(path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A tensor of one byte per value as it lies in the file, uint8, mapped."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        start, stop = json.loads(file.read(length))[name]["data_offsets"]
-    return np.memmap(path, np.uint8, "r", 8 + length + start, (stop - start,)).reshape(shape)
-
-
-def _headers(file: Any) -> dict[str, TensorInfo]:
-    """What a file's header says of its tensors."""
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-    return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    def stored(self, name: str) -> StoredTensor | None:
+        """Where a tensor's bytes lie, by its new name."""
+        return stored_tensor(self._inner, self._names[name])

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from .entries import Part, TensorEntry, flatten_params
 from .planning import PlannedTensor, plan
-from .source import SINGLE_FILE
+from .safetensors_files import SINGLE_FILE
 
 
 def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], entries: Sequence[TensorEntry]) -> Path:

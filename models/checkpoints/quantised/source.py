@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import WeightsError
 
-from ..source import Slices, TensorInfo, TensorSource
+from ..source import Slices, StoredTensor, TensorInfo, TensorSource, stored_tensor
 from .arithmetic import WORD
 from .settings import Quantisation
 from .tensors import AwqTensor, GptqTensor, PackedTensor, QuantisedTensor, ScaledTensor, whole
@@ -75,6 +75,10 @@ class DequantisedSource:
         if tensor is None:
             return self._inner.read(name, region)
         return tensor.read(self._inner, whole(tensor.shape, region), self._dtype)
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """Where a plain tensor's bytes lie."""
+        return None if name in self._quantised else stored_tensor(self._inner, name)
 
     # ------------------------------------------------------------------------------------- what there is
 
