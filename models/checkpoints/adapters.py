@@ -76,6 +76,7 @@ class LoRASource:
         self._inner, self._directory = inner, Path(directory)
         self.unused = inner.unused
         self.origin = f"{inner.origin} with the adapter {self._directory}"
+        self.unused = inner.unused
         config = read_adapter_config(self._directory)
         self._file = _open(self._directory / ADAPTER_FILE)
         self._infos = _infos(self._file)
