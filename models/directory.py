@@ -41,6 +41,7 @@ def load(
     buckets: Buckets | None = None,
     mesh: Mesh | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
 ) -> ModelBackbone:
     """Loads a backbone.
 
@@ -57,6 +58,8 @@ def load(
         goes from the file straight to its devices. None puts everything on the default device.
       adapter: a directory with a LoRA adapter as peft saves it, merged into the weights in float32 and rounded once.
         Tokenizer and chat template stay those of `directory`.
+      progress: a bar on stderr while weights are read: True draws one, False none, None one if stderr is a terminal and
+        `tqdm` is installed.
 
     Raises:
       ConfigError: no such directory (names of the Hugging Face hub are not fetched: the message says how to download a
@@ -66,8 +69,8 @@ def load(
         number of devices on it that does not divide the model's heads, KV heads, MLP widths or experts.
       WeightsError: missing, unexpected, mis-shaped or mis-typed tensors, a damaged file, or a parameter that did not
         come out in its type and sharding.
-      MissingExtraError: a tokenizer.json where `tokenizers` is not installed. (Pillow and jinja2 are asked for when an
-        image or a chat template is first used.)
+      MissingExtraError: a tokenizer.json where `tokenizers` is not installed, or `progress=True` without `tqdm`.
+        (Pillow and jinja2 are asked for when an image or a chat template is first used.)
     """
     raw, family = _read_config(Path(directory))
     raw, _ = split_config(raw, Path(directory))  # what is loaded, and may be saved again, is not quantised any more
@@ -86,7 +89,7 @@ def load(
 
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
     ignore = (*family.ignored(config), *map(re.escape, source.unused))
-    values = load_weights(source, entries, expected, ignore=ignore, shardings=shardings)
+    values = load_weights(source, entries, expected, ignore=ignore, shardings=shardings, progress=progress)
     backbone = ModelBackbone(
         config,
         values,

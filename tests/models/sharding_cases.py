@@ -26,7 +26,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.layout import to_engine
 from models import FAMILIES, ModelBackbone, load, save
-from models.checkpoints import SafetensorsSource, flatten_params, tensor_shapes
+from models.checkpoints import StoredTensor, flatten_params, reading, tensor_shapes
 from models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
 from models.families.family import abstract, parameters
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
@@ -179,12 +179,11 @@ def memory(directory: Path) -> dict[str, Any]:
     """Host memory while a model is loaded onto devices that keep copies of their own, as accelerators do."""
     sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 32}
     write_changed(directory, **{**EIGHT, **sizes})
-    read, put, asked = SafetensorsSource.read, jax.device_put, []
+    fill, put, asked = reading.fill, jax.device_put, []
 
-    def counted(*arguments: Any) -> np.ndarray:
-        value = read(*arguments)
-        asked.append(value.nbytes)
-        return value
+    def counted(name: str, stored: StoredTensor, spans: Any, out: np.ndarray) -> None:
+        fill(name, stored, spans, out)
+        asked.append(out.size * stored.dtype.itemsize)
 
     def copied(value: Any, device: Any) -> jax.Array:
         """Copies, as an accelerator does; a CPU takes an aligned host array as it stands, whatever `may_alias` says."""
@@ -195,11 +194,11 @@ def memory(directory: Path) -> dict[str, Any]:
 
     jax.device_put = copied
     load(directory, mesh=line_of(8))  # what Python and JAX keep from a first time is not counted
-    SafetensorsSource.read = counted
+    reading.fill = counted
     tracemalloc.start()
     leaves = flatten_params(load(directory, mesh=line_of(8)).parameters).values()
     peak = tracemalloc.get_traced_memory()[1]
-    SafetensorsSource.read, jax.device_put = read, put
+    reading.fill, jax.device_put = fill, put
     return {
         "peak": peak,
         "read": sum(asked),
