@@ -53,18 +53,20 @@ class Forward:
         self.generate = self._program(self._generate, P(), "steps")
 
     def _program(self, function: Callable[..., Any], out: Any, *static: str) -> Any:
-        """The function jitted; over a mesh with Explicit axes, with these left to the compiler inside.
+        """The function jitted; over a mesh it is traced with that mesh set, for what a layer lays over devices itself.
 
         Inside the forward shardings are the compiler's to find: Explicit axes would want one named at every reshape.
-        `out` names those of the results, which are again in the types of arrays on such a mesh.
+        `out` names those of the results, which are again in the types of arrays on a mesh with Explicit axes.
         """
-        if self.mesh is None or not self.mesh.explicit_axes:
+        if self.mesh is None:
             return jax.jit(function, static_argnames=static)
         mesh = self.mesh.abstract_mesh
 
         @functools.wraps(function)
         def inside(*args: Any, **options: Any) -> Any:
             with jax.sharding.use_abstract_mesh(mesh):
+                if not mesh.explicit_axes:
+                    return function(*args, **options)
                 return jax.sharding.auto_axes(functools.partial(function, **options), out_sharding=out)(*args)
 
         return jax.jit(inside, static_argnames=static)

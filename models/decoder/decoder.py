@@ -25,7 +25,7 @@ from kvpatch_jax.rope import rope_tables, rotate
 from .attention import GroupedAttention, LatentAttention
 from .config import DecoderConfig
 from .layers import GatedMLP, Linear, RMSNorm, product
-from .moe import Experts
+from .moe import ExpertParam, Experts
 
 KV = dict[str, Array]
 TURNING = ("k", "kpe")
@@ -161,28 +161,33 @@ class Decoder(nnx.Module):
         """
         below = self.config.dense_layers
         stack, offset = (self.layers, below) if first >= below else (self.dense_layers, 0)
-        graph, state = nnx.split(stack)
+        graph, experts, state = nnx.split(stack, ExpertParam, ...)
 
-        def body(carry: tuple[Array, Any], at: tuple[Any, Any, Any]):
+        def body(carry: tuple[Array, Any], at: tuple[Any, Any, Any], experts: Any = experts, own: bool = False):
             state, (cached, kept, added), layer = at
             gather = functools.partial(_behind, cached)
             if carry[1] is not None:
                 gather = functools.partial(_written_into, carry[1], layer, step.slots, kept)
-            hidden, cache, kv = self._layer(nnx.merge(graph, state), carry[0], step, gather)
+            # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
+            number = None if own else layer - offset
+            hidden, cache, kv = self._layer(nnx.merge(graph, experts, state), number, carry[0], step, gather)
             return (hidden if added is None else hidden + added.astype(hidden.dtype), cache), kv
 
         if any(isinstance(leaf, tuple) for leaf in jax.tree.leaves(state, is_leaf=_unstacked)):
             pieces = []
             for layer in range(first, last):
-                own = jax.tree.map(lambda leaf, at=layer - offset: leaf[at], state, is_leaf=_unstacked)
-                carry, kv = body(carry, (own, jax.tree.map(lambda leaf, at=layer: leaf[at], per_layer), layer))
+                pick = lambda tree, at=layer - offset: jax.tree.map(lambda leaf: leaf[at], tree, is_leaf=_unstacked)
+                rest = jax.tree.map(lambda leaf, at=layer: leaf[at], per_layer)
+                carry, kv = body(carry, (pick(state), rest, layer), pick(experts), own=True)
                 pieces.append(kv)
             return *carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
         cut = lambda tree, offset=0: jax.tree.map(lambda leaf: leaf[first - offset : last - offset], tree)
         carry, kv = jax.lax.scan(body, carry, (cut(state, offset), cut(per_layer), jnp.arange(first, last)))
         return *carry, kv
 
-    def _layer(self, layer: Any, hidden: Array, step: _Step, gather: Callable[[KV], tuple[KV, Any]]):
+    def _layer(
+        self, layer: Any, number: Array | None, hidden: Array, step: _Step, gather: Callable[[KV], tuple[KV, Any]]
+    ):
         rope = self.config.rope
         query, kv = layer.attention.project(layer.input_norm(hidden))
         turn = lambda x: rotate(x, step.cos, step.sin, rope.cached, rope.attention_scaling)
@@ -192,7 +197,8 @@ class Decoder(nnx.Module):
         if layer.attention_post_norm is not None:
             mixed = layer.attention_post_norm(mixed)
         hidden = hidden + mixed
-        update = layer.mlp(layer.mlp_norm(hidden))
+        inner = layer.mlp_norm(hidden)
+        update = layer.mlp(inner, number) if isinstance(layer.mlp, Experts) else layer.mlp(inner)
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
         return hidden + update, cache, kv

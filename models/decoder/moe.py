@@ -1,27 +1,37 @@
-"""Mixture-of-experts MLP: two routers, shared experts, and every expert computed for every token.
+"""Mixture-of-experts MLP: two routers, and the module of the experts that tokens choose and those that all share.
 
-Computing all experts and weighting the unchosen ones with zero is exact, has static shapes and shards over experts; it
-costs experts / chosen times the arithmetic of a grouped kernel.
+How the chosen experts are computed is `grouped`'s. Over a mesh each device computes the pairs of its own experts, and
+the devices' results are summed.
 
-Axis letters: B batch, T tokens, D model width, E experts, I width inside an expert, Q groups of experts.
+Axis letters: B batch, T tokens, D model width, E experts, X chosen experts per token, I width inside an expert.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from .config import ExpertConfig
+from .grouped import ExpertWeights, choose_implementation, expert_load, mix_experts, spread
 from .layers import ACTIVATIONS, GatedMLP, Linear, normal
+from .sharding import TENSOR
 
 
-def route(config: ExpertConfig, logits: Float[Array, "*lead E"], correction: Array | None) -> Float[Array, "*lead E"]:
-    """Router logits [..., E] to each expert's weight, float32: zero for all but the chosen ones.
+class ExpertParam(nnx.Param):
+    """Weights of all experts of a stack of layers: used from the whole stack, never cut out of it layer by layer."""
 
-    `correction` [E] is added for choosing, not for weighting (sigmoid router).
+
+def choose_experts(
+    config: ExpertConfig, logits: Float[Array, "*lead E"], correction: Float[Array, " E"] | None
+) -> tuple[Int[Array, "*lead X"], Float[Array, "*lead X"]]:
+    """Router logits to the experts that each token takes, and what their outputs are multiplied by (float32).
+
+    `correction` is added for choosing, not for weighting (sigmoid router).
     """
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits, axis=-1) if config.router == "softmax" else jax.nn.sigmoid(logits)
@@ -29,11 +39,17 @@ def route(config: ExpertConfig, logits: Float[Array, "*lead E"], correction: Arr
     if config.groups > 1:
         choice = _best_groups(config, choice)
     _, index = jax.lax.top_k(choice, config.chosen)
-    chosen = jnp.sum(jax.nn.one_hot(index, config.experts, dtype=jnp.float32), axis=-2)
-    weights = scores * chosen
+    weights = jnp.take_along_axis(scores, index, axis=-1)
     if config.renormalise:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return weights * config.scaling
+    return index, weights * config.scaling
+
+
+def route(
+    config: ExpertConfig, logits: Float[Array, "*lead E"], correction: Float[Array, " E"] | None
+) -> Float[Array, "*lead E"]:
+    """Router logits to each expert's weight, float32: zero for all but the chosen ones (`choose_experts`)."""
+    return spread(*choose_experts(config, logits, correction), config.experts)
 
 
 def _best_groups(config: ExpertConfig, choice: Array) -> Array:
@@ -66,23 +82,78 @@ class Experts(nnx.Module):
         self.router = Linear(width, config.experts, **linear)
         sigmoid = config.router == "sigmoid"
         self.correction = nnx.Param(jnp.zeros((*lead, config.experts), jnp.float32)) if sigmoid else None
-        self.gate = nnx.Param(normal(rngs, into, width**-0.5, dtype))
-        self.up = nnx.Param(normal(rngs, into, width**-0.5, dtype))
-        self.down = nnx.Param(normal(rngs, out, config.intermediate**-0.5, dtype))
+        self.gate = ExpertParam(normal(rngs, into, width**-0.5, dtype))
+        self.up = ExpertParam(normal(rngs, into, width**-0.5, dtype))
+        self.down = ExpertParam(normal(rngs, out, config.intermediate**-0.5, dtype))
         self.shared = GatedMLP(width, config.shared, activation=activation, **linear) if config.shared else None
         self.activation, self.config = activation, config
 
-    def weights(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
-        """Each expert's weight for each token, float32; products in float32 whatever the model's dtype."""
+    def choose(self, x: Float[Array, "*lead D"]) -> tuple[Int[Array, "*lead X"], Float[Array, "*lead X"]]:
+        """Each token's experts and their weights; products in float32 whatever the model's dtype."""
         kernel = self.router.kernel[...].astype(jnp.float32)
         logits = jnp.matmul(x.astype(jnp.float32), kernel, preferred_element_type=jnp.float32)
-        return route(self.config, logits, None if self.correction is None else self.correction[...])
+        return choose_experts(self.config, logits, None if self.correction is None else self.correction[...])
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The weighted sum over experts, and the shared experts."""
-        product = lambda string, *parts: jnp.einsum(string, *parts, preferred_element_type=jnp.float32)
-        gate, up = (product("BTD,EDI->BTEI", x, w[...].astype(x.dtype)) for w in (self.gate, self.up))
-        inner = ACTIVATIONS[self.activation](gate.astype(x.dtype)) * up.astype(x.dtype)
-        inner = (inner * self.weights(x)[..., None]).astype(x.dtype)
-        mixed = product("BTEI,EID->BTD", inner, self.down[...].astype(x.dtype)).astype(x.dtype)
+    def weights(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
+        """Each expert's weight for each token, float32."""
+        return spread(*self.choose(x), self.config.experts)
+
+    def load(self, x: Float[Array, "B T D"], counted: Bool[Array, "B T"]) -> Int[Array, " E"]:
+        """How many of the counted tokens chose each expert, int32."""
+        index = jnp.where(counted[..., None], self.choose(x)[0], self.config.experts)
+        return expert_load(index.reshape(-1, self.config.chosen), self.config.experts)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        layer: Int[Array, ""] | None = None,
+        implementation: str | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The weighted sum over the chosen experts, and the shared experts.
+
+        Args:
+          layer: which layer of the stack, where gate, up and down are a whole stack's; None where they are one layer's.
+          implementation: how they are computed, of `grouped.IMPLEMENTATIONS`; None for what is best here.
+
+        Raises:
+          ConfigError: an unknown implementation.
+        """
+        flat = lambda part: part.reshape(-1, part.shape[-1])
+        index, weights = map(flat, self.choose(x))
+        stack = ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        mixed = self._mix(flat(x), index, weights, stack, layer, implementation).astype(x.dtype).reshape(x.shape)
         return mixed if self.shared is None else mixed + self.shared(x)
+
+    def _mix(
+        self,
+        x: Float[Array, "T D"],
+        index: Int[Array, "T X"],
+        weights: Float[Array, "T X"],
+        stack: ExpertWeights,
+        layer: Int[Array, ""] | None,
+        implementation: str | None,
+    ) -> Float[Array, "T D"]:
+        """The chosen experts' sum, over the devices of the mesh that is set, each computing its own experts."""
+        experts, activation = self.config.experts, ACTIVATIONS[self.activation]
+        if implementation is None:
+            implementation = choose_implementation(index.size, experts, self.config.chosen)
+        mix = functools.partial(mix_experts, activation=activation, implementation=implementation)
+        devices = _devices()
+        if devices == 1 or experts % devices or implementation == "dense":  # which the compiler spreads by itself
+            return mix(x, index, weights, stack, layer=layer)
+
+        def own(x: Array, index: Array, weights: Array, stack: ExpertWeights, layer: Array | None) -> Array:
+            first = jax.lax.axis_index(TENSOR) * (experts // devices)
+            x = jax.lax.pcast(x, TENSOR, to="varying")
+            return jax.lax.psum(mix(x, index - first, weights, stack, layer=layer, skip=True), TENSOR)
+
+        over = P(*(None,) * (stack.gate.ndim - 3), TENSOR)
+        places = (P(), P(), P(), ExpertWeights(over, over, over), P())
+        spread_out = jax.shard_map(own, in_specs=places, out_specs=P(), axis_names={TENSOR})
+        return spread_out(x, index, weights, stack, layer)
+
+
+def _devices() -> int:
+    """How many devices experts lie over: those of the mesh that is set, where the compiler finds its shardings."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[TENSOR] if TENSOR in mesh.auto_axes else 1

@@ -1,0 +1,265 @@
+"""The MLPs of a mixture of experts, over tokens grouped by the experts that they chose.
+
+`mix_experts` has three implementations of one function; `choose_implementation` says which is taken where.
+
+* "blocks": the pairs of a token and an expert, sorted by expert and padded per expert to whole blocks of rows; a loop
+  over blocks, each reading its one expert's weights. Plain XLA. It reads the weights of chosen experts only, and
+  computes at most `block_rows` - 1 rows too many per expert.
+* "ragged": `jax.lax.ragged_dot` over the sorted pairs. XLA lowers it to a grouped kernel on TPUs, but on CPUs and GPUs
+  (jax 0.12) to every expert for every row: 128 times the arithmetic of Qwen3-30B-A3B.
+* "dense": every expert for every token, the unchosen ones weighted with zero. The oracle of the others, and as good
+  where tokens choose half of the experts.
+
+Weights may be those of one layer, or of a whole stack of layers and the number of the layer: cutting a layer out of the
+stack first would copy all of its experts.
+
+Axis letters: T tokens, X chosen experts per token, D model width, E experts, I width inside an expert, M blocks.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvpatch_jax.errors import ConfigError
+from pallas_kernels import platform
+
+IMPLEMENTATIONS = ("blocks", "ragged", "dense")
+SMALLEST_SPREAD = 2
+"""Up to this many experts per chosen one, computing all of them costs no more than grouping."""
+LARGEST_BLOCK = 512
+CACHE_BLOCK = 16
+"""Rows that share a read of an expert's weights almost for free: blocks grow to this before padding is looked at."""
+RAGGED_TOKENS = 4096
+"""The ragged form takes so many tokens at a time: its temporaries hold every pair's row several times over."""
+
+
+class ExpertWeights(NamedTuple):
+    """Gate and up [*lead,E,D,I], down [*lead,E,I,D]; lead is empty, or the axis of a stack of layers."""
+
+    gate: Array
+    up: Array
+    down: Array
+
+
+class Blocks(NamedTuple):
+    """Pairs laid out in blocks of one expert each.
+
+    tokens [M,rows]: each row's token, or numbers from T on, each once, where a block is not full.
+    weights [M,rows]: what the expert's output is multiplied by. expert [M]: whose block it is. used: how many of the M
+    blocks hold anything; they are the first ones.
+    """
+
+    tokens: Int[Array, "M rows"]
+    weights: Float[Array, "M rows"]
+    expert: Int[Array, " M"]
+    used: Int[Array, ""]
+
+
+def choose_implementation(pairs: int, experts: int, chosen: int) -> str:
+    """Names the implementation for so many pairs of token and expert: the one that `mix_experts` takes by itself.
+
+    "dense" where tokens choose half of the experts or more. On TPUs "ragged", except where there are fewer pairs than
+    experts (decoding), elsewhere "blocks".
+    """
+    if experts <= SMALLEST_SPREAD * chosen:
+        return "dense"
+    return "ragged" if platform() == "tpu" and pairs >= experts else "blocks"
+
+
+def mix_experts(
+    x: Float[Array, "T D"],
+    index: Int[Array, "T X"],
+    weights: Float[Array, "T X"],
+    stack: ExpertWeights,
+    activation: Callable[[Array], Array],
+    *,
+    layer: Int[Array, ""] | int | None = None,
+    implementation: str | None = None,
+    skip: bool = False,
+) -> Float[Array, "T D"]:
+    """Sums each token's chosen experts, weighted; products and sums in float32, the result too.
+
+    Args:
+      index: the experts that each token chose, none of them twice. Numbers outside 0 … E-1 are left out.
+      weights: what their outputs are multiplied by, float32.
+      layer: which layer of the stack; None for weights without an axis of layers.
+      implementation: one of `IMPLEMENTATIONS`; None for what `choose_implementation` says.
+      skip: "blocks" looks at run time whether a block holds anything: where most pairs may be left out.
+
+    Raises:
+      ConfigError: an unknown implementation.
+    """
+    experts, pairs = stack.gate.shape[-3], index.size
+    if implementation is None:
+        implementation = choose_implementation(pairs, experts, index.shape[1])
+    if implementation not in IMPLEMENTATIONS:
+        raise ConfigError(f"experts' implementation {implementation!r}; expected one of {IMPLEMENTATIONS}")
+    if implementation == "dense":
+        one = stack if layer is None else ExpertWeights(*(_pick(part, layer) for part in stack))
+        return _dense(x, index, weights, one, activation)
+
+    flat = ExpertWeights(*(part.reshape(-1, *part.shape[-2:]) for part in stack))
+    first = 0 if layer is None else layer * experts
+    if implementation == "ragged":
+        return _ragged(x, index, weights, flat, activation, experts, first)
+    return _blocks(x, index, weights, flat, activation, experts, first, skip)
+
+
+def spread(index: Int[Array, "*lead X"], weights: Float[Array, "*lead X"], experts: int) -> Float[Array, "*lead E"]:
+    """Weights of the chosen experts as weights of all: zero for the others."""
+    return jnp.sum(jax.nn.one_hot(index, experts, dtype=weights.dtype) * weights[..., None], axis=-2)
+
+
+def expert_load(index: Int[Array, "T X"], experts: int) -> Int[Array, " E"]:
+    """How many tokens chose each expert, int32; numbers outside 0 … E-1 are not counted."""
+    return jnp.sum(index.reshape(-1)[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+
+
+# --------------------------------------------------------------------------------------------------------- dense
+
+
+def _dense(
+    x: Array, index: Array, weights: Array, one: ExpertWeights, activation: Callable[[Array], Array]
+) -> Float[Array, "T D"]:
+    product = lambda string, *parts: jnp.einsum(string, *parts, preferred_element_type=jnp.float32)
+    gate, up = (product("TD,EDI->TEI", x, part.astype(x.dtype)) for part in (one.gate, one.up))
+    inner = activation(gate.astype(x.dtype)) * up.astype(x.dtype)
+    inner = (inner * spread(index, weights, one.gate.shape[0])[..., None]).astype(x.dtype)
+    return product("TEI,EID->TD", inner, one.down.astype(x.dtype))
+
+
+# -------------------------------------------------------------------------------------------------------- blocks
+
+
+def block_rows(pairs: int, experts: int) -> int:
+    """Rows of a block, a power of two: large for speed, but padding stays below a quarter of many pairs.
+
+    With few pairs per expert, reading weights costs more than padded rows: then as many rows as an expert is likely to
+    have.
+    """
+    quarter = max(pairs // (4 * experts), 1)
+    likely = -(-pairs // experts)
+    return min(max(1 << (quarter.bit_length() - 1), min(1 << (likely - 1).bit_length(), CACHE_BLOCK)), LARGEST_BLOCK)
+
+
+def block_count(pairs: int, experts: int, rows: int) -> int:
+    """The most blocks that so many pairs can make, however they choose."""
+    most = min(pairs, experts)
+    return (pairs - most) // rows + most
+
+
+def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], experts: int, rows: int) -> Blocks:
+    """Sorts pairs by expert and pads each expert's to whole blocks."""
+    T, X = index.shape
+    count = block_count(T * X, experts, rows)
+    pairs = index.reshape(-1)
+    pairs = jnp.where((pairs >= 0) & (pairs < experts), pairs, experts)
+    order = jnp.argsort(pairs, stable=True)
+
+    sizes = expert_load(index, experts)
+    ends = jnp.cumsum(-(-sizes // rows))
+    shift = (ends - -(-sizes // rows)) * rows - (jnp.cumsum(sizes) - sizes)
+    sort = pairs[order]
+    # A pair that is left out goes behind the last block, where writing is dropped.
+    place = jnp.where(sort < experts, jnp.arange(T * X) + shift[jnp.minimum(sort, experts - 1)], count * rows)
+    put = lambda empty, values: empty.at[place].set(values, mode="drop").reshape(count, rows)
+    tokens = put(T + jnp.arange(count * rows, dtype=jnp.int32), (order // X).astype(jnp.int32))
+    scale = put(jnp.zeros(count * rows, weights.dtype), weights.reshape(-1)[order])
+    expert = jnp.sum(ends <= jnp.arange(count)[:, None], axis=1)
+    return Blocks(tokens, scale, jnp.minimum(expert, experts - 1), ends[-1])
+
+
+def _blocks(
+    x: Array,
+    index: Array,
+    weights: Array,
+    flat: ExpertWeights,
+    activation: Callable[[Array], Array],
+    experts: int,
+    first: Array | int,
+    skip: bool,
+) -> Float[Array, "T D"]:
+    rows = block_rows(index.size, experts)
+    blocks = lay_out_blocks(index, weights, experts, rows)
+
+    def add(mixed: Array, tokens: Array, scale: Array, expert: Array) -> Array:
+        inside = x.at[tokens].get(mode="fill", fill_value=0)
+        gate, up, down = (_pick(part, first + expert).astype(x.dtype) for part in flat)
+        inner = activation(_product(inside, gate).astype(x.dtype)) * _product(inside, up).astype(x.dtype)
+        out = _product(inner, down) * scale[:, None]
+        # A token is in a block once, and so is every number that stands for none.
+        return mixed.at[tokens].add(out, mode="drop", unique_indices=True)
+
+    def step(mixed: Array, block: tuple[Array, ...]) -> tuple[Array, None]:
+        number, *parts = block
+        if not skip:
+            return add(mixed, *parts), None
+        return jax.lax.cond(number < blocks.used, add, lambda mixed, *_: mixed, mixed, *parts), None
+
+    numbered = (jnp.arange(len(blocks.expert)), blocks.tokens, blocks.weights, blocks.expert)
+    return jax.lax.scan(step, jnp.zeros_like(x, jnp.float32), numbered)[0]
+
+
+def _pick(part: Array, at: Array | int) -> Array:
+    return jax.lax.dynamic_index_in_dim(part, at, 0, keepdims=False)
+
+
+def _product(x: Array, weight: Array) -> Array:
+    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+
+
+# -------------------------------------------------------------------------------------------------------- ragged
+
+
+def _ragged(
+    x: Array,
+    index: Array,
+    weights: Array,
+    flat: ExpertWeights,
+    activation: Callable[[Array], Array],
+    experts: int,
+    first: Array | int,
+) -> Float[Array, "T D"]:
+    T = x.shape[0]
+
+    def mix(part: tuple[Array, Array, Array]) -> Array:
+        return _ragged_part(*part, flat, activation, experts, first)
+
+    if T <= RAGGED_TOKENS:
+        return mix((x, index, weights))
+    parts = -(-T // RAGGED_TOKENS)
+    cut = lambda part, fill: jnp.pad(part, ((0, parts * RAGGED_TOKENS - T), (0, 0)), constant_values=fill).reshape(
+        parts, RAGGED_TOKENS, -1
+    )
+    mixed = jax.lax.map(mix, (cut(x, 0), cut(index, experts), cut(weights, 0)))
+    return mixed.reshape(-1, x.shape[1])[:T]
+
+
+def _ragged_part(
+    x: Array,
+    index: Array,
+    weights: Array,
+    flat: ExpertWeights,
+    activation: Callable[[Array], Array],
+    experts: int,
+    first: Array | int,
+) -> Float[Array, "T D"]:
+    T, X = index.shape
+    pairs = index.reshape(-1)
+    pairs = jnp.where((pairs >= 0) & (pairs < experts), pairs, experts)
+    order = jnp.argsort(pairs, stable=True)
+    sizes = expert_load(index, experts)
+    # Experts of other layers are groups without rows.
+    groups = jax.lax.dynamic_update_slice(jnp.zeros(len(flat.gate), jnp.int32), sizes, (first,))
+    product = lambda x, part: jax.lax.ragged_dot(x, part.astype(x.dtype), groups, preferred_element_type=jnp.float32)
+
+    inside = x[order // X]
+    inner = activation(product(inside, flat.gate).astype(x.dtype)) * product(inside, flat.up).astype(x.dtype)
+    out = product(inner, flat.down).astype(x.dtype)
+    # Rows behind the last group are whatever the kernel left there.
+    out = jnp.where((jnp.arange(T * X) < jnp.sum(sizes))[:, None], out, 0)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(T * X), unique_indices=True)
+    return jnp.einsum("TXD,TX->TD", out[back].reshape(T, X, -1), weights, preferred_element_type=jnp.float32)
