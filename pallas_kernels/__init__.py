@@ -2,7 +2,6 @@
 
 from ._dispatch import preferring as preferring
 from ._kernel_wins import configured_by as configured_by
-from ._target import platform as platform
 from ._target import targeting as targeting
 from .errors import KernelDtypeError as KernelDtypeError
 from .errors import KernelError as KernelError

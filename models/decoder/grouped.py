@@ -2,11 +2,11 @@
 
 `mix_experts` has three implementations of one function; `choose_implementation` says which is taken where.
 
-* "blocks": the pairs of a token and an expert, sorted by expert and padded per expert to whole blocks of rows; a loop
-  over blocks, each reading its one expert's weights. Plain XLA. It reads the weights of chosen experts only, and
+* "blockwise": the pairs of a token and an expert, sorted by expert and padded per expert to whole blocks of rows; a
+  loop over blocks, each reading its one expert's weights. Plain XLA. It reads the weights of chosen experts only, and
   computes at most `block_rows` - 1 rows too many per expert.
 * "ragged": `jax.lax.ragged_dot` over the sorted pairs. XLA lowers it to a grouped kernel on TPUs, but on CPUs and GPUs
-  (jax 0.12) to every expert for every row: 128 times the arithmetic of Qwen3-30B-A3B.
+  (jax 0.12) to every expert for every row: for Qwen3-30B-A3B 128 times the arithmetic.
 * "dense": every expert for every token, the unchosen ones weighted with zero. The oracle of the others, and as good
   where tokens choose half of the experts.
 
@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.errors import ConfigError
-from pallas_kernels import platform
+from kvpatch_jax.errors import KernelUnavailableError
+from pallas_kernels._target import platform
 
-IMPLEMENTATIONS = ("blocks", "ragged", "dense")
+IMPLEMENTATIONS = ("blockwise", "ragged", "dense")
 SMALLEST_SPREAD = 2
 """Up to this many experts per chosen one, computing all of them costs no more than grouping."""
 LARGEST_BLOCK = 512
@@ -62,11 +62,11 @@ def choose_implementation(pairs: int, experts: int, chosen: int) -> str:
     """Names the implementation for so many pairs of token and expert: the one that `mix_experts` takes by itself.
 
     "dense" where tokens choose half of the experts or more. On TPUs "ragged", except where there are fewer pairs than
-    experts (decoding), elsewhere "blocks".
+    experts (decoding), elsewhere "blockwise".
     """
     if experts <= SMALLEST_SPREAD * chosen:
         return "dense"
-    return "ragged" if platform() == "tpu" and pairs >= experts else "blocks"
+    return "ragged" if platform() == "tpu" and pairs >= experts else "blockwise"
 
 
 def mix_experts(
@@ -87,16 +87,16 @@ def mix_experts(
       weights: what their outputs are multiplied by, float32.
       layer: which layer of the stack; None for weights without an axis of layers.
       implementation: one of `IMPLEMENTATIONS`; None for what `choose_implementation` says.
-      skip: "blocks" looks at run time whether a block holds anything: where most pairs may be left out.
+      skip: "blockwise" looks at run time whether a block holds anything: where most pairs may be left out.
 
     Raises:
-      ConfigError: an unknown implementation.
+      KernelUnavailableError: an unknown implementation.
     """
     experts, pairs = stack.gate.shape[-3], index.size
     if implementation is None:
         implementation = choose_implementation(pairs, experts, index.shape[1])
     if implementation not in IMPLEMENTATIONS:
-        raise ConfigError(f"experts' implementation {implementation!r}; expected one of {IMPLEMENTATIONS}")
+        raise KernelUnavailableError(f"experts: implementation {implementation!r}; expected one of {IMPLEMENTATIONS}")
     if implementation == "dense":
         one = stack if layer is None else ExpertWeights(*(_pick(part, layer) for part in stack))
         return _dense(x, index, weights, one, activation)
@@ -105,7 +105,7 @@ def mix_experts(
     first = 0 if layer is None else layer * experts
     if implementation == "ragged":
         return _ragged(x, index, weights, flat, activation, experts, first)
-    return _blocks(x, index, weights, flat, activation, experts, first, skip)
+    return _blockwise(x, index, weights, flat, activation, experts, first, skip)
 
 
 def spread(index: Int[Array, "*lead X"], weights: Float[Array, "*lead X"], experts: int) -> Float[Array, "*lead E"]:
@@ -131,7 +131,7 @@ def _dense(
     return product("TEI,EID->TD", inner, one.down.astype(x.dtype))
 
 
-# -------------------------------------------------------------------------------------------------------- blocks
+# ----------------------------------------------------------------------------------------------------- blockwise
 
 
 def block_rows(pairs: int, experts: int) -> int:
@@ -172,7 +172,7 @@ def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], exper
     return Blocks(tokens, scale, jnp.minimum(expert, experts - 1), ends[-1])
 
 
-def _blocks(
+def _blockwise(
     x: Array,
     index: Array,
     weights: Array,

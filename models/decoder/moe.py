@@ -116,7 +116,7 @@ class Experts(nnx.Module):
           implementation: how they are computed, of `grouped.IMPLEMENTATIONS`; None for what is best here.
 
         Raises:
-          ConfigError: an unknown implementation.
+          KernelUnavailableError: an unknown implementation.
         """
         flat = lambda part: part.reshape(-1, part.shape[-1])
         index, weights = map(flat, self.choose(x))

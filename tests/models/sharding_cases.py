@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
@@ -27,6 +28,8 @@ from kvpatch_jax.errors import WeightsError
 from kvpatch_jax.layout import to_engine
 from models import FAMILIES, ModelBackbone, load, save
 from models.checkpoints import StoredTensor, flatten_params, reading, tensor_shapes
+from models.decoder.config import ExpertConfig
+from models.decoder.moe import Experts
 from models.decoder.sharding import cache_shardings, check_parameters, parameter_shardings
 from models.families.family import abstract, parameters
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
@@ -167,12 +170,43 @@ def collectives(directory: Path) -> list[list[Any]]:
     cache = {each.name: jax.device_put(empty(each.heads, each.width), shardings[each.name]) for each in channels}
     calls = backbone.programs
     program = calls.recompute.lower(calls.state, tokens, cache, jnp.array([[12]]), None, None).compile()
+    return exchanged(program.as_text() or "")
+
+
+def exchanged(text: str) -> list[list[Any]]:
+    """Kind and numbers in the result of what devices exchange in a compiled program."""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    found = re.findall(rf" = (.*?) ({kinds})(?:-start)?\(", program.as_text() or "")
+    found = re.findall(rf" = (.*?) ({kinds})(?:-start)?\(", text)
     sizes = lambda shapes: [
         math.prod(map(int, filter(None, shape.split(",")))) for shape in re.findall(r"\[([\d,]*)\]", shapes)
     ]
     return [[kind, sum(sizes(shapes))] for shapes, kind in found]
+
+
+def experts(directory: Path) -> dict[str, Any]:
+    """A mixture over eight devices: tokens that choose by chance, and tokens that all choose experts of one device."""
+    config = ExpertConfig(experts=16, chosen=3, intermediate=4, router="sigmoid", renormalise=True)
+    mesh = line_of(8)
+    rng = np.random.default_rng(0)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Experts(config, 8, rngs=nnx.Rngs(0))))
+    state = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), state)
+    x = jnp.asarray(rng.normal(size=(1, 12, 8)), jnp.float32)
+    alone = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+
+    @jax.jit
+    def over(state: Any, x: jax.Array) -> jax.Array:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return nnx.merge(graph, state)(x)
+
+    whole = lambda leaf: PartitionSpec("tensor" if leaf.ndim == 3 else None)
+    lay = lambda leaf: jax.device_put(leaf, NamedSharding(mesh, whole(leaf)))
+    facts: dict[str, Any] = {"errors": {}}
+    for name, favoured in {"by chance": (), "one device": (6, 7)}.items():
+        state["correction"][...] = jnp.zeros(16).at[jnp.array(favoured, int)].set(9.0)
+        spread = jax.tree.map(lay, state)
+        facts["errors"][name] = error_of(over(spread, x), alone(state, x))
+    facts["collectives"] = exchanged(over.lower(spread, x).compile().as_text() or "")
+    return facts
 
 
 def memory(directory: Path) -> dict[str, Any]:
@@ -267,6 +301,7 @@ def patched(backbone: ModelBackbone) -> jax.Array:
 def find(name: str, directory: Path) -> Any:
     """The facts of one name: a case, with "-whole" behind it for every kind of call, or one of the other functions."""
     others = {"loads": loads, "collectives": collectives, "memory": memory, "violations": violations}
+    others["experts"] = experts
     others["own_mesh"] = own_mesh
     if name in others:
         return others[name](directory)

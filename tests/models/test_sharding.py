@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 BAR = 2e-4
 IMAGE_FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 TEXT = ("llama2", "qwen2", "qwen3", "qwen3_moe", "glm4", "phi3_short", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-DEFAULT = (("mla", "own_mesh"), ("gqa-whole", "loads", "collectives", "memory", "violations"))
+DEFAULT = (("mla", "own_mesh", "experts"), ("gqa-whole", "loads", "collectives", "memory", "violations"))
 """What is run by default, by two programs side by side."""
 SLOW = ("mha-whole", "mla-whole", "image-whole")
 
@@ -315,6 +315,13 @@ def test_every_kind_of_tensor_is_read_in_shards(facts, name):
 def test_decode_exchanges_two_sums_per_layer_and_no_parameter_or_cache(facts):
     """The scan's body is in the program once: a sum behind attention and one behind the MLP, of one token's width."""
     assert facts["collectives"] == [["all-reduce", 64], ["all-reduce", 64]]
+
+
+def test_each_device_computes_its_own_experts_and_their_sum_is_all_that_is_exchanged(facts):
+    found = facts["experts"]
+    assert set(found["errors"]) == {"by chance", "one device"}
+    assert max(found["errors"].values()) <= 1e-5
+    assert found["collectives"] == [["all-reduce", 12 * 8]]
 
 
 def test_host_holds_one_shard_at_a_time(facts):

@@ -1,0 +1,228 @@
+"""Tokens grouped by expert: every implementation against a loop over tokens, what it costs, and who was chosen."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evals.bench.arithmetic import count_flops
+from kvpatch_jax.errors import KernelUnavailableError
+from models.decoder import grouped
+from models.decoder.grouped import (
+    IMPLEMENTATIONS,
+    ExpertWeights,
+    block_count,
+    block_rows,
+    choose_implementation,
+    expert_load,
+    lay_out_blocks,
+    mix_experts,
+)
+from pallas_kernels import targeting
+
+EXPERTS, WIDTH, INNER, TOKENS, CHOSEN = 6, 5, 4, 12, 2
+
+
+def numbers(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def layers() -> ExpertWeights:
+    """Three layers of experts."""
+    shapes = ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH))
+    return ExpertWeights(*(jnp.asarray(numbers(3, EXPERTS, *shape, seed=seed)) for seed, shape in enumerate(shapes)))
+
+
+LAYERS = layers()
+
+
+def looped(x: np.ndarray, index: np.ndarray, weights: np.ndarray, stack: ExpertWeights) -> np.ndarray:
+    """One token and one of its experts after the other, in float64."""
+    gate, up, down = (np.asarray(part, np.float64) for part in stack)
+    out = np.zeros(x.shape)
+    for token, row in enumerate(np.asarray(x, np.float64)):
+        for expert, weight in zip(index[token], weights[token], strict=True):
+            if 0 <= expert < len(gate):
+                inner = row @ gate[expert]
+                out[token] += weight * ((inner / (1 + np.exp(-inner)) * (row @ up[expert])) @ down[expert])
+    return out
+
+
+def routings(tokens: int = TOKENS, experts: int = EXPERTS, beyond: int = 0) -> st.SearchStrategy[np.ndarray]:
+    """Which experts tokens choose, none twice by one token: by chance, or all alike. `beyond`: also numbers of none."""
+    token = st.permutations(range(-beyond, experts + beyond)).map(lambda order: order[:CHOSEN])
+    alike = token.map(lambda one: [one] * tokens)
+    return st.one_of(alike, st.lists(token, min_size=tokens, max_size=tokens)).map(
+        lambda rows: np.array(rows, np.int32)
+    )
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Each implementation, compiled once, over one layer of a stack; blocks of 4 rows, looked at and not."""
+    made = {}
+    kinds = [(name, False) for name in IMPLEMENTATIONS] + [("blockwise", True)]
+    for name, skip in kinds:
+        options = {"implementation": name, "skip": skip}
+        mix = lambda x, index, weights, layer, options=options: mix_experts(
+            x, index, weights, LAYERS, jax.nn.silu, layer=layer, **options
+        )
+        made[name, skip] = jax.jit(mix)
+    return made
+
+
+@settings(max_examples=25, deadline=None)
+@given(index=routings(beyond=1), layer=st.integers(0, 2), seed=st.integers(0, 9))
+def test_every_implementation_equals_a_loop_over_tokens(programs, index, layer, seed):
+    x, weights = numbers(TOKENS, WIDTH, seed=seed), np.abs(numbers(TOKENS, CHOSEN, seed=seed + 1))
+    expected = looped(x, index, weights, ExpertWeights(*(part[layer] for part in LAYERS)))
+    for name, program in programs.items():
+        with jax.default_matmul_precision("highest"):
+            found = program(x, index, weights, layer)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, expected, atol=2e-5, err_msg=str(name))
+
+
+LAY_OUT = jax.jit(lay_out_blocks, static_argnums=(2, 3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(index=routings(beyond=2), rows=st.sampled_from([1, 4]))
+def test_blocks_hold_every_pair_once_and_one_expert_each(index, rows):
+    weights = 1 + np.arange(index.size, dtype=np.float32).reshape(index.shape)
+    blocks = jax.tree.map(np.asarray, LAY_OUT(index, weights, EXPERTS, rows))
+    held = [
+        (int(token), int(expert), float(weight))
+        for tokens, scales, expert in zip(blocks.tokens, blocks.weights, blocks.expert, strict=True)
+        for token, weight in zip(tokens, scales, strict=True)
+        if token < len(index)
+    ]
+    asked = [
+        (token, int(expert), float(weights[token, rank]))
+        for token, row in enumerate(index)
+        for rank, expert in enumerate(row)
+        if 0 <= expert < EXPERTS
+    ]
+    assert sorted(held) == sorted(asked)
+    filled = (blocks.tokens < len(index)).any(1)
+    assert filled.tolist() == sorted(filled.tolist(), reverse=True)
+    assert filled.sum() == blocks.used
+    assert (blocks.weights[blocks.tokens >= len(index)] == 0).all()
+    for tokens in blocks.tokens:  # what `unique_indices` promises to the scatter
+        assert len(set(tokens)) == rows
+    assert ((blocks.expert >= 0) & (blocks.expert < EXPERTS)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=200), rows=st.sampled_from([1, 4, 64]))
+def test_there_are_always_blocks_enough(counts, rows):
+    pairs = sum(counts)
+    if pairs:
+        assert sum(-(-count // rows) for count in counts) <= block_count(pairs, len(counts), rows)
+
+
+@given(pairs=st.integers(1, 2**20), experts=st.sampled_from([8, 64, 128, 256]))
+def test_padding_stays_below_a_quarter_of_many_pairs(pairs, experts):
+    rows = block_rows(pairs, experts)
+    assert rows in [2**power for power in range(10)]
+    if pairs >= 4 * experts * grouped.CACHE_BLOCK:
+        assert rows * block_count(pairs, experts, rows) <= 1.25 * pairs
+    if pairs <= experts:  # a token that decodes
+        assert (rows, block_count(pairs, experts, rows)) == (1, pairs)
+
+
+@pytest.mark.slow
+def test_derivatives_are_those_of_the_dense_form():
+    x, index = numbers(TOKENS, WIDTH), np.stack([np.arange(TOKENS) % EXPERTS, (np.arange(TOKENS) + 2) % 3 + 3], 1)
+    index[index[:, 0] == index[:, 1], 1] = 0
+    index = jnp.asarray(index, jnp.int32)
+    one = ExpertWeights(*(jnp.asarray(part[0]) for part in LAYERS))
+
+    def loss(x, weights, stack, name):
+        return jnp.sum(jnp.sin(mix_experts(x, index, weights, stack, jax.nn.silu, implementation=name)))
+
+    slopes = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)
+    with jax.default_matmul_precision("highest"):
+        found, expected = (
+            slopes(x, np.abs(numbers(TOKENS, CHOSEN, seed=1)), one, name) for name in ("blockwise", "dense")
+        )
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=5e-6), found, expected)
+
+
+def test_bfloat16_is_rounded_once_where_the_oracle_is():
+    x, index = numbers(64, 32), np.array([np.random.default_rng(t).permutation(8)[:3] for t in range(64)], np.int32)
+    stack = ExpertWeights(numbers(8, 32, 16), numbers(8, 32, 16), numbers(8, 16, 32, seed=3))
+    weights = np.abs(numbers(64, 3))
+    weights, index = jnp.asarray(weights), jnp.asarray(index)
+    low = jax.tree.map(lambda part: jnp.asarray(part, jnp.bfloat16), (x, stack))
+    wide = jax.tree.map(lambda part: np.asarray(part, np.float32), low)
+    expected = looped(wide[0], np.asarray(index), np.asarray(weights), wide[1])
+    found = jax.jit(lambda x, stack: mix_experts(x, index, weights, stack, jax.nn.silu, implementation="blockwise"))(
+        *low
+    )
+    assert np.abs(found - expected).max() <= 2**-7 * np.abs(expected).max()
+
+
+def test_load_counts_tokens():
+    index = np.array([[0, 5], [5, 2], [6, -1]], np.int32)
+    load = expert_load(jnp.asarray(index), EXPERTS)
+    assert load.dtype == jnp.int32
+    assert load.tolist() == [1, 0, 1, 0, 0, 2]
+
+
+def test_what_runs_where():
+    assert choose_implementation(4096 * 8, 128, 8) == "blockwise"
+    assert choose_implementation(20, 4, 2) == "dense"
+    with targeting("tpu"):
+        assert choose_implementation(4096 * 8, 128, 8) == "ragged"
+        assert choose_implementation(8, 128, 8) == "blockwise"
+
+
+def test_unknown_implementation_is_refused():
+    one = jnp.ones((1, 1))
+    with pytest.raises(KernelUnavailableError, match="'megablox'; expected one of"):
+        mix_experts(one, one.astype(int), one, LAYERS, jax.nn.silu, implementation="megablox")
+
+
+# --------------------------------------------------------------------------------------- the shape of Qwen3-30B-A3B
+
+MODEL = {"layers": 48, "experts": 128, "chosen": 8, "width": 2048, "inner": 768}
+
+
+def shapes_of_30b(tokens: int, layers: int = MODEL["layers"]) -> tuple[Any, ...]:
+    """x, index, weights, stack and the layer, as shapes."""
+    spec = jax.ShapeDtypeStruct
+    experts, chosen, width, inner = (MODEL[name] for name in ("experts", "chosen", "width", "inner"))
+    into, out = (layers, experts, width, inner), (layers, experts, inner, width)
+    stack = ExpertWeights(*(spec(shape, jnp.bfloat16) for shape in (into, into, out)))
+    pairs = spec((tokens, chosen), jnp.int32), spec((tokens, chosen), jnp.float32)
+    return spec((tokens, width), jnp.bfloat16), *pairs, stack, spec((), jnp.int32)
+
+
+def mix_30b(x: Any, index: Any, weights: Any, stack: ExpertWeights, layer: Any) -> Any:
+    return mix_experts(x, index, weights, stack, jax.nn.silu, layer=layer)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 1024, 4096, 16384, 65536])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_arithmetic_is_that_of_the_active_experts(tokens, platform):
+    """From the jaxpr, trips of loops included. The share of the dense form would be 16."""
+    active = 2 * 3 * tokens * MODEL["chosen"] * MODEL["width"] * MODEL["inner"]
+    with targeting(platform):
+        counted = count_flops(mix_30b, *shapes_of_30b(tokens))
+    assert active <= counted <= (1.3 if tokens >= 4096 or tokens == 1 else 2) * active
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1, 20), (4096, 60)])
+def test_temporaries_hold_no_layers_experts(tokens, most):
+    """MiB by the compiler; the experts of one layer are 1152 MiB, one expert 9."""
+    compiled = jax.jit(mix_30b).lower(*shapes_of_30b(tokens)).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes <= most * 2**20
+    if tokens == 1:  # a loop of 8 trips, whose body the compiler counts once: one expert, copied and read
+        assert compiled.cost_analysis()["bytes accessed"] <= 6 * 3 * 2 * MODEL["width"] * MODEL["inner"]
