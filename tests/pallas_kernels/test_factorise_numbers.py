@@ -43,7 +43,11 @@ def test_steep_spectra_are_factorised_as_well_as_flat_ones(name: str, shape: tup
         assert residual_over_optimal(matrix, rank, orthonormal=orthonormal) <= 1.02
 
 
-@pytest.mark.parametrize("spectrum", [*SPECTRA.values(), np.zeros(128), np.r_[np.ones(3), np.zeros(125)]], ids=str)
+@pytest.mark.parametrize(
+    "spectrum",
+    [*SPECTRA.values(), np.zeros(128), np.r_[np.ones(3), np.zeros(125)]],
+    ids=[*SPECTRA, "zero", "of rank 3"],
+)
 def test_cholesky_finds_what_the_range_finder_finds(spectrum: np.ndarray):
     matrix = jnp.asarray(np.stack([drawn(spectrum, 200, 128, seed) for seed in range(2)]), jnp.float32)
     matrix = matrix.at[:, 180:].set(0.0)
