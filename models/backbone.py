@@ -323,6 +323,34 @@ class ModelBackbone:
         out = cut_output(self.programs.prefill(self.programs.state, tokens, context, mask, **layers), length)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
+    def router_load(
+        self,
+        tokens: Tokens,
+        context: KV | None = None,
+        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+    ) -> Int[Array, "L E"]:
+        """Counts the tokens that each expert takes in each layer: how evenly the routers spread a prompt.
+
+        The layers run as in `prefill`, without the output head; no other call counts anything.
+
+        Args:
+          tokens, context, mask: as `prefill` takes them. Padding is not counted.
+
+        Returns:
+          int32 [L,E], the layers that have experts from the bottom up; a row sums to B·T times the experts per token.
+
+        Raises:
+          InputError: a model without experts. Else as `prefill`.
+        """
+        if self.config.text.experts is None:
+            raise InputError(f"router_load of {self.family.architecture}, which has no experts; expected a mixture")
+        context = self._check_read(tokens, context, mask, "router_load")
+        self._check_regime(tokens.positions)
+        batch, length, _ = tokens.embeddings.shape
+        tokens, context, mask = self._pad_read(tokens, context, mask)
+        counted = np.broadcast_to(np.arange(tokens.embeddings.shape[1]) < length, (batch, tokens.embeddings.shape[1]))
+        return self.programs.router_load(self.programs.state, tokens, context, mask, jnp.asarray(counted))
+
     def generate(
         self,
         tokens: Tokens,

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import KV, Output, Step, Tokens
 from kvpatch_jax.layout import KVLayout, to_engine
@@ -36,7 +36,7 @@ class Forward:
     Attributes:
       state: the parameters, the first argument of every program.
       step_state: the same for steps of at most `STEP_TOKENS` tokens, from which these copy no weights.
-      encode, embed, prefill, recompute, generate: the programs, jitted.
+      encode, embed, prefill, recompute, generate, router_load: the programs, jitted.
     """
 
     def __init__(self, model: Any, pads: tuple[int, ...], layout: KVLayout, mesh: Mesh | None):
@@ -51,6 +51,7 @@ class Forward:
         self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at")
         self.recompute = self._program(self._recompute, Step(whole, kv))
         self.generate = self._program(self._generate, P(), "steps")
+        self.router_load = self._program(self._router_load, P())
 
     def _program(self, function: Callable[..., Any], out: Any, *static: str) -> Any:
         """The function jitted; over a mesh it is traced with that mesh set, for what a layer lays over devices itself.
@@ -112,6 +113,23 @@ class Forward:
             deepstack=_by_layer(tokens),
         )
         return Output(decoder.logits(run.hidden), self._spread(run.kv), run.taps)
+
+    def _router_load(
+        self, state: Any, tokens: Tokens, context: KV | None, mask: Any, counted: Bool[Array, "B T"]
+    ) -> Int[Array, "L E"]:
+        decoder = nnx.merge(self.graph, state).decoder
+        B, T, _ = tokens.embeddings.shape
+        keys = key_count(context)
+        run = decoder.run(
+            tokens.embeddings,
+            tokens.positions,
+            causal_mask(B, T, keys, keys) if mask is None else mask,
+            context=self._spread(context),
+            deepstack=_by_layer(tokens),
+            counted=counted,
+        )
+        assert run.load is not None
+        return run.load
 
     def _recompute(self, state: Any, tokens: Tokens, cache: KV, slots: Array, keep: Any, mask: Any) -> Step:
         decoder = nnx.merge(self.graph, state).decoder

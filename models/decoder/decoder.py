@@ -56,13 +56,15 @@ class LayerState(NamedTuple):
 
     hidden [B,T,D]: the residual after the last layer run. kv: phase-free KV of the tokens, per channel
     [L,B,T,K,H] over the layers run. cache: the context with the tokens written into it (engine frame), or None.
-    taps: {layer: residual [B,T,D] as it enters that layer}.
+    taps: {layer: residual [B,T,D] as it enters that layer}. load: how many of the counted tokens chose each expert,
+    int32 [L,E] over the layers run that have experts; None where nothing is counted or there are none.
     """
 
     hidden: Array
     kv: KV
     cache: KV | None
     taps: dict[int, Array]
+    load: Array | None = None
 
 
 class _Step(NamedTuple):
@@ -70,6 +72,7 @@ class _Step(NamedTuple):
     sin: Array
     mask: Array
     slots: Array | None
+    counted: Array | None
 
 
 class Decoder(nnx.Module):
@@ -114,6 +117,7 @@ class Decoder(nnx.Module):
         stop_layer: int | None = None,
         hidden_at: tuple[int, ...] = (),
         deepstack: Float[Array, "n B T D"] | None = None,
+        counted: Bool[Array, "B T"] | None = None,
     ) -> LayerState:
         """Run layers start_layer … stop_layer-1 over the tokens.
 
@@ -128,6 +132,7 @@ class Decoder(nnx.Module):
           keep: which tokens are written at which layer (all of them when None).
           hidden_at: layers whose entering residual is to be returned (up to stop_layer, which taps the output).
           deepstack: added to the residual that leaves layers 0 … n-1 (Qwen3-VL: zero where there is no image).
+          counted: the tokens whose experts are counted (not padding); None counts none.
 
         Raises:
           ShapeError: a layer range or tap outside the decoder, or more keys than its window.
@@ -141,18 +146,19 @@ class Decoder(nnx.Module):
             raise ShapeError(f"{mask.shape[-1]} keys; expected at most {self.config.window}, this model's window")
 
         cos, sin = rope_tables(self.config.rope, positions)
-        step = _Step(cos, sin, mask, slots)
+        step = _Step(cos, sin, mask, slots, counted)
         deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
         cache = None if slots is None or context is None else dict(context)
-        pieces = []
+        pieces, loads = [], []
         for first, last in _segments(start_layer, stop, hidden_at, (self.config.dense_layers, deep)):
             cached, added = context if slots is None else None, deepstack if first < deep else None
-            hidden, cache, kv = self._run_layers((hidden, cache), step, (cached, keep, added), first, last)
+            hidden, cache, (kv, load) = self._run_layers((hidden, cache), step, (cached, keep, added), first, last)
             pieces.append(kv)
+            loads += [] if load is None else [load]
             if last in hidden_at:
                 taps[last] = hidden
-        return LayerState(hidden, _join(pieces), cache, taps)
+        return LayerState(hidden, _join(pieces), cache, taps, jnp.concatenate(loads) if loads else None)
 
     def _run_layers(self, carry: tuple[Array, Any], step: _Step, per_layer: Any, first: int, last: int):
         """Layers first … last-1, which are all of one kind; `per_layer` is cut to them.
@@ -170,20 +176,20 @@ class Decoder(nnx.Module):
                 gather = functools.partial(_written_into, carry[1], layer, step.slots, kept)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
             number = None if own else layer - offset
-            hidden, cache, kv = self._layer(nnx.merge(graph, experts, state), number, carry[0], step, gather)
-            return (hidden if added is None else hidden + added.astype(hidden.dtype), cache), kv
+            hidden, cache, out = self._layer(nnx.merge(graph, experts, state), number, carry[0], step, gather)
+            return (hidden if added is None else hidden + added.astype(hidden.dtype), cache), out
 
         if any(isinstance(leaf, tuple) for leaf in jax.tree.leaves(state, is_leaf=_unstacked)):
             pieces = []
             for layer in range(first, last):
                 pick = lambda tree, at=layer - offset: jax.tree.map(lambda leaf: leaf[at], tree, is_leaf=_unstacked)
                 rest = jax.tree.map(lambda leaf, at=layer: leaf[at], per_layer)
-                carry, kv = body(carry, (pick(state), rest, layer), pick(experts), own=True)
-                pieces.append(kv)
+                carry, out = body(carry, (pick(state), rest, layer), pick(experts), own=True)
+                pieces.append(out)
             return *carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
         cut = lambda tree, offset=0: jax.tree.map(lambda leaf: leaf[first - offset : last - offset], tree)
-        carry, kv = jax.lax.scan(body, carry, (cut(state, offset), cut(per_layer), jnp.arange(first, last)))
-        return *carry, kv
+        carry, out = jax.lax.scan(body, carry, (cut(state, offset), cut(per_layer), jnp.arange(first, last)))
+        return *carry, out
 
     def _layer(
         self, layer: Any, number: Array | None, hidden: Array, step: _Step, gather: Callable[[KV], tuple[KV, Any]]
@@ -197,11 +203,15 @@ class Decoder(nnx.Module):
         if layer.attention_post_norm is not None:
             mixed = layer.attention_post_norm(mixed)
         hidden = hidden + mixed
-        inner = layer.mlp_norm(hidden)
-        update = layer.mlp(inner, number) if isinstance(layer.mlp, Experts) else layer.mlp(inner)
+        inner, load = layer.mlp_norm(hidden), None
+        if isinstance(layer.mlp, Experts):
+            update = layer.mlp(inner, number)
+            load = None if step.counted is None else layer.mlp.load(inner, step.counted)
+        else:
+            update = layer.mlp(inner)
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
-        return hidden + update, cache, kv
+        return hidden + update, cache, (kv, load)
 
 
 def _segments(start: int, stop: int, taps: tuple[int, ...], edges: tuple[int, ...]) -> Iterator[tuple[int, int]]:

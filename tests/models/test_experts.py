@@ -1,16 +1,20 @@
 """Tokens grouped by expert: every implementation against a loop over tokens, what it costs, and who was chosen."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.bench.arithmetic import count_flops
-from kvpatch_jax.errors import KernelUnavailableError
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import InputError, KernelUnavailableError
+from models import Buckets, ModelBackbone, load
 from models.decoder import grouped
 from models.decoder.grouped import (
     IMPLEMENTATIONS,
@@ -22,7 +26,9 @@ from models.decoder.grouped import (
     lay_out_blocks,
     mix_experts,
 )
+from models.decoder.moe import Experts
 from pallas_kernels import targeting
+from tests.goldens.load_text import write_text_checkpoint
 
 EXPERTS, WIDTH, INNER, TOKENS, CHOSEN = 6, 5, 4, 12, 2
 
@@ -186,6 +192,43 @@ def test_unknown_implementation_is_refused():
     one = jnp.ones((1, 1))
     with pytest.raises(KernelUnavailableError, match="'megablox'; expected one of"):
         mix_experts(one, one.astype(int), one, LAYERS, jax.nn.silu, implementation="megablox")
+
+
+def test_router_load_is_what_each_layer_chose(tmp_path):
+    """Recounted from what every layer's router says while the decoder runs, by callbacks to the host.
+
+    The tiny DeepSeek-V3 has a dense layer below and a sigmoid router; 11 tokens are padded to 16, and not counted.
+    """
+    backbone = load(write_text_checkpoint("deepseek_v3", tmp_path / "mixture"), buckets=Buckets())
+    tokens, config = backbone.embed(np.arange(3, 14)[None]), backbone.config.text
+    found, experts = np.asarray(backbone.router_load(tokens)), config.experts
+    assert found.dtype == np.int32
+    assert found.shape == (config.layers - config.dense_layers, experts.experts)
+    assert (found.sum(1) == 11 * experts.chosen).all()
+
+    seen, choose = [], Experts.choose
+
+    def spy(self, x):
+        index, weights = choose(self, x)
+        jax.debug.callback(lambda index: seen.append(np.asarray(index)), index, ordered=True)
+        return index, weights
+
+    decoder = nnx.merge(backbone.programs.graph, backbone.programs.state).decoder
+    mask = jnp.tril(jnp.ones((11, 11), bool))[None, None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experts, "choose", spy)
+        run = jax.jit(lambda hidden: decoder.run(hidden, jnp.arange(11)[None], mask).hidden)
+        jax.block_until_ready(run(tokens.embeddings))
+        jax.effects_barrier()
+    recounted = [np.bincount(index.reshape(-1), minlength=experts.experts) for index in seen]
+    assert np.array_equal(recounted, found)
+
+
+def test_router_load_of_a_model_without_experts_is_refused():
+    family, text = SimpleNamespace(architecture="LlamaForCausalLM"), SimpleNamespace(experts=None)
+    dense: Any = SimpleNamespace(config=SimpleNamespace(text=text), family=family)
+    with pytest.raises(InputError, match="LlamaForCausalLM, which has no experts"):
+        ModelBackbone.router_load(dense, Tokens(jnp.zeros((1, 2, 4)), np.zeros((1, 2), np.int32)))
 
 
 # --------------------------------------------------------------------------------------- the shape of Qwen3-30B-A3B
