@@ -40,7 +40,7 @@ from .inputs.buckets import (
 from .inputs.chat import ChatTemplate, Message
 from .inputs.masks import check_mask
 from .inputs.texts import check_ids
-from .prompts import Prompts
+from .prompts import NO_TOKENIZER, Prompts
 
 Features = Float[Array | np.ndarray, "arrays E D"]
 """A tower's output: E image features in the order of their placeholders; n is 1, and one more per deepstack layer."""
@@ -69,6 +69,7 @@ class ModelBackbone:
         buckets: Buckets | None = None,
         chat_template: ChatTemplate | None = None,
         mesh: Mesh | None = None,
+        without_tokenizer: str = NO_TOKENIZER,
     ):
         self.config: Any = config
         self.buckets = buckets
@@ -79,7 +80,8 @@ class ModelBackbone:
         self.programs = Forward(
             with_parameters(config, dict(parameters)), placeholders(config), layout=self.layout, mesh=mesh
         )
-        self._prompts = Prompts(config, image_config, tokenizer, chat_template)
+        self._without = without_tokenizer
+        self._prompts = Prompts(config, image_config, tokenizer, chat_template, without_tokenizer)
         self._fingerprint: str | None = None
 
     @property
@@ -89,7 +91,7 @@ class ModelBackbone:
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self._prompts = Prompts(self.config, self.image_config, tokenizer, self.chat_template)
+        self._prompts = Prompts(self.config, self.image_config, tokenizer, self.chat_template, self._without)
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -98,7 +100,7 @@ class ModelBackbone:
 
     @chat_template.setter
     def chat_template(self, template: ChatTemplate | None) -> None:
-        self._prompts = Prompts(self.config, self.image_config, self.tokenizer, template)
+        self._prompts = Prompts(self.config, self.image_config, self.tokenizer, template, self._without)
 
     # ------------------------------------------------------------------------------------------ parameters
 
@@ -131,6 +133,7 @@ class ModelBackbone:
     def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
         """The same backbone (buckets, template and mesh too) with other parameters, which are left where they are."""
         kept: dict[str, Any] = {"buckets": self.buckets, "chat_template": self.chat_template, "mesh": self.mesh}
+        kept["without_tokenizer"] = self._without
         return ModelBackbone(self.config, parameters, self.image_config, self.tokenizer, **kept)
 
     # --------------------------------------------------------------------------------------------- prompts

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,13 @@ from jax.sharding import Mesh
 from kvpatch_jax.errors import ConfigError
 
 from .backbone import ModelBackbone
-from .checkpoints import (
-    ADAPTER_CONFIG,
-    flatten_params,
-    load_weights,
-    open_source,
-    same_tensors,
-    save_weights,
-    split_config,
-    tensor_shapes,
-)
+from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
 from .decoder.sharding import check_parameters, parameter_shardings
 from .families.family import Family, abstract, parameters, with_dtype
 from .families.registry import FAMILIES
+from .files import open_files
 from .inputs.buckets import Buckets
-from .inputs.chat import ChatTemplate
-from .inputs.texts import TOKENIZER_FILE, read_tokenizer
+from .inputs.texts import TOKENIZER_FILE
 
 _BY_MODEL_TYPE = {family.model_type: family.architecture for family in FAMILIES.values()}
 
@@ -47,7 +39,8 @@ def load(
 
     Args:
       directory: a Hugging Face checkpoint directory (config.json, safetensors, and for images
-        preprocessor_config.json).
+        preprocessor_config.json), a GGUF file, or a directory that holds exactly one. Quantised weights are
+        dequantised.
       dtype: "float32" or "bfloat16"; the configuration's own when None.
       angles: "exact" for cosines right at every position, "float32" for parity with the original engines.
       regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
@@ -72,12 +65,12 @@ def load(
       MissingExtraError: a tokenizer.json where `tokenizers` is not installed, or `progress=True` without `tqdm`.
         (Pillow and jinja2 are asked for when an image or a chat template is first used.)
     """
-    raw, family = _read_config(Path(directory))
-    raw, _ = split_config(raw, Path(directory))  # what is loaded, and may be saved again, is not quantised any more
+    files = open_files(directory)
+    raw, family = files.config, _family(files.config, files.name)
     config = family.config(raw, angles, regime)
     config = config if dtype is None else with_dtype(config, dtype)
 
-    source = open_source(directory, config.text.dtype if adapter is None else "float32")
+    source = files.source(config.text.dtype if adapter is None else "float32")
     source = family.renamed(config, source)
     if adapter is not None:
         source = family.merged(config, source, adapter)
@@ -90,14 +83,16 @@ def load(
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
     ignore = (*family.ignored(config), *map(re.escape, source.unused))
     values = load_weights(source, entries, expected, ignore=ignore, shardings=shardings, progress=progress)
+    tokenizer, without = files.tokenizer()
     backbone = ModelBackbone(
         config,
         values,
         image_config=None if family.vision is None else family.vision.settings(directory),
-        tokenizer=read_tokenizer(Path(directory)),
+        tokenizer=tokenizer,
         buckets=buckets,
-        chat_template=ChatTemplate.from_directory(directory),
+        chat_template=files.chat_template(),
         mesh=mesh,
+        without_tokenizer=without,
     )
     check_parameters(flatten_params(backbone.parameters), expected, shardings)
     return backbone
@@ -127,34 +122,12 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     return root
 
 
-def _read_config(root: Path) -> tuple[dict[str, Any], Family]:
-    """`config.json` as a table, and the family that reads it."""
-    path = root / "config.json"
-    if (root / ADAPTER_CONFIG).is_file() and not path.is_file():
-        raise ConfigError(
-            f"{root} holds an adapter ({ADAPTER_CONFIG}) and no model; expected the model's directory, and this one as "
-            "adapter: load(DIRECTORY, adapter=…)"
-        )
-    if not root.exists():
-        name = root.as_posix() if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", root.as_posix()) else "OWNER/NAME"
-        raise ConfigError(
-            f"{str(root)!r} is not there; expected a Hugging Face checkpoint directory on this machine. Names of the "
-            f"hub are not fetched: `hf download {name} --local-dir DIRECTORY` downloads a checkpoint, and so does "
-            f"`huggingface_hub.snapshot_download({name!r})`, which returns its directory"
-        )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is not there; expected a Hugging Face checkpoint directory") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds a {type(raw).__name__}; expected a table")
-
+def _family(raw: Mapping[str, Any], path: str) -> Family:
+    """The family that reads a configuration."""
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(raw.get("model_type")), raw.get("model_type"))]
     if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: architectures is {names!r}; expected a list of names")
     for name in names:
         if name in FAMILIES:
-            return raw, FAMILIES[name]
+            return FAMILIES[name]
     raise ConfigError(f"architectures {names} in {path}; this library knows {sorted(FAMILIES)}")

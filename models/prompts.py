@@ -15,6 +15,8 @@ from .families.family import Config, Family
 from .inputs.chat import ChatTemplate, Message, expand_images, images_of
 from .inputs.texts import TOKENIZER_FILE, ids_of_text, unknown_token
 
+NO_TOKENIZER = f"this backbone has no {TOKENIZER_FILE}"
+
 
 class Prompts:
     """Makes prompts for one model.
@@ -24,12 +26,21 @@ class Prompts:
       image_config: what its processor does with images; None for a text family.
       tokenizer: of `tokenizers`, or None.
       chat_template: the directory's, or None.
+      without_tokenizer: why there is no tokenizer, for messages.
     """
 
-    def __init__(self, config: Config, image_config: Any, tokenizer: Any, chat_template: ChatTemplate | None):
+    def __init__(
+        self,
+        config: Config,
+        image_config: Any,
+        tokenizer: Any,
+        chat_template: ChatTemplate | None,
+        without_tokenizer: str = NO_TOKENIZER,
+    ):
         self.config: Any = config
         self.family: Family = config.family
         self.image_config, self.tokenizer, self.chat_template = image_config, tokenizer, chat_template
+        self.without_tokenizer = without_tokenizer
 
     def prepare(self, items: Sequence[Any], second_per_grid_ts: Sequence[float] | None = None) -> dict[str, Any]:
         """See `ModelBackbone.prepare`."""
@@ -54,6 +65,8 @@ class Prompts:
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
         """See `ModelBackbone.chat`."""
+        if self.tokenizer is None and self.without_tokenizer != NO_TOKENIZER:
+            raise InputError(f"chat: {self.without_tokenizer}. Or pass token ids to `prepare`")
         if self.chat_template is None or self.tokenizer is None:
             raise InputError("chat: this backbone has no chat template or no tokenizer; expected both in its directory")
         images = images_of(messages)
@@ -70,7 +83,7 @@ class Prompts:
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
         """Token ids as text."""
         if self.tokenizer is None:
-            raise InputError(f"this backbone has no {TOKENIZER_FILE}; expected one in its directory")
+            raise InputError(f"{self.without_tokenizer}; expected one in its directory")
         return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=False)
 
     def _prompt(self, ids: list[int], arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,5 +115,5 @@ class Prompts:
         if not isinstance(item, str):
             return [int(token) for token in item]
         if self.tokenizer is None:
-            raise InputError(f"text {item[:40]!r}: this backbone has no {TOKENIZER_FILE}; expected token ids instead")
+            raise InputError(f"text {item[:40]!r}: {self.without_tokenizer}; expected token ids instead")
         return ids_of_text(self.tokenizer, item, self._unknown)

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 from jax.typing import DTypeLike
 
+from .ggml import GgufSource, find_gguf, read_config, read_header, tensor_places
 from .quantised import DequantisedSource, check_plain_tensors, find_quantisation
 from .safetensors_files import SafetensorsSource
 from .source import TensorSource
 
 
 def open_source(directory: str | os.PathLike[str], dtype: DTypeLike = np.float32) -> TensorSource:
-    """Opens the tensors of a checkpoint directory, as the model names and needs them.
+    """Opens the tensors of a checkpoint directory or a GGUF file, as the model names and needs them.
 
     Args:
       dtype: the type that quantised tensors are dequantised to.
@@ -21,6 +22,10 @@ def open_source(directory: str | os.PathLike[str], dtype: DTypeLike = np.float32
       ConfigError: weights quantised in a way that is not read. WeightsError: as `SafetensorsSource`, or tensors that do
         not hold what the configuration says.
     """
+    path = find_gguf(Path(directory))
+    if path is not None:
+        header = read_header(path)
+        return GgufSource(header, tensor_places(header, read_config(header)), dtype)
     quantisation = find_quantisation(Path(directory))
     source = SafetensorsSource(directory)
     if quantisation is not None:

@@ -29,6 +29,12 @@ Slices = tuple[slice, ...]
 """A region of a tensor: one slice of step 1 per axis; axes that are left out are whole."""
 
 
+def whole_region(shape: tuple[int, ...], region: Slices | None) -> Slices:
+    """A region with a slice of start and stop for every axis of a tensor of this shape."""
+    given = (*(region or ()), *[slice(None)] * (len(shape) - len(region or ())))
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(given, shape, strict=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
     """What is known of a tensor before it is read.

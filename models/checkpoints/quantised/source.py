@@ -10,10 +10,10 @@ from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import WeightsError
 
-from ..source import Slices, StoredTensor, TensorInfo, TensorSource, stored_tensor
+from ..source import Slices, StoredTensor, TensorInfo, TensorSource, stored_tensor, whole_region
 from .arithmetic import WORD
 from .settings import Quantisation
-from .tensors import AwqTensor, GptqTensor, PackedTensor, QuantisedTensor, ScaledTensor, whole
+from .tensors import AwqTensor, GptqTensor, PackedTensor, QuantisedTensor, ScaledTensor
 
 _FLOATS = ("F32", "F16", "BF16")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
@@ -74,7 +74,7 @@ class DequantisedSource:
         tensor = self._quantised.get(name)
         if tensor is None:
             return self._inner.read(name, region)
-        return tensor.read(self._inner, whole(tensor.shape, region), self._dtype)
+        return tensor.read(self._inner, whole_region(tensor.shape, region), self._dtype)
 
     def stored(self, name: str) -> StoredTensor | None:
         """Where a plain tensor's bytes lie."""

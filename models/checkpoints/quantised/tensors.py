@@ -2,18 +2,19 @@
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from kvpatch_jax.errors import WeightsError
 
-from ..source import Slices, TensorSource
+from ..source import TensorSource
 from .arithmetic import WORD, float8_values, scale_columns, scale_rows, unpack_columns, unpack_rows
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
+@runtime_checkable
 class QuantisedTensor(Protocol):
     """A weight that is held in other tensors.
 
@@ -262,10 +263,3 @@ _packed = _blocks
 
 def _words(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values).view(np.uint32)
-
-
-def whole(shape: tuple[int, ...], region: Slices | None) -> tuple[slice, ...]:
-    """A region with start and stop on every axis."""
-    given = region or ()
-    given = (*given, *[slice(None)] * (len(shape) - len(given)))
-    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(given, shape, strict=True))

@@ -1,0 +1,135 @@
+"""What a checkpoint's files say beside its image settings: configuration, tensors, tokenizer and chat template."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from jax.typing import DTypeLike
+
+from kvpatch_jax.errors import ConfigError
+
+from .checkpoints import ADAPTER_CONFIG, TensorSource, open_source, split_config
+from .checkpoints.ggml import GgufSource, find_gguf, read_config, read_header, tensor_places
+from .inputs.chat import ChatTemplate
+from .inputs.gguf_tokenizer import gguf_chat_template, gguf_tokenizer, missing_tokenizer
+from .inputs.texts import read_tokenizer
+from .prompts import NO_TOKENIZER
+
+
+@runtime_checkable
+class Files(Protocol):
+    """The files of one checkpoint.
+
+    Attributes:
+      name: what they are called in messages.
+      config: `config.json`, or what stands in its place; of a model with plain weights.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    def source(self, dtype: DTypeLike) -> TensorSource:
+        """Opens the tensors; quantised ones are dequantised to `dtype`."""
+        ...
+
+    def tokenizer(self) -> tuple[Any, str]:
+        """Reads the tokenizer; None where there is none, and then why."""
+        ...
+
+    def chat_template(self) -> ChatTemplate | None:
+        """Reads the chat template; None where there is none."""
+        ...
+
+
+class DirectoryFiles:
+    """A Hugging Face directory.
+
+    Raises:
+      ConfigError: no such directory, no readable config.json, or weights quantised in a way that is not read.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self._root = Path(directory)
+        self.name = str(self._root / "config.json")
+        self.config, _ = split_config(_read_table(self._root), self._root)
+
+    def source(self, dtype: DTypeLike) -> TensorSource:
+        """See `Files`."""
+        return open_source(self._root, dtype)
+
+    def tokenizer(self) -> tuple[Any, str]:
+        """See `Files`."""
+        return read_tokenizer(self._root), NO_TOKENIZER
+
+    def chat_template(self) -> ChatTemplate | None:
+        """See `Files`."""
+        return ChatTemplate.from_directory(self._root)
+
+
+class GgufFiles:
+    """A GGUF file.
+
+    Raises:
+      ConfigError: metadata of a model that is not known. WeightsError: a damaged file.
+    """
+
+    def __init__(self, path: Path):
+        self.name = str(path)
+        self._header = read_header(path)
+        self.config = read_config(self._header)
+
+    def source(self, dtype: DTypeLike) -> TensorSource:
+        """See `Files`."""
+        return GgufSource(self._header, tensor_places(self._header, self.config), dtype)
+
+    def tokenizer(self) -> tuple[Any, str]:
+        """See `Files`."""
+        missing = missing_tokenizer(self._header.metadata)
+        if missing is not None:
+            return None, f"{self.name}: {missing}"
+        return gguf_tokenizer(self._header.metadata, self.config["vocab_size"]), NO_TOKENIZER
+
+    def chat_template(self) -> ChatTemplate | None:
+        """See `Files`."""
+        return gguf_chat_template(self._header.metadata, self.name)
+
+
+def open_files(checkpoint: str | os.PathLike[str]) -> Files:
+    """Opens a Hugging Face directory, a GGUF file, or a directory with exactly one GGUF file and no safetensors.
+
+    Raises:
+      ConfigError, WeightsError: see `DirectoryFiles` and `GgufFiles`.
+    """
+    path = find_gguf(Path(checkpoint))
+    return DirectoryFiles(checkpoint) if path is None else GgufFiles(path)
+
+
+def _read_table(root: Path) -> dict[str, Any]:
+    """`config.json` as a table."""
+    path = root / "config.json"
+    if (root / ADAPTER_CONFIG).is_file() and not path.is_file():
+        raise ConfigError(
+            f"{root} holds an adapter ({ADAPTER_CONFIG}) and no model; expected the model's directory, and this one as "
+            "adapter: load(DIRECTORY, adapter=…)"
+        )
+    if not root.exists():
+        name = root.as_posix() if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", root.as_posix()) else "OWNER/NAME"
+        raise ConfigError(
+            f"{str(root)!r} is not there; expected a Hugging Face checkpoint directory on this machine. Names of the "
+            f"hub are not fetched: `hf download {name} --local-dir DIRECTORY` downloads a checkpoint, and so does "
+            f"`huggingface_hub.snapshot_download({name!r})`, which returns its directory"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{path} is not there; expected a Hugging Face checkpoint directory") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a {type(raw).__name__}; expected a table")
+    return raw

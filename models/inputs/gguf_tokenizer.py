@@ -1,0 +1,120 @@
+"""Tokenizers and chat templates out of a GGUF file's metadata: byte-level BPE with the split its model was trained on.
+
+Source: llama.cpp's names of splits (`tokenizer.ggml.pre`), and the `tokenizer.json` of the models they are named after.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.extras import require
+
+from .chat import ChatTemplate
+
+_CONTROL, _USER = 3, 4
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS = {
+    "llama-bpe": _WORDS + r"\p{N}{1,3}" + _REST,
+    "qwen2": _WORDS + r"\p{N}" + _REST,
+    "smollm": None,  # every digit alone, then GPT-2's split
+    "gpt-2": None,
+}
+_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+def missing_tokenizer(metadata: Mapping[str, Any]) -> str | None:
+    """Says why no tokenizer can be made of this metadata; None where one can."""
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind != "gpt2":
+        return f"the file's tokenizer is of kind {kind!r}, not of the known 'gpt2' (byte-level BPE)"
+    if _SAME.get(str(split), split) not in _SPLITS:
+        return f"the file's tokenizer splits text as {split!r}, not in one of the known ways {[*_SPLITS, *_SAME]}"
+    return None
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
+    """Makes a tokenizer (of `tokenizers`), for metadata of which `missing_tokenizer` says nothing.
+
+    Args:
+      vocabulary: how many tokens the embedding has rows for.
+
+    Raises:
+      ConfigError: tokens, merges or numbers of tokens that do not belong together.
+    """
+    tokenizers = require("tokenizers", "tokenizers")
+    tokens, merges = _texts(metadata, "tokens"), _texts(metadata, "merges")
+    kinds = metadata.get("tokenizer.ggml.token_type", [])
+    if len(tokens) > vocabulary or len(set(tokens)) != len(tokens) or len(kinds) not in (0, len(tokens)):
+        raise ConfigError(
+            f"tokenizer.ggml.tokens has {len(tokens)} texts, {len(set(tokens))} of them different, and token_type "
+            f"{len(kinds)} numbers; expected up to {vocabulary} different ones, and as many numbers"
+        )
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    named = str(metadata["tokenizer.ggml.pre"])
+    split = _SAME.get(named, named)
+    try:
+        model = tokenizers.models.BPE(
+            dict(zip(tokens, range(len(tokens)), strict=True)), pairs, ignore_merges=split == "llama-bpe"
+        )
+    except Exception as error:
+        raise ConfigError(f"tokenizer.ggml.merges do not make a tokenizer of the file's tokens: {error}") from error
+
+    tokenizer = tokenizers.Tokenizer(model)
+    if split == "qwen2":
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(tokenizers.pre_tokenizers, tokenizers.Regex, split)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
+    added = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER]
+    whole = lambda token, special: tokenizers.AddedToken(token, normalized=False, special=special)
+    tokenizer.add_special_tokens([whole(token, True) for token in special])
+    tokenizer.add_tokens([whole(token, False) for token in added])
+    _add_start(tokenizers, tokenizer, metadata, tokens)
+    return tokenizer
+
+
+def gguf_chat_template(metadata: Mapping[str, Any], name: str) -> ChatTemplate | None:
+    """The file's chat template with the special tokens it may name; None where it has none."""
+    source = metadata.get("tokenizer.chat_template")
+    if not isinstance(source, str):
+        return None
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    found = []
+    for ours, theirs in _NAMES.items():
+        number = metadata.get(f"tokenizer.ggml.{ours}_token_id")
+        if isinstance(number, int) and isinstance(tokens, list) and 0 <= number < len(tokens):
+            found.append((theirs, str(tokens[number])))
+    return ChatTemplate(source, tuple(found), name)
+
+
+def _pre_tokenizer(pre_tokenizers: Any, regex: Any, split: str) -> Any:
+    pattern = _SPLITS[split]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    if pattern is not None:
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(regex(pattern), behavior="isolated"), byte_level])
+    if split == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    return byte_level
+
+
+def _add_start(tokenizers: Any, tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """Has the tokenizer put its start token before a text, where the file says so (Llama 3's: unless it says not)."""
+    absent = metadata["tokenizer.ggml.pre"] in ("llama-bpe", "llama3", "llama-v3")
+    if not metadata.get("tokenizer.ggml.add_bos_token", absent):
+        return
+    number = metadata.get("tokenizer.ggml.bos_token_id")
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        raise ConfigError(f"tokenizer.ggml.bos_token_id is {number!r}; expected 0 … {len(tokens) - 1}")
+    start = tokens[number]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, number)]
+    )
+
+
+def _texts(metadata: Mapping[str, Any], name: str) -> list[str]:
+    found = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ConfigError(f"tokenizer.ggml.{name} is a {type(found).__name__}; expected a list of texts")
+    return found

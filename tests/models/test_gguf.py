@@ -1,0 +1,445 @@
+"""GGUF files: equal to the Hugging Face directories they were converted from, or refused by name."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, MissingExtraError, WeightsError
+from kvpatch_jax.scaling import Scaling
+from models import load
+from models.checkpoints import flatten_params, open_source
+from models.checkpoints.ggml import read_config, read_header
+from models.inputs.gguf_tokenizer import gguf_tokenizer
+from tests.models.gguf_files import (
+    HEAD,
+    HEADS,
+    KV_HEADS,
+    WIDTH,
+    converted,
+    in_pairs,
+    metadata_of,
+    tiny_tensors,
+    write_gguf,
+)
+
+HF: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "qwen3moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def write_directory(root: Path, architecture: str, tensors: dict[str, np.ndarray], **config: Any) -> Path:
+    root.mkdir(parents=True)
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "vocab_size": 40,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500.0,
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+    }
+    (root / "config.json").write_text(json.dumps(HF[architecture] | sizes | config))
+    save_file(tensors, root / "model.safetensors")
+    return root
+
+
+def write_model(path: Path, architecture: str = "llama", **more: Any) -> Path:
+    return write_gguf(path, metadata_of(architecture, **more), converted(tiny_tensors(architecture), architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"tied": True, "bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {"tied": True}),
+        ("qwen3moe", {}),
+    ],
+)
+def test_a_file_loads_as_the_directory_it_was_converted_from(
+    tmp_path: Path, architecture: str, options: dict[str, bool]
+) -> None:
+    tensors = tiny_tensors(architecture, **options)
+    more = {"attention__key_length": HEAD, "attention__value_length": HEAD, "rope__dimension_count": HEAD}
+    file = write_gguf(tmp_path / "model.gguf", metadata_of(architecture, **more), converted(tensors, architecture))
+    extra = {"attention_bias": True} if "bias" in options else {}
+    backbone, plain = load(file), load(write_directory(tmp_path / "plain", architecture, tensors, **extra))
+    assert backbone.config.text == plain.config.text
+    found, expected = (flatten_params(each.parameters) for each in (backbone, plain))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[path], expected[path]) for path in expected)
+
+
+def test_a_directory_of_one_file_is_that_file(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf")
+    assert load(tmp_path).config.text == load(tmp_path / "model.gguf").config.text
+    write_model(tmp_path / "other.gguf")
+    with pytest.raises(
+        WeightsError, match=r"holds 2 GGUF files \(model\.gguf, other\.gguf\); expected the name of one"
+    ):
+        load(tmp_path)
+
+
+def test_a_saved_backbone_is_a_plain_directory(tmp_path: Path) -> None:
+    from models import save
+
+    backbone = load(write_model(tmp_path / "model.gguf"))
+    again = load(save(backbone, tmp_path / "saved"))
+    assert again.config.text == backbone.config.text
+    found, expected = (flatten_params(each.parameters) for each in (again, backbone))
+    assert all(np.array_equal(found[path], expected[path]) for path in expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_region_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    root = tmp_path_factory.getbasetemp() / "regions"
+    architecture = data.draw(st.sampled_from(["llama", "qwen3moe"]))
+    path = root / f"{architecture}.gguf"
+    source = open_source(path if path.exists() else write_model(path, architecture))
+    tensors = tiny_tensors(architecture)
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    region = []
+    for size in tensors[name].shape:
+        start = data.draw(st.integers(0, size - 1))
+        region.append(slice(start, data.draw(st.integers(start + 1, size))))
+    assert np.array_equal(source.read(name, tuple(region)), tensors[name][tuple(region)])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_halves_are_read_as_they_are(tmp_path: Path, dtype: Any) -> None:
+    tensors = {name: value.astype(dtype) for name, value in tiny_tensors("llama").items()}
+    source = open_source(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), converted(tensors, "llama")))
+    assert all(source.read(name).tobytes() == value.tobytes() for name, value in tensors.items())
+
+
+# ------------------------------------------------------------------------------------------------- ropes
+
+
+def factors_of_llama3(factor: float, width: int, theta: float) -> np.ndarray:
+    """By the rule of Llama 3.1's release, one frequency at a time."""
+    out = []
+    for pair in range(width // 2):
+        wave = 2 * np.pi * theta ** (2 * pair / width)
+        if wave < 8192 / 4:
+            out.append(1.0)
+        elif wave > 8192 / 1:
+            out.append(factor)
+        else:
+            share = (8192 / wave - 1) / (4 - 1)
+            out.append(1 / ((1 - share) / factor + share))
+    return np.array(out, np.float32)
+
+
+def config_with_factors(path: Path, factors: np.ndarray, **more: Any) -> dict[str, Any]:
+    tensors = converted(tiny_tensors("llama"), "llama") | {"rope_freqs.weight": factors}
+    return read_config(read_header(write_gguf(path, metadata_of("llama", **more), tensors)))
+
+
+def scaling_of(path: Path) -> Scaling:
+    scaling = load(path).layout.rope.scaling
+    assert scaling is not None
+    return scaling
+
+
+def test_llama3s_factors_become_its_scaling(tmp_path: Path) -> None:
+    factors = factors_of_llama3(8.0, HEAD, 500000.0)
+    config = config_with_factors(tmp_path / "m.gguf", factors, rope__freq_base=500000.0)
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert scaling_of(tmp_path / "m.gguf").kind == "llama3"
+
+
+def test_other_factors_divide_the_frequencies(tmp_path: Path) -> None:
+    factors = np.array([1, 1.5, 2, 7], np.float32)
+    config_with_factors(tmp_path / "m.gguf", factors)
+    rope, plain = load(tmp_path / "m.gguf").layout.rope, load(write_model(tmp_path / "plain.gguf")).layout.rope
+    assert np.allclose(rope.inverse_frequencies * factors, plain.inverse_frequencies, rtol=1e-6)
+    assert rope.attention_scaling == 1.0
+
+
+def test_scaling_of_the_metadata(tmp_path: Path) -> None:
+    more = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 16}
+    scaling = scaling_of(write_model(tmp_path / "yarn.gguf", "qwen2", **more))
+    assert (scaling.kind, scaling.factor, scaling.original) == ("yarn", 4.0, 16)
+    more = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
+    assert scaling_of(write_model(tmp_path / "linear.gguf", **more)).kind == "linear"
+
+
+# ------------------------------------------------------------------------------------------------- quantised types
+
+
+def q4_1(blocks: np.ndarray) -> np.ndarray:
+    """Two float16 (scale, smallest), then 16 bytes: value i in the low half of byte i, value i + 16 in the high one."""
+    out = np.zeros((len(blocks), 32), np.float32)
+    for number, block in enumerate(blocks):
+        scale, least = (np.float32(np.frombuffer(block[at : at + 2].tobytes(), np.float16)[0]) for at in (0, 2))
+        for place in range(16):
+            byte = int(block[4 + place])
+            out[number, place] = scale * np.float32(byte & 15) + least
+            out[number, place + 16] = scale * np.float32(byte >> 4) + least
+    return out
+
+
+def q8_0(blocks: np.ndarray) -> np.ndarray:
+    """A float16 scale, then 32 signed bytes."""
+    out = np.zeros((len(blocks), 32), np.float32)
+    for number, block in enumerate(blocks):
+        scale = np.float32(np.frombuffer(block[:2].tobytes(), np.float16)[0])
+        out[number] = scale * np.frombuffer(block[2:].tobytes(), np.int8).astype(np.float32)
+    return out
+
+
+@pytest.mark.parametrize(("kind", "size", "meant"), [(3, 20, q4_1), (8, 34, q8_0)])
+def test_quantised_types_by_loops_over_their_bits(tmp_path: Path, kind: int, size: int, meant: Any) -> None:
+    pytest.importorskip("gguf")
+    rng = np.random.default_rng(kind)
+    blocks = rng.integers(0, 256, (HEADS * HEAD, size), np.uint8)
+    blocks[:, :4] = rng.uniform(-1, 1, (len(blocks), 2)).astype(np.float16).view(np.uint8)[:, :4]
+    tensors: dict[str, Any] = converted(tiny_tensors("llama"), "llama")
+    tensors["blk.1.attn_q.weight"] = kind, (HEADS * HEAD, WIDTH), in_pairs(blocks, HEADS).tobytes()
+    path = write_gguf(tmp_path / "m.gguf", metadata_of("llama"), tensors)
+    name, expected = "model.layers.1.self_attn.q_proj.weight", meant(blocks)
+    assert np.array_equal(open_source(path).read(name), expected)
+    assert np.array_equal(open_source(path).read(name, (slice(3, 9), slice(5, 30))), expected[3:9, 5:30])
+    half = open_source(path, "bfloat16")
+    assert half.tensors[name].dtype == "BF16"
+    assert np.array_equal(half.read(name), expected.astype(ml_dtypes.bfloat16))
+
+
+def test_quantised_types_without_their_package_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gguf", "gguf.quants", "gguf.constants"):
+        monkeypatch.setitem(sys.modules, name, None)
+    tensors: dict[str, Any] = converted(tiny_tensors("llama"), "llama")
+    tensors["blk.0.attn_v.weight"] = 8, (KV_HEADS * HEAD, WIDTH), bytes(KV_HEADS * HEAD * 34)
+    with pytest.raises(MissingExtraError, match=r"gguf is not installed .*kvpatch_jax\[gguf\]"):
+        load(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), tensors))
+
+
+# ------------------------------------------------------------------------------------------------- tokenizers
+
+TOKENS = [*"abcdefgh '12\n", "Ġ", "Ċ", "Ġa", "bc", "<|start|>", "<think>", "Ã", "©", "é", "ab", "abc"]
+
+
+def tokenizer_metadata(split: str = "smollm", **more: Any) -> dict[str, Any]:
+    kinds = [{"<|start|>": 3, "<think>": 4}.get(token, 1) for token in TOKENS]
+    named = {
+        "model": "gpt2",
+        "pre": split,
+        "tokens": TOKENS,
+        "token_type": kinds,
+        "merges": ["Ġ a", "b c", "a bc", "a b"],
+        "bos_token_id": TOKENS.index("<|start|>"),
+        "eos_token_id": 3,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in (named | more).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("split", "given", "pieces"),
+    [
+        ("smollm", "I'll buy 123 eggs\n\n now", ["I", "'ll", " buy", " ", "1", "2", "3", " eggs", "\n\n", " now"]),
+        ("gpt-2", "I'll buy 123 eggs\n\n now", ["I", "'ll", " buy", " 123", " eggs", "\n\n", " now"]),
+        ("qwen2", "I'LL buy 123 eggs!\n\n now", ["I", "'LL", " buy", " ", "1", "2", "3", " eggs", "!\n\n", " now"]),
+        ("deepseek-r1-qwen", "x12", ["x", "1", "2"]),
+        ("llama-bpe", "I'LL buy 12345 eggs  now", ["I", "'LL", " buy", " ", "123", "45", " eggs", " ", " now"]),
+    ],
+)
+def test_texts_are_split_as_the_models_were_trained(split: str, given: str, pieces: list[str]) -> None:
+    tokenizer = gguf_tokenizer(tokenizer_metadata(split), 40)
+    spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str(given)]
+    assert [given[start:stop] for start, stop in spans] == pieces
+
+
+def test_tokens_merges_and_special_ones() -> None:
+    tokenizer = gguf_tokenizer(tokenizer_metadata(), 40)
+    names = lambda given: tokenizer.encode(given).tokens
+    assert names("abc a<|start|><think>a") == ["abc", "Ġa", "<|start|>", "<think>", "a"]
+    assert tokenizer.decode(tokenizer.encode("a<|start|>b<think>").ids) == "ab<think>"
+    assert tokenizer.get_vocab_size() == len(TOKENS)
+    starting = gguf_tokenizer(tokenizer_metadata("llama-bpe"), 40)
+    assert starting.encode("a").tokens == ["<|start|>", "a"]
+    assert starting.encode("a", add_special_tokens=False).tokens == ["a"]
+    silent = gguf_tokenizer(tokenizer_metadata("llama-bpe", add_bos_token=False), 40)
+    assert silent.encode("a").tokens == ["a"]
+
+
+def test_a_file_brings_tokenizer_and_template(tmp_path: Path) -> None:
+    metadata = (
+        metadata_of("llama")
+        | tokenizer_metadata()
+        | {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
+    )
+    backbone = load(write_gguf(tmp_path / "m.gguf", metadata, converted(tiny_tensors("llama"), "llama")))
+    prompt = backbone.chat([{"role": "user", "content": "abc"}])
+    assert prompt["input_ids"].tolist() == [[TOKENS.index("<|start|>"), TOKENS.index("abc")]]
+    assert (backbone.config.to_dict()["bos_token_id"], backbone.config.to_dict()["eos_token_id"]) == (17, 3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ({}, "of kind None, not of the known 'gpt2'"),
+        (tokenizer_metadata(model="llama"), "of kind 'llama', not of the known 'gpt2'"),
+        (tokenizer_metadata("tekken"), "splits text as 'tekken', not in one of the known ways"),
+    ],
+)
+def test_without_a_known_tokenizer_text_is_refused_and_tokens_are_taken(
+    tmp_path: Path, tokens: dict[str, Any], message: str
+) -> None:
+    backbone = load(
+        write_gguf(tmp_path / "m.gguf", metadata_of("llama") | tokens, converted(tiny_tensors("llama"), "llama"))
+    )
+    assert backbone.prepare([[1, 2, 3]])["input_ids"].tolist() == [[1, 2, 3]]
+    for call in (lambda: backbone.prepare(["abc"]), lambda: backbone.text([1]), lambda: backbone.chat([])):
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": ["a"] * 24},
+        {"tokens": [str(number) for number in range(41)], "token_type": None},
+        {"merges": ["a q"]},
+        {"merges": ["ab"]},
+        {"merges": 3},
+        {"token_type": [1]},
+        {"bos_token_id": 99, "add_bos_token": True},
+    ],
+)
+def test_tokens_that_do_not_belong_together_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.ggml\."):
+        gguf_tokenizer(tokenizer_metadata(**change), 40)
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"general.architecture": "gemma3"}, "architecture 'gemma3'; expected one of llama, qwen2, qwen3, qwen3moe"),
+        ({"general.architecture": "qwen2vl"}, "architecture 'qwen2vl'.*Vision towers"),
+        ({"split.count": 3}, "is one of 3 files"),
+        ({"llama.expert_count": 8}, r"has llama\.expert_count = 8, which this library does not know"),
+        ({"llama.attention.sliding_window": 128}, r"has llama\.attention\.sliding_window"),
+        ({"llama.block_count": 3}, r"'blk\.2\.attn_norm\.weight' is missing"),
+        ({"llama.block_count": 2**32 - 1}, r"is missing; expected it in the last layer"),
+        ({"llama.block_count": 1}, r"'model\.layers\.1\..*' is unexpected"),
+        ({"llama.attention.head_count": 0}, r"head_count is 0; expected a positive whole number"),
+        ({"llama.attention.head_count": 8, "llama.attention.key_length": 2**31}, r"'blk\.0\.attn_q\.weight' has shape"),
+        ({"llama.embedding_length": 64}, r"'token_embd\.weight' has shape \(40, 32\); expected shape \(40, 64\)"),
+        ({"llama.rope.dimension_count": 4}, r"rope\.dimension_count is 4; expected 8"),
+        ({"llama.vocab_size": 41}, r"vocab_size is 41; expected 40"),
+        ({"llama.rope.freq_base": float("nan")}, r"rope\.freq_base is nan"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope' is not read"),
+        ({"llama.attention.layer_norm_rms_epsilon": "x"}, "epsilon is 'x'; expected a positive number"),
+        ({"general.alignment": 24}, r"general\.alignment is 24; expected a power of two"),
+    ],
+)
+def test_metadata_of_another_model_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", metadata_of("llama") | change, converted(tiny_tensors("llama"), "llama"))
+    with pytest.raises((ConfigError, WeightsError), match=message):
+        load(path)
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    tensors: dict[str, Any] = converted(tiny_tensors("llama"), "llama")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"blk.0.dreams.weight": np.ones((2, 2), np.float32)}, r"'blk\.0\.dreams\.weight' is unexpected"),
+        ({"blk.0.ffn_up.weight": np.ones((2, 2), np.float32)}, r"mlp\.up_proj\.weight' has shape \(2, 2\)"),
+        ({"blk.0.attn_v.weight": (4096, (16, 32), b"")}, r"'blk\.0\.attn_v\.weight' is of type 4096"),
+        ({"blk.0.attn_v.weight": (0, (16, 2**40), b"")}, "more than the file has room for"),
+        ({"blk.0.attn_k.weight": np.ones((15, 32), np.float32)}, r"expected rows of 2 heads of pairs"),
+        ({"rope_freqs.weight": np.ones(3, np.float32)}, r"'rope_freqs\.weight' has shape \(3,\); expected F32 \(4,\)"),
+        ({"rope_freqs.weight": np.zeros(4, np.float32)}, r"'rope_freqs\.weight' holds 0\.0; expected positive"),
+    ]
+    for change, message in cases:
+        if "4096" in message:
+            pytest.importorskip("gguf")
+        with pytest.raises(WeightsError, match=message):
+            load(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), tensors | change))
+    tensors.pop("blk.1.ffn_norm.weight")
+    with pytest.raises(WeightsError, match=r"'model\.layers\.1\.post_attention_layernorm\.weight' is missing"):
+        load(write_gguf(tmp_path / "m.gguf", metadata_of("llama"), tensors))
+
+
+def test_a_file_cut_short_anywhere_is_told(tmp_path: Path) -> None:
+    metadata = metadata_of("llama") | tokenizer_metadata()
+    whole = write_gguf(tmp_path / "whole.gguf", metadata, converted(tiny_tensors("llama"), "llama")).read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in [*range(0, 4200, 41), *range(4200, len(whole) - 32, 4999)]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(WeightsError, match=r"cut\.gguf"):
+            open_source(cut)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 5000), st.binary(min_size=1, max_size=8))
+def test_damage_is_told_by_typed_errors_or_does_no_harm(
+    tmp_path_factory: pytest.TempPathFactory, place: int, damage: bytes
+) -> None:
+    root = tmp_path_factory.getbasetemp() / "damage"
+    if not (root / "whole.gguf").exists():
+        metadata = metadata_of("llama") | tokenizer_metadata()
+        write_gguf(root / "whole.gguf", metadata, converted(tiny_tensors("llama"), "llama"))
+    data = (root / "whole.gguf").read_bytes()
+    (root / "m.gguf").write_bytes(data[:place] + damage + data[place + len(damage) :])
+    try:
+        source = open_source(root / "m.gguf")
+        for name in source.tensors:
+            source.read(name)
+    except KVPatchError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty"),
+        (b"PK\x03\x04" + bytes(60), r"begins with b'PK\\x03\\x04'; expected a GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "is GGUF version 1"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "its bytes are swapped"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), f"announces {2**63} tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), f"announces {2**40} metadata entries"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 8, 2**60), f"announces {2**60} texts"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 4, 2**60), f"announces {2**60} numbers"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 9, 1), "no lists of lists"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62) + bytes(32), f"a text of {2**62} bytes"),
+        (b"GGUF" + struct.pack("<IQQQ2sI", 3, 0, 1, 2, b"\xff\xfe", 0) + bytes(8), "is damaged"),
+    ],
+)
+def test_hostile_headers_are_refused_at_once(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(WeightsError, match=message):
+        load(tmp_path / "m.gguf")
