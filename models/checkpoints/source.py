@@ -108,7 +108,7 @@ class OpenFile:
             while left:
                 count = self._read(left, start)
                 if not count:
-                    raise WeightsError(f"{self.path} ends at byte {start}; expected {len(left)} bytes more there")
+                    raise WeightsError(f"{self.path} ends too early; expected {len(left)} bytes from byte {start} on")
                 left, start = left[count:], start + count
         except OSError as error:
             raise WeightsError(f"{self.path} cannot be read: {error}") from error

@@ -1,0 +1,296 @@
+"""Tensors of files, read in pieces: any type, order of axes and region, and files that lie, change or end."""
+
+import json
+import math
+import os
+import struct
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from kvpatch_jax.errors import MissingExtraError, WeightsError
+from models.checkpoints import (
+    RenamedSource,
+    SafetensorsSource,
+    TensorEntry,
+    TensorInfo,
+    filling,
+    load_weights,
+    reading,
+    stored_tensor,
+)
+from models.checkpoints.progress import progress_bar
+
+TYPES = ["float64", "float32", "float16", "bfloat16"]
+
+
+def draw(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    values = np.random.default_rng(math.prod(shape)).standard_normal(shape) * 3
+    return np.asarray(values, jnp.dtype(dtype))
+
+
+def write(root: Path, **tensors: np.ndarray) -> SafetensorsSource:
+    save_file(tensors, root / "model.safetensors")
+    return SafetensorsSource(root)
+
+
+# ----------------------------------------------------------------------------------------------- regions and types
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("filling")
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_region_in_any_order_and_type_is_numpys_own(root, data):
+    """Pieces of a few bytes, so that every shape falls apart in every way."""
+    shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=4)))
+    spans = tuple(tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in shape)
+    order = tuple(data.draw(st.permutations(range(len(shape)))))
+    stored, wanted = (data.draw(st.sampled_from(TYPES)) for _ in range(2))
+    values = draw(shape, stored)
+    source = write(root, before=draw((3,), "float32"), tensor=values, behind=draw((5,), "float16"))
+    expected = np.asarray(values[tuple(slice(*span) for span in spans)], jnp.dtype(wanted)).transpose(order)
+
+    out = np.zeros(expected.shape, jnp.dtype(wanted))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filling, "PIECE", data.draw(st.sampled_from([1, 24, 100, 1 << 20])))
+        patch.setattr(filling, "_SHORT_RUN", data.draw(st.sampled_from([1, 1 << 20])))
+        filling.fill("tensor", source.stored("tensor"), spans, out.transpose(np.argsort(order)))
+        region = tuple(slice(*span) for span in spans)
+        assert np.array_equal(source.read("tensor", region), values[region])
+    assert out.tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_found_and_its_place_named(tmp_path, monkeypatch, dtype, wrong):
+    monkeypatch.setattr(filling, "PIECE", 64)
+    values = draw((5, 6), dtype)
+    values[3, 4] = wrong
+    source = write(tmp_path, tensor=values)
+    with pytest.raises(WeightsError, match=r"tensor 'tensor' holds -?(nan|inf) at \[3, 4\]; expected finite"):
+        filling.fill("tensor", source.stored("tensor"), ((1, 5), (2, 6)), np.zeros((4, 4), np.float32))
+    filling.fill("tensor", source.stored("tensor"), ((0, 3), (0, 6)), np.zeros((3, 6), np.float32))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_largest_and_smallest_numbers_are_finite(tmp_path, dtype):
+    info = ml_dtypes.finfo(jnp.dtype(dtype))
+    values = np.array([info.max, info.min, info.smallest_subnormal, -0.0], jnp.dtype(dtype))
+    filling.check_finite("tensor", values)
+    assert write(tmp_path, tensor=values).read("tensor").tobytes() == values.tobytes()
+
+
+# --------------------------------------------------------------------------------------------------- whole loads
+
+
+def big(root: Path) -> tuple[list[TensorEntry], dict, dict[str, np.ndarray]]:
+    """Parameters above the size at which threads share the work, stacked and transposed, and one below it."""
+    tensors = {f"layers.{layer}.w": draw((700, 520), "bfloat16") + layer for layer in range(7)}
+    tensors |= {"embed": draw((5000, 450), "float32"), "norm": draw((9,), "float32")}
+    save_file(tensors, root / "model.safetensors")
+    entries = [
+        TensorEntry("layers.{layer}.w", ("layers", "kernel"), permute=(1, 0), stack=True),
+        TensorEntry("embed", ("embed",)),
+        TensorEntry("norm", ("norm",)),
+    ]
+    shapes = {("layers", "kernel"): (7, 520, 700), ("embed",): (5000, 450), ("norm",): (9,)}
+    return entries, {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}, tensors
+
+
+def test_threads_fill_what_one_thread_fills(tmp_path, monkeypatch):
+    entries, expected, tensors = big(tmp_path)
+    monkeypatch.setattr(reading, "_threads", lambda: 4)
+    monkeypatch.setattr(reading, "_JOB", 1 << 20)
+    params = load_weights(tmp_path, entries, expected)
+    for layer in range(7):
+        assert np.array_equal(params["layers"]["kernel"][layer], tensors[f"layers.{layer}.w"].T.astype(np.float32))
+    assert np.array_equal(params["embed"], tensors["embed"])
+    assert np.array_equal(params["norm"], tensors["norm"])
+
+
+def test_a_cpu_takes_what_was_filled_without_a_copy(tmp_path, monkeypatch):
+    entries, expected, _ = big(tmp_path)
+    zeros, made = reading._aligned_zeros, []
+    monkeypatch.setattr(reading, "_aligned_zeros", lambda *given: made.append(zeros(*given)) or made[-1])
+    params = load_weights(tmp_path, entries, expected)
+    leaves = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}
+    assert leaves == {value.ctypes.data for value in made}
+
+
+def test_the_first_wrong_tensor_is_named_whatever_the_threads_do(tmp_path, monkeypatch):
+    entries, expected, tensors = big(tmp_path)
+    for layer in (2, 5):
+        tensors[f"layers.{layer}.w"][600, 7] = np.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(reading, "_threads", lambda: 4)
+    monkeypatch.setattr(reading, "_JOB", 1 << 18)
+    for _ in range(3):
+        with pytest.raises(WeightsError, match=r"'layers\.2\.w' holds nan at \[600, 7\]"):
+            load_weights(tmp_path, entries, expected)
+
+
+class Computed:
+    """A source that computes its tensors, by regions."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]):
+        self.origin, self.unused, self._values = "computed", frozenset(), tensors
+        self.tensors = {name: TensorInfo(value.shape, "F32") for name, value in tensors.items()}
+
+    def read(self, name: str, region: tuple[slice, ...] | None = None) -> np.ndarray:
+        return self._values[name].astype(np.float32)[() if region is None else region]
+
+
+def test_a_source_that_computes_loads_the_same(tmp_path, monkeypatch):
+    entries, expected, tensors = big(tmp_path)
+    monkeypatch.setattr(reading, "_JOB", 1 << 18)
+    read = load_weights(SafetensorsSource(tmp_path), entries, expected)
+    computed = load_weights(Computed(tensors), entries, expected)
+    jax.tree.map(np.testing.assert_array_equal, read, computed)
+    tensors["embed"][4321, 7] = -np.inf
+    with pytest.raises(WeightsError, match=r"'embed' holds -inf at \[4321, 7\]"):
+        load_weights(Computed(tensors), entries, expected)
+
+
+# ---------------------------------------------------------------------------------------- files that are not as said
+
+
+def test_a_file_cut_short_while_it_is_read_is_an_error_and_no_signal(tmp_path):
+    entries, expected, _ = big(tmp_path)
+    source = SafetensorsSource(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 1 << 20)
+    with pytest.raises(WeightsError, match=r"model\.safetensors ends too early; expected \d+ bytes from byte \d+ on"):
+        load_weights(source, entries, expected)
+
+
+def test_a_file_written_to_while_it_is_read_is_an_error(tmp_path):
+    entries, expected, _ = big(tmp_path)
+    source, path = SafetensorsSource(tmp_path), tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content)  # the same again: nobody could tell from some other content in time
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    with pytest.raises(WeightsError, match="was written to while it was read"):
+        load_weights(source, entries, expected)
+
+
+def test_a_file_replaced_while_it_is_read_is_read_on(tmp_path):
+    entries, expected, tensors = big(tmp_path)
+    source = SafetensorsSource(tmp_path)
+    save_file({"other": np.zeros(3)}, tmp_path / "new")
+    os.replace(tmp_path / "new", tmp_path / "model.safetensors")
+    assert np.array_equal(load_weights(source, entries, expected)["embed"], tensors["embed"])
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a": F32 | {"data_offsets": [0, 4]}}, "has 4 bytes"),
+        ({"a": F32 | {"data_offsets": [8, 0]}}, "has -8 bytes"),
+        ({"a": F32 | {"data_offsets": [0, 8, 8]}}, "expected sizes"),
+        ({"a": F32 | {"shape": [-2]}}, "expected sizes"),
+        ({"a": F32 | {"shape": [2.0]}}, "expected sizes"),
+        ({"a": F32 | {"shape": [True, 2]}}, "expected sizes"),
+        ({"a": F32 | {"shape": [1 << 70]}}, "has 8 bytes"),
+        ({"a": F32 | {"shape": None}}, "expected sizes"),
+        ({"a": F32 | {"dtype": "F33"}}, "type 'F33'"),
+        ({"a": F32 | {"dtype": ["F32"]}}, "type"),
+        ({"a": F32, "b": F32}, "'b' starts at 0; expected 8"),
+        ({"a": F32 | {"data_offsets": [4, 12]}}, "'a' starts at 4; expected 0"),
+        ({}, "data of 0 bytes; expected 8"),
+        ({"a": 3}, "is a int; expected a table"),
+        ([], "a header that is a list"),
+        ({"a": F32, "__metadata__": {"x": 1}}, "__metadata__"),
+        ("[" * 100_000, "recursion"),
+        ('{"a": 1, "a": 2}', "twice"),
+        ('{"a": ' + "9" * 5000 + "}", "digits"),
+        ("\xff\xff", "utf-8"),
+    ],
+)
+def test_a_hostile_header_is_a_damaged_file(tmp_path, header, message):
+    text = (header if isinstance(header, str) else json.dumps(header)).encode("latin-1")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(WeightsError, match=r"(?s)model\.safetensors is damaged.*" + message):
+        SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, (1 << 63) + 1, (1 << 64) - 1])
+def test_a_header_of_another_length_is_a_damaged_file(tmp_path, length):
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}      ")
+    with pytest.raises(WeightsError, match="is damaged"):
+        SafetensorsSource(tmp_path)
+
+
+def test_types_of_half_a_byte_are_listed_and_not_read(tmp_path):
+    text = json.dumps({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(2))
+    source = SafetensorsSource(tmp_path)
+    assert source.tensors["a"] == TensorInfo((4,), "F4")
+    with pytest.raises(WeightsError, match="tensor 'a' has type F4; expected one of"):
+        source.read("a")
+
+
+# -------------------------------------------------------------------------------------------------------- renaming
+
+
+def test_renamed_tensors_are_the_inner_ones(tmp_path):
+    source = write(tmp_path, a=draw((3, 2), "float32"), b=draw((2,), "float16"))
+    renamed = RenamedSource(source, {"x": "a"})
+    assert renamed.tensors == {"x": TensorInfo((3, 2), "F32")}
+    assert np.array_equal(renamed.read("x", (slice(1, 3),)), source.read("a")[1:])
+    assert stored_tensor(renamed, "x") == source.stored("a")
+    assert set(RenamedSource(source, lambda name: None if name == "a" else f"m.{name}").tensors) == {"m.b"}
+    with pytest.raises(WeightsError, match=r"tensor 'c' is missing \(1 in all\)"):
+        RenamedSource(source, {"x": "c"})
+    with pytest.raises(WeightsError, match="'a' and 'b' are both 'x'"):
+        RenamedSource(source, lambda name: "x")
+
+
+# -------------------------------------------------------------------------------------------------------- progress
+
+
+def fake_tqdm(steps: list[int]) -> types.ModuleType:
+    class Bar:
+        def __init__(self, total: int, **_: object):
+            self.total, self.update = total, steps.append
+
+        __enter__ = lambda self: self
+        __exit__ = lambda self, *_: steps.append(-self.total)
+
+    module = types.ModuleType("tqdm")
+    module.tqdm = Bar
+    return module
+
+
+def test_a_bar_counts_every_byte_once(tmp_path, monkeypatch):
+    entries, expected, _ = big(tmp_path)
+    steps: list[int] = []
+    monkeypatch.setitem(sys.modules, "tqdm", fake_tqdm(steps))
+    params = load_weights(tmp_path, entries, expected, progress=True)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert steps.pop() == -total
+    assert sum(steps) == total
+    assert len(steps) > 3
+
+
+def test_no_bar_is_drawn_where_there_is_no_terminal(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with progress_bar(10) as advance:
+        advance(3)
+    with pytest.raises(MissingExtraError, match="tqdm"), progress_bar(10, True):
+        pass
