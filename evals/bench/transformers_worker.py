@@ -207,6 +207,8 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answers requests until stdin ends. Whatever a library prints goes to stderr."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [place for place in sys.path if place != own]  # transformers tries to import a package `kernels`
     answers, sys.stdout = sys.stdout, sys.stderr
     worker = Worker()
     for line in sys.stdin:

@@ -1,5 +1,6 @@
 """The benchmark of backbones: its rows, its table, its errors. How fast anything is, is never tested."""
 
+import dataclasses
 import math
 import os
 import re
@@ -10,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.bench import backbones, checkpoints
+from evals.bench import backbones, checkpoints, large, large_prompt
 from evals.bench.transformers_side import TransformersSide, WorkerError
 from evals.bench.transformers_worker import mean_seconds
 from kvpatch_jax.errors import ConfigError, InputError
 from models import FAMILIES, load, save
+from models.checkpoints import flatten_params
+from models.families.family import abstract, parameters
 
 PYTHON = os.environ.get("KVPATCH_TORCH_PYTHON")
 METRICS = ["prefill", "generate", "step"]
@@ -107,6 +110,66 @@ def test_drawn_checkpoint_is_read_back(tmp_path):
     first, second = (np.asarray(backbone.prefill(tokens).logits) for backbone in (drawn, again))
     np.testing.assert_array_equal(first, second)
     assert np.ptp(first) > 1
+
+
+# ------------------------------------------------------------------------------------------------------- the large one
+
+
+def large_turn(seconds: float, rest: float = 1.0) -> dict:
+    names = [*large.BARS, "matmul"]
+    profile = {"bfloat16": {"read": 0.1}, "float32": {"read": 0.2, "all": 0.5}}
+    return {
+        "seconds": dict.fromkeys(names, rest) | {"load float32": seconds},
+        "peaks": {"prefill": 3e9},
+        "load_profiles": profile,
+    }
+
+
+def test_large_rows_are_judged_by_neighbouring_turns_and_the_profile_is_not():
+    row = {"size": "3 GB", "architecture": "Qwen2_5_VLForConditionalGeneration"}
+    ours, theirs = [large_turn(1.0), large_turn(2.0)], [large_turn(1.5), large_turn(4.0)]
+    timed = large._timed(row, ours, theirs, [{"passed": True}])
+    assert [each["metric"] for each in timed] == list(large.BARS)
+    assert (timed[0]["low"], timed[0]["value"], timed[0]["high"]) == (1.5, 1.75, 2.0)
+    assert all(each["passed"] for each in timed)
+    assert not any(each["passed"] for each in large._timed(row, ours, theirs, [{"passed": False}]))
+    assert not large._timed(row, theirs, ours, [{"passed": True}])[0]["passed"]
+
+    explained = large._explained(row, large_prompt.LARGE, ours, theirs)
+    assert all("passed" not in each for each in explained)
+    assert {each["metric"]: each["ours"] for each in explained}["load float32: CPU s, all"] == 0.5
+    lines = backbones.table({"rows": [*timed, *explained], "config": {"other_side": {"torch": "2"}}}).splitlines()
+    assert lines[-1] == "5 of 5 rows within their bars"
+
+
+def test_large_model_is_of_about_3_gb_and_its_prompt_of_4k_tokens_with_3_megapixels():
+    size = large_prompt.LARGE
+    family = FAMILIES["Qwen2_5_VLForConditionalGeneration"]
+    shapes = flatten_params(parameters(abstract(family.config(size.config(), "exact", None))))
+    assert 2.9e9 < sum(4 * math.prod(leaf.shape) for leaf in shapes.values()) < 3.3e9
+    assert (size.side * 14) ** 2 > 3e6
+    arrays = large_prompt.prompt_arrays(dataclasses.replace(size, vocabulary=600), 0)
+    assert arrays["input_ids"].shape == (1, 4096)
+    assert (arrays["input_ids"] == large_prompt.IMAGE).sum() == 62**2
+    assert arrays["pixel_values"].shape == (124**2, 1176)
+
+
+@pytest.mark.slow
+def test_large_run_at_a_small_size():
+    other = (lambda: TransformersSide(PYTHON, 1)) if PYTHON else None
+    rows = large.compare(other, 1, 0, large_prompt.SMALL)
+    found = {row["metric"]: row for row in rows}
+    assert set(found) >= {*large.BARS, "matmul: GFLOP/s", "peak GB: prefill", "load float32: CPU s, read"}
+    assert all(math.isfinite(row["ours"]) and row["ours"] > 0 for row in rows if "ours" in row)
+    if PYTHON:
+        assert found["agreement"]["passed"]
+
+
+@pytest.mark.slow
+def test_large_run_that_fails_says_why(tmp_path):
+    size = dataclasses.replace(large_prompt.SMALL, heads=3)
+    with pytest.raises(large.LargeRunError, match="make of the small model ended with 1"):
+        large.run_ours("make", size, tmp_path, 0)
 
 
 # ------------------------------------------------------------------------------------------------- the other side
