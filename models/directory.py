@@ -16,13 +16,14 @@ from kvpatch_jax.errors import ConfigError
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
 from .decoder.sharding import check_parameters, parameter_shardings
+from .families.authors import AuthorsFormat
 from .families.family import Family, abstract, parameters, with_dtype
-from .families.registry import FAMILIES
+from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .inputs.buckets import Buckets
 from .inputs.texts import TOKENIZER_FILE
 
-_BY_MODEL_TYPE = {family.model_type: family.architecture for family in FAMILIES.values()}
+_BY_MODEL_TYPE = {family.model_type: family.architecture for family in (*FAMILIES.values(), *AUTHORS.values())}
 
 
 def load(
@@ -65,20 +66,27 @@ def load(
       MissingExtraError: a tokenizer.json where `tokenizers` is not installed, or `progress=True` without `tqdm`.
         (Pillow and jinja2 are asked for when an image or a chat template is first used.)
     """
-    files = open_files(directory)
-    raw, family = files.config, _family(files.config, files.name)
+    files, root = open_files(directory), Path(directory)
+    name = _architecture(files.config, files.name)
+    authors = AUTHORS.get(name)
+    family = FAMILIES[name] if authors is None else authors.family
+    raw = files.config if authors is None else authors.config(files.config, root)
     config = family.config(raw, angles, regime)
     config = config if dtype is None else with_dtype(config, dtype)
 
     source = files.source(config.text.dtype if adapter is None else "float32")
-    source = family.renamed(config, source)
-    if adapter is not None:
-        source = family.merged(config, source, adapter)
+    if authors is None:
+        source = family.renamed(config, source)
+        source = source if adapter is None else family.merged(config, source, adapter)
+    else:
+        source = source if adapter is None else authors.merged(source, adapter)
+        source = authors.source(config, files.config, source)
     shapes = tensor_shapes(source)
     silent = raw.get("tie_word_embeddings") is None
     config = family.settle_ties(config, shapes, functools.partial(same_tensors, source), silent)
     expected = flatten_params(parameters(abstract(config)))
     entries = family.entries(config, shapes)
+    image_config = _image_settings(family, authors, files.config, root)
 
     shardings = None if mesh is None else parameter_shardings(config.text, expected, mesh)
     ignore = (*family.ignored(config), *map(re.escape, source.unused))
@@ -87,7 +95,7 @@ def load(
     backbone = ModelBackbone(
         config,
         values,
-        image_config=None if family.vision is None else family.vision.settings(directory),
+        image_config=image_config,
         tokenizer=tokenizer,
         buckets=buckets,
         chat_template=files.chat_template(),
@@ -122,12 +130,18 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     return root
 
 
-def _family(raw: Mapping[str, Any], path: str) -> Family:
-    """The family that reads a configuration."""
+def _image_settings(family: Family, authors: AuthorsFormat | None, given: Mapping[str, Any], root: Path) -> Any:
+    if authors is not None:
+        return authors.settings(given, root)
+    return None if family.vision is None else family.vision.settings(root)
+
+
+def _architecture(raw: Mapping[str, Any], path: str) -> str:
+    """The architecture of a configuration, one that is known."""
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(raw.get("model_type")), raw.get("model_type"))]
     if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: architectures is {names!r}; expected a list of names")
     for name in names:
-        if name in FAMILIES:
-            return FAMILIES[name]
-    raise ConfigError(f"architectures {names} in {path}; this library knows {sorted(FAMILIES)}")
+        if name in FAMILIES or name in AUTHORS:
+            return str(name)
+    raise ConfigError(f"architectures {names} in {path}; this library knows {sorted({*FAMILIES, *AUTHORS})}")

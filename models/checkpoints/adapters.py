@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvpatch_jax.errors import ConfigError, WeightsError
 
-from .source import Slices, TensorInfo, TensorSource
+from .source import Slices, StoredTensor, TensorInfo, TensorSource, stored_tensor
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -113,10 +113,9 @@ class LoRASource:
             merged += np.float32(change.scale) * (first[rows] @ second[:, columns])
         return merged
 
-    def stored(self, name: str) -> Any:
-        """Where the bytes of a tensor lie that the adapter leaves as it is; None where that is not known."""
-        find = getattr(self._inner, "stored", None)
-        return None if find is None or name in self._changes else find(name)
+    def stored(self, name: str) -> StoredTensor | None:
+        """Where the bytes of a tensor lie that the adapter leaves as it is; None of one that it changes."""
+        return None if name in self._changes else stored_tensor(self._inner, name)
 
     def _get(self, name: str) -> np.ndarray:
         try:

@@ -209,6 +209,13 @@ _MOONVIT = {
     "rope_theta": 1e4,
 }
 
+_UNUSED_EXPERTS = """
+    capacity_factor eval_capacity_factor laux_allreduce moe_coeff_ratio moe_config moe_intermediate_size
+    moe_output_scale noisy_gate_policy num_experts num_routed_experts num_shared_experts shared_expert_intermediate_size
+    use_residual use_rts use_weighted_residual
+"""
+"""What InternViT's files say of experts that `use_moe` leaves out."""
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _sizes(32000, 4096, 11008, 32, 32, 2048) | {"attention_bias": False, "mlp_bias": False},
     "mistral": _sizes(32000, 4096, 14336, 32, 32, 131072) | {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -324,6 +331,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vision_start_token_id": None,
         "vision_end_token_id": None,
     },
+    "internvl_chat": {
+        "llm_config": None,
+        "vision_config": None,
+        "tie_word_embeddings": False,
+        "select_layer": -1,
+        "downsample_ratio": 0.5,
+        "ps_version": "v1",
+        "force_image_size": None,
+        "dynamic_image_size": False,
+        "min_dynamic_patch": 1,
+        "max_dynamic_patch": 6,
+        "use_thumbnail": False,
+        "img_context_token_id": None,
+        **dict.fromkeys(_words("pad2square use_backbone_lora use_llm_lora"), 0),
+        **dict.fromkeys(_words("template system_message image_fold hidden_size num_hidden_layers")),
+    },
+    "intern_vit_6b": _tower(3200, 12800, 48, 25, 224, 14)
+    | {"hidden_act": "gelu", "layer_norm_eps": 1e-6, "norm_type": "rms_norm", "qkv_bias": False}
+    | {"qk_normalization": True, "use_flash_attn": True, "use_moe": False}
+    | dict.fromkeys(_words(_UNUSED_EXPERTS)),
+    "multi_modality": {"language_config": None, "vision_config": None, "aligner_config": None},
     "kimi_k25_vision": _MOONVIT,
     "moonvit": {
         **{key: value for key, value in _MOONVIT.items() if not key.startswith("pos_emb")},

@@ -1,4 +1,4 @@
-"""InternVL3 (and 2.5 with a Qwen2 or Llama text tower): InternViT-300M, pixel shuffle ½, norm and two linear maps.
+"""InternVL3, 3.5 and 2.5 (a Qwen2, Qwen3 or Llama text tower): InternViT-300M, pixel shuffle ½, norm, two linear maps.
 
 Source: transformers' InternVLForConditionalGeneration, the `-hf` checkpoints. InternViT-6B (RMS norms and norms on
 query and key) is not built.
@@ -13,7 +13,7 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 from ..checkpoints import TensorEntry
 from ..decoder.hf_config import Regime, need
-from ..decoder.weights import decoder_entries
+from ..decoder.weights import decoder_entries, expert_layout
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig, process_internvl
 from ..towers.weights import intern_vit_entries, projector_entries
 from . import namings
@@ -46,7 +46,9 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig
 
 def _entries(config: ViTModelConfig, shapes: Shapes) -> list[TensorEntry]:
     glue = "multi_modal_projector"
-    entries = decoder_entries(config.text, prefix="language_model.model.", head="language_model.lm_head")
+    prefix, head = "language_model.model.", "language_model.lm_head"
+    fused = expert_layout(config.text, shapes, prefix)
+    entries = decoder_entries(config.text, prefix=prefix, head=head, fused_experts=fused)
     entries += intern_vit_entries(config.vision, "vision_tower")
     return entries + projector_entries(f"{glue}.linear_1", f"{glue}.linear_2", norm=f"{glue}.layer_norm")
 

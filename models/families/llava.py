@@ -20,12 +20,18 @@ from ..towers.weights import clip_entries, projector_entries
 from . import namings
 from .family import Family, Shapes, Vision
 from .image_family import check_placeholders, freeze, text_part, vision_part, whole
-from .text_families import read_llama, read_mistral, read_qwen2
+from .text_families import read_llama, read_mistral, read_qwen2, read_qwen3, read_qwen3_moe
 from .vit_family import GlueConfig, ViTModel, ViTModelConfig, drops_class, read_vit, tile_fills, tile_plan
 
 LLAVA = "LlavaForConditionalGeneration"
 NEXT = "LlavaNextForConditionalGeneration"
-TEXT = {"llama": read_llama, "mistral": read_mistral, "qwen2": read_qwen2}
+TEXT = {
+    "llama": read_llama,
+    "mistral": read_mistral,
+    "qwen2": read_qwen2,
+    "qwen3": read_qwen3,
+    "qwen3_moe": read_qwen3_moe,
+}
 
 
 def read_text(

@@ -1,6 +1,7 @@
 """Every family, by its architecture's name in `config.json`."""
 
-from . import deepseek_vl, internvl, kimi_vl, llava, qwen2_5_vl, qwen3_vl, smolvlm
+from . import deepseek_vl, internvl, internvl_chat, kimi_vl, llava, multi_modality, qwen2_5_vl, qwen3_vl, smolvlm
+from .authors import AuthorsFormat
 from .family import Family
 from .text_families import TEXT_FAMILIES
 
@@ -18,3 +19,8 @@ IMAGE_FAMILIES: dict[str, Family] = {
 """Families with images, beside Qwen2.5-VL."""
 
 FAMILIES: dict[str, Family] = {qwen2_5_vl.FAMILY.architecture: qwen2_5_vl.FAMILY} | IMAGE_FAMILIES | TEXT_FAMILIES
+
+AUTHORS: dict[str, AuthorsFormat] = {
+    found.architecture: found for found in (internvl_chat.FORMAT, multi_modality.FORMAT)
+}
+"""Authors' own formats of some of them, by their architecture's name."""

@@ -213,11 +213,16 @@ def _padded_square(image: np.ndarray, side: int, config: PictureConfig) -> np.nd
 
 
 def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> dict[str, np.ndarray]:
-    """DeepSeek-VL: longest side to `size`, padded to a square with the mean colour. Returns pixel_values [n,3,S,S]."""
+    """DeepSeek-VL: longest side to `size`, padded to a square with the mean colour. Returns pixel_values [n,3,S,S].
+
+    The other side is rounded, as transformers does; with `round_down` cut off, as the authors' own processor does.
+    """
     side, out = config.side(), []
     for image in _all(images):
-        scale = side / max(image.shape[:2])
-        height, width = (max(round(edge * scale), config["min_size"]) for edge in image.shape[:2])
+        longest, scale = max(image.shape[:2]), side / max(image.shape[:2])
+        down = config.option("round_down", False)
+        sizes = [int(edge / longest * side) if down else round(edge * scale) for edge in image.shape[:2]]
+        height, width = (max(size, config["min_size"]) for size in sizes)
         square = _padded_square(resize(image, height, width, config), max(height, width), config)
         out.append(_channels_first(square, config))
     return {"pixel_values": np.stack(out)}

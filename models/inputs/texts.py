@@ -1,6 +1,7 @@
 """Texts to token ids: what a tokenizer does not know is told, and not replaced by its token for the unknown."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,43 @@ def read_tokenizer(root: Path) -> Any:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
         raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def token_id(root: Path, token: str) -> int | None:
+    """The id of a token that was added to a vocabulary, from whichever of a directory's tokenizer files names it.
+
+    Raises:
+      ConfigError: such a file that is not JSON.
+    """
+    for name in ("added_tokens.json", "tokenizer_config.json", TOKENIZER_FILE):
+        table = read_table(root / name)
+        found = table if name == "added_tokens.json" else {}
+        found |= {str(entry.get("content")): int(number) for number, entry in _entries(table, "added_tokens_decoder")}
+        found |= {str(entry.get("content")): int(entry["id"]) for entry in table.get("added_tokens") or ()}
+        if token in found:
+            return int(found[token])
+    return None
+
+
+def _entries(table: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
+    return list((table.get(key) or {}).items())
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON file's table; empty where there is no such file.
+
+    Raises:
+      ConfigError: something else in it.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} holds a {type(table).__name__}; expected a table")
+    return table
 
 
 def check_ids(input_ids: Any, vocabulary: int, pads: tuple[int, ...]) -> Int32[np.ndarray, "B T"]:

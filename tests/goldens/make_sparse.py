@@ -158,6 +158,7 @@ def with_part(name: str, part: str, more: dict[str, Any]) -> tuple[str, dict[str
 IMAGES["qwen2_5_vl_yarn"] = with_part(
     "qwen2_5_vl", "text_config", {"rope_parameters": {**YARN, "mrope_section": [16, 24, 24]}}
 )
+IMAGES["internvl_qwen3_moe"] = with_part("internvl", "text_config", {**MIXTURE, "model_type": "qwen3_moe"})
 IMAGES["qwen2_5_vl_base"] = with_part("qwen2_5_vl", "vision_config", BASE)
 IMAGES["qwen3_vl_base"] = with_part("qwen3_vl", "vision_config", BASE)
 IMAGES["kimi_vl_base"] = with_part("kimi_vl", "vision_config", BASE)

@@ -1,0 +1,115 @@
+"""Tensors that are pieces of a file's tensors, under other names: authors' own formats as the one that is read."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvpatch_jax.errors import WeightsError
+
+from .source import Slices, StoredTensor, TensorInfo, TensorSource, stored_tensor
+
+Rows = tuple[tuple[int, int], ...]
+"""Runs of rows: where each starts and stops."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What of a file's tensor is taken.
+
+    Attributes:
+      rows: runs on its first axis, one behind the other; None for all of it. size: how long that axis must be.
+      lead: it has a leading axis of length 1, which is left out.
+    """
+
+    rows: Rows | None = None
+    size: int = 0
+    lead: bool = False
+
+
+WHOLE = Piece()
+Rule = tuple[str, Mapping[str, Piece]]
+"""A regular expression of names in the file, and what each becomes: replacement → piece; nothing where it is unread."""
+
+
+def split_rows(**rows: int) -> dict[str, Piece]:
+    """Pieces that lie one behind the other on the first axis: name → rows."""
+    size, start, pieces = sum(rows.values()), 0, dict[str, Piece]()
+    for name, count in rows.items():
+        pieces[name] = Piece(((start, start + count),), size)
+        start += count
+    return pieces
+
+
+def split_groups(groups: int, **rows: int) -> dict[str, Piece]:
+    """The same, repeated in every one of `groups`; each piece takes its rows of all of them."""
+    period, start, pieces = sum(rows.values()), 0, dict[str, Piece]()
+    for name, count in rows.items():
+        runs = tuple((group * period + start, group * period + start + count) for group in range(groups))
+        pieces[name] = Piece(runs, groups * period)
+        start += count
+    return pieces
+
+
+class ViewSource:
+    """Tensors of another source, renamed and cut by rules; what no rule names stays as it is.
+
+    Raises:
+      WeightsError: a tensor that cannot be cut as its rule says, or two that become one.
+    """
+
+    def __init__(self, inner: TensorSource, rules: Sequence[Rule], note: str):
+        self.origin, self._inner = f"{inner.origin} ({note})", inner
+        self._views: dict[str, tuple[str, Piece]] = {}
+        for name in inner.tensors:
+            for target, piece in _targets(rules, name).items():
+                if target in self._views:
+                    both = self._views[target][0], name
+                    raise WeightsError(f"{inner.origin}: tensors {both} are both {target!r}; expected one of them")
+                self._views[target] = name, piece
+        self.tensors = {target: self._info(*view) for target, view in self._views.items()}
+        self.unused = frozenset(target for target, (name, _) in self._views.items() if name in inner.unused)
+
+    def _info(self, name: str, piece: Piece) -> TensorInfo:
+        info = self._inner.tensors[name]
+        if piece.lead and info.shape[:1] != (1,):
+            raise WeightsError(f"{self.origin}: tensor {name!r} has shape {info.shape}; expected a first axis of 1")
+        if piece.lead:
+            return TensorInfo(info.shape[1:], info.dtype)
+        if piece.rows is None:
+            return info
+        if info.shape[:1] != (piece.size,):
+            raise WeightsError(f"{self.origin}: tensor {name!r} has shape {info.shape}; expected {piece.size} rows")
+        return TensorInfo((sum(stop - start for start, stop in piece.rows), *info.shape[1:]), info.dtype)
+
+    def read(self, name: str, region: Slices | None = None) -> np.ndarray:
+        """Reads a tensor or a region of it, by its new name; no more rows than that."""
+        stored, piece = self._views[name]
+        if piece.lead:
+            return self._inner.read(stored, (slice(0, 1), *(region or ())))[0]
+        if piece.rows is None:
+            return self._inner.read(stored, region)
+
+        rows, *others = region or (slice(None),)
+        first, last, _ = rows.indices(self.tensors[name].shape[0])
+        found, passed = [self._inner.read(stored, (slice(0, 0), *others))], 0
+        for start, stop in piece.rows:
+            low, high = max(first - passed, 0), min(last - passed, stop - start)
+            if low < high:
+                found.append(self._inner.read(stored, (slice(start + low, start + high), *others)))
+            passed += stop - start
+        return np.concatenate(found)
+
+    def stored(self, name: str) -> StoredTensor | None:
+        """Where the bytes of a tensor lie that is only renamed; None of a piece."""
+        inner, piece = self._views[name]
+        return stored_tensor(self._inner, inner) if piece == WHOLE else None
+
+
+def _targets(rules: Sequence[Rule], name: str) -> dict[str, Piece]:
+    for pattern, pieces in rules:
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return {match.expand(target): piece for target, piece in pieces.items()}
+    return {name: WHOLE}

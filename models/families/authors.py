@@ -1,0 +1,66 @@
+"""Checkpoints in their authors' own formats, read as the family that transformers made of them.
+
+Configuration, tensors and image settings are translated; what is saved afterwards is in transformers' format.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpatch_jax.errors import ConfigError
+
+from ..checkpoints import LoRASource, Rule, TensorSource, ViewSource
+from .family import Family
+
+Raw = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class AuthorsFormat:
+    """One such format.
+
+    Attributes:
+      architecture: the name in its `config.json`. model_type: for a file that names none.
+      family: what it is read as.
+      config: (config.json, directory) → `config.json` of that family.
+      rules: (configuration, config.json) → what the tensors become.
+      settings: (config.json, directory) → image settings.
+    """
+
+    architecture: str
+    model_type: str
+    family: Family
+    config: Callable[[Raw, Path], dict[str, Any]]
+    rules: Callable[[Any, Raw], Sequence[Rule]]
+    settings: Callable[[Raw, Path], Any]
+
+    def merged(self, source: TensorSource, adapter: str | os.PathLike[str]) -> TensorSource:
+        """A checkpoint's tensors with a LoRA adapter of the authors' modules merged, before they are translated.
+
+        Raises:
+          ConfigError, WeightsError: as `LoRASource`.
+        """
+        plain = source.tensors
+        return LoRASource(source, adapter, lambda name: name if name in plain else None)
+
+    def source(self, config: Any, raw: Raw, source: TensorSource) -> TensorSource:
+        """The tensors under the family's names.
+
+        Raises:
+          WeightsError: one that does not have the size that the configuration says.
+        """
+        return ViewSource(source, self.rules(config, raw), f"{self.architecture}, here as {self.family.architecture}")
+
+
+def expect(raw: Raw, place: str, **values: Any) -> None:
+    """Refuses a table where a key has another value than this, or than these (a tuple of them).
+
+    Raises:
+      ConfigError: it names the key, its value and those that are read.
+    """
+    for key, allowed in values.items():
+        choices = allowed if isinstance(allowed, tuple) else (allowed,)
+        if raw.get(key) not in choices:
+            raise ConfigError(f"{place}: {key} is {raw.get(key)!r}; expected {' or '.join(map(repr, choices))}")
