@@ -272,6 +272,35 @@ def test_bfloat16_is_rounded_once(case: str) -> None:
     assert np.array_equal(source.read("a.weight", (slice(1, 3),)), expected[1:3].astype(ml_dtypes.bfloat16))
 
 
+def packed_by_the_libraries() -> dict[str, dict[str, np.ndarray]]:
+    with np.load(Path(__file__).parents[1] / "goldens" / "quantised.npz") as file:
+        arrays = {name: file[name] for name in file.files}
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, value in arrays.items():
+        case, part = name.split(".")
+        found.setdefault(case, {})[f"a.{part}"] = value
+    found["fp8"]["a.weight"] = found["fp8"].pop("a.weight_bytes").view(ml_dtypes.float8_e4m3fn)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "table"),
+    [
+        ("awq", AWQ | {"group_size": 32}),
+        ("gptq4", gptq(4, 32)),
+        ("gptq8", gptq(8, 32)),
+        ("packed", compressed(strategy="group", group_size=32)),
+        ("packed_zeros", compressed(strategy="group", group_size=32, symmetric=False)),
+        ("fp8", FP8 | {"weight_block_size": [32, 32]}),
+    ],
+)
+def test_what_the_libraries_pack_is_read_as_they_read_it(case: str, table: dict[str, Any]) -> None:
+    """AutoAWQ, AutoGPTQ, compressed-tensors and transformers, see `tests/goldens/make_quantised.py`."""
+    arrays = packed_by_the_libraries()[case]
+    meant = arrays.pop("a.weight_meant")
+    assert np.array_equal(source_of(arrays, table).read("a.weight"), meant)
+
+
 # ------------------------------------------------------------------------------------------------- reading less
 
 

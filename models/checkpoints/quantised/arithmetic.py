@@ -21,19 +21,50 @@ def float8_values(kind: str) -> Float[np.ndarray, "256"]:
     return np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, _FLOAT8[kind])).astype(np.float32)
 
 
+@functools.cache
+def _float8_pairs(kind: str) -> np.ndarray:
+    """The values of every two bytes, side by side in a word: half the look-ups."""
+    values = float8_values(kind)
+    return np.stack(np.broadcast_arrays(values[None, :], values[:, None]), -1).view(np.uint64).reshape(-1)
+
+
+def float8_to_float32(stored: UInt8[np.ndarray, "R C"], kind: str) -> Float[np.ndarray, "R C"]:
+    """Turns bytes into the numbers of an 8-bit type (see `float8_values`)."""
+    if stored.size % 2:
+        return np.take(float8_values(kind), stored)
+    pairs = np.ascontiguousarray(stored).reshape(-1).view("<u2")
+    return np.take(_float8_pairs(kind), pairs).view(np.float32).reshape(stored.shape)
+
+
+@functools.cache
+def _half_words(order: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """For the low and the high half of a word of eight fields: its four fields as bytes in their places of eight."""
+    halves = np.arange(1 << 16, dtype=np.uint64)
+    tables = np.zeros((2, 1 << 16), np.uint64)
+    for place, column in enumerate(order):
+        field = (halves >> np.uint64(4 * (place % 4))) & np.uint64(15)
+        tables[place // 4] |= field << np.uint64(8 * column)
+    return tables[0].astype("<u8"), tables[1].astype("<u8")
+
+
 def unpack_columns(
     words: UInt32[np.ndarray, "R W"], bits: int, order: tuple[int, ...] | None = None
 ) -> UInt8[np.ndarray, "R C"]:
     """Unpacks words that hold consecutive columns, the lowest bits first; C = W · 32 / bits.
 
     Args:
-      order: which column of its word each field is, from the lowest bits on; None for 0, 1, 2, …
+      bits: 2, 4 or 8.
+      order: for 4 bits, which column of its word each field is, from the lowest bits on; None for 0, 1, 2, …
     """
-    count, mask = WORD // bits, np.uint32((1 << bits) - 1)
-    fields = np.empty((*words.shape, count), np.uint8)
-    for place in range(count):
-        fields[..., place if order is None else order[place]] = (words >> np.uint32(place * bits)) & mask
-    return fields.reshape(len(words), -1)
+    words = np.ascontiguousarray(words, "<u4")
+    if bits == 8:
+        return words.view(np.uint8)
+    if bits == 4:
+        halves = words.view("<u2").reshape(*words.shape, 2)
+        low, high = _half_words(order or tuple(range(8)))
+        return (low[halves[..., 0]] | high[halves[..., 1]]).view(np.uint8)
+    places = np.arange(0, WORD, bits, dtype=np.uint32)
+    return ((words[..., None] >> places) & np.uint32(3)).astype(np.uint8).reshape(len(words), -1)
 
 
 def unpack_rows(words: UInt32[np.ndarray, "W C"], bits: int) -> UInt8[np.ndarray, "R C"]:
@@ -51,23 +82,35 @@ def scale_columns(
     rows: Integer[np.ndarray, " R"],
     columns: Integer[np.ndarray, " C"],
     out: Shaped[np.ndarray, "R C"],
-    table: Float[np.ndarray, "256"] | None = None,
+    kind: str | None = None,
     zeros: Float[np.ndarray, "r z"] | None = None,
 ) -> None:
     """Writes (value − zero) · scale into `out`, where scales lie along the columns: blocks, rows, groups in rows.
 
     Args:
-      stored: whole numbers, or bytes that `table` has the values of.
+      stored: whole numbers, or the bytes of an 8-bit type, `kind`.
       rows, columns: which scale each row and column has; rows ascend.
       zeros: one beside each scale, or one per row of scales; None for 0.
     """
-    for first, last in _pieces(rows, stored.shape[1]):
-        values = stored[first:last].astype(np.float32) if table is None else np.take(table, stored[first:last])
+    width = len(columns)
+    count = int(columns[-1] - columns[0]) + 1
+    regular = width % count == 0 and np.array_equal(columns, columns[0] + np.arange(width) // (width // count))
+    used = slice(int(columns[0]), int(columns[-1]) + 1)
+    for first, last in _pieces(rows, width):
+        piece = stored[first:last]
+        values = piece.astype(np.float32) if kind is None else float8_to_float32(piece, kind)
         which = rows[first] if rows[first] == rows[last - 1] else rows[first:last]
         for factors, apply in ((zeros, np.subtract), (scales, np.multiply)):
-            if factors is not None:
-                part = factors[which]
-                apply(values, part if factors.shape[1] == 1 else part[..., columns], out=values)
+            if factors is None:
+                continue
+            part = factors[which]
+            if factors.shape[1] == 1:
+                apply(values, part, out=values)
+            elif regular:
+                grouped = values.reshape(len(values), count, -1)
+                apply(grouped, part[..., used, None], out=grouped)
+            else:
+                apply(values, part[..., columns], out=values)
         out[first:last] = values
 
 

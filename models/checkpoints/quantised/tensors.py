@@ -76,8 +76,7 @@ class ScaledTensor:
             np.arange(part.start, part.stop) // size - first.start
             for part, size, first in zip((rows, columns), self.block, blocks, strict=True)
         )
-        table = None if self.kind == "I8" else float8_values(self.kind)
-        scale_columns(stored, scales, row, column, out, table, zeros)
+        scale_columns(stored, scales, row, column, out, None if self.kind == "I8" else self.kind, zeros)
 
     def _factors(self, source: TensorSource, name: str, place: tuple[slice, ...], blocks: list[slice]) -> np.ndarray:
         """Scales or zeros of some blocks, float32 [r, c]. A single one may be stored without axes."""
