@@ -141,6 +141,7 @@ def test_canonical_moves_exactly(look: Look):
         assert jnp.abs(there[turning] - canonical[turning]).max() > 0.1 * jnp.abs(canonical[turning]).max()
 
 
+@pytest.mark.slow
 def test_recall_needs_a_fresh_patch(look: Look, tmp_path: Path):
     """A fresh patch is within 0.005 of re-prefill at every turnover; a stale one is worse once colours have changed."""
     ledger = ResultsTable("shipped")
