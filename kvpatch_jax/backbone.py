@@ -6,7 +6,7 @@ the engine frame, as an ordinary attention kernel reads it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,11 @@ from .frames import EngineKV, PhaseFreeKV, expect_frame
 from .layout import KVLayout, Start
 
 KV = Mapping[str, Array]
+Logits = Literal["last", "all"] | Int[AnyArray, "B n"]
+"""Of which tokens a forward gives logits: the last, all, or those with these indices in each row.
+
+A vocabulary is large: logits of 16 384 tokens over 152 064 words take 9.3 GiB.
+"""
 
 
 class Tokens(NamedTuple):
@@ -66,9 +71,10 @@ class Tokens(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a prefill gives: logits [B,T,V] float32, phase-free kv {channel: [L,B,T,K,H]}, hidden {layer: [B,T,D]}.
+    """What a prefill gives: logits [B,n,V] float32, phase-free kv {channel: [L,B,T,K,H]}, hidden {layer: [B,T,D]}.
 
-    A prefill that starts at layer n returns KV of the layers from n on. `hidden[n]` is the residual entering layer n.
+    Logits are of the tokens that were asked for: n is 1 for "last" and T for "all". A prefill that starts at layer i
+    returns KV of the layers from i on. `hidden[i]` is the residual entering layer i.
     """
 
     logits: Array
@@ -77,7 +83,7 @@ class Output(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What decoding or recomputing gives: logits [B,T,V], and the engine-frame cache with the tokens written in."""
+    """What decoding or recomputing gives: logits [B,n,V], and the engine-frame cache with the tokens written in."""
 
     logits: Array
     cache: dict[str, Array]
@@ -122,6 +128,8 @@ class Backbone(Protocol):
         mask: Bool[Array, "B 1 T S"] | None = None,
         start_layer: int = 0,
         hidden_at: tuple[int, ...] = (),
+        logits: Logits = "last",
+        chunk: int | None = None,
     ) -> Output:
         """Run the decoder over tokens, behind an engine-frame context.
 
@@ -129,6 +137,8 @@ class Backbone(Protocol):
           mask: True where a token may look, over [context, tokens]; causal behind the whole context when None.
           start_layer: `tokens.embeddings` is the residual entering this layer.
           hidden_at: layers whose entering residual is returned.
+          logits: which tokens' logits are returned.
+          chunk: tokens run at a time, which bounds memory; the result is the same within rounding. All when None.
 
         Raises:
           FrameError: a context that is known to be in another frame. PositionError: tokens that begin at position 0
@@ -143,6 +153,7 @@ class Backbone(Protocol):
         slots: Int[Array, "B T"],
         keep: Bool[Array, "L B T"] | None = None,
         mask: Bool[Array, "B 1 T S"] | None = None,
+        logits: Logits = "last",
     ) -> Step:
         """Recompute tokens in context: run them again and write their KV over the cache at `slots`.
 
@@ -151,6 +162,7 @@ class Backbone(Protocol):
           cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}.
           keep: per layer, which of the tokens are written; each layer's set must lie inside the one below.
           mask: True where a token may look, over the cache; slots up to its own when None.
+          logits: which tokens' logits are returned.
 
         Raises:
           ShapeError: sets that are not nested.
@@ -163,6 +175,7 @@ class Backbone(Protocol):
         cache: KV,
         slots: Int[Array, "B T"],
         mask: Bool[Array, "B 1 T S"] | None = None,
+        logits: Logits = "last",
     ) -> Step:
         """Run one step (or a few tokens): write them into the cache at `slots` and read the logits behind them."""
         ...

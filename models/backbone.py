@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpatch_jax.backbone import KV, Output, Step, Tokens, check_behind, check_cached, check_tokens
+from kvpatch_jax.backbone import KV, Logits, Output, Step, Tokens, check_behind, check_cached, check_tokens
 from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.frames import EngineKV, PhaseFreeKV
 from kvpatch_jax.layout import KVLayout
@@ -38,7 +38,7 @@ from .inputs.buckets import (
     pad_tokens,
 )
 from .inputs.chat import ChatTemplate, Message
-from .inputs.masks import check_mask
+from .inputs.masks import check_chunk, check_mask
 from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, Prompts
 
@@ -316,14 +316,18 @@ class ModelBackbone:
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         start_layer: int = 0,
         hidden_at: tuple[int, ...] = (),
+        logits: Logits = "last",
+        chunk: int | None = None,
     ) -> Output:
         """See `kvpatch_jax.backbone.Backbone.prefill`."""
         context = self._check_read(tokens, context, mask, "prefill")
+        check_chunk(chunk, mask, key_count(context))
         self._check_regime(tokens.positions)
-        length = tokens.embeddings.shape[1]
+        length, rows = tokens.embeddings.shape[1], logit_rows(tokens, logits, "prefill")
         tokens, context, mask = self._pad_read(tokens, context, mask)
-        layers = {"start_layer": start_layer, "hidden_at": tuple(hidden_at)}
-        out = cut_output(self.programs.prefill(self.programs.state, tokens, context, mask, **layers), length)
+        how = {"start_layer": start_layer, "hidden_at": tuple(hidden_at), "chunk": chunk}
+        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, **how)
+        out = cut_output(out, length, every=rows is None)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
     def router_load(
@@ -375,6 +379,7 @@ class ModelBackbone:
         slots: Int[Array | np.ndarray, "B T"],
         keep: Bool[Array | np.ndarray, "L B T"] | None = None,
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+        logits: Logits = "last",
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
         if keep is not None and not isinstance(keep, Tracer):
@@ -384,7 +389,7 @@ class ModelBackbone:
                     f"keep {sets.shape}: expected one token set per layer ({self.layout.layers}), each inside the one "
                     "below"
                 )
-        return self._write(tokens, cache, slots, keep, mask, "recompute")
+        return self._write(tokens, cache, slots, keep, mask, logits, "recompute")
 
     def decode(
         self,
@@ -392,9 +397,10 @@ class ModelBackbone:
         cache: KV,
         slots: Int[Array | np.ndarray, "B T"],
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+        logits: Logits = "last",
     ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.decode`."""
-        return self._write(tokens, cache, slots, None, mask, "decode")
+        return self._write(tokens, cache, slots, None, mask, logits, "decode")
 
     def _check_read(self, tokens: Tokens, context: KV | None, mask: Any, what: str) -> dict[str, Any] | None:
         """Refuses what prefill and generate cannot run over; the context as a plain dictionary, one kind of pytree."""
@@ -409,11 +415,11 @@ class ModelBackbone:
         """What prefill and generate take, padded to its buckets (as it is without buckets)."""
         if self.buckets is None:
             return tokens, context, mask
-        batch, length, _ = tokens.embeddings.shape
-        mask = pad_mask(self.buckets, batch, length, key_count(context), mask)
+        length, window = tokens.embeddings.shape[1], self.config.text.window
+        mask = pad_mask(self.buckets, length, key_count(context), mask, window)
         return pad_tokens(self.buckets, tokens), pad_context(self.buckets, context), mask
 
-    def _write(self, tokens: Tokens, cache: KV, slots: Any, keep: Any, mask: Any, what: str) -> Step:
+    def _write(self, tokens: Tokens, cache: KV, slots: Any, keep: Any, mask: Any, logits: Logits, what: str) -> Step:
         """Writes tokens into a cache, and reads the logits behind them."""
         check_tokens(tokens, what)
         check_cached(self.layout, tokens, cache, f"{what}: cache")
@@ -422,15 +428,15 @@ class ModelBackbone:
         self._check_regime(tokens.positions)
         check_mask(mask)
 
-        slots, length = jnp.asarray(slots), tokens.embeddings.shape[1]
+        slots, rows, length = jnp.asarray(slots), logit_rows(tokens, logits, what), tokens.embeddings.shape[1]
         if self.buckets is not None:
             tokens = pad_tokens(self.buckets, tokens)
             slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, key_count(cache))
         state = self.programs.state_for(tokens)
-        step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask)
+        step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows)
         # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
         written = type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache
-        return Step(step.logits[:, :length] if step.logits.shape[1] != length else step.logits, written)
+        return Step(step.logits if rows is not None else step.logits[:, :length], written)
 
 
 def _host_positions(positions: Array | np.ndarray) -> Array | np.ndarray:
@@ -439,3 +445,24 @@ def _host_positions(positions: Array | np.ndarray) -> Array | np.ndarray:
         return positions
     given = np.asarray(positions)
     return given.astype(np.float32 if given.dtype.kind == "f" else np.int32)
+
+
+def logit_rows(tokens: Tokens, logits: Logits, what: str) -> np.ndarray | Array | None:
+    """The tokens whose logits are wanted, int32 [B,n]; None for all.
+
+    Raises:
+      InputError: another word, indices of another shape, or ones that no token has.
+    """
+    batch, length, _ = tokens.embeddings.shape
+    if isinstance(logits, str):
+        if logits not in ("last", "all"):
+            raise InputError(f"{what}: logits {logits!r}; expected 'last', 'all' or indices [B, n]")
+        return np.full((batch, 1), length - 1, np.int32) if logits == "last" else None
+    if logits is None or np.ndim(logits) != 2 or len(logits) != batch:
+        raise InputError(f"{what}: logits of shape {np.shape(logits)}; expected 'last', 'all' or indices [{batch}, n]")
+    if isinstance(logits, jax.Array):
+        return logits
+    rows = np.asarray(logits)
+    if rows.dtype.kind not in "iu" or (rows.size and not 0 <= rows.min() <= rows.max() < length):
+        raise InputError(f"{what}: logits of tokens {rows.tolist()}; expected indices from 0 to {length - 1}")
+    return rows.astype(np.int32)

@@ -21,10 +21,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kvpatch_jax.backbone import KV, Output, Step, Tokens
 from kvpatch_jax.layout import KVLayout, to_engine
 
+from .attention import Mask, as_mask
 from .decoder.sharding import auto_mesh, cache_shardings
 from .decoder.stacks import unstacked
 from .families.family import embed_tokens
 from .inputs.masks import causal_mask
+from .prefill import by_layer, run_prompt, take_tokens
 
 STEP_TOKENS = 16
 """Tokens of all rows up to which a forward is bound by reading the weights."""
@@ -48,7 +50,7 @@ class Forward:
         self.encode = self._program(self._encode, P())
         self.embed = self._program(self._embed, P())
         whole: Any = P()
-        self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at")
+        self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at", "chunk")
         self.recompute = self._program(self._recompute, Step(whole, kv))
         self.generate = self._program(self._generate, P(), "steps")
         self.router_load = self._program(self._router_load, P())
@@ -96,45 +98,45 @@ class Forward:
         return embed_tokens(nnx.merge(self.graph, state).decoder, input_ids, features, self.pads)
 
     def _prefill(
-        self, state: Any, tokens: Tokens, context: KV | None, mask: Any, *, start_layer: int, hidden_at: tuple[int, ...]
+        self,
+        state: Any,
+        tokens: Tokens,
+        context: KV | None,
+        mask: Any,
+        rows: Int[Array, "B n"] | None,
+        *,
+        start_layer: int,
+        hidden_at: tuple[int, ...],
+        chunk: int | None = None,
     ) -> Output:
-        decoder = nnx.merge(self.graph, state).decoder
-        B, T, _ = tokens.embeddings.shape
-        if mask is None:
-            keys = key_count(context)
-            mask = causal_mask(B, T, keys, keys)
-        run = decoder.run(
-            tokens.embeddings,
-            tokens.positions,
-            mask,
-            context=self._spread(context),
-            start_layer=start_layer,
-            hidden_at=hidden_at,
-            deepstack=_by_layer(tokens),
-        )
+        """`rows` are the tokens whose logits are wanted, by index; None for all."""
+        decoder, length = nnx.merge(self.graph, state).decoder, tokens.embeddings.shape[1]
+        mask = causal_mask(length, key_count(context)) if mask is None else as_mask(mask, length)
+        layers: Any = {"start_layer": start_layer, "hidden_at": hidden_at, "chunk": chunk}
+        run = run_prompt(decoder, tokens, mask, rows, context=self._spread(context), **layers)
         return Output(decoder.logits(run.hidden), self._spread(run.kv), run.taps)
 
     def _router_load(
         self, state: Any, tokens: Tokens, context: KV | None, mask: Any, counted: Bool[Array, "B T"]
     ) -> Int[Array, "L E"]:
         decoder = nnx.merge(self.graph, state).decoder
-        B, T, _ = tokens.embeddings.shape
-        keys = key_count(context)
         run = decoder.run(
             tokens.embeddings,
             tokens.positions,
-            causal_mask(B, T, keys, keys) if mask is None else mask,
+            causal_mask(tokens.embeddings.shape[1], key_count(context)) if mask is None else mask,
             context=self._spread(context),
-            deepstack=_by_layer(tokens),
+            deepstack=by_layer(tokens),
             counted=counted,
         )
         assert run.load is not None
         return run.load
 
-    def _recompute(self, state: Any, tokens: Tokens, cache: KV, slots: Array, keep: Any, mask: Any) -> Step:
+    def _recompute(
+        self, state: Any, tokens: Tokens, cache: KV, slots: Array, keep: Any, mask: Any, rows: Array | None
+    ) -> Step:
         decoder = nnx.merge(self.graph, state).decoder
         if mask is None:
-            mask = (jnp.arange(key_count(cache)) <= slots[..., None])[:, None]
+            mask = Mask(causal=True, query_places=slots)
         run = decoder.run(
             tokens.embeddings,
             tokens.positions,
@@ -142,10 +144,11 @@ class Forward:
             context=self._spread(cache),
             slots=slots,
             keep=keep,
-            deepstack=_by_layer(tokens),
+            deepstack=by_layer(tokens),
         )
         assert run.cache is not None
-        return Step(decoder.logits(run.hidden), self._spread(run.cache))
+        hidden = run.hidden if rows is None else take_tokens(run.hidden, rows)
+        return Step(decoder.logits(hidden), self._spread(run.cache))
 
     def _generate(
         self, state: Any, tokens: Tokens, context: KV | None, mask: Any, last: Array, *, steps: int
@@ -154,14 +157,19 @@ class Forward:
         decoder = nnx.merge(self.graph, state).decoder
         B, T, _ = tokens.embeddings.shape
         size = key_count(context)
-        seen = causal_mask(B, T, size, size) if mask is None else mask
-        out = self._prefill(state, tokens, context, seen, start_layer=0, hidden_at=())
-        first, later = jnp.argmax(out.logits[:, last], axis=-1), max(steps - 1, 0)
+        seen = causal_mask(T, size) if mask is None else as_mask(mask, T)
+        out = self._prefill(state, tokens, context, seen, jnp.full((B, 1), last), start_layer=0, hidden_at=())
+        first, later = jnp.argmax(out.logits[:, 0], axis=-1), max(steps - 1, 0)
         cache = self._grow(out.kv, tokens.positions, context, later)
 
         axes = tuple(range(1, tokens.positions.ndim))
         place = jnp.max(tokens.positions, axis=axes) + 1
-        ahead = jnp.arange(size + T + later)
+        # Where generated tokens stand among the keys that the last token sees; padding has no place there.
+        row = jnp.pad(seen.take_queries(last, 1, T).dense(1, size + T), ((0, 0), (0, 0), (0, 0), (0, later)))
+        next_place = seen.places_of_queries(T)[:, last, None] + 1
+        behind = next_place + jnp.arange(later, dtype=jnp.int32)
+        before = jnp.broadcast_to(seen.places_of_keys(size + T), (len(behind), size + T))
+        key_places, ahead = jnp.concatenate([before, behind], axis=1), jnp.arange(size + T + later)
 
         def body(carry, index):
             token, cache = carry
@@ -169,10 +177,10 @@ class Forward:
             embeddings = decoder.embed(token[:, None])
             step_tokens = Tokens(embeddings, jnp.broadcast_to(at, (B, 1, *tokens.positions.shape[2:])))
             # The last token's own keys, and those that were generated since.
-            allowed = jnp.pad(seen[:, :, last, None], ((0, 0), (0, 0), (0, 0), (0, later)))
-            allowed = allowed | ((ahead >= size + T) & (ahead <= size + T + index))
+            allowed = row | ((ahead >= size + T) & (ahead <= size + T + index))
+            mask = Mask(query_places=next_place + index, key_places=key_places, allowed=allowed)
             slots = jnp.full((B, 1), size + T, jnp.int32) + index
-            step = self._recompute(state, step_tokens, cache, slots, None, allowed)
+            step = self._recompute(state, step_tokens, cache, slots, None, mask, None)
             return (jnp.argmax(step.logits[:, -1], axis=-1), step.cache), token
 
         (final, _), tokens_before = jax.lax.scan(body, (first, cache), jnp.arange(later))
@@ -198,8 +206,3 @@ class Forward:
 def key_count(context: KV | None) -> int:
     """How many keys [L,B,S,K,H] a context holds; 0 for none."""
     return 0 if context is None else next(iter(context.values())).shape[2]
-
-
-def _by_layer(tokens: Tokens) -> Float[Array, "n B T D"] | None:
-    """Deepstack features, layers first, as the decoder adds them."""
-    return None if tokens.deepstack is None else jnp.moveaxis(tokens.deepstack, 2, 0)

@@ -84,7 +84,7 @@ class Ours:
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Computes the prompt's logits [1,T,V], the tokens that follow [1,n], and an image's features [E,D]."""
-        logits = self.backbone.prefill(self.backbone.embed(self.ids)).logits
+        logits = self.backbone.prefill(self.backbone.embed(self.ids), logits="all").logits
         found = {"logits": logits, "tokens": self._generated()}
         if self.pictures:
             found["features"] = self._features()

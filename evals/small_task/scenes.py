@@ -234,7 +234,8 @@ def read(
     ids, positions, mask, asked = _question_arrays(scene, questions, sees_legends, shown)
     tokens = scene.backbone.embed(ids, positions)
     # All questions of a context in one prefill: the mask keeps them apart.
-    logits = scene.backbone.prefill(tokens, cache, mask).logits[:, asked]
+    wanted = np.broadcast_to(asked, (len(ids), len(asked)))
+    logits = scene.backbone.prefill(tokens, cache, mask, logits=wanted).logits
     return Answers(np.asarray(jax.nn.log_softmax(logits, axis=-1)))
 
 

@@ -8,14 +8,16 @@
 | "cudnn" | cuDNN's flash attention (NVIDIA GPUs) |
 | "splash" | jax's splash attention (TPUs) |
 
-No kernel was timed or run on a device by this project: unasked, "xla" is taken, except inside
-`pallas_kernels.targeting`, which asks for the platform's kernel, and `pallas_kernels.preferring`, where "gpu" means
-"cudnn" and "tpu" means "splash".
+No kernel was timed or run on a device by this project: unasked, "xla" is taken. Kernels are asked for by `using` (or
+`load(..., attention=…)`), by `pallas_kernels.preferring`, where "gpu" means "cudnn" and "tpu" means "splash", and by
+`pallas_kernels.targeting`.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +38,28 @@ DENSE_SCORES = 2**20
 """Queries times keys of one head up to which "xla" holds all scores at once."""
 DENSE_BYTES = 2**29
 """Bytes of scores (all rows and heads, float32) beyond which rows of a batch are taken in turns."""
+
+
+_USED: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar("used", default=None)
+
+
+@contextlib.contextmanager
+def using(*implementations: str) -> Iterator[None]:
+    """Inside, implementation=None means these, in order of preference.
+
+    It acts while a function is traced: functions that are already compiled stay as they are.
+
+    Raises:
+      KernelUnavailableError: an unknown name.
+    """
+    for name in implementations:
+        if name not in IMPLEMENTATIONS:
+            raise KernelUnavailableError(f"attention by {name!r}; expected one of {IMPLEMENTATIONS}")
+    token = _USED.set(implementations or None)
+    try:
+        yield
+    finally:
+        _USED.reset(token)
 
 
 def attention(
@@ -85,6 +109,8 @@ def what_runs(query: Any, key: Any, value: Any, mask: Mask, implementation: str 
 
 
 def _unasked() -> tuple[str, ...]:
+    if used := _USED.get():
+        return used
     names = preferred()
     if names is None and target() is not None:
         names = (platform(), "xla")

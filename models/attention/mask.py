@@ -105,10 +105,33 @@ class Mask:
         seen = seen & (key <= query) if self.causal else seen
         return seen if self.window is None else seen & (key > query - self.window)
 
+    def take_queries(self, start: Any, count: int, queries: int) -> "Mask":
+        """The mask of queries start … start+count-1 out of `queries`; `start` may be traced."""
+        cut = lambda x, axis: None if x is None else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, count, axis)
+        return dataclasses.replace(
+            self,
+            query_places=cut(self.places_of_queries(queries), 1),
+            query_segments=cut(self.query_segments, 1),
+            allowed=cut(self.allowed, 2),
+        )
+
     def take_rows(self, start: Any, rows: int) -> "Mask":
         """The mask of rows start … start+rows-1 of the batch; `start` may be traced."""
         cut = lambda x: x if x.shape[0] == 1 else jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, rows, 0)
         return jax.tree.map(cut, self)
+
+
+def as_mask(
+    mask: "Mask | Bool[Array | np.ndarray, 'B 1 T S']", queries: int, slots: Int[Array, "B T"] | None = None
+) -> Mask:
+    """The rule that an array of bools is; a `Mask` as it is.
+
+    Args:
+      slots: where among the keys each query stands; None: they are the last ones.
+    """
+    if isinstance(mask, Mask):
+        return mask
+    return Mask(offset=mask.shape[-1] - queries, query_places=slots, allowed=mask)
 
 
 def sees_segments(query: Int[Array, "#B T"], key: Int[Array, "#B S"]) -> Bool[Array, "#B T S"]:

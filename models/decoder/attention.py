@@ -16,10 +16,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
+from ..attention import Mask, attention
 from .config import DecoderConfig
-from .layers import Linear, RMSNorm, attend
+from .layers import Linear, RMSNorm
 
 LATENT_EPSILON = 1e-6
 """Of the norms inside latent attention, whatever the configuration's own epsilon is."""
@@ -49,11 +50,9 @@ class GroupedAttention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         return {"turning": query}, {"k": key, "v": value}
 
-    def mix(
-        self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Bool[Array, "B 1 T S"]
-    ) -> Float[Array, "B T D"]:
+    def mix(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> Float[Array, "B T D"]:
         """Attend with turned queries over engine-frame KV, and project out."""
-        mixed = attend(query["turning"], kv["k"], kv["v"], mask, self.head_dim**-0.5)
+        mixed = attention(query["turning"], kv["k"], kv["v"], mask, scale=self.head_dim**-0.5)
         return self.output(mixed.reshape(*mixed.shape[:2], -1))
 
 
@@ -90,13 +89,11 @@ class LatentAttention(nnx.Module):
             turning, kpe = _halves(turning), _halves(kpe)
         return {"latent": absorbed, "turning": turning}, {"ckv": ckv, "kpe": kpe}
 
-    def mix(
-        self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Bool[Array, "B 1 T S"]
-    ) -> Float[Array, "B T D"]:
+    def mix(self, query: Mapping[str, Array], kv: Mapping[str, Array], mask: Mask) -> Float[Array, "B T D"]:
         """Attend with absorbed and turned queries over the cached latent, and project out."""
         queries = jnp.concatenate([query["latent"], query["turning"]], axis=-1)
         keys = jnp.concatenate([kv["ckv"], kv["kpe"]], axis=-1)
-        mixed = attend(queries, keys, kv["ckv"], mask, self.latent.scale)
+        mixed = attention(queries, keys, kv["ckv"], mask, scale=self.latent.scale)
         up = self._up(mixed.dtype)[..., self.latent.plain_dim :]
         values = jnp.einsum("BTNC,CNW->BTNW", mixed, up, preferred_element_type=jnp.float32).astype(mixed.dtype)
         return self.output(values.reshape(*values.shape[:2], -1))

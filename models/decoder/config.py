@@ -83,8 +83,8 @@ class DecoderConfig:
     `rope` holds frequencies, cached layout, partial width and M-RoPE sections. `qk_norm` puts an RMS norm on each
     head before rotation (Qwen3), `post_norms` adds norms after attention and MLP (GLM-4-0414), `attention_bias` puts
     biases on query, key and value (Qwen2; on the downward projections of latent attention), `latent` makes attention
-    latent ("mla": `kv_heads` and `head_dim` then play no part), `experts` makes the MLP a mixture. `window` is the
-    longest row of keys the model may attend over (a sliding window: within it, attention is ordinary).
+    latent ("mla": `kv_heads` and `head_dim` then play no part), `experts` makes the MLP a mixture. `window` is how many
+    tokens a token sees, itself included, in the layers that slide: those in `window_layers`, or all of them.
 
     Raises:
       ConfigError: a kind of attention that keeps no KV or is not built, or sizes that do not fit.
@@ -111,6 +111,7 @@ class DecoderConfig:
     latent: LatentConfig | None = None
     experts: ExpertConfig | None = None
     window: int | None = None
+    window_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.attention not in ("gqa", "mla"):
@@ -137,6 +138,15 @@ class DecoderConfig:
         make = KVLayout.mha if self.heads == self.kv_heads else KVLayout.gqa
         heads = {"heads": self.heads} if self.heads == self.kv_heads else {"kv_heads": self.kv_heads}
         return make(layers=self.layers, head_dim=self.head_dim, rope=self.rope, **heads)
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer sees no further than the window."""
+        return self.window is not None and (self.window_layers is None or layer in self.window_layers)
+
+    @property
+    def window_edges(self) -> tuple[int, ...]:
+        """Layers that slide where the one below does not, or the reverse."""
+        return tuple(layer for layer in range(1, self.layers) if self.slides(layer) != self.slides(layer - 1))
 
     @property
     def dense_layers(self) -> int:

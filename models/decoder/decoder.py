@@ -9,9 +9,10 @@ the engine frame, as an ordinary attention kernel reads it.
 Axis letters: B batch, T tokens, S keys, L layers, N query heads, K KV heads, H head width, D model width, V vocabulary.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +23,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kvpatch_jax.errors import ShapeError
 from kvpatch_jax.rope import rope_tables, rotate
 
+from ..attention import Mask, as_mask
 from .attention import GroupedAttention, LatentAttention
 from .config import DecoderConfig
-from .layers import GatedMLP, Linear, RMSNorm, product
+from .layers import GatedMLP, Linear, RMSNorm, in_blocks, product
 from .moe import ExpertParam, Experts
+from .stacks import layers_to_scan
 
 KV = dict[str, Array]
 TURNING = ("k", "kpe")
@@ -67,12 +70,25 @@ class LayerState(NamedTuple):
     load: Array | None = None
 
 
+class Earlier(NamedTuple):
+    """A prompt's tokens of which a run is one stretch: those in front of it are read, whatever stands at the others.
+
+    kv: phase-free KV, per channel [L,B,P,K,H] over all layers of the decoder. positions: of all P tokens. start: index
+    of the run's first token, may be traced.
+    """
+
+    kv: Mapping[str, Array]
+    positions: Array
+    start: Array
+
+
 class _Step(NamedTuple):
     cos: Array
     sin: Array
-    mask: Array
+    mask: Mask
     slots: Array | None
     counted: Array | None
+    whole: tuple[Array, Array, Array] | None  # cosines and sines of a prompt's tokens, and where the run starts
 
 
 class Decoder(nnx.Module):
@@ -108,10 +124,11 @@ class Decoder(nnx.Module):
         self,
         hidden: Float[Array, "B T D"],
         positions: Array,
-        mask: Bool[Array, "B 1 T S"],
+        mask: Mask | Bool[Array, "B 1 T S"],
         *,
         context: Mapping[str, Any] | None = None,
         slots: Int[Array, "B T"] | None = None,
+        earlier: Earlier | None = None,
         keep: Bool[Array, "L B T"] | None = None,
         start_layer: int = 0,
         stop_layer: int | None = None,
@@ -124,36 +141,40 @@ class Decoder(nnx.Module):
         Args:
           hidden: residual entering `start_layer` (the embeddings when it is 0).
           positions: int or float positions [B,T] or [B,T,3] (M-RoPE: time, height, width).
-          mask: True where a token may look. Keys are [context, tokens] in that order without `slots`; with `slots`
-            they are the context alone, into which the tokens are written first.
+          mask: where a token may look, within the window in layers that slide. Keys are [context, tokens] in that
+            order without `slots`; with `slots` they are the context alone, into which the tokens are written first;
+            with `earlier` [context, all P tokens of the prompt].
           context: engine-frame KV per channel, [L,B,S,K,H], over all layers of the decoder; with `slots` it may also be
             a tuple of L arrays [B,S,K,H].
           slots: where in the context each token is written; out of range means nowhere.
+          earlier: the prompt that the tokens are a stretch of, where it is run stretch by stretch.
           keep: which tokens are written at which layer (all of them when None).
           hidden_at: layers whose entering residual is to be returned (up to stop_layer, which taps the output).
           deepstack: added to the residual that leaves layers 0 … n-1 (Qwen3-VL: zero where there is no image).
           counted: the tokens whose experts are counted (not padding); None counts none.
 
         Raises:
-          ShapeError: a layer range or tap outside the decoder, or more keys than its window.
+          ShapeError: a layer range or tap outside the decoder.
         """
         stop = self.config.layers if stop_layer is None else stop_layer
         if not 0 <= start_layer <= stop <= self.config.layers:
             raise ShapeError(f"layers {start_layer}…{stop} are outside this decoder's 0…{self.config.layers}")
         if any(not start_layer <= tap <= stop for tap in hidden_at):
             raise ShapeError(f"hidden_at {hidden_at} asks for layers outside {start_layer}…{stop}")
-        if self.config.window is not None and mask.shape[-1] > self.config.window:
-            raise ShapeError(f"{mask.shape[-1]} keys; expected at most {self.config.window}, this model's window")
 
         cos, sin = rope_tables(self.config.rope, positions)
-        step = _Step(cos, sin, mask, slots, counted)
+        whole = None if earlier is None else (*rope_tables(self.config.rope, earlier.positions), earlier.start)
+        step = _Step(cos, sin, as_mask(mask, hidden.shape[1], slots), slots, counted, whole)
+        sliding = dataclasses.replace(step.mask, window=self.config.window)
         deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
         cache = None if slots is None or context is None else dict(context)
+        front, edges = None if earlier is None else earlier.kv, (self.config.dense_layers, deep)
         pieces, loads = [], []
-        for first, last in _segments(start_layer, stop, hidden_at, (self.config.dense_layers, deep)):
-            cached, added = context if slots is None else None, deepstack if first < deep else None
-            hidden, cache, (kv, load) = self._run_layers((hidden, cache), step, (cached, keep, added), first, last)
+        for first, last in _segments(start_layer, stop, hidden_at, (*edges, *self.config.window_edges)):
+            own = step._replace(mask=sliding) if self.config.slides(first) else step
+            per_layer = (context if slots is None else None, keep, deepstack if first < deep else None, front)
+            hidden, cache, (kv, load) = self._run_layers((hidden, cache), own, per_layer, first, last)
             pieces.append(kv)
             loads += [] if load is None else [load]
             if last in hidden_at:
@@ -170,10 +191,12 @@ class Decoder(nnx.Module):
         graph, experts, state = nnx.split(stack, ExpertParam, ...)
 
         def body(carry: tuple[Array, Any], at: tuple[Any, Any, Any], experts: Any = experts, own: bool = False):
-            state, (cached, kept, added), layer = at
+            state, (cached, kept, added, front), layer = at
             gather = functools.partial(_behind, cached)
             if carry[1] is not None:
                 gather = functools.partial(_written_into, carry[1], layer, step.slots, kept)
+            elif front is not None:
+                gather = functools.partial(self._behind_earlier, cached, front, step)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
             number = None if own else layer - offset
             hidden, cache, out = self._layer(nnx.merge(graph, experts, state), number, carry[0], step, gather)
@@ -187,19 +210,20 @@ class Decoder(nnx.Module):
                 carry, out = body(carry, (pick(state), rest, layer), pick(experts), own=True)
                 pieces.append(out)
             return *carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
-        cut = lambda tree, offset=0: jax.tree.map(lambda leaf: leaf[first - offset : last - offset], tree)
-        carry, out = jax.lax.scan(body, carry, (cut(state, offset), cut(per_layer), jnp.arange(first, last)))
+        entries, taken = layers_to_scan(state, first - offset, last - offset)
+        cut = jax.tree.map(lambda leaf: leaf[first:last], per_layer)
+        one = lambda carry, at: body(carry, (taken(at[0]), *at[1:]))
+        carry, out = jax.lax.scan(one, carry, (entries, cut, jnp.arange(first, last)))
         return *carry, out
 
     def _layer(
-        self, layer: Any, number: Array | None, hidden: Array, step: _Step, gather: Callable[[KV], tuple[KV, Any]]
+        self, layer: Any, number: Array | None, hidden: Array, step: _Step, gather: Callable[[KV, KV], tuple[KV, Any]]
     ):
-        rope = self.config.rope
         query, kv = layer.attention.project(layer.input_norm(hidden))
-        turn = lambda x: rotate(x, step.cos, step.sin, rope.cached, rope.attention_scaling)
-        turned = {name: turn(new) if name in TURNING else new for name, new in kv.items()}
-        keys, cache = gather(turned)
-        mixed = layer.attention.mix({**query, "turning": turn(query["turning"])}, keys, step.mask)
+        turned = self._turn({**kv, "query": query["turning"]}, (step.cos, step.sin))
+        turning = turned.pop("query")
+        keys, cache = gather(kv, turned)
+        mixed = layer.attention.mix({**query, "turning": turning}, keys, step.mask)
         if layer.attention_post_norm is not None:
             mixed = layer.attention_post_norm(mixed)
         hidden = hidden + mixed
@@ -208,10 +232,24 @@ class Decoder(nnx.Module):
             update = layer.mlp(inner, number)
             load = None if step.counted is None else layer.mlp.load(inner, step.counted)
         else:
-            update = layer.mlp(inner)
+            update = in_blocks(layer.mlp, inner)
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
         return hidden + update, cache, (kv, load)
+
+    def _turn(self, kv: KV, tables: Sequence[Array]) -> KV:
+        """KV with the channels that carry phase rotated by these cosines and sines."""
+        rope = self.config.rope
+        turn = lambda x: rotate(x, *tables, rope.cached, rope.attention_scaling)
+        return {name: turn(value) if name in (*TURNING, "query") else value for name, value in kv.items()}
+
+    def _behind_earlier(self, cached: KV | None, front: KV, step: _Step, kv: KV, _: KV) -> tuple[KV, None]:
+        """Engine-frame KV to attend over: a layer's context, and the whole prompt with the tokens written into it."""
+        assert step.whole is not None
+        *tables, start = step.whole
+        write = lambda name, new: jax.lax.dynamic_update_slice_in_dim(front[name], new, start, axis=1)
+        whole = {name: write(name, new) for name, new in kv.items()}
+        return _behind(cached, whole, self._turn(whole, tables))
 
 
 def _segments(start: int, stop: int, taps: tuple[int, ...], edges: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -220,18 +258,20 @@ def _segments(start: int, stop: int, taps: tuple[int, ...], edges: tuple[int, ..
     return itertools.pairwise(sorted(bounds))
 
 
-def _behind(cached: KV | None, kv: KV) -> tuple[KV, None]:
+def _behind(cached: KV | None, _: KV, turned: KV) -> tuple[KV, None]:
     """Engine-frame KV to attend over: a layer's context, and the tokens behind it."""
     if cached is None:
-        return kv, None
+        return turned, None
     join = lambda name, new: jnp.concatenate([cached[name].astype(new.dtype), new], axis=1)
-    return {name: join(name, new) for name, new in kv.items()}, None
+    return {name: join(name, new) for name, new in turned.items()}, None
 
 
-def _written_into(cache: Mapping[str, Any], layer: Any, slots: Array, kept: Array | None, kv: KV) -> tuple[KV, KV]:
+def _written_into(
+    cache: Mapping[str, Any], layer: Any, slots: Array, kept: Array | None, _: KV, turned: KV
+) -> tuple[KV, KV]:
     """Engine-frame KV of one layer with the tokens written into it, and the whole cache with them."""
     keys, written = {}, {}
-    for name, new in kv.items():
+    for name, new in turned.items():
         whole = cache[name]
         own = whole[layer] if isinstance(whole, tuple) else whole
         size = own.shape[-3]

@@ -258,8 +258,8 @@ def check_layer_kinds(raw: Raw) -> None:
         raise ConfigError("config.json has 'linear_attn_config': linear attention keeps no KV; expected none")
 
 
-def read_window(raw: Raw, every_layer: bool = False) -> int | None:
-    """How many keys may be attended over at most: the sliding window, or None where there is none.
+def read_window(raw: Raw, every_layer: bool = False) -> dict[str, Any]:
+    """The sliding window and the layers that slide (None: all of them), by `DecoderConfig`'s names.
 
     Families that switch it (`use_sliding_window`) slide in the layers from `max_window_layers` on, or in those that
     `layer_types` names; with `every_layer` in all. Where there is no switch, a window is for every layer.
@@ -275,11 +275,16 @@ def read_window(raw: Raw, every_layer: bool = False) -> int | None:
             f"layer_types has 'sliding_attention' and use_sliding_window is {switched!r}; expected true, or "
             "'full_attention' in every layer"
         )
-    if every_layer or "use_sliding_window" not in raw:
-        return window
-    from_layer = raw.get("max_window_layers")
-    slides = "sliding_attention" in kinds if kinds else from_layer is not None and from_layer < layers
-    return window if slides else None
+    if window is None or every_layer or "use_sliding_window" not in raw:
+        return {"window": window}
+    if kinds:
+        sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    else:
+        from_layer = raw.get("max_window_layers")
+        sliding = () if from_layer is None else tuple(range(from_layer, layers))
+    if len(sliding) == layers:
+        return {"window": window}
+    return {"window": window, "window_layers": sliding} if sliding else {"window": None}
 
 
 def read_decoder(raw: Raw, rope: Rope, **switches: Any) -> DecoderConfig:

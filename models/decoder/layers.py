@@ -1,7 +1,7 @@
-"""Building blocks shared by every tower and decoder: linear maps, RMS norm, gated MLP, masked attention.
+"""Building blocks shared by every tower and decoder: linear maps, RMS norm, gated MLP.
 
 Parameters may carry leading axes (a stack of layers); a block is then used on one slice of the stack inside a scan.
-Axis letters as everywhere: B batch, T tokens, S keys, N query heads, K KV heads, G = N/K, H head width, D model width.
+Axis letters as everywhere: D and E widths.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from pallas_kernels._target import platform
+
+BLOCK_TOKENS = 4096
+"""Tokens that an MLP takes at a time: its inner width is several times the model's."""
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: DTypeLike) -> Array:
@@ -34,6 +37,25 @@ def product(
         return multiply(x)
     rows = jnp.pad(x.reshape(1, -1), ((0, CPU_ROWS - 1), (0, 0)))
     return multiply(rows.reshape(CPU_ROWS, *x.shape[1:]))[:1]
+
+
+def in_blocks(
+    function: Callable[[Array], Array], x: Float[Array, "*lead D"], tokens: int = BLOCK_TOKENS
+) -> Float[Array, "*lead D"]:
+    """`function`, which takes every token by itself, over about `tokens` tokens at a time, in equal blocks.
+
+    Tokens are [T,D], or [B,T,D] of which each block has all rows.
+    """
+    if x.ndim == 2:
+        return in_blocks(lambda x: function(x[0])[None], x[None], tokens)[0] if len(x) > tokens else function(x)
+    B, T, D = x.shape
+    count = -(-B * T // tokens)
+    if count == 1 or T == 1:
+        return function(x)
+    size = -(-T // count)
+    blocks = jnp.pad(x, ((0, 0), (0, size * count - T), (0, 0))).reshape(B, count, size, D)
+    done = jax.lax.map(function, jnp.moveaxis(blocks, 1, 0))
+    return jnp.moveaxis(done, 0, 1).reshape(B, size * count, D)[:, :T]
 
 
 class Linear(nnx.Module):
@@ -102,27 +124,3 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead D"]:
         """Apply to [..., D]."""
         return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
-
-
-def attend(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K W"],
-    mask: Bool[Array, "B 1 T S"],
-    scale: float,
-) -> Float[Array, "B T N W"]:
-    """Softmax attention of N query heads over K KV heads (GQA when N > K), softmax in float32.
-
-    `mask` is True where a query may look. A query that may look nowhere returns zeros, not NaN.
-    """
-    B, T, N, H = query.shape
-    K = key.shape[2]
-    grouped = query.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=jnp.float32) * scale
-    allowed = mask[:, :, None]
-    scores = jnp.where(allowed, scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True, initial=-1e30)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(top))
-    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
-    mixed = jnp.einsum("BKGTS,BSKW->BTKGW", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-    return mixed.reshape(B, T, N, value.shape[-1]).astype(query.dtype)

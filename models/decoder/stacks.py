@@ -6,9 +6,11 @@ where they lie. It costs compilation, about a quarter of a second per layer, so 
 stacks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -50,3 +52,21 @@ def _layers_of(stack: jax.Array) -> tuple[jax.Array, ...]:
     host = np.asarray(stack)  # a view
     (device,) = stack.devices()
     return tuple(jax.device_put(layer, device, may_alias=True) for layer in host)
+
+
+COPIED_BYTES = 2**28
+"""Size of a stack up to which a run over some of its layers may copy these."""
+
+
+def layers_to_scan(state: Any, first: int, last: int) -> tuple[Any, Callable[[Any], Any]]:
+    """What a scan goes over to see layers first … last-1 of a stack, and a function of each entry to its layer's state.
+
+    Some layers of a large stack are looked up one by one, for a part of an array that is scanned over is copied; of a
+    small one they are cut out, for looking up has dear derivatives.
+    """
+    leaves = jax.tree.leaves(state)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    if (first, last) == (0, leaves[0].shape[0]) or size <= COPIED_BYTES:
+        return jax.tree.map(lambda leaf: leaf[first:last], state), lambda entry: entry
+    look_up = lambda at: jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), state)
+    return jnp.arange(first, last), look_up

@@ -39,6 +39,7 @@ from .text_families import TEXT_TABLE, read_head_dim
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 TEXT = "qwen2_5_vl_text"
+_WINDOW_KINDS = {True: "sliding_attention", False: "full_attention"}
 SECTIONS = (16, 24, 24)
 """Of M-RoPE, where the configuration names none."""
 _SCALING_FIELDS = (
@@ -75,7 +76,7 @@ class Qwen25VLConfig:
         if need(text, "hidden_act") != "silu":
             raise ConfigError(f"hidden_act {text['hidden_act']!r} is not known for Qwen2.5-VL; expected 'silu'")
         rope = read_rope(text, read_head_dim(text), angles=angles, regime=regime, sections=SECTIONS)
-        decoder = read_decoder(text, rope, attention_bias=True, window=read_window(text))
+        decoder = read_decoder(text, rope, attention_bias=True, **read_window(text))
         vision = vision_part(model, "qwen2_5_vl_vision", "qwen2_5_vl")
         return cls(
             text=decoder,
@@ -150,6 +151,9 @@ class Qwen25VLConfig:
             found |= {"max_position_embeddings": scaling.original}
         if window is not None:
             found |= {"sliding_window": window, "max_window_layers": 0}
+        if self.text.window_layers is not None:
+            kinds = [_WINDOW_KINDS[self.text.slides(layer)] for layer in range(self.text.layers)]
+            found |= {"layer_types": kinds}
         return found
 
 

@@ -80,17 +80,17 @@ def read_llama(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
 
 
 def read_mistral(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
-    """Mistral; version 0.1 has a sliding window, within which it is served."""
+    """Mistral; version 0.1 has a sliding window."""
     raw = complete(raw, "mistral", TEXT_TABLE)
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
-    return read_decoder(raw, rope, window=read_window(raw))
+    return read_decoder(raw, rope, **read_window(raw))
 
 
 def read_qwen2(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     """Qwen2 and 2.5 (also InternVL3's text tower): biases on query, key and value."""
     raw = complete(raw, "qwen2", TEXT_TABLE)
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
-    return read_decoder(raw, rope, attention_bias=True, window=read_window(raw))
+    return read_decoder(raw, rope, attention_bias=True, **read_window(raw))
 
 
 def read_qwen3(
@@ -104,7 +104,7 @@ def read_qwen3(
     bias, order = raw["attention_bias"], "interleaved"
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime, order=order, sections=sections)
     switches = {"head_dim": rope.head_width, "attention_bias": bias, "output_bias": bias, "qk_norm": True}
-    return read_decoder(raw, rope, **switches, window=read_window(raw, every_layer="moe" in kind))
+    return read_decoder(raw, rope, **switches, **read_window(raw, every_layer="moe" in kind))
 
 
 def read_qwen3_moe(
@@ -130,7 +130,7 @@ def read_phi3(raw: Raw, angles: str, regime: Regime = None) -> DecoderConfig:
     if table.get("rope_type", table.get("type")) == "yarn":
         raw = {**raw, "rope_scaling": None, "rope_parameters": {**table, "rope_type": "longrope"}}
     rope = read_rope(raw, read_head_dim(raw), angles=angles, regime=regime)
-    return read_decoder(raw, rope, window=read_window(raw))
+    return read_decoder(raw, rope, **read_window(raw))
 
 
 def read_deepseek(raw: Raw, angles: str, regime: Regime = None, version: int = 3) -> DecoderConfig:

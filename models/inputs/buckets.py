@@ -12,12 +12,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from kvpatch_jax.backbone import KV, Output, Tokens
 from kvpatch_jax.errors import ConfigError
 
-from .masks import causal_mask
+from ..attention import Mask
+from .masks import causal_mask, without_padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,16 +112,16 @@ def pad_context(buckets: Buckets, context: KV | None) -> KV | None:
     return {name: _room(value, 2, buckets.round_up(size) - size) for name, value in context.items()}
 
 
-def pad_mask(
-    buckets: Buckets, batch: int, length: int, size: int, mask: Array | np.ndarray | None
-) -> Bool[Array, "B 1 T S"]:
-    """Mask [B,1,T',S'+T'] over context and tokens from one [B,1,T,S+T], or the causal one for None."""
+def pad_mask(buckets: Buckets, length: int, size: int, mask: Array | np.ndarray | None, window: int | None) -> Mask:
+    """Mask of T' tokens over [S' keys of a context, T' tokens] from one [B,1,T,S+T], or the causal one for None."""
     padded, keys = buckets.round_up(length), buckets.round_up(size)
     if mask is None:
-        return causal_mask(batch, padded, keys, size)
+        return causal_mask(padded, keys, size, window)
     mask = jnp.asarray(mask)
     context = _room(mask[..., :size], 3, keys - size)
-    return _room(jnp.concatenate([context, _room(mask[..., size:], 3, padded - length)], axis=3), 2, padded - length)
+    whole = _room(jnp.concatenate([context, _room(mask[..., size:], 3, padded - length)], axis=3), 2, padded - length)
+    made = Mask(offset=keys, allowed=whole)
+    return made if window is None else without_padding(made, padded, keys, size)
 
 
 def pad_slots(buckets: Buckets, slots: Array, keep: Any, mask: Any, size: int) -> tuple[Array, Any, Any]:
@@ -131,12 +132,13 @@ def pad_slots(buckets: Buckets, slots: Array, keep: Any, mask: Any, size: int) -
     return _room(slots, 1, extra, size), keep, mask
 
 
-def cut_output(output: Output, length: int) -> Output:
-    """An output's first `length` tokens."""
-    if output.logits.shape[1] == length:
+def cut_output(output: Output, length: int, every: bool) -> Output:
+    """An output's first `length` tokens; their logits too where it has those of every token."""
+    if next(iter(output.kv.values())).shape[2] == length:
         return output
+    logits = output.logits[:, :length] if every else output.logits
     kv = {name: value[:, :, :length] for name, value in output.kv.items()}
-    return Output(output.logits[:, :length], kv, {layer: x[:, :length] for layer, x in output.hidden.items()})
+    return Output(logits, kv, {layer: x[:, :length] for layer, x in output.hidden.items()})
 
 
 def _room(x: Array, axis: int, extra: int, fill: int = 0) -> Array:

@@ -1,26 +1,39 @@
-"""Attention masks: bool, True where a token may look."""
+"""Attention masks: bool arrays, True where a token may look, and the causal one as structure."""
 
-import functools
+import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool
+import numpy as np
+from jax.core import Tracer
 
-from kvpatch_jax.errors import DtypeError
+from kvpatch_jax.errors import DtypeError, InputError
+
+from ..attention import Mask
+from ..attention.mask import NOWHERE
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def causal_mask(batch: int, length: int, keys: int, seen: Any) -> Bool[Array, "B 1 T S"]:
+def causal_mask(length: int, keys: int, seen: int | None = None, window: int | None = None) -> Mask:
     """Makes the mask of tokens that look at a context and, causally, at each other.
 
     Args:
       length: T tokens. keys: of the context, in front of the tokens' own.
-      seen: how many of the context's keys count, the first ones (the others are padding); traced.
+      seen: how many of the context's keys count, the first ones (the others are padding). None: all.
+      window: of the layers that slide; padding does not count as places in it.
     """
-    key = jnp.arange(keys + length)
-    allowed = (key < seen) | ((key >= keys) & (key - keys <= jnp.arange(length)[:, None]))
-    return jnp.broadcast_to(allowed, (batch, 1, *allowed.shape))
+    if seen is None or keys == 0:
+        return Mask(causal=True, offset=keys)
+    if window is not None:
+        return without_padding(Mask(causal=True), length, keys, seen)
+    key = np.arange(keys + length)
+    segments = np.where((key >= seen) & (key < keys), -1, 0).astype(np.int32)[None]
+    return Mask(causal=True, offset=keys, query_segments=np.zeros((1, length), np.int32), key_segments=segments)
+
+
+def without_padding(mask: Mask, length: int, keys: int, seen: int) -> Mask:
+    """The mask with places as they are without the padding between a context's `seen` keys and the tokens'."""
+    key = np.arange(keys + length)
+    places = np.where(key < seen, key, np.where(key < keys, NOWHERE, key - keys + seen)).astype(np.int32)
+    return dataclasses.replace(mask, query_places=places[None, keys:], key_places=places[None])
 
 
 def check_mask(mask: Any) -> None:
@@ -30,3 +43,26 @@ def check_mask(mask: Any) -> None:
             f"mask is {mask.dtype}; expected bool, True where a token may attend (of a mask that is added to the "
             "scores: mask == 0)"
         )
+
+
+def check_chunk(chunk: int | None, mask: Any, keys: int) -> None:
+    """Refuses a chunk length that is none, and masks of tokens that look at tokens of later chunks.
+
+    Raises:
+      InputError: it names the token and what it sees.
+    """
+    if chunk is None:
+        return
+    if type(chunk) is not int or chunk < 1:
+        raise InputError(f"chunk {chunk!r}; expected a number of tokens, at least 1, or None")
+    if mask is None or isinstance(mask, Tracer):
+        return
+    own = np.asarray(mask)[:, 0, :, keys:]
+    for start in range(0, own.shape[1], chunk):
+        ahead = own[:, start : start + chunk, start + chunk :]
+        if ahead.any():
+            _, token, key = np.argwhere(ahead)[0] + (0, start, start + chunk)
+            raise InputError(
+                f"mask: token {token} sees token {key}, which is in a later chunk of {chunk}; expected masks that look "
+                "back where a prefill goes chunk by chunk"
+            )

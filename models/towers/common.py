@@ -18,7 +18,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from kvpatch_jax.errors import ConfigError, ShapeError
 
-from ..decoder.layers import ACTIVATIONS, Linear, attend
+from ..attention import Mask, attention
+from ..decoder.layers import ACTIVATIONS, BLOCK_TOKENS, Linear, in_blocks
+from ..decoder.stacks import layers_to_scan
 
 VISION_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     **ACTIVATIONS,
@@ -138,7 +140,7 @@ class PlainBlock(nnx.Module):
         """The residual after this block, given what its attention read."""
         scaled = lambda x, scale: x if scale is None else x * scale[...].astype(x.dtype)
         hidden = hidden + scaled(self.output(mixed), self.attention_scale)
-        return hidden + scaled(self.mlp(self.mlp_norm(hidden)), self.mlp_scale)
+        return hidden + scaled(in_blocks(self.mlp, self.mlp_norm(hidden)), self.mlp_scale)
 
 
 def scan_blocks[Block: nnx.Module](
@@ -146,8 +148,9 @@ def scan_blocks[Block: nnx.Module](
 ) -> Array:
     """Run `step(block, hidden)` over blocks first … last-1 of a stack."""
     graph, state = nnx.split(blocks)
-    body = lambda carry, leaf: (step(nnx.merge(graph, leaf), carry), None)
-    return jax.lax.scan(body, hidden, jax.tree.map(lambda leaf: leaf[first:last], state))[0]
+    entries, taken = layers_to_scan(state, first, last)
+    body = lambda carry, at: (step(nnx.merge(graph, taken(at)), carry), None)
+    return jax.lax.scan(body, hidden, entries)[0]
 
 
 def attend_segments(
@@ -156,9 +159,9 @@ def attend_segments(
     """Full attention inside each segment of packed patches; `segments` holds patch numbers, padded by P."""
     patches, heads, head_dim = query.shape
     gather = lambda x: jnp.take(x, segments, axis=0, mode="fill", fill_value=0)
-    mask = (segments < patches)[:, None, None, :]
-    mask = jnp.broadcast_to(mask, (segments.shape[0], 1, segments.shape[1], segments.shape[1]))
-    mixed = attend(gather(query), gather(key), gather(value), mask, head_dim**-0.5)
+    numbers = jnp.where(segments < patches, 0, -1)
+    mask = Mask(query_segments=numbers, key_segments=numbers)
+    mixed = attention(gather(query), gather(key), gather(value), mask, scale=head_dim**-0.5)
     flat = jnp.zeros((patches, heads * head_dim), query.dtype)
     return flat.at[segments.reshape(-1)].set(mixed.reshape(-1, heads * head_dim), mode="drop")
 
@@ -226,7 +229,11 @@ def add_positions(
 ) -> Float[Array, "P D"]:
     """Adds learned positions, interpolated in float32 as `resample_taps` says, to embedded patches."""
     wide = table[...].astype(jnp.float32)
-    return hidden + jnp.einsum("PtD,Pt->PD", wide[taps], weights).astype(hidden.dtype)
+    mix = lambda taps, weights: jnp.einsum("PtD,Pt->PD", wide[taps], weights).astype(hidden.dtype)
+    if len(taps) <= BLOCK_TOKENS:
+        return hidden + mix(taps, weights)
+    one = lambda at: mix(at[0][None], at[1][None])[0]
+    return hidden + jax.lax.map(one, (taps, weights), batch_size=BLOCK_TOKENS)
 
 
 def _axis_taps(place: np.ndarray, size: int, side: int, mode: str) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.rope import rotate
 
-from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
+from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, in_blocks
 from .common import (
     attend_segments,
     axial_tables,
@@ -135,7 +135,7 @@ class Qwen25VisionTower(nnx.Module):
         qkv = block.qkv(block.attention_norm(hidden)).reshape(hidden.shape[0], 3, heads, -1)
         query, key = (rotate(qkv[:, part], *tables, "half") for part in (0, 1))
         hidden = hidden + block.output(attend_segments(query, key, qkv[:, 2], segments))
-        return hidden + block.mlp(block.mlp_norm(hidden))
+        return hidden + in_blocks(block.mlp, block.mlp_norm(hidden))
 
 
 def _runs(depth: int, full_layers: tuple[int, ...]) -> list[tuple[int, int, bool]]:

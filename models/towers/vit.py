@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int, Int32
 
 from kvpatch_jax.errors import ConfigError, ShapeError
 
-from ..decoder.layers import Linear, attend
+from ..attention import Mask, attention
+from ..decoder.layers import Linear
 from .common import BlockConfig, LayerNorm, PlainBlock, check_heads, scan_blocks
 
 
@@ -143,11 +144,11 @@ class ViT(nnx.Module):
         if positions is None and patches.shape[1] != config.side**2:
             raise ShapeError(f"images of {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
         hidden = self._embed(patches, positions)
-        mask = jnp.ones((hidden.shape[0], 1, hidden.shape[1], hidden.shape[1]), bool)
         scale = (config.width // config.heads) ** -0.5
 
         def step(block: PlainBlock, hidden: Array) -> Array:
-            return block.update(hidden, attend(*block.project(hidden), mask, scale).reshape(hidden.shape))
+            mixed = attention(*block.project(hidden), Mask(), scale=scale)
+            return block.update(hidden, mixed.reshape(hidden.shape))
 
         hidden = scan_blocks(self.blocks, step, hidden, 0, config.layers_run)
         if config.final_norm == "applied" and self.final_norm is not None:

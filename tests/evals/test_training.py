@@ -120,7 +120,7 @@ def test_saved_directory_gives_the_same_logits(straight: Trainer, tmp_path: Path
     legends, pages = small_task.render(contexts)
     items = [*legends[0], pages[0], "glyph? r0t0"]
     ours, theirs, near = (
-        np.asarray(each.prefill(each.embed(**each.prepare(items))).logits)
+        np.asarray(each.prefill(each.embed(**each.prepare(items)), logits="all").logits)
         for each in (backbone.replaced(rounded), loaded, backbone)
     )
     np.testing.assert_array_equal(theirs, ours)

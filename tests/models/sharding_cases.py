@@ -80,7 +80,7 @@ def run(backbone: ModelBackbone, embedded: dict[str, Any], whole: bool) -> dict[
     """Embedding, a prefill and a decode step behind it; with `whole` every kind of call, each fed by the one before."""
     tokens = backbone.embed(**embedded)
     T = tokens.embeddings.shape[1]
-    out = backbone.prefill(tokens)
+    out = backbone.prefill(tokens, logits="all")
     engine = to_engine(backbone.layout, out.kv, tokens.positions, 0)
     cache = {name: jnp.pad(value, ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0))) for name, value in engine.items()}
     found = {"embed": tokens.embeddings, "prefill": out.logits, **_named("prefill", out.kv), **_named("engine", engine)}
@@ -88,7 +88,7 @@ def run(backbone: ModelBackbone, embedded: dict[str, Any], whole: bool) -> dict[
         keep = np.ones((backbone.layout.layers, 1, 2), bool)
         keep[-1, :, 0] = False
         other = tokens.take(2, 4)._replace(embeddings=tokens.take(5, 7).embeddings)
-        logits, cache = backbone.recompute(other, cache, np.array([[2, 3]]), keep)
+        logits, cache = backbone.recompute(other, cache, np.array([[2, 3]]), keep, logits="all")
         found |= {"recompute": logits, **_named("recompute", cache)}
         found |= {"generate": backbone.generate(_behind(tokens), 3, engine)}
     logits, cache = backbone.decode(_behind(tokens), cache, np.full((len(tokens.embeddings), 1), T))
@@ -276,7 +276,7 @@ def own_mesh(directory: Path) -> dict[str, Any]:
             tokens = over.embed(ids)
             rows = NamedSharding(mesh, PartitionSpec("data"))
             spread = tokens._replace(embeddings=jax.device_put(tokens.embeddings, rows))
-            found["rows"], expected["rows"] = over.prefill(spread).logits, expected["prefill"]
+            found["rows"], expected["rows"] = over.prefill(spread, logits="all").logits, expected["prefill"]
             found["patched"], expected["patched"] = (patched(each) for each in (over, alone))
         for call, value in found.items():
             errors[f"{call} {type(place).__name__}"] = error_of(value, expected[call])

@@ -45,7 +45,7 @@ def prefilled(backbone, gold):
     """Two images: tokens, what a prefill gives (with the residual at every layer), and its engine-frame cache."""
     with jax.default_matmul_precision("highest"):
         tokens = tokens_of(backbone, gold)
-        out = backbone.prefill(tokens, hidden_at=tuple(range(backbone.layout.layers)))
+        out = backbone.prefill(tokens, hidden_at=tuple(range(backbone.layout.layers)), logits="all")
         return tokens, out, to_engine(backbone.layout, out.kv, tokens.positions, 0)
 
 
@@ -96,7 +96,7 @@ def test_cached_decode_equals_the_whole_forward_and_transformers(backbone):
         found.append(logits[0, -1])
     close(np.stack(found), gold["decode_logits"], GOLDEN, "decode logits")
     whole = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
-    full = backbone.prefill(whole)
+    full = backbone.prefill(whole, logits="all")
     close(np.stack(found), full.logits[0, size:], what="decode against the whole forward")
     for name, value in to_engine(backbone.layout, full.kv, whole.positions, 0).items():
         close(cache[name], value, what=f"cache {name} after decoding")
@@ -106,7 +106,7 @@ def test_recompute_of_all_tokens_equals_prefill(backbone, prefilled):
     tokens, out, engine = prefilled
     slots = np.arange(tokens.embeddings.shape[1])[None]
     empty = {name: jnp.zeros_like(value) for name, value in engine.items()}
-    step = backbone.recompute(tokens, empty, slots)
+    step = backbone.recompute(tokens, empty, slots, logits="all")
     close(step.logits, out.logits, what="logits")
     for name, value in engine.items():
         close(step.cache[name], value, what=name)
@@ -149,7 +149,7 @@ def test_resuming_at_a_layer_equals_prefill(backbone, prefilled, layer):
     cut = 22  # behind the first image
     rest = Tokens(out.hidden[layer][:, cut:], tokens.positions[:, cut:])
     context = {name: value[:, :, :cut] for name, value in engine.items()}
-    resumed = backbone.prefill(rest, context, start_layer=layer)
+    resumed = backbone.prefill(rest, context, start_layer=layer, logits="all")
     close(resumed.logits, out.logits[:, cut:], what="logits")
     for name, value in out.kv.items():
         close(resumed.kv[name], value[layer:, :, cut:], what=name)
@@ -167,7 +167,9 @@ def test_masked_prefill_equals_transformers(backbone, prefilled):
     tokens, _, _ = prefilled
     gold = golden_arrays(FAMILY, "masked")
     layers = backbone.layout.layers
-    out = backbone.prefill(tokens, mask=gold["allowed"][None, None], hidden_at=tuple(range(1, layers + 1)))
+    out = backbone.prefill(
+        tokens, mask=gold["allowed"][None, None], hidden_at=tuple(range(1, layers + 1)), logits="all"
+    )
     for layer in range(layers):
         close(out.hidden[layer + 1][0], gold["hidden"][layer], GOLDEN, f"hidden {layer}")
     for name, value in to_engine(backbone.layout, out.kv, tokens.positions, 0).items():
@@ -199,7 +201,8 @@ def test_relocation_through_the_model(backbone, prefilled, delta):
     """Forwards at p and p + δ have the same phase-free KV; moved keys equal those of the forward at the new place."""
     tokens, out, engine = prefilled
     places = tokens.positions + jnp.asarray(delta, jnp.int32)
-    there = backbone.prefill(tokens._replace(positions=places), hidden_at=tuple(range(backbone.layout.layers)))
+    layers = tuple(range(backbone.layout.layers))
+    there = backbone.prefill(tokens._replace(positions=places), hidden_at=layers, logits="all")
     close(there.logits, out.logits, what="logits")
     forward = to_engine(backbone.layout, there.kv, places, 0)
     moved = to_engine(backbone.layout, out.kv, tokens.positions, delta)
@@ -215,7 +218,7 @@ def test_generate_equals_the_argmax_of_the_whole_forward(backbone):
     ids = np.stack([gold["input_ids"], gold["input_ids"][::-1]])
     tokens, steps = text_of(backbone, ids), 4
     found = np.asarray(backbone.generate(tokens, steps))
-    whole = backbone.prefill(text_of(backbone, np.concatenate([ids, found], axis=1)))
+    whole = backbone.prefill(text_of(backbone, np.concatenate([ids, found], axis=1)), logits="all")
     expected = np.argmax(np.asarray(whole.logits)[:, ids.shape[1] - 1 : -1], axis=-1)
     assert np.array_equal(found, expected)
     for fewer in (0, 1):
@@ -322,7 +325,7 @@ def test_the_fingerprint_follows_a_weight(backbone):
 def test_bfloat16(qwen2_5_vl_directory, gold, tmp_path):
     half = load(qwen2_5_vl_directory, dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(half.parameters)} == {jnp.dtype("bfloat16")}
-    out = half.prefill(tokens_of(half, gold))
+    out = half.prefill(tokens_of(half, gold), logits="all")
     assert {value.dtype for value in out.kv.values()} == {jnp.dtype("bfloat16")}
     assert out.logits.dtype == jnp.float32
     # Of all logits together: how far the worst single one is off differs from processor to processor.

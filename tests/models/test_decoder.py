@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.rope import Rope
+from models.attention import Mask
 from models.checkpoints import flatten_params, load_weights, save_weights
 from models.decoder.attention import LatentAttention
 from models.decoder.config import DecoderConfig, ExpertConfig, LatentConfig
@@ -94,7 +95,7 @@ def test_latent_attention_in_absorbed_form_equals_expanded_heads():
         scores += jnp.einsum("BTNR,BSR->BNTS", heads[..., 6:], kv["kpe"][:, :, 0])
         weights = jax.nn.softmax(jnp.where(mask, scores * latent.scale, -jnp.inf), axis=-1)
         mixed = jnp.einsum("BNTS,BSNW->BTNW", weights, expanded[..., 6:])
-        return attention.mix(query, kv, mask), attention.output(mixed.reshape(2, 5, -1))
+        return attention.mix(query, kv, Mask(allowed=mask)), attention.output(mixed.reshape(2, 5, -1))
 
     found, expected = both(jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32))
     np.testing.assert_allclose(found, expected, atol=1e-5)

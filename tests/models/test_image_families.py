@@ -55,7 +55,7 @@ def check_forward(backbone, gold):
     assert np.array_equal(tokens.positions[0], gold["position_ids"])
     close(tokens.embeddings[0], gold["inputs_embeds"], "embeddings")
     layers = backbone.layout.layers
-    out = backbone.prefill(tokens, hidden_at=tuple(range(1, layers + 1)))
+    out = backbone.prefill(tokens, hidden_at=tuple(range(1, layers + 1)), logits="all")
     whole = gold["hidden"].shape[1] == len(gold["input_ids"])
     rows = slice(None) if whole else gold["rows"]
     for layer in range(layers):

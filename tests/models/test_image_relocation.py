@@ -60,7 +60,7 @@ class Prompt:
 
     def run(self, tokens, **given):
         layers = tuple(range(1, self.backbone.layout.layers + 1))
-        return self.backbone.prefill(tokens, hidden_at=layers, **given)
+        return self.backbone.prefill(tokens, hidden_at=layers, logits="all", **given)
 
     def turned(self, kv, positions, start=0):
         return to_engine(self.backbone.layout, kv, positions, start)
@@ -110,10 +110,10 @@ def test_recompute_of_all_equals_prefill_and_of_none_changes_no_bit(prompt):
     slots = np.arange(prompt.length)[None]
     keep = np.ones((prompt.backbone.layout.layers, *slots.shape), bool)
     spoilt = {name: value + 1 for name, value in prompt.engine.items()}
-    step = prompt.backbone.recompute(prompt.tokens, spoilt, slots, keep)
+    step = prompt.backbone.recompute(prompt.tokens, spoilt, slots, keep, logits="all")
     close(step.logits, prompt.out.logits, "logits")
     each_close(step.cache, prompt.engine, "recomputed")
-    untouched = prompt.backbone.recompute(prompt.tokens, spoilt, slots, ~keep).cache
+    untouched = prompt.backbone.recompute(prompt.tokens, spoilt, slots, ~keep, logits="all").cache
     for name, value in spoilt.items():
         assert np.asarray(untouched[name]).tobytes() == np.asarray(value).tobytes()
 
@@ -122,7 +122,7 @@ def test_resuming_at_a_layer_equals_prefill(prompt):
     """From the residual that enters a layer, deepstack features and all."""
     for layer in range(1, prompt.backbone.layout.layers):
         entering = prompt.tokens._replace(embeddings=prompt.out.hidden[layer])
-        resumed = prompt.backbone.prefill(entering, start_layer=layer)
+        resumed = prompt.backbone.prefill(entering, start_layer=layer, logits="all")
         close(resumed.logits, prompt.out.logits, f"logits from {layer}")
         each_close(resumed.kv, {name: value[layer:] for name, value in prompt.out.kv.items()}, f"from {layer}")
 

@@ -65,7 +65,7 @@ def test_phase_free_kv_is_refused_as_a_context(backbone, prefilled):
         ):
             with pytest.raises(FrameError, match="expected it in the engine frame"):
                 call()
-    assert backbone.prefill(rest, engine).logits.shape[:2] == (1, T)
+    assert backbone.prefill(rest, engine).logits.shape[:2] == (1, 1)
     step = backbone.decode(rest.take(0, 1), engine, np.array([[2]]))
     assert type(step.cache) is type(engine)
 

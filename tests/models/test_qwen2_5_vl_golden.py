@@ -41,7 +41,7 @@ def test_forward_equals_transformers(backbone, case):
     tokens = tokens_of(backbone, gold)
     close(tokens.embeddings[0], gold["inputs_embeds"], "embeddings")
     layers = backbone.layout.layers
-    out = backbone.prefill(tokens, hidden_at=tuple(range(1, layers + 1)))
+    out = backbone.prefill(tokens, hidden_at=tuple(range(1, layers + 1)), logits="all")
     for layer in range(layers):
         close(out.hidden[layer + 1][0], gold["hidden"][layer], f"hidden {layer}")
     close(out.kv["k"][:, 0], gold["k_phase_free"], "phase-free keys")

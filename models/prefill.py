@@ -1,0 +1,109 @@
+"""Running a prompt through the decoder: in one piece, or chunk by chunk in bounded memory.
+
+Axis letters: B batch, T tokens, n tokens whose logits are wanted, L layers, K KV heads, H head width, D model width.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvpatch_jax.backbone import KV, Tokens
+
+from .attention import Mask
+from .decoder.decoder import Decoder, Earlier
+
+
+class Prefilled(NamedTuple):
+    """What a prompt leaves behind.
+
+    hidden: residual after the last layer, of the tokens asked for [B,n,D]. kv: phase-free, per channel [L,B,T,K,H] over
+    the layers run. taps: {layer: residual [B,T,D] entering it}.
+    """
+
+    hidden: Array
+    kv: dict[str, Array]
+    taps: dict[int, Array]
+
+
+def run_prompt(
+    decoder: Decoder,
+    tokens: Tokens,
+    mask: Mask,
+    rows: Int[Array, "B n"] | None,
+    *,
+    context: KV | None,
+    start_layer: int,
+    hidden_at: tuple[int, ...],
+    chunk: int | None,
+) -> Prefilled:
+    """Runs a prompt from `start_layer` up.
+
+    Args:
+      rows: the tokens whose last residual is wanted, by index; None: all of them.
+      context: engine-frame KV in front of the tokens, over all layers of the decoder.
+      chunk: tokens run at a time; None, or as many as there are: all at once.
+    """
+    layers: dict[str, Any] = {"start_layer": start_layer, "hidden_at": hidden_at, "context": context}
+    if chunk is not None and chunk < tokens.embeddings.shape[1]:
+        return _in_chunks(decoder, tokens, mask, rows, chunk, layers)
+    run = decoder.run(tokens.embeddings, tokens.positions, mask, deepstack=by_layer(tokens), **layers)
+    return Prefilled(run.hidden if rows is None else take_tokens(run.hidden, rows), run.kv, run.taps)
+
+
+def _in_chunks(
+    decoder: Decoder, tokens: Tokens, mask: Mask, rows: Array | None, chunk: int, layers: dict[str, Any]
+) -> Prefilled:
+    """Every chunk is written into the KV of the whole prompt, and reads there what stands in front of it.
+
+    The last chunk ends with the prompt: where the lengths do not fit it runs some tokens of the one before again.
+    """
+    B, T, _ = tokens.embeddings.shape
+    empty = lambda leaf, axis: jnp.zeros((*leaf.shape[:axis], T, *leaf.shape[axis + 1 :]), leaf.dtype)
+
+    def run(start: Array, kv: dict[str, Array]) -> Prefilled:
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(jnp.asarray(x), start, chunk, 1), tokens)
+        found = decoder.run(
+            own.embeddings,
+            own.positions,
+            mask.take_queries(start, chunk, T),
+            earlier=Earlier(kv, jnp.asarray(tokens.positions), start),
+            deepstack=by_layer(own),
+            **layers,
+        )
+        return Prefilled(found.hidden, found.kv, found.taps)
+
+    def step(whole: Prefilled, start: Array) -> tuple[Prefilled, None]:
+        part = run(start, whole.kv)
+        write = lambda axis: lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), start, axis)
+        if rows is None:
+            hidden = write(1)(whole.hidden, part.hidden)
+        else:
+            inside = (rows >= start) & (rows < start + chunk)
+            picked = take_tokens(part.hidden, jnp.clip(rows - start, 0, chunk - 1))
+            hidden = jnp.where(inside[..., None], picked, whole.hidden)
+        at = (layers["start_layer"], 0, start, 0, 0)
+        kv = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), at), whole.kv, part.kv)
+        return Prefilled(hidden, kv, jax.tree.map(write(1), whole.taps, part.taps)), None
+
+    channels = {channel.name: channel for channel in decoder.config.layout.channels}
+    count, dtype = decoder.config.layers, tokens.embeddings.dtype
+    room = {name: jnp.zeros((count, B, T, own.heads, own.width), dtype) for name, own in channels.items()}
+    shapes = jax.eval_shape(run, jnp.int32(0), room)
+    wanted = T if rows is None else rows.shape[1]
+    hidden = jnp.zeros((B, wanted, shapes.hidden.shape[-1]), shapes.hidden.dtype)
+    begin = Prefilled(hidden, room, {layer: empty(leaf, 1) for layer, leaf in shapes.taps.items()})
+    starts = jnp.minimum(jnp.arange(0, T, chunk, dtype=jnp.int32), T - chunk)
+    whole, _ = jax.lax.scan(step, begin, starts)
+    return whole._replace(kv={name: value[layers["start_layer"] :] for name, value in whole.kv.items()})
+
+
+def take_tokens(x: Float[Array, "B T D"], rows: Int[Array, "B n"]) -> Float[Array, "B n D"]:
+    """The tokens with these indices in each row."""
+    return jnp.take_along_axis(x, rows[:, :, None], axis=1)
+
+
+def by_layer(tokens: Tokens) -> Float[Array, "n B T D"] | None:
+    """Deepstack features, layers first, as the decoder adds them."""
+    return None if tokens.deepstack is None else jnp.moveaxis(tokens.deepstack, 2, 0)
