@@ -5,9 +5,8 @@ checks on the host, before anything is traced, and padding to buckets.
 """
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +22,8 @@ from kvpatch_jax.frames import EngineKV, PhaseFreeKV
 from kvpatch_jax.layout import KVLayout
 from kvpatch_jax.rope import check_positions
 
-from .checkpoints import flatten_params
 from .families.family import Config, Family, feature_arrays, placeholders, with_parameters
+from .fingerprint import fingerprint_of
 from .forward import Forward, key_count
 from .inputs.buckets import (
     Buckets,
@@ -111,24 +110,23 @@ class ModelBackbone:
 
     @property
     def fingerprint(self) -> str:
-        """blake2b over the configuration, the image settings and every parameter's bytes; computed once."""
+        """A digest of the configuration, the rope's regime, the image settings and every parameter's bytes.
+
+        Computed when it is first asked for, from the parameters where they lie; the files are not read again.
+        Tokenizer, chat template, buckets and mesh are not in it: they change no number.
+        """
         if self._fingerprint is None:
-            self._fingerprint = self._digest()
+            self._fingerprint = fingerprint_of(self._settings(), self.parameters)
         return self._fingerprint
 
-    def _digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(json.dumps(self.config.to_dict(), sort_keys=True).encode())
+    def _settings(self) -> Iterator[bytes]:
+        """What the numbers depend on beside the parameters."""
+        yield json.dumps(self.config.to_dict(), sort_keys=True).encode()
         rope = self.config.text.rope
-        digest.update(rope.angles.encode())
-        if rope.scaling is not None:  # which regime is pinned
-            digest.update(repr(rope.scaling).encode())
-        if self.image_config is not None:
-            digest.update(json.dumps(dataclasses.asdict(self.image_config), sort_keys=True).encode())
-        for path, leaf in sorted(flatten_params(self.parameters).items()):
-            digest.update(".".join(path).encode())
-            digest.update(np.ascontiguousarray(leaf).tobytes())
-        return digest.hexdigest()
+        yield rope.angles.encode()
+        yield b"" if rope.scaling is None else repr(rope.scaling).encode()  # which regime is pinned
+        settings = None if self.image_config is None else dataclasses.asdict(self.image_config)
+        yield json.dumps(settings, sort_keys=True).encode()
 
     def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
         """The same backbone (buckets, template and mesh too) with other parameters, which are left where they are."""

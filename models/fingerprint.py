@@ -1,0 +1,55 @@
+"""A backbone's identity: a digest of everything that its numbers depend on."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from .checkpoints import flatten_params
+
+_PIECE = 16 << 20  # bytes
+_SMALL = 1 << 20  # bytes; below them a thread is not worth its while
+
+
+def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> str:
+    """Digests settings, and every parameter's name, type, shape and bytes: 32 hexadecimal digits.
+
+    A parameter is cut along its first axis into pieces of about 16 MiB, whatever devices hold it; threads take their
+    SHA-256, and blake2b goes over these in order. So the value does not depend on threads, shards or devices. Of a
+    device's memory the host holds one piece per thread. SHA-256 and not blake2b: processors have instructions for it.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for setting in settings:
+        digest.update(len(setting).to_bytes(8, "little") + setting)
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
+        for path, leaf in sorted(flatten_params(parameters).items()):
+            digest.update(f"{'.'.join(path)}\0{leaf.dtype}\0{leaf.shape}\0".encode())
+            pieces = list(_pieces(leaf))
+            run = map if leaf.nbytes < _SMALL else pool.map
+            for piece in run(lambda piece, leaf=leaf: _hashed(leaf, piece), pieces):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(leaf: jax.Array | np.ndarray) -> Iterator[tuple[slice, ...]]:
+    if not leaf.shape or not leaf.size:
+        yield ()
+        return
+    step = max(1, _PIECE * leaf.shape[0] // leaf.nbytes)
+    for start in range(0, leaf.shape[0], step):
+        yield (slice(start, min(start + step, leaf.shape[0])),)
+
+
+def _hashed(leaf: jax.Array | np.ndarray, piece: tuple[slice, ...]) -> bytes:
+    """A piece's digest. On a host all of the array is looked at in place; of a device's, the piece is fetched."""
+    in_place = leaf.nbytes < _SMALL or not isinstance(leaf, jax.Array) or _on_one_cpu(leaf)
+    values = np.asarray(leaf)[piece] if in_place else np.asarray(leaf[piece])
+    return hashlib.sha256(np.ascontiguousarray(values).reshape(-1).view(np.uint8)).digest()
+
+
+def _on_one_cpu(leaf: jax.Array) -> bool:
+    return {device.platform for device in leaf.devices()} == {"cpu"} and len(leaf.devices()) == 1

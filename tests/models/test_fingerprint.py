@@ -1,0 +1,74 @@
+"""The digest of a backbone's parameters: what changes it, and what must not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import fingerprint
+from models.fingerprint import fingerprint_of
+
+
+def parameters() -> dict:
+    draw = np.random.default_rng(0).standard_normal
+    return {
+        "layers": {"kernel": draw((3, 5, 4), np.float32), "bias": draw((3, 4), np.float32)},
+        "norm": np.ones(4, np.float32),
+        "scale": np.full((), 2, np.float32),
+        "none": np.zeros((0, 3), np.float32),
+    }
+
+
+def changed(path: tuple[str, ...], change) -> dict:
+    values = parameters()
+    owner = values
+    for part in path[:-1]:
+        owner = owner[part]
+    owner[path[-1]] = change(owner[path[-1]])
+    return values
+
+
+def set_at(*place_and_value):
+    *place, value = place_and_value
+
+    def change(array):
+        array[tuple(place)] = value
+        return array
+
+    return change
+
+
+OTHERS = {
+    "one unit in the last place": changed(("norm",), set_at(2, np.nextafter(np.float32(1), np.float32(2)))),
+    "zero's sign": changed(("norm",), set_at(0, 0.0)),
+    "zero's other sign": changed(("norm",), set_at(0, -0.0)),
+    "two rows in each other's place": changed(("layers", "kernel"), lambda a: a[:, [1, 0, 2, 3, 4]]),
+    "two layers in each other's place": changed(("layers", "kernel"), lambda a: a[[1, 0, 2]]),
+    "the same bytes in another shape": changed(("layers", "kernel"), lambda a: a.reshape(3, 4, 5)),
+    "the same bytes in another type": changed(("layers", "kernel"), lambda a: a.view(np.int32)),
+    "rounded": changed(("layers", "kernel"), lambda a: a.astype(jnp.bfloat16)),
+    "another scalar": changed(("scale",), lambda a: np.full_like(a, 3)),
+    "empty in another shape": changed(("none",), lambda a: a.reshape(3, 0)),
+    "under another name": {"more": parameters()},
+    "one less": {name: value for name, value in parameters().items() if name != "none"},
+}
+
+
+@pytest.mark.parametrize("piece", [1, 16, 1 << 24])
+def test_every_other_content_has_another_fingerprint(monkeypatch, piece):
+    monkeypatch.setattr(fingerprint, "_PIECE", piece)
+    found = {name: fingerprint_of([b"settings"], values) for name, values in OTHERS.items()}
+    found["itself"] = fingerprint_of([b"settings"], parameters())
+    found["other settings"] = fingerprint_of([b"setting", b"s"], parameters())
+    assert len(set(found.values())) == len(found)
+
+
+def test_threads_and_where_it_lies_do_not_change_it(monkeypatch):
+    expected = fingerprint_of([], parameters())
+    assert fingerprint_of([], jax.tree.map(jnp.asarray, parameters())) == expected
+    assert fingerprint_of([], changed(("layers", "kernel"), np.asfortranarray)) == expected
+    assert fingerprint_of([], dict(reversed(parameters().items()))) == expected
+    monkeypatch.setattr(fingerprint, "_SMALL", 0)
+    assert fingerprint_of([], parameters()) == expected
+    monkeypatch.setattr(fingerprint, "_on_one_cpu", lambda leaf: False)  # as from an accelerator, by pieces
+    assert fingerprint_of([], jax.tree.map(jnp.asarray, parameters())) == expected
