@@ -9,7 +9,7 @@ import json
 import resource
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import models.checkpoints.filling
-import models.checkpoints.source
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.layout import to_engine
 from models import ModelBackbone, load, save
+from models.checkpoints import filling
+from models.checkpoints.source import OpenFile
 from models.inputs.qwen_images import ImageConfig
 
 from .checkpoints import pad_cache, random_backbone
@@ -46,7 +46,8 @@ def make(size: LargeSize, folder: Path, seed: int) -> dict[str, Any]:
     arrays = prompt_arrays(size, seed)
     grid = {"image_grid_thw": arrays["image_grid_thw"]}
     positions = backbone.family.positions(backbone.config, arrays["input_ids"][0], grid)
-    np.savez(folder / "arrays.npz", **arrays, position_ids=np.moveaxis(np.asarray(positions)[None], -1, 0))
+    prompt: dict[str, Any] = {**arrays, "position_ids": np.moveaxis(np.asarray(positions)[None], -1, 0)}
+    np.savez(folder / "arrays.npz", **prompt)
     sizes = {name: (folder / name / "model.safetensors").stat().st_size for name in ("float32", "bfloat16")}
     return {"file_bytes": sizes}
 
@@ -125,9 +126,10 @@ def _matmul() -> float:
 @contextlib.contextmanager
 def _profiled() -> Iterator[dict[str, float]]:
     """CPU seconds of the threads that load: reading, looking for NaN, casting and putting into place; all together."""
-    found: Counter[str] = Counter()
-    file, filling = models.checkpoints.source.OpenFile, models.checkpoints.filling
-    before = file.read_into, filling.check_finite, filling.convert
+    found: defaultdict[str, float] = defaultdict(float)
+    file: Any = OpenFile
+    work: Any = filling
+    before = file.read_into, work.check_finite, work.convert
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:
@@ -139,7 +141,7 @@ def _profiled() -> Iterator[dict[str, float]]:
 
         return run
 
-    file.read_into, filling.check_finite, filling.convert = (
+    file.read_into, work.check_finite, work.convert = (
         counted(name, call) for name, call in zip(("read", "finite", "place"), before, strict=True)
     )
     begin = time.process_time()
@@ -147,7 +149,7 @@ def _profiled() -> Iterator[dict[str, float]]:
     try:
         yield profile
     finally:
-        file.read_into, filling.check_finite, filling.convert = before
+        file.read_into, work.check_finite, work.convert = before
         profile |= found | {"all": time.process_time() - begin}
 
 

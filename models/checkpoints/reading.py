@@ -98,7 +98,8 @@ def load_weights(
     tensors = resolve_ties(plan(entries, expected), source.tensors)
     check_tensors(source, tensors, expected, ignore)
     types = {path: _type_of(leaf, dtype) for path, leaf in expected.items()}
-    regions = {path: _regions(leaf.shape, shardings and shardings[path]) for path, leaf in expected.items()}
+    over = shardings or dict.fromkeys(expected)
+    regions = {path: _regions(leaf.shape, over[path]) for path, leaf in expected.items()}
     total = sum(_bytes(region, types[path]) for path, devices in regions.items() for region in devices)
 
     params: Params = {}

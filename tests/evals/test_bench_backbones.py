@@ -1,6 +1,7 @@
 """The benchmark of backbones: its rows, its table, its errors. How fast anything is, is never tested."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -156,7 +157,7 @@ def test_large_model_is_of_about_3_gb_and_its_prompt_of_4k_tokens_with_3_megapix
 
 @pytest.mark.slow
 def test_large_run_at_a_small_size():
-    other = (lambda: TransformersSide(PYTHON, 1)) if PYTHON else None
+    other = functools.partial(TransformersSide, PYTHON, 1) if PYTHON else None
     rows = large.compare(other, 1, 0, large_prompt.SMALL)
     found = {row["metric"]: row for row in rows}
     assert set(found) >= {*large.BARS, "matmul: GFLOP/s", "peak GB: prefill", "load float32: CPU s, read"}

@@ -7,6 +7,7 @@ import struct
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -272,7 +273,7 @@ def fake_tqdm(steps: list[int]) -> types.ModuleType:
         __enter__ = lambda self: self
         __exit__ = lambda self, *_: steps.append(-self.total)
 
-    module = types.ModuleType("tqdm")
+    module: Any = types.ModuleType("tqdm")
     module.tqdm = Bar
     return module
 
