@@ -15,7 +15,7 @@ from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
 from ..inputs.images import PictureConfig
 from ..inputs.qwen_images import CONFIG_FILE
-from ..inputs.texts import read_table, token_id
+from ..inputs.tokenizer_files import read_table, token_id
 from . import internvl
 from .authors import AuthorsFormat, Raw, expect
 from .vit_family import ViTModelConfig

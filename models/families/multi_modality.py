@@ -15,7 +15,7 @@ from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig
 from ..inputs.qwen_images import CONFIG_FILE
-from ..inputs.texts import read_table, token_id
+from ..inputs.tokenizer_files import read_table, token_id
 from . import deepseek_vl
 from .authors import AuthorsFormat, Raw, expect
 from .vit_family import ViTModelConfig

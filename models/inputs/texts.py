@@ -1,7 +1,6 @@
 """Texts to token ids: what a tokenizer does not know is told, and not replaced by its token for the unknown."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,60 +10,24 @@ from jaxtyping import Int32
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.extras import require
 
-TOKENIZER_FILE = "tokenizer.json"
+from .tokenizer_files import TOKENIZER_FILE as TOKENIZER_FILE
+from .tokenizer_files import read_other_tokenizer
 
 
 def read_tokenizer(root: Path) -> Any:
-    """Reads a directory's tokenizer; None where it has none.
+    """Reads a directory's tokenizer, from `tokenizer.json` or Kimi's or Qwen2's own files; None where it has none.
 
     Raises:
       ConfigError: a file that is no tokenizer.
     """
     path = root / TOKENIZER_FILE
     if not path.exists():
-        return None
+        return read_other_tokenizer(root)
     tokenizers = require("tokenizers", "tokenizers")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:
         raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
-
-
-def token_id(root: Path, token: str) -> int | None:
-    """The id of a token that was added to a vocabulary, from whichever of a directory's tokenizer files names it.
-
-    Raises:
-      ConfigError: such a file that is not JSON.
-    """
-    for name in ("added_tokens.json", "tokenizer_config.json", TOKENIZER_FILE):
-        table = read_table(root / name)
-        found = table if name == "added_tokens.json" else {}
-        found |= {str(entry.get("content")): int(number) for number, entry in _entries(table, "added_tokens_decoder")}
-        found |= {str(entry.get("content")): int(entry["id"]) for entry in table.get("added_tokens") or ()}
-        if token in found:
-            return int(found[token])
-    return None
-
-
-def _entries(table: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
-    return list((table.get(key) or {}).items())
-
-
-def read_table(path: Path) -> dict[str, Any]:
-    """A JSON file's table; empty where there is no such file.
-
-    Raises:
-      ConfigError: something else in it.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path} holds a {type(table).__name__}; expected a table")
-    return table
 
 
 def check_ids(input_ids: Any, vocabulary: int, pads: tuple[int, ...]) -> Int32[np.ndarray, "B T"]:

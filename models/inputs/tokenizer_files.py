@@ -1,0 +1,208 @@
+"""Tokenizers of releases without a `tokenizer.json`, made into those of `tokenizers`: Kimi's and Qwen2's files.
+
+Sources: Moonshot's `tokenization_moonshot.py` (tiktoken's byte pairs: `tiktoken.model`, special tokens in
+`tokenizer_config.json`), transformers' Qwen2Tokenizer (`vocab.json` and `merges.txt`).
+"""
+
+import base64
+import binascii
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.extras import require
+
+TOKENIZER_FILE = "tokenizer.json"
+TIKTOKEN_FILE = "tiktoken.model"
+VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+_TIKTOKEN_CLASSES = ("TikTokenTokenizer",)
+_QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_RESERVED = 258
+"""Special tokens behind Kimi's vocabulary: 256, and two more in the released code."""
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_KIMI = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]+{_ENDINGS}?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]*{_ENDINGS}?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+_QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def read_other_tokenizer(root: Path) -> Any:
+    """Reads a directory's tokenizer from other files than `tokenizer.json`; None where there are none that are known.
+
+    Raises:
+      ConfigError: files of a tokenizer that is not known by its `tokenizer_class`, or that are damaged.
+    """
+    if (root / TIKTOKEN_FILE).is_file():
+        return _tiktoken(root)
+    if (root / VOCABULARY_FILE).is_file() and (root / MERGES_FILE).is_file():
+        return _qwen2(root)
+    return None
+
+
+def token_id(root: Path, token: str) -> int | None:
+    """The id of a token that was added to a vocabulary, from whichever of a directory's tokenizer files names it.
+
+    Raises:
+      ConfigError: such a file that is not JSON.
+    """
+    for name in ("added_tokens.json", "tokenizer_config.json", TOKENIZER_FILE):
+        table = read_table(root / name)
+        found = table if name == "added_tokens.json" else {}
+        found |= {str(entry.get("content")): int(number) for number, entry in _entries(table, "added_tokens_decoder")}
+        found |= {str(entry.get("content")): int(entry["id"]) for entry in table.get("added_tokens") or ()}
+        if token in found:
+            return int(found[token])
+    return None
+
+
+def _entries(table: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
+    return list((table.get(key) or {}).items())
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON file's table; empty where there is no such file.
+
+    Raises:
+      ConfigError: something else in it.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} holds a {type(table).__name__}; expected a table")
+    return table
+
+
+def _tiktoken(root: Path) -> Any:
+    config = _config(root, TIKTOKEN_FILE, _TIKTOKEN_CLASSES)
+    ranks = _read_ranks(root / TIKTOKEN_FILE)
+    tokenizers = require("tokenizers", "tokenizers")
+    vocabulary = {_as_text(token): rank for token, rank in ranks.items()}
+    model = tokenizers.models.BPE(vocabulary, _merges(ranks), ignore_merges=True)
+    tokenizer = _byte_level(tokenizers, model, _KIMI)
+
+    given = {int(number): str(entry["content"]) for number, entry in (config.get("added_tokens_decoder") or {}).items()}
+    numbers = range(len(ranks), len(ranks) + _RESERVED)
+    outside = sorted(set(given) - set(numbers))
+    if outside:
+        raise ConfigError(
+            f"{root / TOKENIZER_CONFIG_FILE}: special token {given[outside[0]]!r} has the id {outside[0]}; expected "
+            f"{numbers.start} … {numbers.stop - 1}, behind {TIKTOKEN_FILE}"
+        )
+    names = [given.get(number, f"<|reserved_token_{number}|>") for number in numbers]
+    tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
+    if any(tokenizer.token_to_id(name) != number for number, name in zip(numbers, names, strict=True)):
+        raise ConfigError(f"{root / TOKENIZER_CONFIG_FILE}: special tokens that are there twice; expected each once")
+    return tokenizer
+
+
+def _qwen2(root: Path) -> Any:
+    config = _config(root, VOCABULARY_FILE, _QWEN2_CLASSES)
+    tokenizers = require("tokenizers", "tokenizers")
+    try:
+        model = tokenizers.models.BPE.from_file(str(root / VOCABULARY_FILE), str(root / MERGES_FILE))
+    except Exception as error:
+        raise ConfigError(f"{root / VOCABULARY_FILE} and {MERGES_FILE} cannot be read: {error}") from error
+    tokenizer = _byte_level(tokenizers, model, _QWEN2)
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+    added = {int(number): entry for number, entry in (config.get("added_tokens_decoder") or {}).items()}
+    for number, entry in sorted(added.items()):
+        flags = {
+            name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
+        }
+        tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
+        if tokenizer.token_to_id(entry["content"]) != number:
+            raise ConfigError(
+                f"{root / TOKENIZER_CONFIG_FILE}: {entry['content']!r} has the id {number}; expected "
+                f"{tokenizer.token_to_id(entry['content'])}, the next behind {VOCABULARY_FILE}"
+            )
+    return tokenizer
+
+
+def _config(root: Path, file: str, known: tuple[str, ...]) -> dict[str, Any]:
+    config = read_table(root / TOKENIZER_CONFIG_FILE)
+    if config.get("tokenizer_class") not in known:
+        raise ConfigError(
+            f"{root / TOKENIZER_CONFIG_FILE}: tokenizer_class is {config.get('tokenizer_class')!r}, beside {file}; "
+            f"expected {' or '.join(known)}, or a tokenizer.json"
+        )
+    return config
+
+
+def _byte_level(tokenizers: Any, model: Any, pattern: str) -> Any:
+    """A tokenizer that cuts texts by a pattern and byte pairs."""
+    tokenizer = tokenizers.Tokenizer(model)
+    cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([cut, level])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    """Tokens and ranks, the token in base64 and its rank on a line each.
+
+    Raises:
+      ConfigError: a line of another form, ranks that are not 0, 1, 2, …, or a byte that no token stands for.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines()):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise ConfigError(
+                f"{path}: line {number + 1} is {line[:40]!r}; expected a token in base64 and a rank"
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ConfigError(
+            f"{path} holds {len(ranks)} tokens whose ranks are not 0 … {len(ranks) - 1}; expected each once"
+        )
+    absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if absent:
+        raise ConfigError(f"{path}: no token stands for the byte {absent[0]}; expected all 256")
+    return ranks
+
+
+def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
+    """Every pair of tokens that make one, in the order in which tiktoken joins them: by the rank of what comes out."""
+    merges: list[tuple[str, str]] = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [(first, second) for first, second in pairs if first in ranks and second in ranks]
+        for first, second in sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]])):
+            merges.append((_as_text(first), _as_text(second)))
+    return merges
+
+
+@functools.cache
+def _letters() -> tuple[str, ...]:
+    """The visible letter that byte-level tokenizers write for each byte (GPT-2's)."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return tuple(chr(byte) if byte in plain else chr(next(others)) for byte in range(256))
+
+
+def _as_text(token: bytes) -> str:
+    letters = _letters()
+    return "".join(letters[byte] for byte in token)
