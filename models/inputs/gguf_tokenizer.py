@@ -1,6 +1,8 @@
-"""Tokenizers and chat templates out of a GGUF file's metadata: byte-level BPE with the split its model was trained on.
+"""Tokenizers and chat templates out of a GGUF file's metadata.
 
-Source: llama.cpp's names of splits (`tokenizer.ggml.pre`), and the `tokenizer.json` of the models they are named after.
+Of two kinds: byte-level BPE with the split that its model was trained on, and SentencePiece's BPE (Llama 2, Mistral),
+whose merges follow from the scores. Source: llama.cpp's names of splits (`tokenizer.ggml.pre`), and the
+`tokenizer.json` of the models they are named after.
 """
 
 from collections.abc import Mapping
@@ -11,7 +13,9 @@ from kvpatch_jax.extras import require
 
 from .chat import ChatTemplate
 
-_CONTROL, _USER = 3, 4
+_UNKNOWN, _CONTROL, _USER = 2, 3, 4
+_LONGEST = 256  # characters of a token that may be put together of two
+_SPACE = "▁"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {
@@ -27,8 +31,10 @@ _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 def missing_tokenizer(metadata: Mapping[str, Any]) -> str | None:
     """Says why no tokenizer can be made of this metadata; None where one can."""
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind == "llama":
+        return None
     if kind != "gpt2":
-        return f"the file's tokenizer is of kind {kind!r}, not of the known 'gpt2' (byte-level BPE)"
+        return f"the file's tokenizer is of kind {kind!r}, not of the known 'gpt2' (byte-level BPE) and 'llama'"
     if _SAME.get(str(split), split) not in _SPLITS:
         return f"the file's tokenizer splits text as {split!r}, not in one of the known ways {[*_SPLITS, *_SAME]}"
     return None
@@ -44,35 +50,77 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocabulary: int) -> Any:
       ConfigError: tokens, merges or numbers of tokens that do not belong together.
     """
     tokenizers = require("tokenizers", "tokenizers")
-    tokens, merges = _texts(metadata, "tokens"), _texts(metadata, "merges")
+    tokens = _texts(metadata, "tokens")
     kinds = metadata.get("tokenizer.ggml.token_type", [])
     if len(tokens) > vocabulary or len(set(tokens)) != len(tokens) or len(kinds) not in (0, len(tokens)):
         raise ConfigError(
             f"tokenizer.ggml.tokens has {len(tokens)} texts, {len(set(tokens))} of them different, and token_type "
             f"{len(kinds)} numbers; expected up to {vocabulary} different ones, and as many numbers"
         )
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    named = str(metadata["tokenizer.ggml.pre"])
-    split = _SAME.get(named, named)
+    make = _sentencepiece if metadata.get("tokenizer.ggml.model") == "llama" else _byte_level
     try:
-        model = tokenizers.models.BPE(
-            dict(zip(tokens, range(len(tokens)), strict=True)), pairs, ignore_merges=split == "llama-bpe"
-        )
+        tokenizer = make(tokenizers, metadata, tokens)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"tokenizer.ggml.merges do not make a tokenizer of the file's tokens: {error}") from error
 
-    tokenizer = tokenizers.Tokenizer(model)
-    if split == "qwen2":
-        tokenizer.normalizer = tokenizers.normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(tokenizers.pre_tokenizers, tokenizers.Regex, split)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
+    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL)]
     added = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER]
     whole = lambda token, special: tokenizers.AddedToken(token, normalized=False, special=special)
     tokenizer.add_special_tokens([whole(token, True) for token in special])
     tokenizer.add_tokens([whole(token, False) for token in added])
     _add_start(tokenizers, tokenizer, metadata, tokens)
     return tokenizer
+
+
+def _byte_level(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+    merges = [tuple(merge.split(" ")) for merge in _texts(metadata, "merges")]
+    named = str(metadata["tokenizer.ggml.pre"])
+    split = _SAME.get(named, named)
+    numbers = {token: number for number, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges, ignore_merges=split == "llama-bpe"))
+    if split == "qwen2":
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(tokenizers.pre_tokenizers, tokenizers.Regex, split)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str]) -> Any:
+    """SentencePiece's BPE: spaces are written out, one before the text; what no token has is spelled in bytes."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        found = len(scores) if isinstance(scores, list) else scores
+        raise ConfigError(f"tokenizer.ggml.scores has {found!r} numbers; expected {len(tokens)}, as there are tokens")
+    numbers = {token: number for number, token in enumerate(tokens)}
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
+    model = tokenizers.models.BPE(
+        numbers, _merges(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in numbers
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prepend = [tokenizers.normalizers.Prepend(_SPACE)] if prefixed else []
+    tokenizer.normalizer = tokenizers.normalizers.Sequence([*prepend, tokenizers.normalizers.Replace(" ", _SPACE)])
+    decoders = tokenizers.decoders
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Every two tokens that make a third, the one of the highest score first."""
+    known = set(tokens)
+    found: list[tuple[float, str, str]] = []
+    for token, score in zip(tokens, scores, strict=True):
+        for cut in range(1, len(token) if len(token) <= _LONGEST else 0):
+            if token[:cut] in known and token[cut:] in known:
+                found.append((score, token[:cut], token[cut:]))
+    found.sort(key=lambda merge: -merge[0])
+    return [(left, right) for _, left, right in found]
 
 
 def gguf_chat_template(metadata: Mapping[str, Any], name: str) -> ChatTemplate | None:
@@ -100,8 +148,9 @@ def _pre_tokenizer(pre_tokenizers: Any, regex: Any, split: str) -> Any:
 
 
 def _add_start(tokenizers: Any, tokenizer: Any, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Has the tokenizer put its start token before a text, where the file says so (Llama 3's: unless it says not)."""
-    absent = metadata["tokenizer.ggml.pre"] in ("llama-bpe", "llama3", "llama-v3")
+    """Has the tokenizer put its start token before a text, where the file says so (Llama's: unless it says not)."""
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    absent = kind == "llama" or split in ("llama-bpe", "llama3", "llama-v3")
     if not metadata.get("tokenizer.ggml.add_bos_token", absent):
         return
     number = metadata.get("tokenizer.ggml.bos_token_id")
