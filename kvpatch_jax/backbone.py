@@ -186,8 +186,8 @@ class Backbone(Protocol):
         steps: int,
         context: KV | None = None,
         mask: Bool[Array, "B 1 T S"] | None = None,
-    ) -> Int[Array, "B steps"]:
-        """Continue greedily behind tokens (and a context): the next `steps` token ids."""
+    ) -> Int[AnyArray, "B n"]:
+        """Continue greedily behind tokens (and a context): the next `steps` token ids, or fewer where all rows end."""
         ...
 
 

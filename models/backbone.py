@@ -25,6 +25,7 @@ from kvpatch_jax.rope import check_positions
 from .families.family import Config, Family, feature_arrays, placeholders, with_parameters
 from .fingerprint import fingerprint_of
 from .forward import Forward, key_count
+from .generation import Generating
 from .inputs.buckets import (
     Buckets,
     cut_output,
@@ -45,7 +46,7 @@ Features = Float[Array | np.ndarray, "arrays E D"]
 """A tower's output: E image features in the order of their placeholders; n is 1, and one more per deepstack layer."""
 
 
-class ModelBackbone:
+class ModelBackbone(Generating):
     """A model of any family with its weights, its image settings and (where the directory has one) its tokenizer.
 
     Attributes:
@@ -54,6 +55,7 @@ class ModelBackbone:
       family: what tells this model from others.
       buckets: sizes that prompts and images are padded to, or None for their own.
       mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None.
+      stop_tokens: ids that end an answer unless a call says otherwise.
       programs: the jitted programs.
     """
 
@@ -69,6 +71,7 @@ class ModelBackbone:
         chat_template: ChatTemplate | None = None,
         mesh: Mesh | None = None,
         without_tokenizer: str = NO_TOKENIZER,
+        stop_tokens: Sequence[int] = (),
     ):
         self.config: Any = config
         self.buckets = buckets
@@ -76,6 +79,7 @@ class ModelBackbone:
         self.image_config = image_config
         self.layout = config.text.layout
         self.mesh = mesh
+        self.stop_tokens = tuple(stop_tokens)
         self.programs = Forward(
             with_parameters(config, dict(parameters)), placeholders(config), layout=self.layout, mesh=mesh
         )
@@ -132,6 +136,7 @@ class ModelBackbone:
         """The same backbone (buckets, template and mesh too) with other parameters, which are left where they are."""
         kept: dict[str, Any] = {"buckets": self.buckets, "chat_template": self.chat_template, "mesh": self.mesh}
         kept["without_tokenizer"] = self._without
+        kept["stop_tokens"] = self.stop_tokens
         return ModelBackbone(self.config, parameters, self.image_config, self.tokenizer, **kept)
 
     # --------------------------------------------------------------------------------------------- prompts
@@ -356,20 +361,6 @@ class ModelBackbone:
         counted = np.broadcast_to(np.arange(tokens.embeddings.shape[1]) < length, (batch, tokens.embeddings.shape[1]))
         return self.programs.router_load(self.programs.state, tokens, context, mask, jnp.asarray(counted))
 
-    def generate(
-        self,
-        tokens: Tokens,
-        steps: int,
-        context: KV | None = None,
-        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
-    ) -> Int[Array, "B steps"]:
-        """Continues greedily: the next `steps` token ids behind tokens and, where given, an engine-frame context."""
-        context = self._check_read(tokens, context, mask, "generate")
-        self._check_regime(tokens.positions, max(steps - 1, 0))
-        last = tokens.embeddings.shape[1] - 1
-        tokens, context, mask = self._pad_read(tokens, context, mask)
-        return self.programs.generate(self.programs.state, tokens, context, mask, last, steps=steps)
-
     def recompute(
         self,
         tokens: Tokens,
@@ -409,6 +400,11 @@ class ModelBackbone:
         check_mask(mask)
         return None if context is None else dict(context)
 
+    def _read_of(self, tokens: Tokens, context: KV | None, mask: Any, steps: int) -> tuple[Tokens, KV | None, Any]:
+        context = self._check_read(tokens, context, mask, "generate")
+        self._check_regime(tokens.positions, max(steps - 1, 0))
+        return self._pad_read(tokens, context, mask)
+
     def _pad_read(self, tokens: Tokens, context: KV | None, mask: Any) -> tuple[Tokens, KV | None, Any]:
         """What prefill and generate take, padded to its buckets (as it is without buckets)."""
         if self.buckets is None:
@@ -430,7 +426,7 @@ class ModelBackbone:
         if self.buckets is not None:
             tokens = pad_tokens(self.buckets, tokens)
             slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, key_count(cache))
-        state = self.programs.state_for(tokens)
+        state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
         step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows)
         # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
         written = type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache

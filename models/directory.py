@@ -21,6 +21,7 @@ from .families.family import Family, abstract, parameters, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
 from .inputs.buckets import Buckets
+from .inputs.stops import save_stop_tokens
 from .inputs.texts import TOKENIZER_FILE
 
 _BY_MODEL_TYPE = {family.model_type: family.architecture for family in (*FAMILIES.values(), *AUTHORS.values())}
@@ -101,6 +102,7 @@ def load(
         chat_template=files.chat_template(),
         mesh=mesh,
         without_tokenizer=without,
+        stop_tokens=files.stop_tokens(tokenizer),
     )
     check_parameters(flatten_params(backbone.parameters), expected, shardings)
     return backbone
@@ -110,7 +112,8 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     """Writes a backbone as a Hugging Face checkpoint directory that `load` (and transformers) reads. Returns it.
 
     The directory gets config.json, model.safetensors and, where the backbone has them, preprocessor_config.json,
-    tokenizer.json and the chat template. `dtype` casts the parameters; None leaves them.
+    tokenizer.json, the chat template and generation_config.json (where answers end). `dtype` casts the parameters; None
+    leaves them.
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
@@ -126,6 +129,8 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
         backbone.tokenizer.save(str(root / TOKENIZER_FILE))
     if backbone.chat_template is not None:
         backbone.chat_template.save(root)
+    if backbone.stop_tokens:
+        save_stop_tokens(root, backbone.stop_tokens)
     save_weights(root, values, backbone.family.entries(backbone.config, {}))
     return root
 

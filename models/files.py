@@ -14,6 +14,7 @@ from .checkpoints import ADAPTER_CONFIG, TensorSource, open_source, split_config
 from .checkpoints.ggml import GgufSource, find_gguf, read_config, read_header, tensor_places
 from .inputs.chat import ChatTemplate
 from .inputs.gguf_tokenizer import gguf_chat_template, gguf_tokenizer, missing_tokenizer
+from .inputs.stops import read_stop_tokens
 from .inputs.texts import read_tokenizer
 from .prompts import NO_TOKENIZER
 
@@ -45,6 +46,10 @@ class Files(Protocol):
         """Reads the chat template; None where there is none."""
         ...
 
+    def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
+        """Reads which token ids end an answer; () where nothing says so."""
+        ...
+
 
 class DirectoryFiles:
     """A Hugging Face directory.
@@ -69,6 +74,10 @@ class DirectoryFiles:
     def chat_template(self) -> ChatTemplate | None:
         """See `Files`."""
         return ChatTemplate.from_directory(self._root)
+
+    def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
+        """See `Files`."""
+        return read_stop_tokens(self._root, tokenizer)
 
 
 class GgufFiles:
@@ -97,6 +106,11 @@ class GgufFiles:
     def chat_template(self) -> ChatTemplate | None:
         """See `Files`."""
         return gguf_chat_template(self._header.metadata, self.name)
+
+    def stop_tokens(self, tokenizer: Any) -> tuple[int, ...]:
+        """See `Files`."""
+        named = (self._header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+        return tuple(dict.fromkeys(int(number) for number in named if number is not None))
 
 
 def open_files(checkpoint: str | os.PathLike[str]) -> Files:

@@ -1,4 +1,4 @@
-"""The jitted programs of one model: its tower, embedding, prefill, recompute and greedy generation.
+"""The jitted programs of one model: its tower, embedding, prefill, recompute, and the tokens that continue a prompt.
 
 Parameters are an argument of every program, never a constant inside one. Positions, slots, masks and caches are traced,
 so that neither another prompt of the same shape nor another place compiles anew.
@@ -8,7 +8,7 @@ Axis letters: B batch, T tokens, S keys, E image features, n arrays per feature 
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,28 @@ from .decoder.stacks import unstacked
 from .families.family import embed_tokens
 from .inputs.masks import causal_mask
 from .prefill import by_layer, run_prompt, take_tokens
+from .sampling import REFUSED, Draw, choose
 
 STEP_TOKENS = 16
 """Tokens of all rows up to which a forward is bound by reading the weights."""
+BLOCK = 32
+"""Tokens that one call of `advance` can make."""
+
+
+class Continuation(NamedTuple):
+    """What stands behind a prompt so far, between the blocks that tokens are made in.
+
+    token [B]: the last one chosen, whose KV the cache does not have yet. count []: how many were chosen. done [B]: rows
+    whose last token stops them. place [B]: position of the first token that was chosen. seen [B,1,1,S]: keys that the
+    next step sees. places [B,S]: where each key stands in the sequence, for windows that slide.
+    """
+
+    token: Int[Array, " B"]
+    count: Int[Array, ""]
+    done: Bool[Array, " B"]
+    place: Array
+    seen: Bool[Array, "B 1 1 S"]
+    places: Int[Array, "B S"]
 
 
 class Forward:
@@ -38,7 +57,7 @@ class Forward:
     Attributes:
       state: the parameters, the first argument of every program.
       step_state: the same for steps of at most `STEP_TOKENS` tokens, from which these copy no weights.
-      encode, embed, prefill, recompute, generate, router_load: the programs, jitted.
+      encode, embed, prefill, recompute, first, begin, advance, router_load: the programs, jitted.
     """
 
     def __init__(self, model: Any, pads: tuple[int, ...], layout: KVLayout, mesh: Mesh | None):
@@ -52,17 +71,19 @@ class Forward:
         whole: Any = P()
         self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at", "chunk")
         self.recompute = self._program(self._recompute, Step(whole, kv))
-        self.generate = self._program(self._generate, P(), "steps")
         self.router_load = self._program(self._router_load, P())
+        self.first = self._program(self._first, whole)
+        self.begin = self._program(self._begin, (whole, kv), "room", "apart")
+        self.advance = self._program(self._advance, (whole, whole, kv), donate="cache")
 
-    def _program(self, function: Callable[..., Any], out: Any, *static: str) -> Any:
+    def _program(self, function: Callable[..., Any], out: Any, *static: str, donate: str | None = None) -> Any:
         """The function jitted; over a mesh it is traced with that mesh set, for what a layer lays over devices itself.
 
         Inside the forward shardings are the compiler's to find: Explicit axes would want one named at every reshape.
         `out` names those of the results, which are again in the types of arrays on a mesh with Explicit axes.
         """
         if self.mesh is None:
-            return jax.jit(function, static_argnames=static)
+            return jax.jit(function, static_argnames=static, donate_argnames=donate)
         mesh = self.mesh.abstract_mesh
 
         @functools.wraps(function)
@@ -72,17 +93,16 @@ class Forward:
                     return function(*args, **options)
                 return jax.sharding.auto_axes(functools.partial(function, **options), out_sharding=out)(*args)
 
-        return jax.jit(inside, static_argnames=static)
+        return jax.jit(inside, static_argnames=static, donate_argnames=donate)
 
     @functools.cached_property
     def step_state(self) -> Any:
         """The parameters as `decoder.stacks.unstacked` leaves them; no further memory."""
         return unstacked(self.state)
 
-    def state_for(self, tokens: Tokens) -> Any:
-        """The parameters in the form that a forward over so many tokens is fastest with."""
-        batch, length, _ = tokens.embeddings.shape
-        return self.step_state if batch * length <= STEP_TOKENS else self.state
+    def state_for(self, tokens: int) -> Any:
+        """The parameters in the form that a forward over so many tokens, of all rows, is fastest with."""
+        return self.step_state if tokens <= STEP_TOKENS else self.state
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -150,49 +170,103 @@ class Forward:
         hidden = run.hidden if rows is None else take_tokens(run.hidden, rows)
         return Step(decoder.logits(hidden), self._spread(run.cache))
 
-    def _generate(
-        self, state: Any, tokens: Tokens, context: KV | None, mask: Any, last: Array, *, steps: int
-    ) -> Int[Array, "B steps"]:
-        """`last` is the last token's index: nothing behind it (padding) is read."""
+    def _first(
+        self, state: Any, tokens: Tokens, context: KV | None, mask: Any, last: Int[Array, " B"], draw: Draw
+    ) -> Int[Array, " B"]:
+        """Chooses the token behind a prompt, and keeps no cache."""
+        return self._begin(state, tokens, context, mask, last, draw, room=0, apart=False)[0].token
+
+    def _begin(
+        self,
+        state: Any,
+        tokens: Tokens,
+        context: KV | None,
+        mask: Any,
+        last: Int[Array, " B"],
+        draw: Draw,
+        *,
+        room: int,
+        apart: bool,
+    ) -> tuple[Continuation, Any]:
+        """Runs a prompt and chooses the first token of each row.
+
+        Args:
+          last: index of each row's last token: nothing behind it (padding) is read.
+          room: tokens to come that the cache has room for.
+          apart: the cache as a tuple of layers per channel.
+        """
         decoder = nnx.merge(self.graph, state).decoder
         B, T, _ = tokens.embeddings.shape
         size = key_count(context)
         seen = causal_mask(T, size) if mask is None else as_mask(mask, T)
-        out = self._prefill(state, tokens, context, seen, jnp.full((B, 1), last), start_layer=0, hidden_at=())
-        first, later = jnp.argmax(out.logits[:, 0], axis=-1), max(steps - 1, 0)
-        cache = self._grow(out.kv, tokens.positions, context, later)
+        layers: Any = {"context": self._spread(context), "start_layer": 0, "hidden_at": (), "chunk": None}
+        run = run_prompt(decoder, tokens, seen, last[:, None], **layers)
+        token = choose(decoder.logits(run.hidden)[:, 0], draw, 0)
+        inside = (jnp.arange(T) <= last[:, None]).reshape(B, T, *(1,) * (tokens.positions.ndim - 2))
+        positions = jnp.where(inside, tokens.positions, tokens.positions[:, :1])
+        place = jnp.max(positions, axis=tuple(range(1, positions.ndim))) + 1
+        # What the last token sees; the keys that are made since are added as they are written, and stand behind it.
+        row = jnp.pad(_row_of(seen, last, T, size + T), ((0, 0), (0, 0), (0, 0), (0, room)))
+        of_last = jnp.take_along_axis(jnp.broadcast_to(seen.places_of_queries(T), (B, T)), last[:, None], axis=1)
+        before = jnp.broadcast_to(seen.places_of_keys(size + T), (B, size + T))
+        places = jnp.concatenate([before, of_last + 1 + jnp.arange(room, dtype=jnp.int32)], axis=1)
+        cache = self._spread(self._grow(run.kv, tokens.positions, context, room))
+        if apart:
+            cache = {name: tuple(value) for name, value in cache.items()}
+        return Continuation(token, jnp.int32(1), _stopped(token, draw), place, row, places), cache
 
-        axes = tuple(range(1, tokens.positions.ndim))
-        place = jnp.max(tokens.positions, axis=axes) + 1
-        # Where generated tokens stand among the keys that the last token sees; padding has no place there.
-        row = jnp.pad(seen.take_queries(last, 1, T).dense(1, size + T), ((0, 0), (0, 0), (0, 0), (0, later)))
-        next_place = seen.places_of_queries(T)[:, last, None] + 1
-        behind = next_place + jnp.arange(later, dtype=jnp.int32)
-        before = jnp.broadcast_to(seen.places_of_keys(size + T), (len(behind), size + T))
-        key_places, ahead = jnp.concatenate([before, behind], axis=1), jnp.arange(size + T + later)
+    def _advance(
+        self, state: Any, now: Continuation, cache: Any, draw: Draw, written: Array, count: Array
+    ) -> tuple[Int[Array, "B block"], Continuation, Any]:
+        """Makes `count` tokens more, at most `BLOCK`, or fewer where every row is done.
 
-        def body(carry, index):
-            token, cache = carry
-            at = (place + index).reshape((B,) + (1,) * (tokens.positions.ndim - 1))
-            embeddings = decoder.embed(token[:, None])
-            step_tokens = Tokens(embeddings, jnp.broadcast_to(at, (B, 1, *tokens.positions.shape[2:])))
-            # The last token's own keys, and those that were generated since.
-            allowed = row | ((ahead >= size + T) & (ahead <= size + T + index))
-            mask = Mask(query_places=next_place + index, key_places=key_places, allowed=allowed)
-            slots = jnp.full((B, 1), size + T, jnp.int32) + index
-            step = self._recompute(state, step_tokens, cache, slots, None, mask, None)
-            return (jnp.argmax(step.logits[:, -1], axis=-1), step.cache), token
+        Args:
+          written: how many keys the cache holds of the prompt: the slot of the first token that was chosen.
 
-        (final, _), tokens_before = jax.lax.scan(body, (first, cache), jnp.arange(later))
-        return jnp.concatenate([tokens_before.T, final[:, None]], axis=1)[:, :steps]
+        Returns:
+          The tokens [B, BLOCK], of which the first `count` mean something; a row that is done repeats its last one.
+        """
+        decoder = nnx.merge(self.graph, state).decoder
+        ids = jnp.zeros((len(now.token), BLOCK), jnp.int32)
 
-    def _grow(self, kv: KV, positions: Array | np.ndarray, context: KV | None, steps: int) -> KV:
-        """Engine-frame cache of context and tokens with room for `steps` more."""
+        def more(carry: tuple[Array, Any, Continuation, Any]) -> Array:
+            made, _, now, _ = carry
+            return (made < count) & ~jnp.all(now.done)
+
+        def step(carry: tuple[Array, Any, Continuation, Any]):
+            made, ids, now, cache = carry
+            now, cache = self._step(decoder, now, cache, draw, written)
+            return made + 1, ids.at[:, made].set(now.token), now, cache
+
+        made, ids, now, cache = jax.lax.while_loop(more, step, (jnp.int32(0), ids, now, cache))
+        return jnp.where(jnp.arange(BLOCK) < made, ids, now.token[:, None]), now, cache
+
+    def _step(
+        self, decoder: Any, now: Continuation, cache: Any, draw: Draw, written: Array
+    ) -> tuple[Continuation, Any]:
+        """Writes each row's last token and chooses the next one; rows that are done keep theirs."""
+        B, axes = len(now.token), () if self.layout.rope.axes is None else (self.layout.rope.axes,)
+        slot = written + now.count - 1
+        seen = now.seen | (jnp.arange(now.seen.shape[-1]) == slot)
+        place = now.place + (now.count - 1).astype(now.place.dtype)
+        positions = jnp.broadcast_to(place.reshape(B, 1, *(1 for _ in axes)), (B, 1, *axes))
+        slots = jnp.full((B, 1), slot, jnp.int32)
+        at = jax.lax.dynamic_slice_in_dim(now.places, slot, 1, axis=1)
+        mask = Mask(query_places=at, key_places=now.places, allowed=seen)
+        run = decoder.run(decoder.embed(now.token[:, None]), positions, mask, context=cache, slots=slots)
+
+        token = choose(decoder.logits(run.hidden)[:, -1], draw, now.count)
+        token = jnp.where(now.done, now.token, token)
+        now = now._replace(token=token, count=now.count + 1, done=now.done | _stopped(token, draw), seen=seen)
+        return now, run.cache
+
+    def _grow(self, kv: KV, positions: Array | np.ndarray, context: KV | None, room: int) -> KV:
+        """Engine-frame cache of context and tokens with room for as many more."""
         turned = to_engine(self.layout, kv, positions, 0)
         grown = {}
         for name, new in turned.items():
             whole = new if context is None else jnp.concatenate([context[name].astype(new.dtype), new], 2)
-            grown[name] = jnp.pad(whole, ((0, 0), (0, 0), (0, steps), (0, 0), (0, 0)))
+            grown[name] = jnp.pad(whole, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0)))
         return grown
 
     def _spread(self, kv: Any) -> Any:
@@ -206,3 +280,13 @@ class Forward:
 def key_count(context: KV | None) -> int:
     """How many keys [L,B,S,K,H] a context holds; 0 for none."""
     return 0 if context is None else next(iter(context.values())).shape[2]
+
+
+def _row_of(mask: Mask, last: Int[Array, " B"], queries: int, keys: int) -> Bool[Array, "B 1 1 S"]:
+    """Which keys each row's last token sees."""
+    one = lambda row: mask.take_rows(row, 1).take_queries(last[row], 1, queries).dense(1, keys)[0]
+    return jax.lax.map(one, jnp.arange(len(last)))
+
+
+def _stopped(token: Int[Array, " B"], draw: Draw) -> Bool[Array, " B"]:
+    return (token == REFUSED) | jnp.isin(token, draw.stop)

@@ -45,11 +45,11 @@ class ChatTemplate:
           ConfigError: a file that is not JSON, or several templates of which none is the default.
         """
         root = Path(directory)
-        tokens = _special_tokens(_table(root / TOKENIZER_CONFIG_FILE))
+        tokens = _special_tokens(table_of(root / TOKENIZER_CONFIG_FILE))
         if (root / TEMPLATE_FILE).is_file():
             return cls((root / TEMPLATE_FILE).read_text(encoding="utf-8"), tokens, str(root / TEMPLATE_FILE))
         for name in _JSON_FILES:
-            found = _table(root / name).get("chat_template")
+            found = table_of(root / name).get("chat_template")
             if found is not None:
                 return cls(_default(found, root / name), tokens, str(root / name))
         return None
@@ -95,7 +95,12 @@ class _Refused(Exception):
     """A template's own `raise_exception`."""
 
 
-def _table(path: Path) -> dict[str, Any]:
+def table_of(path: Path) -> dict[str, Any]:
+    """Reads a JSON file's table; {} where there is no file.
+
+    Raises:
+      ConfigError: what is no table in JSON.
+    """
     if not path.is_file():
         return {}
     try:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +18,14 @@ from tests.goldens.load import write_checkpoint  # noqa: E402
 def qwen2_5_vl_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen2.5-VL of the goldens as a Hugging Face directory. Read only: copy before changing it."""
     return write_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("checkpoints") / "qwen2_5_vl")
+
+
+@pytest.fixture
+def unchecked():
+    """Switches the shape hook off, so that our own typed error is what a test sees."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

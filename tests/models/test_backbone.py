@@ -248,7 +248,7 @@ def test_another_prompt_place_or_slot_does_not_compile_again(backbone, gold, pre
 
     use(tokens, rows, context, engine, slots, keep)
     calls = backbone.programs
-    counted = [calls.encode, calls.embed, calls.prefill, calls.recompute, calls.generate]
+    counted = [calls.encode, calls.embed, calls.prefill, calls.recompute, calls.begin, calls.advance]
     sizes = [function._cache_size() for function in counted]
     pixels = gold["pixel_values"][::-1] * np.float32(0.5)
     other = backbone.embed(gold["input_ids"][None], gold["position_ids"][None] + 7, pixels, gold["image_grid_thw"])

@@ -74,7 +74,8 @@ def close(found, expected):
 def programs(backbone) -> list[int]:
     """How many programs each of the model's own calls has compiled."""
     calls = backbone.programs
-    return [call._cache_size() for call in (calls.encode, calls.embed, calls.prefill, calls.recompute, calls.generate)]
+    own = (calls.encode, calls.embed, calls.prefill, calls.recompute, calls.begin, calls.advance)
+    return [call._cache_size() for call in own]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,7 +100,7 @@ def test_image_sizes_of_one_bucket_share_programs(family: str, tmp_path):
         np.testing.assert_array_equal(padded.generate(found, 3), plain.generate(expected, 3))
         counts.append(programs(padded))
     assert len(patches) > 1
-    assert counts == [[1, 1, 1, 0, 1]] * len(counts)
+    assert counts == [[1, 1, 1, 0, 1, 1]] * len(counts)
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
@@ -131,4 +132,4 @@ def test_lengths_of_one_bucket_share_programs(family: str, tmp_path):
             ours, theirs = (each.recompute(tokens, cache, slots, kept, logits="all") for each in (padded, plain))
             jax.tree.map(close, ours, theirs)
         counts.append(programs(padded)[2:])
-    assert counts == [[2, 2, 1]] * 2  # a mask of the caller's own is a program of its own
+    assert counts == [[2, 2, 1, 1]] * 2  # a mask of the caller's own is a program of its own

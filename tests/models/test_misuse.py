@@ -118,7 +118,8 @@ def test_a_known_frame_does_not_compile_again(backbone, prefilled):
     """KV as it comes and the same as a plain dictionary run one program."""
     tokens, _, engine = prefilled
     rest = tokens.shift(T)
-    counted = [backbone.programs.prefill, backbone.programs.generate, backbone.programs.recompute]
+    calls = backbone.programs
+    counted = [calls.prefill, calls.begin, calls.advance, calls.recompute]
 
     def use(kv):
         backbone.prefill(rest, kv)

@@ -1,0 +1,329 @@
+"""Continuing prompts: blocks of tokens as the programs make them, and their text piece by piece.
+
+Everything here runs on the host.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
+
+from kvpatch_jax.backbone import KV, Tokens, check_tokens
+from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
+
+from .forward import BLOCK, Forward, key_count
+from .inputs.buckets import Buckets
+from .sampling import REFUSED, Draw, Sampling, draw_of
+
+LEAST_ROOM = 64
+"""Tokens that a cache has room for at least, so that short answers of other lengths compile nothing again."""
+
+
+class Piece(NamedTuple):
+    """What a stream yields: the next token of each row and, with a tokenizer, the text that it completes.
+
+    ids [B]: a row that ended repeats its last token. texts: of each row; empty while a character's bytes are not all
+    there, of stop tokens, and behind them.
+    """
+
+    ids: Int[np.ndarray, " B"]
+    texts: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The first row's text."""
+        return self.texts[0] if self.texts else ""
+
+
+class TextPieces:
+    """Text of one row, token by token: joined, the pieces are the whole text, and none ends inside a character."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        # Tokens before `read` are told; those from `begin` on give a tokenizer what it needs for the spaces between.
+        self.begin, self.read = 0, 0
+
+    def push(self, token: int) -> str:
+        """Takes a token; the text that is complete with it, "" while bytes are missing."""
+        self.ids.append(token)
+        text = self._untold()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self.begin, self.read = self.read, len(self.ids)
+        return text
+
+    def rest(self) -> str:
+        """What is left at the end, with U+FFFD for bytes that make no character."""
+        text = self._untold()
+        self.begin, self.read = self.read, len(self.ids)
+        return text
+
+    def _untold(self) -> str:
+        told = self._decode(self.ids[self.begin : self.read])
+        return self._decode(self.ids[self.begin :])[len(told) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def pieces_of(
+    blocks: Iterator[Int[np.ndarray, "B n"]], tokenizer: Any, rows: int, steps: int, stops: Sequence[int]
+) -> Iterator[Piece]:
+    """Yields the tokens of blocks one by one, each with the text that it completes (none without a tokenizer).
+
+    Args:
+      steps: how many tokens there are at most. stops: tokens that end a row, whose text is left out.
+    """
+    texts = [] if tokenizer is None else [TextPieces(tokenizer) for _ in range(rows)]
+    ended, made = np.zeros(rows, bool), 0
+    for block in blocks:
+        for ids in block.T:
+            made += 1
+            ending = np.isin(ids, stops) & ~ended
+            found = []
+            for row, pieces in enumerate(texts):
+                text = "" if ended[row] or ending[row] else pieces.push(int(ids[row]))
+                if ending[row] or (made == steps and not ended[row]):
+                    text += pieces.rest()
+                found.append(text)
+            ended |= ending
+            yield Piece(ids, tuple(found))
+
+
+def make_blocks(
+    programs: Forward,
+    tokens: Tokens,
+    context: KV | None,
+    mask: Any,
+    last: Int[np.ndarray, " B"],
+    draw: Draw,
+    steps: int,
+    block: int = BLOCK,
+) -> Iterator[Int[np.ndarray, "B n"]]:
+    """Yields the next `steps` tokens of each row, at most `block` at a time; fewer once every row has a stop token.
+
+    The block behind the one that is yielded is already under way then. Closing the iterator asks for no further one.
+
+    Args:
+      tokens, context, mask: padded to their buckets. last: index of each row's last token.
+
+    Raises:
+      NotFiniteError: logits of which no token can be chosen.
+    """
+    rows, length, _ = tokens.embeddings.shape
+    state = programs.state_for(rows)
+    if steps == 1:
+        found = np.asarray(programs.first(programs.state, tokens, context, mask, last, draw))[:, None]
+        _check_chosen(found, 0)
+        yield found
+        return
+    room = Buckets(smallest=LEAST_ROOM).round_up(max(steps - 1, LEAST_ROOM))
+    apart = state is not programs.state
+    now, cache = programs.begin(programs.state, tokens, context, mask, last, draw, room=room, apart=apart)
+    written, stops = np.int32(key_count(context) + length), np.asarray(draw.stop)
+
+    ids, count, left, made = now.token[:, None], 1, steps - 1, 0
+    while True:
+        following = None
+        if left:
+            many = min(block, left)
+            following, now, cache = programs.advance(state, now, cache, draw, written, np.int32(many))
+            left -= many
+        found = np.asarray(ids)[:, :count]
+        _check_chosen(found, made)
+        ended = np.logical_or.accumulate(np.isin(found, stops), axis=1).all(axis=0)
+        if ended.any():
+            yield found[:, : int(ended.argmax()) + 1]
+            return
+        yield found
+        if following is None:
+            return
+        made += count
+        ids, count = following, many
+
+
+def _check_chosen(ids: Int[np.ndarray, "B n"], made: int) -> None:
+    refused = np.argwhere(ids == REFUSED)
+    if len(refused):
+        row, place = refused[0]
+        raise NotFiniteError(
+            f"row {row}: logits of token {made + int(place)} behind the prompt hold NaN or infinity, or are all "
+            "-infinity; expected a finite largest one"
+        )
+
+
+class Generating:
+    """What a backbone gets from its programs, its tokenizer and a check of what it reads: `generate` and `stream`."""
+
+    config: Any
+    programs: Forward
+    stop_tokens: tuple[int, ...]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of `tokenizers`, or None."""
+        raise NotImplementedError
+
+    def _read_of(self, tokens: Tokens, context: KV | None, mask: Any, steps: int) -> tuple[Tokens, KV | None, Any]:
+        """What generation reads, checked and padded to its buckets."""
+        raise NotImplementedError
+
+    def generate(
+        self,
+        tokens: Tokens,
+        steps: int,
+        context: KV | None = None,
+        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+        *,
+        sampling: Sampling | None = None,
+        key: PRNGKeyArray | int | None = None,
+        stop: Sequence[int] | None = None,
+        lengths: Sequence[int] | Int[np.ndarray, " B"] | None = None,
+    ) -> Int[np.ndarray, "B n"]:
+        """Continues tokens and, where given, an engine-frame context by at most `steps` tokens.
+
+        Args:
+          sampling: how tokens are chosen; greedily when None.
+          key: a `jax.random.key`, or the number to make one of; needed for a temperature above 0. The same key gives
+            the same tokens, here and in `stream`.
+          stop: token ids that end a row; None for the checkpoint's own (`stop_tokens`), () for none.
+          lengths: how many of each row's tokens count, the first ones, as `pad_rows` gives them; None for all.
+
+        Returns:
+          Token ids [B, n] on the host, stop tokens included: n is `steps`, or less where every row ends before. A row
+          that ends before the others repeats its stop token.
+
+        Raises:
+          InputError: steps, stop tokens or lengths that are none, or a temperature without a key. NotFiniteError:
+          logits of which no token can be chosen. What `prefill` raises.
+        """
+        blocks = self._blocks(tokens, steps, context, mask, sampling, key, stop, lengths, BLOCK)
+        none = np.zeros((len(tokens.embeddings), 0), np.int32)
+        return np.concatenate([none, *blocks], axis=1)
+
+    def stream(
+        self,
+        tokens: Tokens,
+        steps: int,
+        context: KV | None = None,
+        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
+        *,
+        sampling: Sampling | None = None,
+        key: PRNGKeyArray | int | None = None,
+        stop: Sequence[int] | None = None,
+        lengths: Sequence[int] | Int[np.ndarray, " B"] | None = None,
+    ) -> Iterator[Piece]:
+        """Continues as `generate` does, and yields each token as it is made.
+
+            for piece in backbone.stream(tokens, 200):
+                print(piece.text, end="", flush=True)
+
+        Pieces of text never split a character, and leave out stop tokens. Closing the iterator (or leaving the loop,
+        and letting go of it) ends the work: one token may be under way.
+
+        Raises:
+          What `generate` raises, most of it when the iterator is made.
+        """
+        stops = self.stop_tokens if stop is None else check_stop(stop, self.config.text.vocabulary)
+        blocks = self._blocks(tokens, steps, context, mask, sampling, key, stops, lengths, 1)
+        return pieces_of(blocks, self.tokenizer, len(tokens.embeddings), steps, stops)
+
+    def _blocks(
+        self,
+        tokens: Tokens,
+        steps: int,
+        context: KV | None,
+        mask: Any,
+        sampling: Sampling | None,
+        key: PRNGKeyArray | int | None,
+        stop: Sequence[int] | None,
+        lengths: Any,
+        block: int,
+    ) -> Iterator[np.ndarray]:
+        """Tokens of `generate`, at most `block` at a time; everything is checked before the first is asked for."""
+        check_steps(steps)
+        stops = self.stop_tokens if stop is None else check_stop(stop, self.config.text.vocabulary)
+        draw = draw_of(sampling or Sampling(), key, stops)
+        padded, context, mask = self._read_of(tokens, context, mask, steps)
+        last = last_tokens(tokens, lengths)
+        if not steps:
+            return iter(())
+        return make_blocks(self.programs, padded, context, mask, last, draw, steps, block)
+
+
+def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
+    """Puts prompts of unequal lengths below each other: one batch, and how many of each row's tokens count.
+
+        tokens, lengths = pad_rows([backbone.embed(**prompt) for prompt in prompts])
+        backbone.generate(tokens, 100, lengths=lengths)
+
+    Padding stands behind a row's tokens, where nothing looks at it.
+
+    Raises:
+      InputError: no prompts. ShapeError: prompts of different widths or numbers of axes.
+    """
+    if not prompts:
+        raise InputError("pad_rows: no prompts; expected at least one")
+    for prompt in prompts:
+        check_tokens(prompt, "pad_rows")
+        width, axes = prompts[0].embeddings.shape[2:], np.shape(prompts[0].positions)[2:]
+        if prompt.embeddings.shape[2:] != width or np.shape(prompt.positions)[2:] != axes:
+            raise ShapeError(
+                f"pad_rows: embeddings {prompt.embeddings.shape} and positions {np.shape(prompt.positions)}; expected "
+                f"them to go with the first prompt's {prompts[0].embeddings.shape}"
+            )
+    lengths = [prompt.embeddings.shape[1] for prompt in prompts]
+    longest = max(lengths)
+    behind = lambda x, fill: fill(x, [(0, longest - x.shape[1] if axis == 1 else 0) for axis in range(x.ndim)])
+    deep = next((prompt.deepstack for prompt in prompts if prompt.deepstack is not None), None)
+
+    embeddings, positions, deepstack = [], [], []
+    for prompt in prompts:
+        embeddings.append(behind(prompt.embeddings, jnp.pad))
+        positions.append(behind(np.asarray(prompt.positions), np.pad))
+        if deep is not None:
+            own = prompt.deepstack
+            own = jnp.zeros((*prompt.embeddings.shape[:2], *deep.shape[2:]), deep.dtype) if own is None else own
+            deepstack.append(behind(own, jnp.pad))
+    tokens = Tokens(
+        jnp.concatenate(embeddings), np.concatenate(positions), jnp.concatenate(deepstack) if deepstack else None
+    )
+    rows = [len(prompt.embeddings) for prompt in prompts]
+    return tokens, np.repeat(lengths, rows).astype(np.int32)
+
+
+def last_tokens(tokens: Tokens, lengths: Any) -> Int[np.ndarray, " B"]:
+    """Index of each row's last token.
+
+    Raises:
+      ShapeError: another number of lengths than rows, or a length that a row does not have.
+    """
+    rows, longest, _ = tokens.embeddings.shape
+    if lengths is None:
+        return np.full(rows, longest - 1, np.int32)
+    given = np.asarray(lengths)
+    if given.shape != (rows,) or given.dtype.kind not in "iu" or given.min() < 1 or given.max() > longest:
+        raise ShapeError(f"lengths {given.tolist()}; expected {rows} whole numbers from 1 to {longest}")
+    return given.astype(np.int32) - 1
+
+
+def check_steps(steps: Any) -> None:
+    """Raises InputError for a number of tokens that is none."""
+    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 0:
+        raise InputError(f"steps {steps!r}; expected a number of tokens, 0 or more")
+
+
+def check_stop(stop: Sequence[int] | Int[np.ndarray, " n"], vocabulary: int) -> tuple[int, ...]:
+    """Checks stop tokens.
+
+    Raises:
+      InputError: what is no token id of this vocabulary.
+    """
+    found = tuple(stop) if isinstance(stop, Sequence | np.ndarray) and not isinstance(stop, str) else (stop,)
+    for token in found:
+        if not isinstance(token, int | np.integer) or isinstance(token, bool) or not 0 <= token < vocabulary:
+            raise InputError(f"stop token {token!r}; expected ids from 0 to {vocabulary - 1}")
+    return tuple(int(token) for token in found)

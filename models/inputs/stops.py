@@ -1,0 +1,44 @@
+"""Where answers end: the stop tokens that a checkpoint names."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpatch_jax.errors import ConfigError
+
+from .chat import TOKENIZER_CONFIG_FILE, table_of
+
+GENERATION_FILE = "generation_config.json"
+
+
+def read_stop_tokens(root: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Reads where a checkpoint says that answers end, as transformers does.
+
+    `eos_token_id` of generation_config.json, a number or a list; where there is none, that of config.json (its own or
+    its text part's), and at last the `eos_token` of tokenizer_config.json. () where nothing says so.
+
+    Raises:
+      ConfigError: a file that is not JSON, or an `eos_token_id` that is neither a number nor a list of numbers.
+    """
+    config = table_of(root / "config.json")
+    parts = [config.get(name) for name in ("text_config", "language_config")]
+    tables = [table_of(root / GENERATION_FILE), config, *(part for part in parts if isinstance(part, Mapping))]
+    for table in tables:
+        found = table.get("eos_token_id")
+        if found is None:
+            continue
+        numbers = found if isinstance(found, list) else [found]
+        if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
+            raise ConfigError(f"{root}: eos_token_id is {found!r}; expected a token id or a list of them")
+        return tuple(numbers)
+    token = table_of(root / TOKENIZER_CONFIG_FILE).get("eos_token")
+    text = token.get("content") if isinstance(token, Mapping) else token
+    number = tokenizer.token_to_id(text) if tokenizer is not None and isinstance(text, str) else None
+    return () if number is None else (number,)
+
+
+def save_stop_tokens(root: Path, stop: Sequence[int]) -> None:
+    """Writes them as generation_config.json."""
+    text = json.dumps({"eos_token_id": list(stop)}, indent=2)
+    (root / GENERATION_FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,138 @@
+"""Choosing the next token of each row from its logits: greedily, or drawn at a temperature among the likeliest.
+
+Everything about a draw is traced, so that another temperature, share, number or key runs the same program.
+
+Axis letters: B batch, V vocabulary.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+REFUSED = -1
+"""The token of a row whose logits say nothing: one of them NaN or +infinity, or all of them -infinity."""
+STOPS = 8
+"""Stop tokens that a program has room for (twice, four times … as many where there are more)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+      temperature: what logits are divided by; 0 takes the likeliest token.
+      top_p: draws among the fewest likeliest tokens that together have this probability (Holtzman et al.,
+        arXiv:1904.09751, section 3.1). Tokens exactly as likely as the last of these stay too.
+      top_k: draws among this many likeliest tokens, before `top_p`; None for all. Ties stay, as above.
+
+    Raises:
+      ConfigError: a negative or infinite temperature, a `top_p` outside 0 < p ≤ 1, or a `top_k` below 1.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature {self.temperature}; expected a finite number, 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p {self.top_p}; expected more than 0 and at most 1")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ConfigError(f"top_k {self.top_k!r}; expected a whole number from 1 on, or None for all tokens")
+
+
+class Draw(NamedTuple):
+    """A `Sampling` with its key and stop tokens, as arrays: what programs take."""
+
+    temperature: Array | np.ndarray
+    top_p: Array | np.ndarray
+    top_k: Array | np.ndarray
+    key: PRNGKeyArray
+    stop: Int[Array | np.ndarray, " stops"]
+
+
+def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[int]) -> Draw:
+    """Makes the arrays of a draw.
+
+    Raises:
+      InputError: a temperature above 0 without a key.
+    """
+    # Below this, float32 quotients of logits are infinite or 0 alone: the likeliest token, which greedy takes.
+    temperature = sampling.temperature if sampling.temperature > 1e-30 else 0.0
+    if key is None and temperature > 0:
+        raise InputError(f"temperature {temperature} without a key; expected key=jax.random.key(0), or another number")
+    room = STOPS
+    while room < len(stop):
+        room *= 2
+    stops = np.full(room, REFUSED, np.int32)
+    stops[: len(stop)] = stop
+    return Draw(
+        np.float32(temperature),
+        np.float32(sampling.top_p),
+        np.int32(np.iinfo(np.int32).max if sampling.top_k is None else sampling.top_k),
+        jax.random.key(0 if key is None else key) if key is None or isinstance(key, int) else key,
+        stops,
+    )
+
+
+def choose(logits: Float[Array, "B V"], draw: Draw, index: Int[Array, ""] | int) -> Int[Array, " B"]:
+    """Chooses each row's next token, or `REFUSED` where its logits say nothing.
+
+    A draw depends on the key, the row's number, `index` and the row's own logits, and on nothing else: neither on the
+    rows beside it nor on how many tokens a program makes.
+
+    Args:
+      index: how many tokens were chosen before.
+    """
+    top = jnp.max(logits, axis=-1)
+    greedy = lambda: jnp.argmax(logits, axis=-1)
+    chosen = jax.lax.cond(draw.temperature > 0, lambda: _drawn(logits, draw, index), greedy)
+    return jnp.where(jnp.isfinite(top), chosen, REFUSED).astype(jnp.int32)
+
+
+def kept(scaled: Float[Array, "B V"], draw: Draw) -> Bool[Array, "B V"]:
+    """Tokens that a draw is among, by logits over temperature of which each row's largest is 0."""
+    weights = jnp.exp(scaled)
+    among = jnp.where(weights >= _threshold(weights, jnp.ones_like(weights), draw.top_k), weights, 0)
+    mass = draw.top_p * jnp.sum(among, axis=-1, keepdims=True)
+    # At a share of 1 rounding must not cost the least likely ones.
+    lowest = jnp.where(draw.top_p < 1, _threshold(among, among, mass), 0)
+    return (among >= lowest) & (among > 0)
+
+
+def _drawn(logits: Array, draw: Draw, index: Array | int) -> Array:
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / draw.temperature
+    whole = (draw.top_p >= 1) & (draw.top_k >= logits.shape[-1])
+    among = jax.lax.cond(whole, lambda: jnp.ones(logits.shape, bool), lambda: kept(scaled, draw))
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(draw.key, row), index))(jnp.arange(len(logits)))
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
+    return jnp.argmax(jnp.where(among, scaled, -jnp.inf) + noise, axis=-1)
+
+
+def _threshold(values: Float[Array, "B V"], amounts: Float[Array, "B V"], mass: Any) -> Float[Array, "B 1"]:
+    """The largest number such that the amounts of values no smaller are `mass` at least; 0 where all are less.
+
+    Found by bisection of the numbers from 0 to 1, whose bits are in their order: 31 passes over the vocabulary, where
+    sorting it takes longer than a small model's whole step on a CPU.
+    """
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+
+    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        enough = jnp.sum(jnp.where(bits >= middle, amounts, 0), axis=-1, keepdims=True) >= mass
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    low = jnp.zeros((len(values), 1), jnp.int32)
+    one = np.float32(1).view(np.int32)
+    low, _ = jax.lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, one + 1)))
+    return jax.lax.bitcast_convert_type(low, jnp.float32)

@@ -1,0 +1,261 @@
+"""Continuing prompts: blocks, streams, stop tokens, unequal lengths; what a step copies; text by characters."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evals.bench.checkpoints import LARGE, random_backbone
+from kvpatch_jax.errors import ConfigError, InputError, NotFiniteError, ShapeError
+from kvpatch_jax.layout import to_engine
+from models import Piece, Sampling, load, pad_rows
+from models.decoder import stacks
+from models.forward import BLOCK
+from models.generation import TextPieces
+from models.inputs.stops import read_stop_tokens
+from tests.goldens.load_text import write_text_checkpoint
+
+T, STEPS = 8, BLOCK + 9
+WARM = {"sampling": Sampling(0.9, 0.95), "key": 11}
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory):
+    """Grouped-query attention, three layers."""
+    return load(write_text_checkpoint("qwen3", tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture(scope="module")
+def tokens(backbone):
+    return backbone.embed(np.random.default_rng(3).integers(3, 290, (2, T)))
+
+
+@pytest.fixture(scope="module")
+def drawn(backbone, tokens):
+    return backbone.generate(tokens, STEPS, stop=(), **WARM)
+
+
+def test_a_stream_makes_the_tokens_of_generate(backbone, tokens, drawn):
+    """Whatever the block of tokens per program, and without compiling anything for another way of drawing."""
+    calls = (backbone.programs.begin, backbone.programs.advance)
+    sizes = [call._cache_size() for call in calls]
+    pieces = list(backbone.stream(tokens, STEPS, stop=(), **WARM))
+    assert all(isinstance(piece, Piece) and piece.texts == () and piece.text == "" for piece in pieces)
+    assert np.array_equal(np.stack([piece.ids for piece in pieces], axis=1), drawn)
+    assert np.array_equal(backbone.generate(tokens, 12, stop=(), **WARM), drawn[:, :12])  # fewer steps, one key
+    assert not np.array_equal(backbone.generate(tokens, STEPS, stop=(), **WARM | {"key": 12}), drawn)
+    moved = tokens.shift(1000)
+    for sampling in (None, Sampling(0.3), Sampling(1.0, 0.5, 4)):
+        backbone.generate(moved, STEPS - 4, sampling=sampling, key=jax.random.key(5), stop=(7, 8, 9))
+    assert [call._cache_size() for call in calls] == sizes
+
+
+def test_rows_end_at_stop_tokens(backbone, tokens, drawn):
+    first = int(drawn[0, 4])
+    place = drawn[0].tolist().index(first)
+    own = next(int(token) for token in drawn[1] if token not in drawn[0])  # the second row's alone
+    other = drawn[1].tolist().index(own)
+    found = backbone.generate(tokens, STEPS, stop=(first, own), **WARM)
+    ends = [min(row.index(token) for token in (first, own) if token in row) for row in drawn.tolist()]
+    assert found.shape[1] == max(ends) + 1 <= max(place, other) + 1
+    for row, end in zip(range(2), ends, strict=True):
+        assert np.array_equal(found[row, : end + 1], drawn[row, : end + 1])
+        assert (found[row, end:] == drawn[row, end]).all()
+    streamed = list(backbone.stream(tokens, STEPS, stop=(first, own), **WARM))
+    assert np.array_equal(np.stack([piece.ids for piece in streamed], axis=1), found)
+
+    both = sorted({int(token) for token in drawn[:, 0]})
+    assert backbone.generate(tokens, STEPS, stop=both, **WARM).shape == (2, 1)
+    before = backbone.stop_tokens
+    backbone.stop_tokens = tuple(both)  # what a call does not say is the checkpoint's
+    assert backbone.generate(tokens, STEPS, **WARM).shape == (2, 1)
+    backbone.stop_tokens = before
+
+
+def test_a_closed_stream_runs_nothing_more(backbone, tokens, monkeypatch):
+    calls, advance = [], backbone.programs.advance
+    monkeypatch.setattr(backbone.programs, "advance", lambda *args: calls.append(1) or advance(*args))
+    stream = backbone.stream(tokens, STEPS, stop=())
+    assert not calls
+    next(stream), next(stream)
+    asked = len(calls)
+    assert asked == 2  # one is under way
+    stream.close()
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert len(calls) == asked
+
+
+def test_padding_behind_a_row_is_not_read(backbone, tokens):
+    shorter = tokens.take(0, 5)
+    row = lambda part, index: part._replace(
+        embeddings=part.embeddings[index : index + 1], positions=part.positions[index : index + 1]
+    )
+    joined, lengths = pad_rows([row(shorter, 0), row(tokens, 1)])
+    assert lengths.tolist() == [5, T]
+    found = backbone.generate(joined, 6, lengths=lengths, stop=())
+    junk = joined._replace(embeddings=joined.embeddings.at[0, 5:].set(99.0), positions=joined.positions + 0)
+    junk.positions[0, 5:] = 700
+    assert np.array_equal(backbone.generate(junk, 6, lengths=lengths, stop=()), found)
+    assert np.array_equal(found[1], backbone.generate(tokens, 6, stop=())[1])
+    # The short row, by decoding one token after the other behind its own five.
+    kv, cache = backbone.prefill(shorter).kv, {}
+    for name, value in to_engine(backbone.layout, kv, shorter.positions, 0).items():
+        cache[name] = jnp.pad(value, ((0, 0), (0, 0), (0, 6), (0, 0), (0, 0)))
+    for place in range(5, 5 + 5):
+        step = backbone.decode(
+            backbone.embed(np.repeat(found[:1, place - 5 : place - 4], 2, 0), np.full((2, 1), place, np.int32)),
+            cache,
+            np.full((2, 1), place),
+        )
+        cache = step.cache
+        assert int(np.argmax(np.asarray(step.logits)[0, -1])) == found[0, place - 4]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_continued_is_refused(backbone, tokens):
+    with pytest.raises(NotFiniteError, match=r"row 1: logits of token 0 .*expected"):
+        backbone.generate(tokens._replace(embeddings=tokens.embeddings.at[1, 2].set(jnp.nan)), STEPS, stop=())
+    for options, error in (
+        ({"steps": -1}, InputError),
+        ({"steps": 2.5}, InputError),
+        ({"stop": (300,)}, InputError),
+        ({"stop": (-1,)}, InputError),
+        ({"stop": ("end",)}, InputError),
+        ({"lengths": [5]}, ShapeError),
+        ({"lengths": [0, 5]}, ShapeError),
+        ({"lengths": [5, T + 1]}, ShapeError),
+        ({"sampling": Sampling(0.5)}, InputError),
+    ):
+        for call in (backbone.generate, backbone.stream):  # a stream too is refused before its first token
+            with pytest.raises(error, match="expected"):
+                call(tokens, **{"steps": 3, **options})
+    with pytest.raises(InputError, match="no prompts; expected"):
+        pad_rows([])
+    with pytest.raises(ShapeError, match="expected"):
+        pad_rows([tokens, tokens._replace(embeddings=tokens.embeddings[..., :3])])
+    assert backbone.generate(tokens, 0).shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_step_on_a_cpu_copies_no_weights(dtype):
+    """Its temporaries are far below the weights, it reads each of them once, and gives what a scan over stacks does."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_hidden_layers": 4}
+    stacked = random_backbone({**LARGE, **sizes, "vocab_size": 4096})
+    stacked = stacked.replaced(jax.tree.map(lambda leaf: leaf.astype(dtype), stacked.parameters))
+    programs = stacked.programs
+    apart = programs.state_for(1)
+    leaves = jax.tree.leaves(programs.state)
+    weights = sum(leaf.nbytes for leaf in leaves)
+    starts = {(leaf.unsafe_buffer_pointer(), leaf.nbytes) for leaf in leaves}
+    inside = lambda leaf: any(start <= leaf.unsafe_buffer_pointer() < start + size for start, size in starts)
+    assert apart is not programs.state
+    assert all(map(inside, jax.tree.leaves(apart)))  # no second copy of the weights
+
+    one = stacked.embed(np.array([[5]]), np.array([[20]]))
+    shape = (1, 64, 2, 64)
+    cache = {name: jnp.zeros((4, *shape), dtype) for name in "kv"}
+    slots = np.array([[20]])
+    compiled = programs.recompute.lower(apart, one, cache, slots, None, None).compile()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    assert memory.temp_size_in_bytes < 0.02 * weights
+    assert cost["bytes accessed"] < 1.1 * weights
+    found, expected = (programs.recompute(state, one, cache, slots, None, None) for state in (apart, programs.state))
+    bar = 1e-5 if dtype == "float32" else 2e-2
+    assert np.abs(found.logits - expected.logits).max() <= bar * np.abs(expected.logits).max()
+    for name in cache:
+        assert np.abs(found.cache[name] - expected.cache[name]).max() <= bar * np.abs(expected.cache[name]).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama2", "deepseek_v3"])
+def test_generation_over_unstacked_layers_equals_that_over_stacks(family, tmp_path, monkeypatch):
+    plain = load(write_text_checkpoint(family, tmp_path))
+    monkeypatch.setattr(stacks, "LEAST_BYTES", 0)
+    apart = plain.replaced(plain.parameters)
+    assert apart.programs.state_for(2) is not apart.programs.state
+    monkeypatch.setattr(stacks, "LEAST_BYTES", 2**24)
+    tokens = plain.embed(np.arange(3, 3 + 2 * T).reshape(2, T))
+    for options in ({}, WARM):
+        expected = plain.generate(tokens, STEPS, stop=(), **options)
+        assert np.array_equal(apart.generate(tokens, STEPS, stop=(), **options), expected)
+
+
+# ------------------------------------------------------------------------------------------------------- text
+
+
+@functools.cache
+def byte_tokenizer(fallback: bool):
+    """256 tokens, one per byte: byte-level BPE, or a unigram's byte fall-back."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    if fallback:
+        made = tokenizers.Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, []))
+        made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        return made
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=12), fallback=st.booleans())
+def test_pieces_of_text_split_no_character(text, fallback):
+    tokenizer = byte_tokenizer(fallback)
+    ids = list(text.encode()) if fallback else tokenizer.encode(text).ids
+    pieces = TextPieces(tokenizer)
+    told = [pieces.push(token) for token in ids]
+    assert "".join(told) + pieces.rest() == text
+    assert all("\ufffd" not in piece for piece in told) or "\ufffd" in text
+    lengths = np.cumsum([len(character.encode()) for character in text]).tolist()
+    complete = [place for place, piece in enumerate(told, 1) if piece]
+    assert set(complete) <= set(lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=12))
+def test_bytes_that_are_no_text_come_out_as_the_tokenizer_has_them(data):
+    tokenizer = byte_tokenizer(fallback=False)
+    letters = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    assert len(letters) == 256
+    pieces = TextPieces(tokenizer)
+    told = "".join(pieces.push(token) for token in data) + pieces.rest()
+    assert told == tokenizer.decode(list(data), skip_special_tokens=False)
+
+
+def test_a_stream_tells_text_and_leaves_out_stop_tokens(backbone, tokens, drawn):
+    backbone.tokenizer = byte_tokenizer(fallback=False)
+    end = int(drawn[0, 6])
+    last = drawn[0].tolist().index(end)
+    pieces = list(backbone.stream(tokens, STEPS, stop=(end,), **WARM))
+    backbone.tokenizer, tokenizer = None, backbone.tokenizer
+    assert "".join(piece.text for piece in pieces) == tokenizer.decode(drawn[0, :last].tolist())
+    row = drawn[1].tolist()
+    stop = row.index(end) if end in row else STEPS
+    assert "".join(piece.texts[1] for piece in pieces) == tokenizer.decode(row[:stop])
+
+
+def test_stop_tokens_are_read_where_transformers_reads_them(tmp_path):
+    tokenizer = byte_tokenizer(fallback=False)
+    assert read_stop_tokens(tmp_path, tokenizer) == ()
+    write = lambda name, table: (tmp_path / name).write_text(json.dumps(table))
+    write("tokenizer_config.json", {"eos_token": {"content": "a"}})
+    assert read_stop_tokens(tmp_path, tokenizer) == (tokenizer.token_to_id("a"),)
+    assert read_stop_tokens(tmp_path, None) == ()
+    write("config.json", {"text_config": {"eos_token_id": 3}})
+    assert read_stop_tokens(tmp_path, tokenizer) == (3,)
+    write("config.json", {"eos_token_id": 4, "text_config": {"eos_token_id": 3}})
+    assert read_stop_tokens(tmp_path, tokenizer) == (4,)
+    write("generation_config.json", {"eos_token_id": [5, 6], "temperature": 0.1})
+    assert read_stop_tokens(tmp_path, tokenizer) == (5, 6)
+    for wrong in ("end", [5, "end"], -1, True):
+        write("generation_config.json", {"eos_token_id": wrong})
+        with pytest.raises(ConfigError, match=r"eos_token_id is .*expected"):
+            read_stop_tokens(tmp_path, tokenizer)

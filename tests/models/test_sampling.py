@@ -1,0 +1,113 @@
+"""Choosing tokens: sets and shares against float64 and sorting; another way of drawing compiles nothing again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpatch_jax.errors import ConfigError, InputError
+from models import Sampling
+from models.sampling import REFUSED, choose, draw_of, kept
+
+V, ROWS = 12, 5
+GREEDY = Sampling()
+CHOOSE, KEPT = jax.jit(choose), jax.jit(kept)
+
+
+def chosen(logits, sampling=GREEDY, key=0, index=0):
+    """Of at most `ROWS` rows of at most `V` logits, in one shape, so that there is one program."""
+    whole = np.full((ROWS, V), -np.inf, np.float32)
+    whole[: len(logits), : logits.shape[1]] = logits
+    return np.asarray(CHOOSE(jnp.asarray(whole), draw_of(sampling, key, ()), index))[: len(logits)]
+
+
+def shares(logits, sampling: Sampling) -> np.ndarray:
+    """What a draw's probabilities should be: by sorting, in float64, ties kept."""
+    scaled = np.asarray(logits, np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    if sampling.top_k is not None:
+        weights[weights < np.sort(weights)[::-1][: sampling.top_k][-1]] = 0
+    if sampling.top_p < 1:
+        order = np.sort(weights)[::-1]
+        enough = int(np.argmax(np.cumsum(order) >= sampling.top_p * weights.sum() * (1 - 1e-12)))
+        weights[weights < order[enough]] = 0
+    return weights / weights.sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    logits=st.lists(st.integers(-12, 12), min_size=V, max_size=V),
+    top_p=st.sampled_from([1e-6, 0.1, 0.33, 0.5, 0.9, 0.99, 1.0]),
+    top_k=st.sampled_from([None, 1, 2, 5, V, 100]),
+    temperature=st.sampled_from([0.37, 1.0, 5.0]),
+)
+def test_the_tokens_of_a_draw_are_those_of_sorting(logits, top_p, top_k, temperature):
+    sampling = Sampling(temperature, top_p, top_k)
+    scaled = np.asarray(logits, np.float32) / np.float32(temperature)
+    found = np.asarray(KEPT((scaled - scaled.max())[None], draw_of(sampling, 0, ())))[0]
+    expected = shares(np.asarray(logits), sampling) > 0
+    mass = np.exp(np.sort(scaled.astype(np.float64))[::-1] - scaled.max())
+    mass = np.cumsum(mass[: top_k or V]) / mass[: top_k or V].sum()
+    if np.abs(mass - top_p).min() > 1e-6 or top_p == 1:  # float32 cannot tell a share that is reached exactly
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5), Sampling(2.0, 0.8), Sampling(1.0, 1.0, 3)], ids=str)
+def test_draws_have_the_shares_of_the_distribution(sampling):
+    logits = np.array([1.0, 0.2, -1.0, 2.0, -np.inf, 0.2], np.float32)
+    count = 20_000
+    draw = draw_of(sampling, 7, ())
+    many = jax.jit(jax.vmap(lambda index: choose(jnp.asarray(logits)[None], draw, index)[0]))
+    found = np.bincount(np.asarray(many(jnp.arange(count))), minlength=len(logits)) / count
+    expected = shares(logits, sampling)
+    assert (found[expected == 0] == 0).all()
+    assert (np.abs(found - expected) <= 4.5 * np.sqrt(expected * (1 - expected) / count)).all()
+
+
+def test_edges():
+    logits = np.array([[0.0, 3.0, 3.0, -np.inf], [5.0, -1.0, 2.0, 4.9]], np.float32)
+    assert chosen(logits).tolist() == [1, 0]  # greedy: the first of ties
+    for sampling in (Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1e-6), Sampling(1e-38)):
+        drawn = np.stack([chosen(logits, sampling, index=index) for index in range(20)])
+        assert set(drawn[:, 1]) == {0}
+        assert set(drawn[:, 0]) <= {1, 2}
+        assert sampling.temperature == 1e-38 or set(drawn[:, 0]) == {1, 2}  # ties stay, below float32 greedy decides
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_say_nothing_are_refused(temperature):
+    logits = np.zeros((ROWS, V), np.float32)
+    logits[0, 3], logits[1, 3], logits[2] = np.nan, np.inf, -np.inf
+    logits[3, 1:] = -np.inf  # one token alone is a choice
+    found = chosen(logits, Sampling(temperature))
+    assert found[:3].tolist() == [REFUSED] * 3
+    assert found[3] == 0
+    assert 0 <= found[4] < V
+
+
+def test_a_row_draws_by_itself_and_settings_compile_nothing():
+    rows = np.random.default_rng(0).standard_normal((3, V)).astype(np.float32)
+    whole = chosen(rows, Sampling(1.0, 0.9), key=3, index=5)
+    size = CHOOSE._cache_size()
+    changed = rows.copy()
+    changed[0] = 0
+    assert chosen(changed, Sampling(1.0, 0.9), 3, 5)[1:].tolist() == whole[1:].tolist()
+    same = np.broadcast_to(rows[:1], rows.shape)
+    drawn = np.stack([chosen(same, Sampling(1.5), key, index) for key in (0, jax.random.key(1)) for index in range(20)])
+    assert (drawn[:, 0] != drawn[:, 1]).any()
+    assert (drawn[:20] != drawn[20:]).any()
+    for sampling in (Sampling(), Sampling(0.2), Sampling(1.0, 0.3), Sampling(1.0, 1.0, 2)):
+        chosen(rows, sampling)
+    assert CHOOSE._cache_size() == size
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_sampling_is_refused():
+    for wrong in ((-1.0,), (np.inf,), (np.nan,), (1.0, 0.0), (1.0, 1.5), (1.0, np.nan), (1, 1, 0), (1, 1, 2.5)):
+        with pytest.raises(ConfigError, match="expected"):
+            Sampling(*wrong)
+    with pytest.raises(InputError, match="without a key; expected"):
+        draw_of(Sampling(0.7), None, ())
+    assert draw_of(Sampling(), None, range(20)).stop.shape == (32,)
