@@ -161,11 +161,13 @@ def test_a_step_on_a_cpu_copies_no_weights(dtype):
     shape = (1, 64, 2, 64)
     cache = {name: jnp.zeros((4, *shape), dtype) for name in "kv"}
     slots = np.array([[20]])
-    compiled = programs.recompute.lower(apart, one, cache, slots, None, None).compile()
+    compiled = programs.recompute.lower(apart, one, cache, slots, None, None, None).compile()
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     assert memory.temp_size_in_bytes < 0.02 * weights
     assert cost["bytes accessed"] < 1.1 * weights
-    found, expected = (programs.recompute(state, one, cache, slots, None, None) for state in (apart, programs.state))
+    found, expected = (
+        programs.recompute(state, one, cache, slots, None, None, None) for state in (apart, programs.state)
+    )
     bar = 1e-5 if dtype == "float32" else 2e-2
     assert np.abs(found.logits - expected.logits).max() <= bar * np.abs(expected.logits).max()
     for name in cache:
