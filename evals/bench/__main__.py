@@ -9,9 +9,11 @@ from typing import Any
 from absl import app, flags
 
 from ..command_line import errors_as_one_line
-from . import backbones, kernels, patch, store, store_growth
+from . import backbones, kernels, patch, sizes, store, store_growth
 
-_SUITE = flags.DEFINE_enum("suite", "patch", ["backbones", "kernels", "patch", "store"], "Which benchmark to run.")
+_SUITE = flags.DEFINE_enum(
+    "suite", "patch", ["backbones", "kernels", "patch", "sizes", "store"], "Which benchmark to run."
+)
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
 _DEFICITS = flags.DEFINE_string(
     "deficits", None, "patch: an .npz of real deficits, each [L, T, F] or [L, T, K, H]; their energy ratio is reported."
@@ -27,7 +29,11 @@ _LARGE = flags.DEFINE_bool(
     "(half an hour, 10 GB of memory, 5 GB in TMPDIR); --architectures= leaves the tiny ones out.",
 )
 _ARCHITECTURES = flags.DEFINE_list("architectures", None, "backbones: only these, by their names in config.json.")
-_QUICK = flags.DEFINE_bool("quick", False, "store: tiny sizes, to see that it runs; no measurement.")
+_DEVICE = flags.DEFINE_enum(
+    "device", "h200", ["h200", "v5e", "cpu"], "sizes: what programs are compiled for; no such device is needed."
+)
+_CHECKPOINTS = flags.DEFINE_list("checkpoints", None, "sizes: only these released checkpoints.")
+_QUICK = flags.DEFINE_bool("quick", False, "store: tiny sizes, no measurement; sizes: compiles nothing.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: seven at least.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
 
@@ -40,6 +46,8 @@ def _run() -> dict[str, Any]:
         return kernels.run(**common)
     if _SUITE.value == "store":
         return store.run(**common, out=_OUT.value, quick=_QUICK.value)
+    if _SUITE.value == "sizes":
+        return sizes.run(_DEVICE.value, _CHECKPOINTS.value, temporaries=not _QUICK.value)
     with errors_as_one_line():
         names = None if _ARCHITECTURES.value is None else [name for name in _ARCHITECTURES.value if name]
         for name in names or ():
@@ -63,6 +71,8 @@ def main(argv: list[str]) -> None:
         print(backbones.table(result))
     if _SUITE.value == "kernels":
         print(kernels.table(result))
+    if _SUITE.value == "sizes":
+        print(sizes.table(result))
     if _SUITE.value == "store":
         print(store.table(result))
         if _OUT.value:

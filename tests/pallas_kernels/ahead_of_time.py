@@ -4,7 +4,13 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from pallas_kernels._ahead_of_time import SPEC, chunk_of, compile_on  # noqa: F401
+from pallas_kernels._ahead_of_time import (  # noqa: F401
+    SHARED_MEMORY,
+    SPEC,
+    chunk_of,
+    compile_for_h200,
+    compile_on,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from ahead_of_time import SPEC, chunk_of, compile_on, without_the_compilation_cache  # noqa: F401
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice
+from ahead_of_time import (  # noqa: F401
+    SHARED_MEMORY,
+    SPEC,
+    chunk_of,
+    compile_for_h200,
+    without_the_compilation_cache,
+)
 
 from pallas_kernels import factorise, rotate_patch, splice
 from pallas_kernels.rotate_patch.shapes import PRODUCTION, RotateShape
@@ -24,21 +28,6 @@ pytestmark = [
         importlib.util.find_spec("jax_cuda13_plugin") is None, reason="jax's CUDA plugin is not installed"
     ),
 ]
-
-SHARED_MEMORY = 232_448
-H200 = f"""gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
-  shared_memory_per_block_optin: {SHARED_MEMORY}
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 name: "NVIDIA H200"
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-}}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "NVIDIA H200"
-"""
 
 
 @pytest.fixture
@@ -52,9 +41,7 @@ def dump(tmp_path: Path, monkeypatch) -> Path:
 
 def compiled(function, *arguments, donate: tuple[int, ...] = ()):
     """`function`, compiled for one H200 that is not there."""
-    device = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices[0]
-    kind = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    return compile_on(device, kind, "gpu", function, arguments, donate)
+    return compile_for_h200(function, arguments, donate)
 
 
 def text_of(made) -> str:

@@ -1,0 +1,259 @@
+"""What released checkpoints need: memory and the least time, from configurations and compilers. No weights are made.
+
+Weights, KV and arithmetic follow from shapes; temporaries are what the compiler says of the very programs that a
+backbone runs (plain XLA, no kernel), for a device that need not be here. The least time is the larger of two bounds:
+arithmetic at the device's peak rate, and reading every weight once from its memory. Real times are longer.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+import pallas_kernels
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import ConfigError
+from models import FAMILIES
+from models.checkpoints import flatten_params
+from models.decoder.sharding import partition_specs
+from models.families.family import abstract, parameters, placeholders, with_dtype, with_parameters
+from models.families.llava import packing_index
+from models.forward import Forward
+from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
+
+from .arithmetic import count_flops
+from .released_configs import RELEASED
+
+SPEC = jax.ShapeDtypeStruct
+PROMPTS = (4096, 16384)
+MEGAPIXELS = (1, 3, 12)
+LARGEST_MESH = 8
+TILES = {"LlavaForConditionalGeneration": 1, "DeepseekVLForConditionalGeneration": 1}
+"""Tiles of one image; of other families with tiles as many as their released settings make of a large one."""
+TILES |= {"LlavaNextForConditionalGeneration": 5, "InternVLForConditionalGeneration": 13}
+TILES |= {"SmolVLMForConditionalGeneration": 17}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Published peaks of a device: dense bf16 operations and bytes of memory traffic per second, bytes of memory."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+
+
+H200 = Device("H200", 989e12, 4.8e12, 141e9)
+V5E = Device("v5e", 197e12, 819e9, 16 * 2**30)
+"""As NVIDIA's and Google's pages say of one H200 SXM and one TPU v5e chip."""
+
+
+def run(device: str = "h200", only: Sequence[str] | None = None, temporaries: bool = True) -> dict[str, Any]:
+    """Describes every released checkpoint.
+
+    Args:
+      device: what programs are compiled for: "h200" (needs jax's CUDA plugin, no GPU), "v5e" (needs libtpu, no TPU) or
+        "cpu".
+      only: names of checkpoints; None for all of `RELEASED`.
+      temporaries: compile at all; without, what follows from shapes alone.
+    """
+    compile_program = {"h200": compile_for_h200, "v5e": functools.partial(compile_for_tpu, "v5e:2x2"), "cpu": _on_cpu}
+    compiler = compile_program[device] if temporaries else None
+    rows = {name: describe(RELEASED[name].config, compiler) for name in only or RELEASED}
+    return {"device": device, "jax": jax.__version__, "checkpoints": rows}
+
+
+def describe(raw: dict[str, Any], compiler: Callable[..., jax.stages.Compiled] | None) -> dict[str, Any]:
+    """One checkpoint's row, in bytes, operations and seconds."""
+    config = with_dtype(FAMILIES[raw["architectures"][0]].config(raw, "exact", None), "bfloat16")
+    shapes = parameters(abstract(config))
+    leaves = flatten_params(shapes)
+    programs = Forward(with_parameters(config, shapes), placeholders(config), layout=config.text.layout, mesh=None)
+    found: dict[str, Any] = {
+        "weights": _bytes(leaves),
+        "kv_per_token": config.text.layout.bytes_per_token("bfloat16"),
+        "mesh": on_a_mesh(config, leaves),
+        "prefill": {},
+        "tower": {},
+    }
+    calls = {("prefill", str(length)): _prefill(programs, config, length) for length in PROMPTS}
+    calls |= {("tower", what): call for what, call in _towers(programs, config).items()}
+    for (kind, what), (function, arguments) in calls.items():
+        found[kind][what] = {"flops": count_flops(function, *arguments)}
+        if compiler is not None:
+            found[kind][what]["temporaries"] = _temporaries(compiler, function, arguments)
+    whole, read = _bytes_read(config, leaves)
+    for device, count in ((H200, 1), (V5E, found["mesh"]["devices"])):
+        flops = {length: found["prefill"][str(length)]["flops"] for length in PROMPTS}
+        least = lambda length, device=device, flops=flops: max(flops[length] / device.flops, whole / device.bandwidth)
+        found[device.name] = {
+            "devices": count,
+            "fits": (found["weights"] if count == 1 else found["mesh"]["weights"]) < device.memory,
+            "prefill": {length: least(length) / count for length in PROMPTS},
+            "token": read / device.bandwidth / count,
+        }
+    return found
+
+
+def on_a_mesh(config: Any, leaves: Any) -> dict[str, Any]:
+    """The most devices, a power of two up to `LARGEST_MESH`, that a checkpoint lies over, and what each then holds."""
+    count = LARGEST_MESH
+    while count > 1:
+        mesh = AbstractMesh((count,), ("tensor",))
+        try:
+            specs = partition_specs(config.text, leaves, mesh)
+        except ConfigError:
+            count //= 2
+            continue
+        share = lambda path, specs=specs, count=count: count if "tensor" in specs[path] else 1
+        weights = sum(_bytes({path: leaf}) // share(path) for path, leaf in leaves.items())
+        heads = 1 if config.text.latent is not None else count
+        return {"devices": count, "weights": weights, "kv_per_token": _kv(config) // heads}
+    return {"devices": 1, "weights": _bytes(leaves), "kv_per_token": _kv(config)}
+
+
+def _kv(config: Any) -> int:
+    return config.text.layout.bytes_per_token("bfloat16")
+
+
+def _bytes(leaves: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+
+
+def _bytes_read(config: Any, leaves: Any) -> tuple[float, float]:
+    """Bytes of the weights that a prompt needs, and that one token needs: the chosen experts alone.
+
+    No tower, and of an embedding that is not the head as well no more than a row per token.
+    """
+    experts, whole, single = config.text.experts, 0.0, 0.0
+    for path, leaf in leaves.items():
+        if path[0] != "decoder" or (path[1] == "embedding" and not config.text.tied_embeddings):
+            continue
+        size = leaf.size * leaf.dtype.itemsize
+        whole += size
+        # Those of shared experts have longer paths.
+        chosen = experts is not None and path[1:] in (("layers", "mlp", part) for part in ("gate", "up", "down"))
+        single += size * experts.chosen / experts.experts if chosen else size
+    return whole, single
+
+
+def _prefill(programs: Forward, config: Any, length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A prefill's function and the shapes of its arguments; logits of the last token."""
+    text, axes = config.text, config.text.rope.axes
+    positions = (1, length) if axes is None else (1, length, axes)
+    deep = len(getattr(getattr(config, "vision", None), "deepstack_layers", ()))
+    deepstack = SPEC((1, length, deep, text.width), text.dtype) if deep else None
+    tokens = Tokens(SPEC((1, length, text.width), text.dtype), SPEC(positions, jnp.int32), deepstack)
+    rows = SPEC((1, 1), jnp.int32)
+    function = functools.partial(programs.prefill, start_layer=0, hidden_at=(), chunk=None)
+    return lambda state, tokens, rows: function(state, tokens, None, None, rows), (programs.state, tokens, rows)
+
+
+def _towers(programs: Forward, config: Any) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The tower's function and shapes: for 1, 3 and 12 megapixels, or for the most tiles of one image."""
+    vision = config.family.vision
+    if vision is None:
+        return {}
+    found = {}
+    for what, (pixels, arrays, count) in _images(config).items():
+        ids = np.full((1, count), config.image_token)
+        plan = vision.plan(config, ids, {"pixel_values": np.broadcast_to(np.float32(1), pixels), **arrays})
+        shapes = jax.tree.map(lambda leaf: SPEC(leaf.shape, leaf.dtype), dict(plan))
+        found[what] = (programs.encode, (programs.state, SPEC(pixels, jnp.float32), shapes))
+    return found
+
+
+def _images(config: Any) -> dict[str, tuple[tuple[int, ...], dict[str, np.ndarray], int]]:
+    """Shape of the pixels, further arrays and the number of placeholders of one image."""
+    tower, architecture = config.vision, config.family.architecture
+    if architecture in TILES:
+        tiles = TILES[architecture]
+        side = (tower.channels, tower.image, tower.image)
+        if architecture == "LlavaNextForConditionalGeneration":
+            shape, sizes = (1, tiles, *side), {"image_sizes": np.array([[tower.image * 2, tower.image * 2]])}
+            return {f"{tiles} tiles": (shape, sizes, len(packing_index(config.glue.tiles, sizes["image_sizes"])))}
+        return {f"{tiles} tiles": ((tiles, *side), {}, tiles * config.tile_tokens)}
+    images = {}
+    for size in MEGAPIXELS:
+        height, width = _grid(size * 1e6, tower.patch * tower.merge)
+        grid = np.array([[1, height * tower.merge, width * tower.merge]])
+        patches = int(np.prod(grid))
+        shape: tuple[int, ...] = (patches, tower.channels, tower.patch, tower.patch)
+        if not architecture.startswith("Kimi"):
+            shape = (patches, tower.features)
+        images[f"{size} Mpx"] = (shape, {"image_grid_thw": grid}, height * width)
+    return images
+
+
+def _grid(pixels: float, step: int) -> tuple[int, int]:
+    """Rows and columns of merged patches of an image with sides as 3 to 4."""
+    height = max(int(math.sqrt(pixels * 3 / 4) / step), 1)
+    return height, max(int(pixels / step**2 / height), 1)
+
+
+def _on_cpu(function: Callable[..., Any], arguments: Any) -> jax.stages.Compiled:
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def _temporaries(compiler: Callable[..., jax.stages.Compiled], function: Callable[..., Any], arguments: Any) -> Any:
+    """Bytes beside arguments and results, or the compiler's refusal in a few words."""
+    try:
+        with pallas_kernels.preferring("xla"):
+            analysis = compiler(function, arguments).memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0][:120]
+    return None if analysis is None else analysis.temp_size_in_bytes
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table."""
+    head = (
+        "checkpoint",
+        "weights",
+        "KV per 1k tokens",
+        "prefill 4k / 16k",
+        "tower",
+        "mesh",
+        "H200",
+        "v5e mesh",
+        "token",
+    )
+    lines = [" | ".join(head), "|".join(["---"] * len(head))]
+    lines += [" | ".join(_cells(name, row)) for name, row in result["checkpoints"].items()]
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    mesh, times = row["mesh"], []
+    for device in (H200, V5E):
+        least = " / ".join(_milliseconds(seconds) for seconds in (*row[device.name]["prefill"].values(),))
+        times.append(least if row[device.name]["fits"] else "does not fit")
+    tokens = (_milliseconds(row[device.name]["token"]) if row[device.name]["fits"] else "–" for device in (H200, V5E))
+    return (
+        f"`{name}`",
+        _size(row["weights"]),
+        _size(row["kv_per_token"] * 1024),
+        " / ".join(_size(call.get("temporaries")) for call in row["prefill"].values()),
+        ", ".join(f"{what}: {_size(call.get('temporaries'))}" for what, call in row["tower"].items()) or "none",
+        f"{mesh['devices']} × {_size(mesh['weights'])}",
+        *times,
+        " / ".join(tokens),
+    )
+
+
+def _size(count: Any) -> str:
+    """Bytes in GiB or MiB; what is no number as it is."""
+    if not isinstance(count, int | float):
+        return "not compiled" if count is None else str(count)
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
