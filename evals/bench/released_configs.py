@@ -226,7 +226,7 @@ RELEASED: dict[str, Released] = {
     "OpenGVLab/InternVL3-2B-hf": Released(_internvl3(1536, 8960, 28, 12, 2, 151674), 2.089),
     "OpenGVLab/InternVL3-8B-hf": Released(_internvl3(3584, 18944, 28, 28, 4, 151674), 7.944),
     "HuggingFaceTB/SmolVLM2-2.2B-Instruct": Released(
-        _smolvlm2(2048, 8192, 24, 32, 32, 49280, scale=3, theta=130000, tower=_vit(1152, 4304, 27, 16, 384, 14)), 2.247
+        _smolvlm2(2048, 8192, 24, 32, 32, 49280, scale=3, theta=1.3e5, tower=_vit(1152, 4304, 27, 16, 384, 14)), 2.247
     ),
     "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": Released(
         _smolvlm2(960, 2560, 32, 15, 5, 49280, scale=4, theta=1e5, tower=_vit(768, 3072, 12, 12, 512, 16)), 0.507

@@ -51,7 +51,7 @@ class Device:
 
 
 H200 = Device("H200", 989e12, 4.8e12, 141e9)
-V5E = Device("v5e", 197e12, 819e9, 16 * 2**30)
+V5E = Device("v5e", 197e12, 819e9, 16.0 * 2**30)
 """As NVIDIA's and Google's pages say of one H200 SXM and one TPU v5e chip."""
 
 

@@ -135,13 +135,16 @@ class ViT(nnx.Module):
           ShapeError: images of another size than the learned positions, without `positions`.
         """
         config = self.config
+        # As the convolutions of these towers do, rows and columns that make no whole patch are left out: SmolVLM2's
+        # larger tower takes tiles of 384 pixels in patches of 14.
+        height, width = (size - size % config.patch for size in pixel_values.shape[2:])
         patches = rearrange(
-            pixel_values.astype(jnp.dtype(config.dtype)),
+            pixel_values[:, :, :height, :width].astype(jnp.dtype(config.dtype)),
             "B C (row y) (column x) -> B (row column) (C y x)",
             y=config.patch,
             x=config.patch,
         )
-        if positions is None and patches.shape[1] != config.side**2:
+        if positions is None and pixel_values.shape[2:] != (config.image, config.image):
             raise ShapeError(f"images of {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
         hidden = self._embed(patches, positions)
         scale = (config.width // config.heads) ** -0.5

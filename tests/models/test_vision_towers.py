@@ -211,6 +211,19 @@ def test_bucket_positions_equal_transformers():
         assert np.array_equal(bucket_positions(height, width, side), expected), name
 
 
+def test_rows_that_make_no_whole_patch_are_left_out():
+    """As by transformers' convolution with a stride of one patch: SmolVLM2-2.2B has 27 patches of 14 in 384 pixels."""
+    whole = dataclasses.replace(CLIP, image=2 * CLIP.patch)
+    rest = dataclasses.replace(CLIP, image=3 * CLIP.patch - 1)
+    assert rest.side == 2
+    assert rest.tokens == whole.tokens
+    pixels = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, rest.image, rest.image)), jnp.float32)
+    made = lambda config, pixels: ViT(config, nnx.Rngs(0))(pixels)
+    both = jax.jit(lambda pixels: (made(rest, pixels), made(whole, pixels[..., : whole.image, : whole.image])))
+    found, expected = both(pixels)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_vit_refuses():
     with pytest.raises(ConfigError, match="final_norm 'maybe'"):
         dataclasses.replace(CLIP, final_norm="maybe")
