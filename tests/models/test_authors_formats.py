@@ -16,6 +16,7 @@ import models
 from kvpatch_jax.errors import ConfigError, WeightsError
 from models.checkpoints import SafetensorsSource, TensorInfo, ViewSource, split_groups
 from models.families import multi_modality
+from models.families.registry import AUTHORS
 from tests.goldens.load import write_checkpoint
 from tests.goldens.redraw import redraw_all
 
@@ -181,6 +182,22 @@ def test_internlm2_is_llama_with_fused_groups(internvl, tmp_path):
     expected = models.load(ours)
     jax.tree.map(np.testing.assert_array_equal, found.parameters, expected.parameters)
     assert found.config.text == expected.config.text
+
+
+def test_internvl_3_5_is_read_in_both_formats(internvl, tmp_path):
+    raw = read_config(internvl)
+    for name in ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"):
+        raw["text_config"].pop(name, None)
+    chat = chat_config(raw, "Qwen3ForCausalLM", head_dim=16, attention_bias=False)
+    directory = write(tmp_path / "chat", chat, {"a": np.zeros(1, np.float32)})
+    raw["text_config"] |= {"model_type": "qwen3", "head_dim": 16, "attention_bias": False}
+    family = models.FAMILIES["InternVLForConditionalGeneration"]
+    theirs = family.config(AUTHORS["InternVLChatModel"].config(chat, directory), "exact", None)
+    ours = family.config(raw, "exact", None)
+    assert theirs.text == ours.text
+    names = {entry.pattern for entry in family.entries(ours, {})}
+    assert "language_model.model.layers.{layer}.self_attn.q_norm.weight" in names
+    assert "language_model.model.layers.{layer}.self_attn.q_proj.bias" not in names
 
 
 def test_an_adapter_of_the_authors_modules_is_merged_before(internvl, tmp_path):
