@@ -185,7 +185,10 @@ def read_quantisation(table: Any, place: str = "quantization_config") -> Quantis
         )
     for key, value in table.items():
         _check(place, method, key, value)
-    return readers[method](table, place)
+    try:
+        return readers[method](table, place)
+    except (TypeError, AttributeError) as error:  # a list where a table belongs, and the like
+        raise ConfigError(f"{place} of {method} cannot be read: {error}") from error
 
 
 def _method(table: Raw) -> str | None:
@@ -250,6 +253,7 @@ def _changes(rules: Raw, found: Quantisation, place: str) -> tuple[tuple[str, Qu
     """GPTQModel's rules for modules that differ: "-:" not quantised, "+:" or nothing quantised in another way."""
     changes: list[tuple[str, Quantisation | None]] = []
     for pattern, given in rules.items():
+        _compile(pattern.removeprefix("-:").removeprefix("+:"), f"{place}: dynamic")
         if pattern.startswith("-:"):
             changes.append((pattern.removeprefix("-:"), None))
             continue
