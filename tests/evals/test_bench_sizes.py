@@ -1,6 +1,7 @@
 """Counting arithmetic, and what the sizes suite says of released checkpoints against formulas of our own."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from evals.bench import sizes
 from evals.bench.arithmetic import count_flops
 from evals.bench.released_configs import RELEASED
 
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "real-size.md").read_text(encoding="utf-8")
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 SQUARE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 ONCE = 2 * 4 * 8 * 8
@@ -62,6 +64,16 @@ def test_a_checkpoint_is_described(name):
         assert matrices + scores / 2 <= counted <= 1.3 * (matrices + scores)
         assert row["H200"]["prefill"][length] >= counted / 989e12
     assert set(row["tower"]) == ({f"{size} Mpx" for size in sizes.MEGAPIXELS} if "VL" in name else set())
+
+
+def test_the_page_has_every_checkpoint_and_what_follows_from_its_shapes():
+    rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
+    assert [row[0].strip("|` ") for row in rows][: len(RELEASED)] == list(RELEASED)
+    cells = {row[0].strip("|` "): row for row in rows[: len(RELEASED)]}
+    described = sizes.describe(RELEASED["Qwen/Qwen3-0.6B"].config, None)
+    fresh = sizes.table({"checkpoints": {"Qwen/Qwen3-0.6B": described}}).splitlines()[-1].split(" | ")
+    kept = [column for column in range(len(fresh)) if "not compiled" not in fresh[column]]
+    assert [cells["Qwen/Qwen3-0.6B"][column] for column in kept] == [fresh[column] for column in kept]
 
 
 def test_images_have_the_pixels_that_their_name_says():
