@@ -96,7 +96,7 @@ class Ours:
         (image,) = {int(ids[0, at]) for at in range(1, ids.shape[1]) if ids[0, at] == ids[0, at - 1]}
         return self.backbone.embed(**self.pictures).embeddings[0][ids[0] == image]
 
-    def _generated(self) -> Array:
+    def _generated(self) -> Array | np.ndarray:
         return self.backbone.generate(self.backbone.embed(self.ids), self.new_tokens)
 
     def _filled(self) -> tuple[Array, dict[str, Array]]:

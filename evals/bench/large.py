@@ -26,7 +26,7 @@ from absl import logging
 
 from kvpatch_jax.errors import KVPatchError
 
-from .large_prompt import LARGE, LargeSize
+from .large_prompt import LARGE, MATMUL, LargeSize
 from .timing import spread
 from .transformers_side import TransformersSide
 
@@ -132,7 +132,7 @@ def _explained(
 ) -> list[dict[str, Any]]:
     """Where the time goes: work per second of each part beside one plain product of matrices; peaks of memory."""
     work, rows = size.work(), []
-    counts = {"tower": work["tower"], "prefill": work["prefill"], "matmul": 2.0 * 2048**3}
+    counts = {"tower": work["tower"], "prefill": work["prefill"], "matmul": 2.0 * MATMUL**3}
     for metric, count in counts.items():
         rates = {
             side: count / statistics.median(turn["seconds"][metric] for turn in turns) / 1e9
@@ -146,6 +146,10 @@ def _explained(
         if turns
     }
     rows.append({**row, "metric": "step: GB/s of weights", **rates})
+    for metric in [name for name in (theirs[0]["seconds"] if theirs else ()) if name.endswith("returned")]:
+        rows.append(
+            {**row, "metric": metric, "theirs": 1 / statistics.median(each["seconds"][metric] for each in theirs)}
+        )
     for kind, profile in ours[-1]["load_profiles"].items():
         rows += [{**row, "metric": f"load {kind}: CPU s, {part}", "ours": value} for part, value in profile.items()]
     for stage in ours[-1]["peaks"]:

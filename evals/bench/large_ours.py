@@ -26,10 +26,8 @@ from models.checkpoints.source import OpenFile
 from models.inputs.qwen_images import ImageConfig
 
 from .checkpoints import pad_cache, random_backbone
-from .large_prompt import MERGE, PATCH, LargeSize, prompt_arrays
+from .large_prompt import MATMUL, MERGE, PATCH, LargeSize, prompt_arrays
 from .timing import stopwatch
-
-MATMUL = 2048
 
 
 def peak_bytes() -> int:

@@ -8,6 +8,7 @@ from jaxtyping import Float32, Int32
 
 IMAGE, VIDEO, START, END = 1, 2, 3, 4  # ids of a prompt's special tokens
 PATCH, MERGE = 14, 2
+MATMUL = 2048  # rows and columns of the product that speeds are held against
 
 
 @dataclasses.dataclass(frozen=True)
