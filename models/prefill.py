@@ -48,7 +48,7 @@ def run_prompt(
     layers: dict[str, Any] = {"start_layer": start_layer, "hidden_at": hidden_at, "context": context}
     if chunk is not None and chunk < tokens.embeddings.shape[1]:
         return _in_chunks(decoder, tokens, mask, rows, chunk, layers)
-    run = decoder.run(tokens.embeddings, tokens.positions, mask, deepstack=by_layer(tokens), **layers)
+    run = decoder.run(tokens.embeddings, jnp.asarray(tokens.positions), mask, deepstack=by_layer(tokens), **layers)
     return Prefilled(run.hidden if rows is None else take_tokens(run.hidden, rows), run.kv, run.taps)
 
 

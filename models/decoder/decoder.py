@@ -239,8 +239,8 @@ class Decoder(nnx.Module):
 
     def _turn(self, kv: KV, tables: Sequence[Array]) -> KV:
         """KV with the channels that carry phase rotated by these cosines and sines."""
-        rope = self.config.rope
-        turn = lambda x: rotate(x, *tables, rope.cached, rope.attention_scaling)
+        rope, (cos, sin) = self.config.rope, tables
+        turn = lambda x: rotate(x, cos, sin, rope.cached, rope.attention_scaling)
         return {name: turn(value) if name in (*TURNING, "query") else value for name, value in kv.items()}
 
     def _behind_earlier(self, cached: KV | None, front: KV, step: _Step, kv: KV, _: KV) -> tuple[KV, None]:
@@ -267,7 +267,7 @@ def _behind(cached: KV | None, _: KV, turned: KV) -> tuple[KV, None]:
 
 
 def _written_into(
-    cache: Mapping[str, Any], layer: Any, slots: Array, kept: Array | None, _: KV, turned: KV
+    cache: Mapping[str, Any], layer: Any, slots: Any, kept: Array | None, _: KV, turned: KV
 ) -> tuple[KV, KV]:
     """Engine-frame KV of one layer with the tokens written into it, and the whole cache with them."""
     keys, written = {}, {}

@@ -30,7 +30,8 @@ def drawn(
 ) -> list[jax.Array]:
     """Queries, keys and values of [rows, queries] over [rows, keys]."""
     (B, T, S), (N, K, H, W), rng = shape, heads, np.random.default_rng(seed)
-    return [jnp.asarray(rng.normal(size=size), dtype) for size in ((B, T, N, H), (B, S, K, H), (B, S, K, W))]
+    one = lambda *size: jnp.asarray(rng.normal(size=size), dtype)
+    return one(B, T, N, H), one(B, S, K, H), one(B, S, K, W)
 
 
 def seen_by(mask: Mask, rows: int, queries: int, keys: int) -> np.ndarray:
@@ -208,8 +209,9 @@ def test_what_runs():
 def test_masks_that_do_not_fit_are_refused():
     arrays = drawn((2, 5, 7), HEADS["gqa"])
     for name, shape in {"query_places": (2, 7), "key_places": (3, 7), "allowed": (2, 1, 7, 5)}.items():
+        given: Any = {name: np.zeros(shape, bool if name == "allowed" else np.int32)}
         with pytest.raises(ShapeError, match=f"mask: {name} of shape"):
-            attention(*arrays, Mask(**{name: np.zeros(shape, bool if name == "allowed" else np.int32)}), scale=SCALE)
+            attention(*arrays, Mask(**given), scale=SCALE)
     with pytest.raises(ShapeError, match="segments of queries alone or keys alone"):
         Mask(query_segments=np.zeros((1, 5), np.int32))
     with pytest.raises(ShapeError, match="window of 0 places"):

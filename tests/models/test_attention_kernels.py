@@ -28,8 +28,8 @@ MASKS = {
 
 def drawn(heads: int, kv_heads: int, width: int, value_width: int, dtype: str = "float32"):
     rng = np.random.default_rng(1)
-    shapes = ((ROWS, QUERIES, heads, width), (ROWS, KEYS, kv_heads, width), (ROWS, KEYS, kv_heads, value_width))
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    one = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    return one(ROWS, QUERIES, heads, width), one(ROWS, KEYS, kv_heads, width), one(ROWS, KEYS, kv_heads, value_width)
 
 
 @pytest.mark.parametrize("name", [*MASKS][:1] + [pytest.param(name, marks=pytest.mark.slow) for name in [*MASKS][1:]])

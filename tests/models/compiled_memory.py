@@ -1,0 +1,86 @@
+"""Programs of released models at their real sizes, as shapes: what the compiler says they need, nothing allocated."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import models
+from evals.bench.released_configs import RELEASED
+from kvpatch_jax.backbone import Tokens
+from models.attention import using
+from models.families.family import abstract, placeholders
+from models.forward import Forward
+from models.towers import moonvit, qwen2_5, qwen3
+
+GIB = 2**30
+TWELVE_MEGAPIXELS = (214, 286)
+"""Rows and columns of patches of 14 pixels: 2996 × 4004 pixels, 61 204 patches."""
+PLANS: Mapping[str, Callable[..., dict[str, np.ndarray]]] = {
+    "Qwen/Qwen2.5-VL-7B-Instruct": qwen2_5.plan_patches,
+    "Qwen/Qwen3-VL-8B-Instruct": qwen3.plan_patches,
+    "moonshotai/Kimi-VL-A3B-Instruct": moonvit.plan_patches,
+}
+"""Towers at native resolution, and what makes their index arrays."""
+
+
+class Program(NamedTuple):
+    """A function and the shapes of its arguments."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+@functools.cache
+def forward_of(name: str, layers: int | None) -> tuple[Any, Forward]:
+    """Configuration and programs of a released model, with as many language layers or its own number."""
+    raw = RELEASED[name].config
+    raw = raw if layers is None else {**raw, "num_hidden_layers": layers}
+    config = models.FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
+    return config, Forward(abstract(config), placeholders(config), config.text.layout, None)
+
+
+def prefill_program(
+    tokens: int, chunk: int | None = None, *, layers: int | None = None, implementation: tuple[str, ...] = ()
+) -> Program:
+    """A causal prefill of Qwen2.5-VL-7B in bf16 that gives the last token's logits."""
+    config, forward = forward_of("Qwen/Qwen2.5-VL-7B-Instruct", layers)
+    shape: Any = jax.ShapeDtypeStruct
+    prompt = Tokens(shape((1, tokens, config.text.width), jnp.bfloat16), shape((1, tokens, 3), jnp.int32))
+
+    def run(state: Any, prompt: Tokens, rows: Any) -> Any:
+        with using(*implementation):
+            return forward._prefill(state, prompt, None, None, rows, start_layer=0, hidden_at=(), chunk=chunk)
+
+    return Program(run, (forward.state, prompt, shape((1, 1), jnp.int32)))
+
+
+def tower_program(name: str, grid: tuple[int, int], implementation: tuple[str, ...] = ()) -> Program:
+    """The tower and projector of a model over one image of this grid of patches."""
+    config, forward = forward_of(name, None)
+    plan = PLANS[name](config.vision, np.array([[1, *grid]]))
+    arrays = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in plan.items()}
+
+    def run(state: Any, pixels: Any, plan: Any) -> Any:
+        with using(*implementation):
+            return forward._encode(state, pixels, plan)
+
+    patches, side = grid[0] * grid[1], config.vision.patch
+    flat = not name.startswith("moonshotai")
+    shape = (patches, config.vision.features) if flat else (patches, config.vision.channels, side, side)
+    return Program(run, (forward.state, jax.ShapeDtypeStruct(shape, jnp.float32), arrays))
+
+
+def temporaries(compiled: jax.stages.Compiled) -> float:
+    """GiB that a program needs beside its arguments and results, by the compiler's own analysis."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes / GIB
+
+
+def temporaries_here(program: Program) -> float:
+    """The same for this process's devices."""
+    return temporaries(jax.jit(program.function).lower(*program.arguments).compile())

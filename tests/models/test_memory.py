@@ -1,0 +1,36 @@
+"""Memory of real sizes on CPUs, by the compiler's own analysis: bounded, and linear in the tokens."""
+
+import itertools
+
+import pytest
+
+from tests.models.compiled_memory import PLANS, TWELVE_MEGAPIXELS, prefill_program, temporaries_here, tower_program
+
+
+def test_a_prefill_of_16k_tokens():
+    """Temporaries do not depend on the number of layers: two compile as 28 do."""
+    assert temporaries_here(prefill_program(16384, layers=2)) < 3
+
+
+@pytest.mark.slow
+def test_prefills_of_a_7b_model_grow_linearly():
+    sizes = [temporaries_here(prefill_program(tokens)) for tokens in (16384, 32768, 65536)]
+    assert sizes[0] < 3
+    assert all(larger < 2.1 * smaller for smaller, larger in itertools.pairwise(sizes)), sizes
+
+
+@pytest.mark.slow
+def test_chunks_bound_the_memory():
+    found = temporaries_here(prefill_program(65536, 2048))
+    assert found < 4
+    # What is left to grow are the keys of one layer.
+    assert temporaries_here(prefill_program(131072, 2048)) < 1.5 * found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_a_tower_over_12_megapixels(name):
+    height, width = TWELVE_MEGAPIXELS
+    small, large = (temporaries_here(tower_program(name, grid)) for grid in ((height // 4 * 2, width), (height, width)))
+    assert large < 4
+    assert large < 2.2 * small
