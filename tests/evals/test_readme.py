@@ -61,6 +61,13 @@ def test_agents_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert len(space["costs"]) == 5
 
 
+@pytest.mark.slow
+def test_generation_page_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    space = run(python_blocks(ROOT / "docs" / "guides" / "generation.md"), "docs/guides/generation.md")
+    assert space["both"].shape == (2, 4)
+
+
 def test_operators_page_runs():
     space = run(python_blocks(ROOT / "docs" / "guides" / "operators.md"), "docs/guides/operators.md")
     assert space["kvp"].__name__ == "kvpatch_jax"
