@@ -53,9 +53,9 @@ class Sampling:
 class Draw(NamedTuple):
     """A `Sampling` with its key and stop tokens, as arrays: what programs take."""
 
-    temperature: Array | np.ndarray
-    top_p: Array | np.ndarray
-    top_k: Array | np.ndarray
+    temperature: Array | np.float32
+    top_p: Array | np.float32
+    top_k: Array | np.int32
     key: PRNGKeyArray
     stop: Int[Array | np.ndarray, " stops"]
 

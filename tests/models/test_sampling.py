@@ -1,5 +1,7 @@
 """Choosing tokens: sets and shares against float64 and sorting; another way of drawing compiles nothing again."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +15,11 @@ from models.sampling import REFUSED, choose, draw_of, kept
 
 V, ROWS = 12, 5
 GREEDY = Sampling()
-CHOOSE, KEPT = jax.jit(choose), jax.jit(kept)
+CHOOSE: Any = jax.jit(choose)
+KEPT: Any = jax.jit(kept)
 
 
-def chosen(logits, sampling=GREEDY, key=0, index=0):
+def chosen(logits, sampling=GREEDY, key: Any = 0, index=0):
     """Of at most `ROWS` rows of at most `V` logits, in one shape, so that there is one program."""
     whole = np.full((ROWS, V), -np.inf, np.float32)
     whole[: len(logits), : logits.shape[1]] = logits
@@ -105,7 +108,8 @@ def test_a_row_draws_by_itself_and_settings_compile_nothing():
 
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_sampling_is_refused():
-    for wrong in ((-1.0,), (np.inf,), (np.nan,), (1.0, 0.0), (1.0, 1.5), (1.0, np.nan), (1, 1, 0), (1, 1, 2.5)):
+    wrongs: Any = ((-1.0,), (np.inf,), (np.nan,), (1.0, 0.0), (1.0, 1.5), (1.0, np.nan), (1, 1, 0), (1, 1, 2.5))
+    for wrong in wrongs:
         with pytest.raises(ConfigError, match="expected"):
             Sampling(*wrong)
     with pytest.raises(InputError, match="without a key; expected"):
