@@ -30,7 +30,7 @@ from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
 from .arithmetic import count_flops
 from .released_configs import RELEASED
 
-SPEC = jax.ShapeDtypeStruct
+SPEC: Any = jax.ShapeDtypeStruct
 PROMPTS = (4096, 16384)
 MEGAPIXELS = (1, 3, 12)
 LARGEST_MESH = 8
@@ -142,7 +142,7 @@ def _bytes_read(config: Any, leaves: Any) -> tuple[float, float]:
         whole += size
         # Those of shared experts have longer paths.
         chosen = experts is not None and path[1:] in (("layers", "mlp", part) for part in ("gate", "up", "down"))
-        single += size * experts.chosen / experts.experts if chosen else size
+        single += size * experts.chosen / experts.experts if chosen and experts is not None else size
     return whole, single
 
 

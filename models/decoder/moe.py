@@ -147,7 +147,7 @@ class Experts(nnx.Module):
             x = jax.lax.pcast(x, TENSOR, to="varying")
             return jax.lax.psum(mix(x, index - first, weights, stack, layer=layer, skip=True), TENSOR)
 
-        over = P(*(None,) * (stack.gate.ndim - 3), TENSOR)
+        over: Any = P(*(None,) * (stack.gate.ndim - 3), TENSOR)
         places = (P(), P(), P(), ExpertWeights(over, over, over), P())
         spread_out = jax.shard_map(own, in_specs=places, out_specs=P(), axis_names={TENSOR})
         return spread_out(x, index, weights, stack, layer)
