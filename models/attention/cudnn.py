@@ -1,15 +1,15 @@
 """cuDNN's flash attention (`jax.nn.dot_product_attention`) behind our masks, for NVIDIA GPUs.
 
-Its lowering for GPUs is tested; nobody ran it on one here, and compiling it needs cuDNN and a GPU.
+Nothing of it was lowered, compiled or run by this project, which needs cuDNN and a GPU: only what it refuses is tested.
 
 Axis letters: B batch, T queries, S keys, N query heads, K KV heads, H width.
 """
 
+import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
 from jaxtyping import Array, Float
 
 from .mask import Mask
@@ -38,8 +38,8 @@ def unsupported(query: Any, key: Any, value: Any, mask: Mask) -> str | None:
 
 
 def _no_cudnn() -> str | None:
-    try:
-        check_cudnn_version()
+    try:  # jax tells the version of cuDNN nowhere else
+        importlib.import_module("jax._src.cudnn.fused_attention_stablehlo").check_cudnn_version()
     except Exception as error:
         return f"cuDNN cannot be used: {error}"
     return None

@@ -8,9 +8,9 @@
 | "cudnn" | cuDNN's flash attention (NVIDIA GPUs) |
 | "splash" | jax's splash attention (TPUs) |
 
-No kernel was timed or run on a device by this project: unasked, "xla" is taken. Kernels are asked for by `using` (or
-`load(..., attention=…)`), by `pallas_kernels.preferring`, where "gpu" means "cudnn" and "tpu" means "splash", and by
-`pallas_kernels.targeting`.
+No kernel was timed or run on a device by this project: unasked, "xla" is taken. Kernels are asked for by `using`
+(around the first call of a program, which traces it), by `pallas_kernels.preferring`, where "gpu" means "cudnn" and
+"tpu" means "splash", and by `pallas_kernels.targeting`.
 """
 
 import contextlib

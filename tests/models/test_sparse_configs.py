@@ -44,7 +44,9 @@ def arrays_of(name: str) -> dict[str, np.ndarray]:
         return {key: file[key] for key in file.files}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "internvl_qwen3_moe" else ()) for name in NAMES]
+)
 def test_the_sparsest_configuration_is_transformers_model(name, tmp_path):
     backbone, gold = load(write_sparse(name, tmp_path)), arrays_of(name)
     inputs = {key: gold[key] for key in ("image_grid_thw", "image_sizes") if key in gold}

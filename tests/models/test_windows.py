@@ -20,7 +20,13 @@ def _highest_precision():
         yield
 
 
-@pytest.fixture(scope="module", params=LAYERS)
+SLOW = ("mistral", "qwen2")
+"""Of a window in all layers, and in two in a row: qwen3's lies below and above a full layer."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYERS]
+)
 def windowed(request, tmp_path_factory):
     """Name, directory, backbone, and transformers' arrays for a prompt of 14 tokens over a window of 5."""
     directory = tmp_path_factory.mktemp(request.param)
