@@ -7,6 +7,7 @@ kernels nor a GPU is needed. FP8 is transformers' own. Needs torch, transformers
 
 Arrays are called `<case>.<tensor>`; `<case>.weight_meant` is the matrix [out, in] as the library itself reads it back.
 """
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import importlib.util
 import sys

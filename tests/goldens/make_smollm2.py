@@ -5,6 +5,7 @@
 
 Needs torch, transformers 5.23, accelerate and gguf. transformers reads, dequantises and names the tensors by itself.
 """
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import sys
 from pathlib import Path

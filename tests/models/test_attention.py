@@ -1,4 +1,5 @@
 """Blockwise attention against scores written out one by one: masks, windows, contexts, segments, heads, bf16."""
+# pyright: reportCallIssue=false, reportOptionalSubscript=false
 
 import dataclasses
 import functools
@@ -27,7 +28,7 @@ HEADS = {"mha": (3, 3, 8, 8), "gqa": (6, 2, 8, 8), "latent": (4, 1, 12, 8)}
 
 def drawn(
     shape: tuple[int, int, int], heads: tuple[int, ...], seed: int = 0, dtype: str = "float32"
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of [rows, queries] over [rows, keys]."""
     (B, T, S), (N, K, H, W), rng = shape, heads, np.random.default_rng(seed)
     one = lambda *size: jnp.asarray(rng.normal(size=size), dtype)
@@ -37,7 +38,7 @@ def drawn(
 def seen_by(mask: Mask, rows: int, queries: int, keys: int) -> np.ndarray:
     """The mask as its words say it, one pair of tokens at a time."""
     rows_of = lambda array: None if array is None else np.asarray(array).tolist()
-    lists = {field.name: rows_of(getattr(mask, field.name)) for field in dataclasses.fields(mask)[3:]}
+    lists: dict[str, Any] = {field.name: rows_of(getattr(mask, field.name)) for field in dataclasses.fields(mask)[3:]}
     number = lambda name, b, index: None if lists[name] is None else lists[name][b % len(lists[name])][index]
     seen = np.zeros((rows, queries, keys), bool)
     for b, t, s in np.ndindex(*seen.shape):

@@ -241,7 +241,8 @@ def shapes_of_30b(tokens: int, layers: int = MODEL["layers"]) -> tuple[Any, ...]
     spec = jax.ShapeDtypeStruct
     experts, chosen, width, inner = (MODEL[name] for name in ("experts", "chosen", "width", "inner"))
     into, out = (layers, experts, width, inner), (layers, experts, inner, width)
-    stack = ExpertWeights(*(spec(shape, jnp.bfloat16) for shape in (into, into, out)))
+    parts: Any = [spec(shape, jnp.bfloat16) for shape in (into, into, out)]
+    stack = ExpertWeights(*parts)
     pairs = spec((tokens, chosen), jnp.int32), spec((tokens, chosen), jnp.float32)
     return spec((tokens, width), jnp.bfloat16), *pairs, stack, spec((), jnp.int32)
 
@@ -268,4 +269,5 @@ def test_temporaries_hold_no_layers_experts(tokens, most):
     assert analysis is not None
     assert analysis.temp_size_in_bytes <= most * 2**20
     if tokens == 1:  # a loop of 8 trips, whose body the compiler counts once: one expert, copied and read
-        assert compiled.cost_analysis()["bytes accessed"] <= 6 * 3 * 2 * MODEL["width"] * MODEL["inner"]
+        cost: Any = compiled.cost_analysis()
+        assert cost["bytes accessed"] <= 6 * 3 * 2 * MODEL["width"] * MODEL["inner"]

@@ -123,7 +123,7 @@ def read_config(header: Header) -> dict[str, Any]:
 def _check_sizes(header: Header, config: Mapping[str, Any]) -> None:
     """Refuses sizes that the first tensors do not have, before anything is made of them."""
     width = config["hidden_size"]
-    wanted = {
+    wanted: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (config["vocab_size"], width),
         "blk.0.attn_q.weight": (config["num_attention_heads"] * config["head_dim"], width),
     }
