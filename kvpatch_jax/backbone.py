@@ -302,7 +302,8 @@ def check_tokens(tokens: Tokens, what: str) -> None:
     """Refuses what a forward cannot run over.
 
     Raises:
-      InputError: no `Tokens`, such as a prompt that was not embedded. ShapeError: tokens without a batch axis.
+      InputError: no `Tokens`, such as a prompt that was not embedded. ShapeError: tokens without a batch axis, or none
+      at all.
     """
     if not isinstance(tokens, Tokens):
         found = f"a {type(tokens).__name__}" + (f" of {', '.join(tokens)}" if isinstance(tokens, Mapping) else "")
@@ -310,6 +311,8 @@ def check_tokens(tokens: Tokens, what: str) -> None:
     shape, places = tuple(tokens.embeddings.shape), tuple(tokens.positions.shape)
     if len(shape) != 3 or places[:2] != shape[:2]:
         raise ShapeError(f"{what}: embeddings {shape} and positions {places}; expected [B, T, D] and [B, T, …]")
+    if 0 in shape[:2]:
+        raise ShapeError(f"{what}: embeddings {shape}; expected at least one row and one token")
 
 
 def check_cached(layout: KVLayout, tokens: Tokens, kv: KV, what: str) -> None:

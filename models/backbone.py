@@ -237,7 +237,8 @@ class ModelBackbone(Generating):
 
         Raises:
           InputError: grids or features that do not match the patches or the placeholders, or images for a text family.
-          RopeRegimeError: positions outside the regime that the rope is pinned to.
+          ShapeError: no rows, and no `position_ids` for them. RopeRegimeError: positions outside the regime that the
+          rope is pinned to.
         """
         input_ids = check_ids(input_ids, self.config.text.vocabulary, placeholders(self.config))
         given = {
@@ -299,6 +300,8 @@ class ModelBackbone(Generating):
 
     def _positions(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> np.ndarray:
         rows = len(input_ids)
+        if not rows:
+            raise ShapeError(f"embed: token ids {input_ids.shape}; expected at least one row")
         if rows != 1 and self.layout.rope.axes is not None:
             raise InputError(f"embed: {rows} rows without position_ids; expected position_ids for a batch")
         positions = self.family.positions(self.config, input_ids[0], arrays)

@@ -19,6 +19,8 @@ from kvpatch_jax.errors import ConfigError, InputError
 
 REFUSED = -1
 """The token of a row whose logits say nothing: one of them NaN or +infinity, or all of them -infinity."""
+ALL_TOKENS = np.iinfo(np.int32).max
+"""A `top_k` beyond every vocabulary."""
 STOPS = 8
 """Stop tokens that a program has room for (twice, four times … as many where there are more)."""
 
@@ -64,7 +66,7 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
     """Makes the arrays of a draw.
 
     Raises:
-      InputError: a temperature above 0 without a key.
+      InputError: a temperature above 0 without a key, or a number that no key is made of.
     """
     # Below this, float32 quotients of logits are infinite or 0 alone: the likeliest token, which greedy takes.
     temperature = sampling.temperature if sampling.temperature > 1e-30 else 0.0
@@ -78,10 +80,18 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
     return Draw(
         np.float32(temperature),
         np.float32(sampling.top_p),
-        np.int32(np.iinfo(np.int32).max if sampling.top_k is None else sampling.top_k),
-        jax.random.key(0 if key is None else key) if key is None or isinstance(key, int) else key,
+        np.int32(min(ALL_TOKENS if sampling.top_k is None else sampling.top_k, ALL_TOKENS)),
+        _key_of(0 if key is None else key),
         stops,
     )
+
+
+def _key_of(key: PRNGKeyArray | int) -> PRNGKeyArray:
+    if not isinstance(key, int | np.integer):
+        return key
+    if not -(2**63) <= key < 2**63:
+        raise InputError(f"key {key}; expected a number of at most 64 bits, or a jax.random.key")
+    return jax.random.key(int(key))
 
 
 def choose(logits: Float[Array, "B V"], draw: Draw, index: Int[Array, ""] | int) -> Int[Array, " B"]:

@@ -141,6 +141,12 @@ def test_what_cannot_be_continued_is_refused(backbone, tokens):
     with pytest.raises(ShapeError, match="expected"):
         pad_rows([tokens, tokens._replace(embeddings=tokens.embeddings[..., :3])])
     assert backbone.generate(tokens, 0).shape == (2, 0)
+    for empty in (tokens.take(0, 0), tokens._replace(embeddings=tokens.embeddings[:0], positions=tokens.positions[:0])):
+        for call in (backbone.prefill, lambda none: backbone.generate(none, 3), lambda none: backbone.stream(none, 3)):
+            with pytest.raises(ShapeError, match="expected at least one row and one token"):
+                call(empty)
+    with pytest.raises(ShapeError, match=r"token ids \(0, 4\); expected at least one row"):
+        backbone.embed(np.zeros((0, 4), np.int32))
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])

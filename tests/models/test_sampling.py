@@ -114,4 +114,10 @@ def test_what_is_no_sampling_is_refused():
             Sampling(*wrong)
     with pytest.raises(InputError, match="without a key; expected"):
         draw_of(Sampling(0.7), None, ())
+    for key in (2**63, 2**70, -(2**63) - 1):
+        with pytest.raises(InputError, match="at most 64 bits"):
+            draw_of(Sampling(0.7), key, ())
+    draw_of(Sampling(0.7), np.int64(3), ())  # type: ignore[arg-type]
     assert draw_of(Sampling(), None, range(20)).stop.shape == (32,)
+    beyond = draw_of(Sampling(1.0, top_k=10**12), 0, ())
+    assert beyond.top_k == draw_of(Sampling(1.0), 0, ()).top_k  # as all tokens
