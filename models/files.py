@@ -1,6 +1,5 @@
 """What a checkpoint's files say beside its image settings: configuration, tensors, tokenizer and chat template."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -10,8 +9,8 @@ from jax.typing import DTypeLike
 
 from kvpatch_jax.errors import ConfigError
 
-from .checkpoints import ADAPTER_CONFIG, TensorSource, open_source, split_config
-from .checkpoints.ggml import GgufSource, find_gguf, read_config, read_header, tensor_places
+from .checkpoints import ADAPTER_CONFIG, TensorSource, open_gguf, open_safetensors, read_table, split_config
+from .checkpoints.ggml import find_gguf, read_config, read_header
 from .inputs.chat import ChatTemplate
 from .inputs.gguf_tokenizer import gguf_chat_template, gguf_tokenizer, missing_tokenizer
 from .inputs.stops import read_stop_tokens
@@ -61,11 +60,11 @@ class DirectoryFiles:
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(directory)
         self.name = str(self._root / "config.json")
-        self.config, _ = split_config(_read_table(self._root), self._root)
+        self.config, self._quantisation = split_config(_read_config(self._root), self._root)
 
     def source(self, dtype: DTypeLike) -> TensorSource:
         """See `Files`."""
-        return open_source(self._root, dtype)
+        return open_safetensors(self._root, self._quantisation, dtype)
 
     def tokenizer(self) -> tuple[Any, str]:
         """See `Files`."""
@@ -94,7 +93,7 @@ class GgufFiles:
 
     def source(self, dtype: DTypeLike) -> TensorSource:
         """See `Files`."""
-        return GgufSource(self._header, tensor_places(self._header, self.config), dtype)
+        return open_gguf(self._header, self.config, dtype)
 
     def tokenizer(self) -> tuple[Any, str]:
         """See `Files`."""
@@ -123,7 +122,7 @@ def open_files(checkpoint: str | os.PathLike[str]) -> Files:
     return DirectoryFiles(checkpoint) if path is None else GgufFiles(path)
 
 
-def _read_table(root: Path) -> dict[str, Any]:
+def _read_config(root: Path) -> dict[str, Any]:
     """`config.json` as a table."""
     path = root / "config.json"
     if (root / ADAPTER_CONFIG).is_file() and not path.is_file():
@@ -138,12 +137,4 @@ def _read_table(root: Path) -> dict[str, Any]:
             f"hub are not fetched: `hf download {name} --local-dir DIRECTORY` downloads a checkpoint, and so does "
             f"`huggingface_hub.snapshot_download({name!r})`, which returns its directory"
         )
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is not there; expected a Hugging Face checkpoint directory") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds a {type(raw).__name__}; expected a table")
-    return raw
+    return read_table(path, "a Hugging Face checkpoint directory")

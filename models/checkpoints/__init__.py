@@ -13,10 +13,13 @@ from .entries import Params as Params
 from .entries import Part as Part
 from .entries import TensorEntry as TensorEntry
 from .entries import flatten_params as flatten_params
+from .json_table import read_table as read_table
 from .naming import Naming as Naming
 from .naming import rename as rename
 from .naming import same as same
 from .naming import translate as translate
+from .opening import open_gguf as open_gguf
+from .opening import open_safetensors as open_safetensors
 from .opening import open_source as open_source
 from .quantised import split_config as split_config
 from .reading import load_weights as load_weights

@@ -4,7 +4,6 @@ W + s · up · down, s = alpha / r (rank-stabilised: alpha / √r, arXiv:2312.03
 """
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvpatch_jax.errors import ConfigError, WeightsError
 
+from .json_table import read_table
 from .source import Slices, StoredTensor, TensorInfo, TensorSource, stored_tensor
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -186,15 +186,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
       ConfigError: not there, not a table, or not a plain LoRA: another kind of adapter, or an option that is not built.
     """
     path = directory / ADAPTER_CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is not there; expected an adapter's directory, as peft saves it") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a {type(config).__name__}; expected a table")
-
+    config = read_table(path, "an adapter's directory, as peft saves it")
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type {config.get('peft_type')!r} is not built; expected 'LORA'")
     for key, value in config.items():

@@ -1,13 +1,15 @@
 """Opening a checkpoint directory, whatever its tensors are stored as."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from .ggml import GgufSource, find_gguf, read_config, read_header, tensor_places
-from .quantised import DequantisedSource, check_plain_tensors, find_quantisation
+from .ggml import GgufSource, Header, find_gguf, read_config, read_header, tensor_places
+from .quantised import DequantisedSource, Quantisation, check_plain_tensors, find_quantisation
 from .safetensors_files import SafetensorsSource
 from .source import TensorSource
 
@@ -25,8 +27,27 @@ def open_source(directory: str | os.PathLike[str], dtype: DTypeLike = np.float32
     path = find_gguf(Path(directory))
     if path is not None:
         header = read_header(path)
-        return GgufSource(header, tensor_places(header, read_config(header)), dtype)
-    quantisation = find_quantisation(Path(directory))
+        return open_gguf(header, read_config(header), dtype)
+    return open_safetensors(directory, find_quantisation(Path(directory)), dtype)
+
+
+def open_gguf(header: Header, config: Mapping[str, Any], dtype: DTypeLike) -> TensorSource:
+    """Opens the tensors of a GGUF file whose header, and the configuration that follows from it, were read.
+
+    Raises:
+      WeightsError: tensors that do not go with the configuration.
+    """
+    return GgufSource(header, tensor_places(header, config), dtype)
+
+
+def open_safetensors(
+    directory: str | os.PathLike[str], quantisation: Quantisation | None, dtype: DTypeLike
+) -> TensorSource:
+    """Opens the tensors of a directory, of which it is known whether and how they are quantised.
+
+    Raises:
+      WeightsError: as `open_source`.
+    """
     source = SafetensorsSource(directory)
     if quantisation is not None:
         return DequantisedSource(source, quantisation, dtype)

@@ -10,12 +10,12 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import WHOLE, Piece, Rule, split_groups, split_rows
+from ..checkpoints import WHOLE, Piece, Rule, read_table, split_groups, split_rows
 from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
 from ..inputs.images import PictureConfig
 from ..inputs.qwen_images import CONFIG_FILE
-from ..inputs.tokenizer_files import read_table, token_id
+from ..inputs.tokenizer_files import token_id
 from . import internvl
 from .authors import AuthorsFormat, Raw, expect
 from .vit_family import ViTModelConfig

@@ -16,8 +16,10 @@ from kvpatch_jax.content import sort_of
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.extras import require
 
+from ..checkpoints import read_table
+from .tokenizer_files import TOKENIZER_CONFIG_FILE
+
 TEMPLATE_FILE = "chat_template.jinja"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _JSON_FILES = ("chat_template.json", "processor_config.json", TOKENIZER_CONFIG_FILE)
 
 Message = Mapping[str, Any]
@@ -45,11 +47,11 @@ class ChatTemplate:
           ConfigError: a file that is not JSON, or several templates of which none is the default.
         """
         root = Path(directory)
-        tokens = _special_tokens(table_of(root / TOKENIZER_CONFIG_FILE))
+        tokens = _special_tokens(read_table(root / TOKENIZER_CONFIG_FILE))
         if (root / TEMPLATE_FILE).is_file():
             return cls((root / TEMPLATE_FILE).read_text(encoding="utf-8"), tokens, str(root / TEMPLATE_FILE))
         for name in _JSON_FILES:
-            found = table_of(root / name).get("chat_template")
+            found = read_table(root / name).get("chat_template")
             if found is not None:
                 return cls(_default(found, root / name), tokens, str(root / name))
         return None
@@ -93,23 +95,6 @@ class ChatTemplate:
 
 class _Refused(Exception):
     """A template's own `raise_exception`."""
-
-
-def table_of(path: Path) -> dict[str, Any]:
-    """Reads a JSON file's table; {} where there is no file.
-
-    Raises:
-      ConfigError: what is no table in JSON.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path} holds a {type(table).__name__}; expected a table")
-    return table
 
 
 def _special_tokens(table: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -19,7 +19,7 @@ from kvpatch_jax.errors import ConfigError, ImageError, InputError
 from kvpatch_jax.extras import require
 
 from ..towers.projectors import best_resolution
-from .qwen_images import CONFIG_FILE, MAX_ASPECT_RATIO, ImageConfig, ImageSource, normalise, read_image
+from .qwen_images import CONFIG_FILE, MAX_ASPECT_RATIO, ImageConfig, ImageSource, normalise, read_image, read_settings
 
 Pixels = UInt8[np.ndarray, "H W 3"]
 CLIP_MEAN, CLIP_STD = ImageConfig.image_mean, ImageConfig.image_std
@@ -73,7 +73,7 @@ class PictureConfig:
         """
 
         def read(directory: str | os.PathLike[str]) -> "PictureConfig":
-            options = _read(Path(directory) / CONFIG_FILE)
+            options = read_settings(directory)
             for name, value in (only or {}).items():
                 if options.get(name) not in (None, value):
                     raise ConfigError(f"{CONFIG_FILE}: {name} {options[name]!r} is not built; expected {value!r}")
@@ -97,18 +97,6 @@ class PictureConfig:
         path = Path(directory) / CONFIG_FILE
         path.write_text(json.dumps(json.loads(self.options), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} is not there; expected the image settings of a Hugging Face directory") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{path} holds a {type(fields).__name__}; expected a table")
-    return fields
 
 
 def resize(image: Pixels, height: int, width: int, config: PictureConfig) -> UInt8[np.ndarray, "rows columns 3"]:

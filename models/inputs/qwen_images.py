@@ -21,11 +21,22 @@ from kvpatch_jax.errors import ConfigError, ImageError
 from kvpatch_jax.extras import require
 from kvpatch_jax.images import ImageSource, decoded, over_white
 
+from ..checkpoints import read_table
+
 CONFIG_FILE = "preprocessor_config.json"
 MAX_ASPECT_RATIO = 200
 
 _COUNTS = ("patch_size", "merge_size", "temporal_patch_size", "resample")
 _SWITCHES = ("do_resize", "do_rescale", "do_normalize")
+
+
+def read_settings(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a Hugging Face directory's `preprocessor_config.json`.
+
+    Raises:
+      ConfigError: the file is absent, or no table in JSON.
+    """
+    return read_table(Path(directory) / CONFIG_FILE, "the image settings of a Hugging Face directory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +114,7 @@ class ImageConfig:
         Raises:
           ConfigError: the file is absent, not JSON, or holds a field of the wrong kind.
         """
-        path = Path(directory) / CONFIG_FILE
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{path} is not there; expected the image settings of a Hugging Face directory"
-            ) from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ConfigError(f"{path} holds a {type(fields).__name__}; expected a table")
-        return cls.from_dict(fields)
+        return cls.from_dict(read_settings(directory))
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write `preprocessor_config.json` as transformers reads it. Returns its path."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
-from .chat import TOKENIZER_CONFIG_FILE, table_of
+from ..checkpoints import read_table
+from .tokenizer_files import TOKENIZER_CONFIG_FILE
 
 GENERATION_FILE = "generation_config.json"
 
@@ -21,9 +22,9 @@ def read_stop_tokens(root: Path, tokenizer: Any) -> tuple[int, ...]:
     Raises:
       ConfigError: a file that is not JSON, or an `eos_token_id` that is neither a number nor a list of numbers.
     """
-    config = table_of(root / "config.json")
+    config = read_table(root / "config.json")
     parts = [config.get(name) for name in ("text_config", "language_config")]
-    tables = [table_of(root / GENERATION_FILE), config, *(part for part in parts if isinstance(part, Mapping))]
+    tables = [read_table(root / GENERATION_FILE), config, *(part for part in parts if isinstance(part, Mapping))]
     for table in tables:
         found = table.get("eos_token_id")
         if found is None:
@@ -32,7 +33,7 @@ def read_stop_tokens(root: Path, tokenizer: Any) -> tuple[int, ...]:
         if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
             raise ConfigError(f"{root}: eos_token_id is {found!r}; expected a token id or a list of them")
         return tuple(numbers)
-    token = table_of(root / TOKENIZER_CONFIG_FILE).get("eos_token")
+    token = read_table(root / TOKENIZER_CONFIG_FILE).get("eos_token")
     text = token.get("content") if isinstance(token, Mapping) else token
     number = tokenizer.token_to_id(text) if tokenizer is not None and isinstance(text, str) else None
     return () if number is None else (number,)

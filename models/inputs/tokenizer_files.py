@@ -7,13 +7,14 @@ Sources: Moonshot's `tokenization_moonshot.py` (tiktoken's byte pairs: `tiktoken
 import base64
 import binascii
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 from kvpatch_jax.extras import require
+
+from ..checkpoints import read_table
 
 TOKENIZER_FILE = "tokenizer.json"
 TIKTOKEN_FILE = "tiktoken.model"
@@ -62,7 +63,7 @@ def token_id(root: Path, token: str) -> int | None:
     Raises:
       ConfigError: such a file that is not JSON.
     """
-    for name in ("added_tokens.json", "tokenizer_config.json", TOKENIZER_FILE):
+    for name in ("added_tokens.json", TOKENIZER_CONFIG_FILE, TOKENIZER_FILE):
         table = read_table(root / name)
         found = table if name == "added_tokens.json" else {}
         found |= {str(entry.get("content")): int(number) for number, entry in _entries(table, "added_tokens_decoder")}
@@ -74,23 +75,6 @@ def token_id(root: Path, token: str) -> int | None:
 
 def _entries(table: Mapping[str, Any], key: str) -> list[tuple[str, Mapping[str, Any]]]:
     return list((table.get(key) or {}).items())
-
-
-def read_table(path: Path) -> dict[str, Any]:
-    """A JSON file's table; empty where there is no such file.
-
-    Raises:
-      ConfigError: something else in it.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path} holds a {type(table).__name__}; expected a table")
-    return table
 
 
 def _tiktoken(root: Path) -> Any:

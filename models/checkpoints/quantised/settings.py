@@ -9,6 +9,8 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
+from ..json_table import read_table
+
 Raw = Mapping[str, Any]
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -129,20 +131,14 @@ def split_config(raw: Raw, root: Path) -> tuple[dict[str, Any], Quantisation | N
             found += [(f"{part}.{name}", inner[name]) for name in CONFIG_KEYS if inner.get(name)]
             rest[part] = {name: value for name, value in inner.items() if name not in CONFIG_KEYS}
     if not found:
-        found = [(name, _table(root / name, method)) for name, method in _FILES.items() if (root / name).is_file()]
+        found = [
+            (name, {"quant_method": method, **read_table(root / name)})
+            for name, method in _FILES.items()
+            if (root / name).is_file()
+        ]
         if not found and (root / "hf_quant_config.json").is_file():
             found = [("hf_quant_config.json", {"quant_method": "modelopt"})]
     return rest, read_quantisation(found[0][1], found[0][0]) if found else None
-
-
-def _table(path: Path, method: str) -> Raw:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path} holds a {type(table).__name__}; expected a table")
-    return {"quant_method": method, **table}
 
 
 def find_quantisation(root: Path) -> Quantisation | None:
