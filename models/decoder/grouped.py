@@ -118,6 +118,13 @@ def expert_load(index: Int[Array, "T X"], experts: int) -> Int[Array, " E"]:
     return jnp.sum(index.reshape(-1)[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
 
 
+def _sort_pairs(index: Array, experts: int) -> tuple[Array, Array, Array]:
+    """Each pair's expert (`experts` for one that is left out), the order by expert, and pairs per expert."""
+    pairs = index.reshape(-1)
+    pairs = jnp.where((pairs >= 0) & (pairs < experts), pairs, experts)
+    return pairs, jnp.argsort(pairs, stable=True), expert_load(index, experts)
+
+
 # --------------------------------------------------------------------------------------------------------- dense
 
 
@@ -155,11 +162,7 @@ def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], exper
     """Sorts pairs by expert and pads each expert's to whole blocks."""
     T, X = index.shape
     count = block_count(T * X, experts, rows)
-    pairs = index.reshape(-1)
-    pairs = jnp.where((pairs >= 0) & (pairs < experts), pairs, experts)
-    order = jnp.argsort(pairs, stable=True)
-
-    sizes = expert_load(index, experts)
+    pairs, order, sizes = _sort_pairs(index, experts)
     ends = jnp.cumsum(-(-sizes // rows))
     shift = (ends - -(-sizes // rows)) * rows - (jnp.cumsum(sizes) - sizes)
     sort = pairs[order]
@@ -248,10 +251,7 @@ def _ragged_part(
     first: Array | int,
 ) -> Float[Array, "T D"]:
     T, X = index.shape
-    pairs = index.reshape(-1)
-    pairs = jnp.where((pairs >= 0) & (pairs < experts), pairs, experts)
-    order = jnp.argsort(pairs, stable=True)
-    sizes = expert_load(index, experts)
+    _, order, sizes = _sort_pairs(index, experts)
     # Experts of other layers are groups without rows.
     groups = jax.lax.dynamic_update_slice(jnp.zeros(len(flat.gate), jnp.int32), sizes, (first,))
     product = lambda x, part: jax.lax.ragged_dot(x, part.astype(x.dtype), groups, preferred_element_type=jnp.float32)

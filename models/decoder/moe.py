@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from .config import ExpertConfig
-from .grouped import ExpertWeights, choose_implementation, expert_load, mix_experts, spread
+from .grouped import ExpertWeights, choose_implementation, expert_load, mix_experts
 from .layers import ACTIVATIONS, GatedMLP, Linear, normal
 from .sharding import TENSOR
 
@@ -43,13 +43,6 @@ def choose_experts(
     if config.renormalise:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return index, weights * config.scaling
-
-
-def route(
-    config: ExpertConfig, logits: Float[Array, "*lead E"], correction: Float[Array, " E"] | None
-) -> Float[Array, "*lead E"]:
-    """Router logits to each expert's weight, float32: zero for all but the chosen ones (`choose_experts`)."""
-    return spread(*choose_experts(config, logits, correction), config.experts)
 
 
 def _best_groups(config: ExpertConfig, choice: Array) -> Array:
@@ -93,10 +86,6 @@ class Experts(nnx.Module):
         kernel = self.router.kernel[...].astype(jnp.float32)
         logits = jnp.matmul(x.astype(jnp.float32), kernel, preferred_element_type=jnp.float32)
         return choose_experts(self.config, logits, None if self.correction is None else self.correction[...])
-
-    def weights(self, x: Float[Array, "*lead D"]) -> Float[Array, "*lead E"]:
-        """Each expert's weight for each token, float32."""
-        return spread(*self.choose(x), self.config.experts)
 
     def load(self, x: Float[Array, "B T D"], counted: Bool[Array, "B T"]) -> Int[Array, " E"]:
         """How many of the counted tokens chose each expert, int32."""

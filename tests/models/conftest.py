@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import jaxtyping
 import pytest
 
@@ -26,6 +27,13 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def highest_precision():
+    """Computes products of float32 in float32, whatever the platform's default is."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from models.checkpoints import flatten_params, load_weights, save_weights
 from models.decoder.attention import LatentAttention
 from models.decoder.config import DecoderConfig, ExpertConfig, LatentConfig
 from models.decoder.decoder import Decoder
-from models.decoder.moe import Experts, route
+from models.decoder.grouped import spread
+from models.decoder.moe import Experts, choose_experts
 from models.decoder.weights import decoder_entries
 
 EXPERTS = ExpertConfig(experts=6, chosen=2, intermediate=10, router="softmax", renormalise=True)
@@ -26,10 +27,7 @@ CONFIG = DecoderConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 def drawn(make, seed=0) -> Any:
@@ -61,7 +59,8 @@ def test_routers(router, renormalise, groups, chosen_groups):
     config = ExpertConfig(12, 3, 8, router, renormalise, 2.5, groups, chosen_groups)
     rng = np.random.default_rng(0)
     logits, correction = rng.normal(size=(5, 7, 12)), rng.normal(size=12) * (router == "sigmoid")
-    found = np.asarray(route(config, jnp.asarray(logits, jnp.float32), jnp.asarray(correction, jnp.float32)))
+    chosen = choose_experts(config, jnp.asarray(logits, jnp.float32), jnp.asarray(correction, jnp.float32))
+    found = np.asarray(spread(*chosen, config.experts))
     expected = np.stack([expected_weights(config, token, correction) for token in logits.reshape(-1, 12)])
     np.testing.assert_allclose(found.reshape(-1, 12), expected, atol=2e-6)
     assert ((found > 0).sum(-1) == 3).all()
@@ -71,7 +70,9 @@ def test_experts_equal_a_loop_over_tokens():
     config = dataclasses.replace(EXPERTS, router="sigmoid", shared=14)
     experts = drawn(lambda: Experts(config, 16, rngs=nnx.Rngs(0)))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32)
-    found, weights, shared = jax.jit(lambda x: (experts(x), experts.weights(x), experts.shared(x)))(x)
+    found, weights, shared = jax.jit(
+        lambda x: (experts(x), spread(*experts.choose(x), config.experts), experts.shared(x))
+    )(x)
     gate, up, down = (np.asarray(part[...], np.float64) for part in (experts.gate, experts.up, experts.down))
     silu = lambda x: x / (1 + np.exp(-x))
     each = lambda x, e: (silu(x @ gate[e]) * (x @ up[e])) @ down[e]
