@@ -24,10 +24,7 @@ FAMILY = "qwen2_5_vl"
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 @pytest.fixture(scope="module")

@@ -59,10 +59,7 @@ def test_odd_buckets_are_refused(change: dict[str, int], named: str):
         Buckets(**change)
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 def close(found, expected):

@@ -1,7 +1,5 @@
 """KV of several units in one prompt, unit by unit, and chunks from a tower's kept output."""
 
-import jax
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -13,18 +11,7 @@ from tests.goldens.load import write_checkpoint
 BAR = 1e-5
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture
-def unchecked():
-    """Our own typed errors are what a test sees."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 @pytest.fixture(scope="module")

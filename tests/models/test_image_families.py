@@ -32,10 +32,7 @@ def backbone(family, tmp_path_factory):
     return load(write_checkpoint(family, tmp_path_factory.mktemp(family)), angles="float32")
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 def close(found, expected, what):

@@ -4,7 +4,6 @@ import json
 import struct
 import zlib
 
-import jaxtyping
 import numpy as np
 import pytest
 from PIL import Image
@@ -21,13 +20,6 @@ with np.load(GOLDENS / "clip_options.npz") as file:
     GOLD = {name: file[name] for name in file.files}
 CASES = sorted({name.split(".")[0] for name in GOLD})
 PLAIN = {name: family for name, family in IMAGE_FAMILIES.items() if not name.startswith("Qwen")}
-
-
-@pytest.fixture
-def unchecked():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def vision_of(architecture: str) -> Vision:

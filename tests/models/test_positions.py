@@ -1,8 +1,5 @@
 """Positions against transformers' get_rope_index, the authors' video rule, and chunks' local positions."""
 
-from collections.abc import Iterator
-
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -106,14 +103,6 @@ def test_pads_and_grids_must_match(ids: list, images: list, videos: list, messag
     first, second = (np.array(grid, np.int32).reshape(-1, 3) for grid in (images, videos))
     with pytest.raises(InputError, match=message):
         get_rope_positions(np.array(ids, np.int32), first, second, None, CONFIG)
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Type checks off, as in production, so that our own errors are what a caller sees."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked")

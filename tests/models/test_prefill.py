@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -15,18 +14,7 @@ from tests.goldens.load_text import text_arrays, write_text_checkpoint
 OWN = 1e-5
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture
-def unchecked():
-    """No checking of annotations, so that our own error is what is raised."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The port against transformers: hidden states, caches and logits to 2e-4 of the largest magnitude."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,10 +16,7 @@ def backbone(request, tmp_path_factory):
     return load(write_checkpoint("qwen2_5_vl", directory, request.param), angles="float32")
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 def close(found, expected, what):

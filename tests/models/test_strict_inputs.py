@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jaxtyping
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,13 +15,6 @@ from models import load, save
 from models.inputs.positions import PositionConfig, get_rope_positions
 from tests.goldens.load import golden_arrays, write_checkpoint
 from tests.goldens.load_text import text_arrays, write_text_checkpoint
-
-
-@pytest.fixture
-def unchecked():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,7 @@ DELTAS = (1, 37, 1000, 100_000)
 REACH = {"phi3_short": 32, "llama_dynamic": 14}
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,7 @@ BAR = 2e-4
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 def close(found, expected, what):

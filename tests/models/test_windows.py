@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,10 +13,7 @@ WINDOW, GOLDEN, OWN = 5, 2e-4, 1e-5
 LAYERS = {"mistral": None, "qwen2": (1, 2), "qwen3": (0, 2)}
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 SLOW = ("mistral", "qwen2")
