@@ -70,9 +70,12 @@ def test_experts_equal_a_loop_over_tokens():
     config = dataclasses.replace(EXPERTS, router="sigmoid", shared=14)
     experts = drawn(lambda: Experts(config, 16, rngs=nnx.Rngs(0)))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32)
-    found, weights, shared = jax.jit(
-        lambda x: (experts(x), spread(*experts.choose(x), config.experts), experts.shared(x))
-    )(x)
+
+    def parts_of(x):
+        index, scale = experts.choose(x)
+        return experts(x), spread(index, scale, config.experts), experts.shared(x)
+
+    found, weights, shared = jax.jit(parts_of)(x)
     gate, up, down = (np.asarray(part[...], np.float64) for part in (experts.gate, experts.up, experts.down))
     silu = lambda x: x / (1 + np.exp(-x))
     each = lambda x, e: (silu(x @ gate[e]) * (x @ up[e])) @ down[e]
