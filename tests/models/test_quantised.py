@@ -251,6 +251,16 @@ def test_values_are_those_of_loops_over_single_ones(case: str) -> None:
     assert np.array_equal(source.read("a.weight"), expected)
 
 
+def test_columns_whose_groups_descend() -> None:
+    """Shuffled groups in every order of two and three columns: runs that end before they begin, or as they begin."""
+    arrays, table, expected = CASES["packed shuffled"]
+    source = source_of(arrays, table)
+    for width in (1, 2, 3):
+        for start in range(expected.shape[1] - width + 1):
+            region = (slice(0, 2), slice(start, start + width))
+            assert np.array_equal(source.read("a.weight", region), expected[region])
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(CASES)), st.data())
 def test_any_region_is_that_of_the_whole(case: str, data: st.DataObject) -> None:

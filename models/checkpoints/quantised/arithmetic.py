@@ -94,7 +94,9 @@ def scale_columns(
     """
     width = len(columns)
     count = int(columns[-1] - columns[0]) + 1
-    regular = width % count == 0 and np.array_equal(columns, columns[0] + np.arange(width) // (width // count))
+    # Shuffled groups may end before they begin: then no count of equal runs describes them.
+    even = count > 0 and width % count == 0
+    regular = even and np.array_equal(columns, columns[0] + np.arange(width) // (width // count))
     used = slice(int(columns[0]), int(columns[-1]) + 1)
     for first, last in _pieces(rows, width):
         piece = stored[first:last]
