@@ -13,7 +13,7 @@ from pallas_kernels.splice import LANES, padded_width
 
 from .errors import LayoutError, ShapeError
 from .layout import KVLayout
-from .pool import Pool, check_pool, trimmed
+from .paging import Pool, check_pool, trimmed
 
 
 def _pad(value: Array, lanes: int) -> Array:

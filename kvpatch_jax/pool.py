@@ -10,22 +10,19 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import splice as splice_kernel
-from pallas_kernels.splice import check_slots, padded_width
+from pallas_kernels.splice import check_slots
 
 from . import ops
 from .chunk import AnyArray, Chunk
-from .errors import DtypeError, LayoutError, PoolError, ShapeError
-from .layout import Channel, KVLayout, Start, on_device
+from .errors import DtypeError, PoolError, ShapeError
+from .layout import KVLayout, Start, on_device
+from .paging import Pool, Slots, check_held, check_pool, pool_widths, trimmed
 from .patch import operator_call
 from .patch_metadata import Patch, check_is_chunk
 from .rope import Angles
-
-Slots = Int[AnyArray, " T"]
-Pool = Mapping[str, Float[AnyArray, "L P O _ _"]]
 
 
 def make_pool(
@@ -44,66 +41,9 @@ def make_pool(
     if pages < 1 or page_size < 1:
         raise PoolError(f"pool: pages {pages}, page_size {page_size}; expected at least 1 of each")
     return {
-        channel.name: jnp.zeros((layout.layers, pages, page_size, channel.heads, _widths(channel)[padded]), dtype)
+        channel.name: jnp.zeros((layout.layers, pages, page_size, channel.heads, pool_widths(channel)[padded]), dtype)
         for channel in layout.channels
     }
-
-
-def _widths(channel: Channel) -> tuple[int, int]:
-    """Numbers per head in a pool, without padding and with it."""
-    return channel.width, padded_width(channel.width)
-
-
-def trimmed(layout: KVLayout, values: Mapping[str, AnyArray]) -> dict[str, Float[Array, "..."]]:
-    """Cuts the padding off what a pool holds of each channel: [..., H'] to [..., H]."""
-    return {channel.name: jnp.asarray(values[channel.name])[..., : channel.width] for channel in layout.channels}
-
-
-def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[int, int]:
-    """Refuses a pool of another layout; returns its pages and page size.
-
-    Args:
-      padded: whether channels may be padded to whole lanes.
-
-    Raises:
-      LayoutError: other channels. ShapeError: other shapes, or channels with unequal pages. DtypeError: not floats, or
-      no arrays of ours. PoolError: a pool that was donated.
-    """
-    check_held(pool)
-    if set(pool) != set(layout.names):
-        raise LayoutError(f"pool: channels {sorted(pool)}; expected {sorted(layout.names)}")
-    paging = None
-    for channel in layout.channels:
-        value = pool[channel.name]
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise DtypeError(f"pool[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
-        shape = value.shape
-        widths = _widths(channel)[: 1 + padded]
-        if len(shape) != 5 or shape[0] != layout.layers or shape[3] != channel.heads or shape[4] not in widths:
-            raise ShapeError(
-                f"pool[{channel.name!r}]: shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
-                f"{' or '.join(map(str, dict.fromkeys(widths)))}]"
-            )
-        if paging is not None and shape[1:3] != paging:
-            raise ShapeError(f"pool[{channel.name!r}]: pages {shape[1:3]}; expected {paging}")
-        paging = shape[1:3]
-    return paging  # pyright: ignore[reportReturnType]
-
-
-def check_held(pool: Pool) -> None:
-    """Refuses what is no pool of arrays, and a pool that was given away.
-
-    Raises:
-      LayoutError: no mapping. DtypeError: not NumPy's arrays nor jax's. PoolError: arrays that were donated.
-    """
-    if not isinstance(pool, Mapping):
-        raise LayoutError(f"pool of type {type(pool).__name__}; expected arrays by channel, as `make_pool` gives them")
-    for name, value in pool.items():
-        if not hasattr(value, "dtype") or not isinstance(getattr(value, "shape", None), tuple):
-            kind = type(value).__name__
-            raise DtypeError(f"pool[{name!r}] of type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
-            raise PoolError(f"pool[{name!r}] was donated, and is gone; expected the pool that the last operation gave")
 
 
 def splice(

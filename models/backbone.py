@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import KV, Logits, Output, Step, Tokens, check_behind, check_cached, check_tokens
+from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.frames import EngineKV, PhaseFreeKV
 from kvpatch_jax.layout import KVLayout
@@ -27,7 +28,6 @@ from .fingerprint import fingerprint_of
 from .forward import Forward, key_count
 from .generation import Generating
 from .inputs.buckets import (
-    Buckets,
     cut_output,
     pad_context,
     pad_features,

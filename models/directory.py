@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import ConfigError
 
 from .backbone import ModelBackbone
@@ -20,7 +21,6 @@ from .families.authors import AuthorsFormat
 from .families.family import Family, abstract, parameters, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
-from .inputs.buckets import Buckets
 from .inputs.stops import save_stop_tokens
 from .inputs.texts import TOKENIZER_FILE
 

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from kvpatch_jax.backbone import KV, Tokens, check_tokens
+from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
 
 from .forward import BLOCK, Forward, key_count
-from .inputs.buckets import Buckets
 from .sampling import REFUSED, Draw, Sampling, draw_of
 
 LEAST_ROOM = 64

@@ -1,4 +1,4 @@
-"""Buckets: prompts and images padded to a few sizes, so that another size in the same bucket compiles nothing anew.
+"""Padding prompts and images to their buckets, so that another size in the same bucket compiles nothing anew.
 
 Padding is exact: padded patches belong to no segment, padded tokens are seen by nobody, and what comes back is cut to
 the true size. Padding and cutting are small programs of their own; the model's are compiled once per bucket.
@@ -6,7 +6,6 @@ the true size. Padding and cutting are small programs of their own; the model's 
 Axis letters: B batch, T tokens, S keys, P rows of pixels (patches or tiles); a prime marks the bucket's size.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,40 +14,10 @@ import numpy as np
 from jaxtyping import Array
 
 from kvpatch_jax.backbone import KV, Output, Tokens
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.buckets import Buckets
 
 from ..attention import Mask
 from .masks import causal_mask, without_padding
-
-
-@dataclasses.dataclass(frozen=True)
-class Buckets:
-    """Sizes to pad to: powers of two up to `smallest`, then `steps` sizes per doubling.
-
-    Four steps waste at most a fifth of a bucket. `smallest` / `steps` must be a multiple of the patches that a tower
-    merges (4 or 1).
-
-    Raises:
-      ConfigError: sizes that are not powers of two, or steps too fine for the smallest size.
-    """
-
-    smallest: int = 64
-    steps: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("smallest", "steps"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ConfigError(f"bucket {name} {value}; expected a power of two")
-        if self.smallest % (4 * self.steps):
-            raise ConfigError(f"bucket smallest {self.smallest}; expected a multiple of 4 · steps ({4 * self.steps})")
-
-    def round_up(self, size: int) -> int:
-        """The smallest bucket that holds `size` (0 holds nothing)."""
-        if size <= self.smallest:
-            return 0 if size == 0 else 1 << (size - 1).bit_length()
-        step = (1 << ((size - 1).bit_length() - 1)) // self.steps
-        return -(-size // step) * step
 
 
 def pad_images(

@@ -1,0 +1,184 @@
+"""Contexts that lie in a paged pool: which pages hold them, and which of their vectors count.
+
+A pool is a bare pytree {channel: [L, P, O, K, H]}: P pages of O slots, in the engine frame; slot = page · O + offset.
+`Paged` names the pages of some sequences, and a backbone reads (and, decoding, writes) them where they lie.
+
+Axis letters: B sequences, N pages of a table, T tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.splice import check_slots, padded_width
+
+from .buckets import Buckets
+from .chunk import AnyArray
+from .errors import DtypeError, KernelSlotError, LayoutError, PoolError, ShapeError
+from .layout import Channel, KVLayout
+
+Slots = Int[AnyArray, " T"]
+Pool = Mapping[str, Float[AnyArray, "L P O _ _"]]
+
+DEFAULT = Buckets()
+NO_PAGE = -1
+"""What a table names where it names no page: padding to a bucket."""
+
+
+class Paged(NamedTuple):
+    """A batch of contexts in a paged pool, in place of contiguous KV {channel: [L,B,S,K,H]}.
+
+    The keys of a row are the N·O vectors of its pages. Attention does not depend on their order, for they are in the
+    engine frame. A pytree; another table, other slots or other contents of the pool compile nothing anew.
+
+    Attributes:
+      pool: {channel: [L,P,O,K,H]}, of which rows share pages as they like.
+      table: int32 [B,N], pages, each named once in a row; `NO_PAGE` fills up.
+      seen: bool [B,N·O], which keys count: tails of pages, and what others own there, do not.
+      places: int32 [B,N·O], where each key that counts stands among its row's tokens, for layers whose window slides;
+        None: in the table's order.
+    """
+
+    pool: Pool
+    table: Int[AnyArray, "B N"]
+    seen: Bool[AnyArray, "B S"]
+    places: Int[AnyArray, "B S"] | None = None
+
+    @classmethod
+    def of(cls, pool: Pool, slots: Slots | Sequence[Slots], buckets: Buckets | None = DEFAULT) -> "Paged":
+        """Names the pages of slots.
+
+        Args:
+          pool: left where it is; nothing of it is looked at but its shape.
+          slots: of one sequence, [S], in the sequence's order; or of each row's, [B, S] or a list of rows of any
+            lengths. Slots may lie in any order, and chunks may share pages.
+          buckets: sizes that the number of keys is rounded up to, so that a growing context compiles few programs; None
+            takes as many pages as there are.
+
+        Raises:
+          KernelSlotError: slots out of range, or named twice in a row. ShapeError: no rows of slots. LayoutError,
+          DtypeError, PoolError: no pool, or one that was donated.
+        """
+        check_held(pool)
+        pages, size = next(iter(pool.values())).shape[1:3]
+        rows = _rows_of(slots)
+        for row in rows:
+            check_slots(row, pages * size)
+        named = [_pages_in_order(row // size) for row in rows]
+        count = _pages_for(max(map(len, named)), size, buckets)
+        table = np.full((len(rows), count), NO_PAGE, np.int32)
+        seen, places = np.zeros((len(rows), count * size), bool), np.zeros((len(rows), count * size), np.int32)
+        order = np.zeros(pages, np.int32)
+        for number, (row, own) in enumerate(zip(rows, named, strict=True)):
+            table[number, : len(own)] = own
+            order[own] = np.arange(len(own))
+            at = order[row // size] * size + row % size
+            seen[number, at] = True
+            places[number, at] = np.arange(len(row))
+        return cls(pool, table, seen, places)
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page, O."""
+        return next(iter(self.pool.values())).shape[2]
+
+    @property
+    def key_count(self) -> int:
+        """Keys of a row, N·O, those that do not count included."""
+        return self.table.shape[1] * self.page_size
+
+
+def _rows_of(slots: Slots | Sequence[Slots]) -> list[np.ndarray]:
+    """Slots as rows of integers.
+
+    Raises:
+      ShapeError: no rows. KernelSlotError: slots that are not integers.
+    """
+    if isinstance(slots, np.ndarray | jax.Array):
+        whole = np.asarray(slots)
+        rows = [whole] if whole.ndim < 2 else list(whole)
+    else:
+        rows = [np.asarray(row) for row in slots]
+    if not rows or any(row.ndim != 1 for row in rows):
+        found = [row.shape for row in rows]
+        raise ShapeError(f"Paged: rows of slots of shapes {found}; expected [S], [B, S] or rows [S] of any lengths")
+    # An empty list is an array of floats.
+    rows = [row.astype(np.int32) if not row.size else row for row in rows]
+    for row in rows:
+        if row.dtype.kind not in "iu":
+            raise KernelSlotError(f"Paged: slots of dtype {row.dtype}; expected integers")
+    return rows
+
+
+def _pages_in_order(pages: Int[np.ndarray, " T"]) -> Int[np.ndarray, " N"]:
+    """Distinct pages in the order in which they are first named."""
+    runs = pages[np.flatnonzero(np.diff(pages, prepend=-1))]
+    _, first = np.unique(runs, return_index=True)
+    return runs[np.sort(first)]
+
+
+def _pages_for(count: int, page_size: int, buckets: Buckets | None) -> int:
+    """How many pages a table has room for, where so many are named."""
+    return count if buckets is None else -(-buckets.round_up(count * page_size) // page_size)
+
+
+def pool_widths(channel: Channel) -> tuple[int, int]:
+    """Numbers per head in a pool, without padding and with it."""
+    return channel.width, padded_width(channel.width)
+
+
+def trimmed(layout: KVLayout, values: Mapping[str, AnyArray]) -> dict[str, Float[Array, "..."]]:
+    """Cuts the padding off what a pool holds of each channel: [..., H'] to [..., H]."""
+    return {channel.name: jnp.asarray(values[channel.name])[..., : channel.width] for channel in layout.channels}
+
+
+def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[int, int]:
+    """Refuses a pool of another layout; returns its pages and page size.
+
+    Args:
+      padded: whether channels may be padded to whole lanes.
+
+    Raises:
+      LayoutError: other channels. ShapeError: other shapes, or channels with unequal pages. DtypeError: not floats, or
+      no arrays of ours. PoolError: a pool that was donated.
+    """
+    check_held(pool)
+    if set(pool) != set(layout.names):
+        raise LayoutError(f"pool: channels {sorted(pool)}; expected {sorted(layout.names)}")
+    paging = None
+    for channel in layout.channels:
+        value = pool[channel.name]
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise DtypeError(f"pool[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
+        shape = value.shape
+        widths = pool_widths(channel)[: 1 + padded]
+        if len(shape) != 5 or shape[0] != layout.layers or shape[3] != channel.heads or shape[4] not in widths:
+            raise ShapeError(
+                f"pool[{channel.name!r}]: shape {shape}; expected [{layout.layers}, P, O, {channel.heads}, "
+                f"{' or '.join(map(str, dict.fromkeys(widths)))}]"
+            )
+        if paging is not None and shape[1:3] != paging:
+            raise ShapeError(f"pool[{channel.name!r}]: pages {shape[1:3]}; expected {paging}")
+        paging = shape[1:3]
+    return paging  # pyright: ignore[reportReturnType]
+
+
+def check_held(pool: Pool) -> None:
+    """Refuses what is no pool of arrays, and a pool that was given away.
+
+    Raises:
+      LayoutError: no mapping. DtypeError: not NumPy's arrays nor jax's. PoolError: arrays that were donated.
+    """
+    if not isinstance(pool, Mapping) or not pool:
+        raise LayoutError(f"pool of type {type(pool).__name__}; expected arrays by channel, as `make_pool` gives them")
+    for name, value in pool.items():
+        if not hasattr(value, "dtype") or not isinstance(getattr(value, "shape", None), tuple):
+            kind = type(value).__name__
+            raise DtypeError(f"pool[{name!r}] of type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
+            raise PoolError(f"pool[{name!r}] was donated, and is gone; expected the pool that the last operation gave")
