@@ -15,6 +15,7 @@ Patches:
   correction_patch, update_patch     what a stored patch lacks, and folding it in
   truncate, keep_layers, quantise    a smaller patch: fewer directions, layers, bits
   Patch, PatchMetadata               the containers
+  Antecedent                         what stood in front: which chunks, in which order, served how
 
 Frames of keys, described by a layout:
   KVLayout, Channel, Rope, Scaling   which tensors a model caches, and how they carry positions
@@ -46,6 +47,7 @@ from .layout import Channel, KVLayout, relocate, to_engine, to_local, to_phase_f
 from .orbit import accumulate, orbit_patch
 from .patch import apply_patch, form_patch, removal_patch
 from .patch_metadata import Patch, PatchMetadata
+from .provenance import Antecedent
 from .readout import attention_with_lse, empty_readout, merge_readouts
 from .rope import Rope
 from .scaling import Scaling
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from .store import ChunkStore
 
 __all__ = [
+    "Antecedent",
     "Backbone",
     "Channel",
     "Chunk",

@@ -1,7 +1,7 @@
 """From a deficit to a patch: what is checked before factors are formed, their ranks, and their metadata."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Key
 from . import ops
 from .chunk import AnyArray, Chunk, check_finite, content_of
 from .compress import Rank, finite_factors
-from .content import names_of
 from .errors import InputError, RankError, ShapeError
 from .frames import expect_frame
 from .layout import on_device
 from .ops import FormPlan, Heads
 from .patch_metadata import Base, Patch, PatchMetadata, check_is_chunk
+from .provenance import Antecedent
 
 Method = Literal["randomised", "exact"]
 KVArrays = Mapping[str, Float[AnyArray, "L *B T _ _"]]
@@ -114,13 +114,18 @@ def factor_dtype(chunk: Chunk, dtype: jax.typing.DTypeLike | None) -> str:
     return jnp.dtype(next(iter(chunk.kv.values())).dtype if dtype is None else dtype).name
 
 
-def metadata_of(chunk: Chunk, base: Base, antecedent: Sequence[str], **more: Any) -> PatchMetadata:
+def metadata_of(
+    chunk: Chunk, base: Base, antecedent: Antecedent, base_antecedent: Antecedent | None = None, **more: Any
+) -> PatchMetadata:
     """Writes the metadata of a patch that is formed of a chunk now, of all layers; `more` are further fields."""
     given: dict[str, Any] = {"layout": chunk.layout, "layers": tuple(range(chunk.layout.layers))} | more
+    if base_antecedent is not None:
+        given |= {"base_antecedent": base_antecedent.ids, "base_members": base_antecedent.members}
     return PatchMetadata(
         chunk=chunk.id,
         base=base,
-        antecedent=names_of(antecedent, "antecedent"),
+        antecedent=antecedent.ids,
+        members=antecedent.members,
         backbone=chunk.backbone,
         content=content_of(chunk),
         local=chunk.places,

@@ -1,7 +1,7 @@
 """One patch for every ordering of an antecedent set: running sums of deficits, and factors of their mean. Kamera §5."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Key
 from . import ops
 from .chunk import AnyArray, Chunk
 from .compress import Rank
-from .content import names_of
 from .errors import InputError, PatchMismatchError, ShapeError
 from .forming import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
 from .patch_metadata import Patch
+from .provenance import Antecedent, Behind, antecedent_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -27,14 +27,18 @@ class Accumulated:
     total: Mapping[str, Float[AnyArray, "L *B T _ _"]]
     count: int
     chunk: Chunk
-    antecedent: tuple[str, ...] | None = None
+    antecedent: Antecedent | None = None
 
     def __repr__(self) -> str:
-        return f"Accumulated({self.count} orderings of {self.antecedent} in front of {self.chunk!r})"
+        return f"Accumulated({self.count} orderings of {_named(self.antecedent)} in front of {self.chunk!r})"
+
+
+def _named(members: Antecedent | None) -> str:
+    return "None" if members is None else str(members.ids if members.plain else members.members)
 
 
 def accumulate(
-    acc: Accumulated | None, conditioned: KVArrays, chunk: Chunk, antecedent: Iterable[str] | None = None
+    acc: Accumulated | None, conditioned: KVArrays, chunk: Chunk, antecedent: Behind | None = None
 ) -> Accumulated:
     """Adds one ordering's deficit to a running sum (None starts it). Kamera §5, the orbit patch.
 
@@ -42,21 +46,23 @@ def accumulate(
       acc: what came before, of the same chunk.
       conditioned: KV(B|A) behind this ordering, phase-free.
       chunk: the canonical.
-      antecedent: ids of the antecedent; every ordering must hold the same set. None, then for all orderings, leaves it
-        to `orbit_patch` to be told.
+      antecedent: what stood in front; every ordering must hold the same set, of the same contents, served in the same
+        way. None, then for all orderings, leaves it to `orbit_patch` to be told.
 
     Raises:
       PatchMismatchError: another chunk or antecedent set than before. ShapeError, NotFiniteError: bad `conditioned`.
     """
     check_conditioned(chunk, conditioned)
-    members = None if antecedent is None else tuple(sorted(names_of(antecedent, "antecedent")))
+    members = None if antecedent is None else antecedent_of(antecedent).sorted()
     if acc is None:
         total = {name: jnp.zeros(value.shape, jnp.float32) for name, value in chunk.kv.items()}
         acc = Accumulated(total, 0, chunk, members)
     else:
         _check_same_chunk(acc.chunk, chunk)
     if members != acc.antecedent:
-        raise PatchMismatchError(f"accumulate: antecedent {members}; expected an ordering of {acc.antecedent}")
+        raise PatchMismatchError(
+            f"accumulate: antecedent {_named(members)}; expected an ordering of {_named(acc.antecedent)}"
+        )
     total = ops.jitted_accumulate(dict(acc.total), arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
     return Accumulated(total, acc.count + 1, acc.chunk, members)
 
@@ -76,7 +82,7 @@ def _check_same_chunk(first: Chunk, second: Chunk) -> None:
 def orbit_patch(
     acc: Accumulated,
     rank: Rank,
-    antecedent: Iterable[str] | None = None,
+    antecedent: Behind | None = None,
     *,
     method: Method = "randomised",
     key: Key[Array, ""] | None = None,
@@ -92,9 +98,9 @@ def orbit_patch(
     Raises:
       RankError: as in `form_patch`. PatchMismatchError: another set than was accumulated. InputError: no set known.
     """
-    members = None if antecedent is None else tuple(sorted(names_of(antecedent, "antecedent")))
+    members = None if antecedent is None else antecedent_of(antecedent).sorted()
     if members is not None and acc.antecedent is not None and members != acc.antecedent:
-        raise PatchMismatchError(f"orbit_patch: antecedent {members}; expected {acc.antecedent}")
+        raise PatchMismatchError(f"orbit_patch: antecedent {_named(members)}; expected {_named(acc.antecedent)}")
     members = acc.antecedent if members is None else members
     if members is None:
         raise InputError("orbit_patch: antecedent None; expected the ids of the set, here or in accumulate")

@@ -4,7 +4,7 @@ Kamera §3 and App. A, with one change: the deficit is taken and added before th
 that one patch serves every position at a lower rank. ``frame="engine"`` keeps the paper's order as a control.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,6 @@ from jaxtyping import Array, Key
 from . import ops
 from .chunk import AnyArray, Chunk, check_finite
 from .compress import Rank
-from .content import names_of
 from .errors import InputError
 from .forming import (
     KVArrays,
@@ -34,6 +33,7 @@ from .frames import EngineKV
 from .layout import KVLayout, Start, as_start, chunk_start, placed
 from .ops import FormPlan, Heads, PatchFrame
 from .patch_metadata import Patch, check_factor_shapes, check_is_chunk, check_stamp
+from .provenance import Behind, antecedent_of
 from .rope import Angles, check_extent
 
 
@@ -41,7 +41,7 @@ def form_patch(
     chunk: Chunk,
     conditioned: KVArrays,
     rank: Rank,
-    antecedent: Sequence[str],
+    antecedent: Behind,
     *,
     heads: Heads = "joint",
     method: Method = "randomised",
@@ -61,7 +61,8 @@ def form_patch(
       conditioned: KV(B|A), phase-free, {channel: [L, T, K, H]} or [L, B, T, K, H], of the chunk's shapes.
       rank: M for every channel, or one per channel (0, or leaving a channel out, gives it no patch). At most min(T, F):
         more is brought down to that, and `metadata.asked` says so.
-      antecedent: ids of the chunks in front, in order.
+      antecedent: what stood in front, in order: chunks, ids, or members that say how they were served. Ids and chunks
+        mean that each was served exactly.
       heads: one factorisation over all KV heads, or one per head.
       method: "randomised" (deterministic by `key`) or "exact".
       key: a typed PRNG key; None is `jax.random.key(0)`.
@@ -79,6 +80,7 @@ def form_patch(
       fit. InputError: layers out of range, or an engine frame without start.
     """
     check_conditioned(chunk, conditioned)
+    behind = antecedent_of(antecedent)
     layout = chunk.layout.with_angles(angles)
     if (frame == "engine") != (start is not None):
         raise InputError(
@@ -111,7 +113,7 @@ def form_patch(
     metadata = metadata_of(
         chunk,
         "canonical",
-        antecedent,
+        behind,
         layout=layout,
         layers=kept,
         heads=heads,
@@ -128,8 +130,8 @@ def removal_patch(
     target: KVArrays,
     conditioned: KVArrays,
     rank: Rank,
-    antecedent: Sequence[str],
-    base_antecedent: Sequence[str],
+    antecedent: Behind,
+    base_antecedent: Behind,
     *,
     method: Method = "randomised",
     key: Key[Array, ""] | None = None,
@@ -149,8 +151,8 @@ def removal_patch(
     check_conditioned(chunk, target, "target KV")
     check_conditioned(chunk, conditioned)
     delta = ops.deficit(arrays_of(target), arrays_of(conditioned), jnp.int32(chunk.length))
-    before = names_of(base_antecedent, "base_antecedent")
-    metadata = metadata_of(chunk, "conditioned", antecedent, base_antecedent=before)
+    before = antecedent_of(base_antecedent, "base_antecedent")
+    metadata = metadata_of(chunk, "conditioned", antecedent_of(antecedent), before)
     return from_deficit(chunk, delta, rank, metadata, method, key, dtype)
 
 
@@ -177,9 +179,9 @@ def operator_call(
     chunk: Chunk,
     patch: Patch | None,
     start: Start,
-    antecedent: Sequence[str],
+    antecedent: Behind,
     base: KVArrays | None,
-    base_antecedent: Sequence[str],
+    base_antecedent: Behind,
     allow_stale: bool,
     angles: Angles | None,
 ) -> OperatorCall:
@@ -189,8 +191,8 @@ def operator_call(
       As `apply_patch`.
     """
     check_is_chunk(chunk)
-    antecedent = names_of(antecedent, "antecedent")
-    base_antecedent = names_of(base_antecedent, "base_antecedent")
+    antecedent = antecedent_of(antecedent)
+    base_antecedent = antecedent_of(base_antecedent, "base_antecedent")
     layout = chunk.layout.with_angles(angles)
     place = chunk_start(layout.rope, start, chunk.batch, what)
     check_extent(layout.rope, chunk.extent, place)
@@ -211,10 +213,10 @@ def apply_patch(
     chunk: Chunk,
     patch: Patch | None,
     start: Start,
-    antecedent: Sequence[str] = (),
+    antecedent: Behind = (),
     *,
     base: KVArrays | None = None,
-    base_antecedent: Sequence[str] = (),
+    base_antecedent: Behind = (),
     allow_stale: bool = False,
     angles: Angles | None = None,
 ) -> EngineKV:
@@ -227,7 +229,8 @@ def apply_patch(
       patch: factors, or None for blind reuse (one rotation).
       start: where the chunk's positions count from, int32, a scalar or one per axis; for a batch also [B], or [B, A]
         with axes. Moving never compiles again.
-      antecedent: ids in front of the chunk here; must be what the patch was formed behind.
+      antecedent: what stands in front of the chunk here, in order; must be what the patch was formed behind: the same
+        ids served in the same way, and the same contents where both are known.
       base: for a removal patch, the conditioned KV (phase-free) it is added to, in place of the canonical.
       base_antecedent: what `base` was conditioned on.
       allow_stale: serve the patch behind another antecedent. Chunk, base and what that was conditioned on, layout and
@@ -238,8 +241,9 @@ def apply_patch(
       {channel: [L, T, K, H]}, or [L, B, T, K, H] of a batch, in the engine frame and the chunk's dtype.
 
     Raises:
-      StalePatchError, PatchMismatchError: the patch does not belong here. ShapeError: its factors are of another number
-      of tokens or another batch. LayoutError, PositionError: bad layout or start.
+      StalePatchError: the patch was formed behind another antecedent; says whether other chunks, another order, another
+      content or another way of serving them. PatchMismatchError: it does not belong here otherwise. ShapeError: its
+      factors are of another number of tokens or another batch. LayoutError, PositionError: bad layout or start.
     """
     call = operator_call("apply_patch", chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles)
     if base is not None:

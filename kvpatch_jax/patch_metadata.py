@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -16,6 +16,7 @@ from .content import names_of
 from .errors import InputError, PatchMismatchError, ShapeError, StalePatchError
 from .layout import KVLayout
 from .ops import ChannelFactors, Heads, Leaf, PatchFrame, Quantised, is_low_rank
+from .provenance import Antecedent, Behind, Member, antecedent_of
 from .rope import Rope
 
 Base = Literal["canonical", "conditioned", "patched"]
@@ -29,7 +30,7 @@ class PatchMetadata:
       chunk: id of the chunk.
       base: what the factors are added to: the "canonical"; the "conditioned" KV (removal patch); or, for a correction
         that only `update_patch` takes, the "patched" KV.
-      antecedent: ids in front of the chunk, in order; sorted if `orbit`.
+      antecedent: ids in front of the chunk, in order; sorted if `orbit`. `behind` says all that is known of them.
       orbit: the patch serves every ordering of the antecedent.
       layers: layers the factors cover, ascending; the others get nothing.
       heads: "joint" or "separate".
@@ -42,9 +43,11 @@ class PatchMetadata:
       corrects: of a correction, the digest of the patch that it corrects (`patch_digest`); else None.
       asked: (channel, rank) where a larger rank was asked for than the chunk's tokens or features allow, which is then
         what the patch has (or it is dense, where that is smaller); None where no rank was.
+      members: the antecedent with contents and how each was served; None where the ids say all that is known.
+      base_members: likewise of `base_antecedent`.
 
     Raises:
-      InputError: a bare str in place of several ids.
+      InputError: a bare str in place of several ids, or members of other ids.
     """
 
     chunk: str
@@ -63,10 +66,30 @@ class PatchMetadata:
     local: str | None = None
     corrects: str | None = None
     asked: tuple[tuple[str, int], ...] | None = None
+    members: tuple[Member, ...] | None = None
+    base_members: tuple[Member, ...] | None = None
 
     def __post_init__(self) -> None:
-        names_of(self.antecedent, "antecedent")
-        names_of(self.base_antecedent or (), "base_antecedent")
+        for word, ids in (("members", self.antecedent), ("base_members", self.base_antecedent or ())):
+            ids, members = names_of(ids, word.replace("members", "antecedent")), getattr(self, word)
+            if members is None:
+                continue
+            known = Antecedent(tuple(members))
+            if known.ids != ids:
+                raise InputError(f"patch: {word} of the ids {known.ids}; expected {ids}")
+            object.__setattr__(self, word, None if known.plain else known.members)
+
+    @property
+    def behind(self) -> Antecedent:
+        """The antecedent with all that is known of it."""
+        return Antecedent.of(*self.antecedent) if self.members is None else Antecedent(self.members)
+
+    @property
+    def base_behind(self) -> Antecedent | None:
+        """What the base was conditioned on, with all that is known of it; None for the canonical."""
+        if self.base_members is not None:
+            return Antecedent(self.base_members)
+        return None if self.base_antecedent is None else Antecedent.of(*self.base_antecedent)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -98,7 +121,8 @@ class Patch:
         kind = f"{'orbit, ' if metadata.orbit else ''}{metadata.base}, {metadata.frame}"
         batch = "" if self.batch is None else f"batch of {self.batch}, "
         layers = f"{batch}{len(metadata.layers)} of {metadata.layout.layers} layers"
-        behind = f"{brief(metadata.chunk)!r} behind {tuple(map(brief, metadata.antecedent))}"
+        served = "" if metadata.behind.exact else ", not served exactly"
+        behind = f"{brief(metadata.chunk)!r} behind {tuple(map(brief, metadata.antecedent))}{served}"
         return f"Patch({behind}: {ranks}, {layers}, {kind}, {self.nbytes} bytes)"
 
     @property
@@ -253,6 +277,9 @@ def same_storage(first: KVLayout, second: KVLayout) -> bool:
     return all(getattr(first.rope, name) == getattr(second.rope, name) for name in _STORED)
 
 
+_LATER = ("members", "base_members")
+
+
 def patch_digest(patch: Patch) -> str:
     """Digests the bits of a patch's factors and all that its metadata says of what they are: 32 hexadecimal digits.
 
@@ -263,6 +290,9 @@ def patch_digest(patch: Patch) -> str:
     said = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchMetadata)}
     for word in ("layout", "asked"):
         del said[word]
+    for word in _LATER:
+        if said[word] is None:  # so that what was formed before the word was known keeps its digest
+            del said[word]
     leaves = {}
     for name, factors in patch.factors.items():
         leaves |= {f"{name}.{place}": leaf for place, leaf in enumerate(jax.tree.leaves(factors))}
@@ -319,31 +349,29 @@ def check_stamp(
     patch: Patch,
     chunk: Chunk,
     start: np.ndarray | jax.Array,
-    antecedent: Sequence[str],
-    base_antecedent: Sequence[str] | None,
+    antecedent: Behind,
+    base_antecedent: Behind | None,
     allow_stale: bool,
 ) -> None:
     """Raises PatchMismatchError or StalePatchError, with found and expected values, where a patch does not belong.
 
     `base_antecedent` is None where the patch would be added to the canonical. `allow_stale` overrides `antecedent`.
     """
-    metadata, antecedent = patch.metadata, names_of(antecedent, "antecedent")
-    base_antecedent = None if base_antecedent is None else names_of(base_antecedent, "base_antecedent")
+    metadata, wanted = patch.metadata, antecedent_of(antecedent)
     check_chunk(patch, chunk, "canonical" if base_antecedent is None else "conditioned")
     if metadata.frame == "engine":
         found = tuple(int(number) for number in np.asarray(start).ravel())
         if found != metadata.start:
             raise PatchMismatchError(f"patch: formed in the engine frame at {metadata.start}; expected {found}")
-    if base_antecedent is not None and tuple(base_antecedent) != metadata.base_antecedent:
-        raise StalePatchError(
-            f"patch of chunk {chunk.id!r}: its base was conditioned on {metadata.base_antecedent}; expected "
-            f"{tuple(base_antecedent)}"
-        )
+    if base_antecedent is not None:
+        base = antecedent_of(base_antecedent, "base_antecedent")
+        formed = metadata.base_behind
+        differs = f"None; expected {base.ids}" if formed is None else formed.difference(base)
+        if differs is not None:
+            raise StalePatchError(f"patch of chunk {chunk.id!r}: its base was conditioned on {differs}")
     if allow_stale:
         return
-    wanted = tuple(sorted(antecedent)) if metadata.orbit else tuple(antecedent)
-    if wanted != metadata.antecedent:
+    differs = metadata.behind.difference(wanted, metadata.orbit)
+    if differs is not None:
         kind = "any ordering of " if metadata.orbit else ""
-        raise StalePatchError(
-            f"patch of chunk {chunk.id!r}: formed behind {kind}{metadata.antecedent}; expected {tuple(antecedent)}"
-        )
+        raise StalePatchError(f"patch of chunk {chunk.id!r}: formed behind {kind}{differs}")

@@ -5,7 +5,7 @@ page · O + offset. `SlotAllocator` keeps the host's books; `engines.py` speaks 
 engines.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from .layout import KVLayout, Start, on_device
 from .paging import Pool, Slots, check_held, check_pool, pool_widths, trimmed
 from .patch import operator_call
 from .patch_metadata import Patch, check_is_chunk
+from .provenance import Behind
 from .rope import Angles
 
 
@@ -52,10 +53,10 @@ def splice(
     chunk: Chunk,
     patch: Patch | None,
     start: Start,
-    antecedent: Sequence[str] = (),
+    antecedent: Behind = (),
     *,
     base: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
-    base_antecedent: Sequence[str] = (),
+    base_antecedent: Behind = (),
     allow_stale: bool = False,
     angles: Angles | None = None,
     allocator: "SlotAllocator | None" = None,

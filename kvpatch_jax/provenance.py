@@ -99,14 +99,16 @@ class Antecedent:
         """Sorts the members by id: the set that an orbit patch serves every order of.
 
         Raises:
-          InputError: members that are not all exact, whose states hold for one order only.
+          InputError: some members that are exact and some that are not, which is so in some orders only.
         """
-        if not self.exact:
+        if not self.exact and any(member.state == EXACT for member in self.members):
             raise InputError(
-                f"antecedent: states {tuple(member.state for member in self.members)}; expected {EXACT!r} of every "
-                "member of a set, for another state belongs to one order"
+                f"antecedent: served {tuple(member.state for member in self.members)}; expected a set whose members "
+                f"are all {EXACT!r}, or none of them"
             )
-        return Antecedent(tuple(sorted(self.members, key=lambda member: (member.id, member.content or ""))))
+        return Antecedent(
+            tuple(sorted(self.members, key=lambda member: (member.id, member.content or "", member.state)))
+        )
 
     def difference(self, wanted: "Antecedent", orbit: bool = False) -> str | None:
         """Says in what another antecedent differs from this one, or returns None where it does not.

@@ -1,8 +1,7 @@
 """Updating a stored patch when its antecedent changes: a correction to ship, and folding it in. Kamera App. D."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from .errors import PatchMismatchError, RankError
 from .forming import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
 from .ops import ChannelFactors, is_low_rank, value_of
 from .patch_metadata import Patch, PatchMetadata, check_chunk, check_factor_shapes, patch_digest
+from .provenance import Behind, antecedent_of
 
 
 def correction_patch(
@@ -22,7 +22,7 @@ def correction_patch(
     patch: Patch,
     conditioned: KVArrays,
     rank: Rank,
-    antecedent: Sequence[str],
+    antecedent: Behind,
     *,
     method: Method = "randomised",
     key: Key[Array, ""] | None = None,
@@ -43,8 +43,8 @@ def correction_patch(
     have = ops.correction(chunk.layout, dict(patch.factors), layers=patch.metadata.layers, heads=patch.metadata.heads)
     delta = ops.deficit(arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
     delta = {name: value - have.get(name, 0.0) for name, value in delta.items()}
-    corrected: dict[str, Any] = {"base_antecedent": patch.metadata.antecedent, "corrects": patch_digest(patch)}
-    metadata = metadata_of(chunk, "patched", antecedent, **corrected)
+    behind = antecedent_of(antecedent)
+    metadata = metadata_of(chunk, "patched", behind, patch.metadata.behind, corrects=patch_digest(patch))
     return from_deficit(chunk, delta, rank, metadata, method, key, dtype)
 
 
@@ -92,7 +92,9 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
         merged = _merge(patch.factors.get(name), correction.factors.get(name), wanted, name)
         if merged is not None:
             factors[name] = merged
-    metadata = dataclasses.replace(old, antecedent=new.antecedent, orbit=False, layout=new.layout, asked=None)
+    metadata = dataclasses.replace(
+        old, antecedent=new.antecedent, members=new.members, orbit=False, layout=new.layout, asked=None
+    )
     updated = Patch(factors, metadata)
     leaf = next(iter(jax.tree.leaves(dict(patch.factors))), None)
     return updated if leaf is None else quantise(updated, leaf.dtype)

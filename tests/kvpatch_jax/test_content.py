@@ -246,7 +246,7 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
         lambda given: kvp.PatchMetadata("B", "conditioned", ("a",), "tiny", layout, (0,), base_antecedent=given),
         lambda given: Served("B", "tiny", given),
     ):
-        for given in ("abc", [chunk], [1], 3):
+        for given in ("abc", [chunk.kv], [1], 3):
             with pytest.raises(InputError, match=r"antecedent.*expected"):
                 call(given)
     assert kvp.apply_patch(chunk, patch, 0, iter(["a", "b", "c"]))  # any sequence of names will do
