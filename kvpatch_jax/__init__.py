@@ -17,6 +17,9 @@ Patches:
   Patch, PatchMetadata               the containers
   Antecedent                         what stood in front: which chunks, in which order, served how
 
+What a model is to read:
+  Window              chunks and texts at their places, as a value; what to do to their KV when it changes
+
 Frames of keys, described by a layout:
   KVLayout, Channel, Rope, Scaling   which tensors a model caches, and how they carry positions
   to_engine, to_local, to_phase_free, relocate
@@ -28,6 +31,7 @@ Modules:
   ops                 the same on bare arrays: to be jitted, vmapped and differentiated
   pool, engines       a paged pool, slots and `splice`; the page layouts of other engines
   store               chunks and patches on disk (`ChunkStore`), libraries, snapshots
+  window              entries, edits and costs of a Window
   repair              other published ways of mending a reused cache, to compare with
   deficit, rope       statistics of a deficit; tables of angles
   errors              every error that is raised on purpose
@@ -54,8 +58,9 @@ from .scaling import Scaling
 from .update import correction_patch, update_patch
 
 if TYPE_CHECKING:
-    from . import deficit, engines, pool, repair, store
+    from . import deficit, engines, pool, repair, store, window
     from .store import ChunkStore
+    from .window import Window
 
 __all__ = [
     "Antecedent",
@@ -70,6 +75,7 @@ __all__ = [
     "Scaling",
     "Text",
     "Tokens",
+    "Window",
     "accumulate",
     "apply_patch",
     "attention_with_lse",
@@ -98,17 +104,19 @@ __all__ = [
     "to_phase_free",
     "truncate",
     "update_patch",
+    "window",
 ]
 
 # Loaded when first used: the store needs POSIX file locks and cryptography, pool and repair are not everybody's.
-_LAZY_MODULES = ("deficit", "engines", "pool", "repair", "store")
+_LAZY_MODULES = ("deficit", "engines", "pool", "repair", "store", "window")
+_LAZY_CLASSES = {"ChunkStore": "store", "Window": "window"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name == "ChunkStore":
-        return importlib.import_module(".store", __name__).ChunkStore
+    if name in _LAZY_CLASSES:
+        return getattr(importlib.import_module(f".{_LAZY_CLASSES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; expected one of {', '.join(__all__)}")
 
 

@@ -5,6 +5,7 @@ V vocabulary. KV travels as {channel: [L,B,T,K,H]}; what a forward returns is ph
 the engine frame, as an ordinary attention kernel reads it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -89,6 +90,38 @@ class Step(NamedTuple):
     cache: dict[str, Array]
 
 
+class ForwardCosts(NamedTuple):
+    """FLOPs of a forward: of all its matrix products, two for each multiplication with its addition.
+
+    Attributes:
+      token: per token, by layer; of experts only those that a token takes.
+      pair: per query and key that it sees, by layer: scores and weighted values.
+      window: by layer, how many keys a query sees at most, its own included; 0 where it sees all.
+      logit: per token whose logits are wanted.
+    """
+
+    token: tuple[int, ...]
+    pair: tuple[int, ...]
+    window: tuple[int, ...]
+    logit: int
+
+    def flops(self, tokens: int, behind: int = 0, start_layer: int = 0) -> int:
+        """Counts FLOPs of a forward over tokens, each seeing those in front and `behind` others; without logits."""
+        pairs = Counter[int]()
+        for pair, window in zip(self.pair[start_layer:], self.window[start_layer:], strict=True):
+            pairs[window] += pair
+        seen = sum(pair * seen_pairs(tokens, behind, window) for window, pair in pairs.items())
+        return sum(self.token[start_layer:]) * tokens + seen
+
+
+def seen_pairs(tokens: int, behind: int, window: int = 0) -> int:
+    """Counts the keys that tokens see, one after the other behind `behind` others: itself and up to `window` in all."""
+    if not window or behind + tokens <= window:
+        return tokens * behind + tokens * (tokens + 1) // 2
+    growing = min(max(window - behind, 0), tokens)
+    return seen_pairs(growing, behind) + (tokens - growing) * window
+
+
 @runtime_checkable
 class Backbone(Protocol):
     """A model that can prepare, embed, prefill, recompute, decode and generate."""
@@ -98,6 +131,11 @@ class Backbone(Protocol):
     @property
     def fingerprint(self) -> str:
         """A digest of the weights, the configuration and the preprocessing: equal means equal KV."""
+        ...
+
+    @property
+    def forward_costs(self) -> ForwardCosts:
+        """FLOPs per token, per query and key, and per logit, which `window.Costs` counts with."""
         ...
 
     def prepare(self, items: Sequence[Any]) -> dict[str, Any]:

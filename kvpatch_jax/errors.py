@@ -70,6 +70,13 @@ class PoolError(KVPatchError):
     """A pool without room, or donated; slots that it does not hold, that are shared or that no page table expresses."""
 
 
+class WindowError(KVPatchError):
+    """A change that a window does not take: an unknown or repeated chunk, the pinned lead, a fork joined twice, ….
+
+    Also a window that was saved for another backbone or store, or that is no window. The window is as it was.
+    """
+
+
 class MissingExtraError(KVPatchError):
     """An optional package that is not installed; the message names the extra that brings it."""
 

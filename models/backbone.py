@@ -16,13 +16,24 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpatch_jax.backbone import KV, Logits, Output, Step, Tokens, check_behind, check_cached, check_tokens
+from kvpatch_jax.backbone import (
+    KV,
+    ForwardCosts,
+    Logits,
+    Output,
+    Step,
+    Tokens,
+    check_behind,
+    check_cached,
+    check_tokens,
+)
 from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.frames import EngineKV, PhaseFreeKV
 from kvpatch_jax.layout import KVLayout
 from kvpatch_jax.rope import check_positions
 
+from .decoder.costs import forward_costs
 from .families.family import Config, Family, feature_arrays, placeholders, with_parameters
 from .fingerprint import fingerprint_of
 from .forward import Forward, key_count
@@ -122,6 +133,11 @@ class ModelBackbone(Generating):
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(self._settings(), self.parameters)
         return self._fingerprint
+
+    @property
+    def forward_costs(self) -> ForwardCosts:
+        """See `kvpatch_jax.backbone.Backbone.forward_costs`. The tower is not in it."""
+        return forward_costs(self.config.text)
 
     def _settings(self) -> Iterator[bytes]:
         """What the numbers depend on beside the parameters."""

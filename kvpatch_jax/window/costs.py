@@ -1,0 +1,82 @@
+"""What edits cost on one backbone: exact bytes and FLOPs from a few static numbers, serialisable."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..backbone import Backbone, ForwardCosts
+from ..content import fingerprint_of
+
+ROTATION = 3
+"""FLOPs per rotated number: two products and a sum."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The static numbers of one backbone, of which costs of edits are made.
+
+    Attributes:
+      backbone: its fingerprint.
+      layers: of the decoder.
+      kv_bytes: of one token's KV, all layers and channels. turning_bytes: of the channels that carry phase alone.
+      rotary: numbers of one token's KV, all layers, that a rotation changes.
+      forward: FLOPs of forwards.
+    """
+
+    backbone: str
+    layers: int
+    kv_bytes: int
+    turning_bytes: int
+    rotary: int
+    forward: ForwardCosts
+
+    @classmethod
+    def of(cls, backbone: Backbone, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> "Costs":
+        """Takes the numbers down from a backbone's layout and `forward_costs`.
+
+        Args:
+          dtype: of the KV where it is placed.
+        """
+        layout, size = backbone.layout, jnp.dtype(dtype).itemsize
+        turning = [channel for channel in layout.channels if channel.rotates]
+        return cls(
+            backbone=fingerprint_of(backbone.fingerprint, "costs"),
+            layers=layout.layers,
+            kv_bytes=layout.bytes_per_token(dtype),
+            turning_bytes=layout.layers * size * sum(channel.features for channel in turning),
+            rotary=layout.layers * sum(channel.heads * channel.rotary for channel in turning),
+            forward=backbone.forward_costs,
+        )
+
+    def prefill(self, tokens: int, behind: int, start_layer: int = 0, logits: int = 0) -> dict[str, int]:
+        """Costs of a forward over tokens, causal behind `behind` others: KV read and written, FLOPs of the products."""
+        flops = self.forward.flops(tokens, behind, start_layer) + logits * self.forward.logit
+        own = self.kv_bytes * (self.layers - start_layer) // self.layers
+        return {"bytes": own * (tokens + behind), "flops": flops}
+
+    def rotate(self, tokens: int) -> dict[str, int]:
+        """Costs of turning keys where they lie: channels with phase are read and written, the others stay."""
+        return {"bytes": 2 * self.turning_bytes * tokens, "flops": ROTATION * self.rotary * tokens}
+
+    def copy(self, tokens: int) -> dict[str, int]:
+        """Costs of placing phase-free KV: all of it read, turned and written."""
+        return {"bytes": 2 * self.kv_bytes * tokens, "flops": ROTATION * self.rotary * tokens}
+
+    def patch(self, tokens: int, patch_bytes: int, patch_flops: int) -> dict[str, int]:
+        """Costs of placing phase-free KV with a patch: as `copy`, and factors read, multiplied and added."""
+        placing = self.copy(tokens)
+        return {"bytes": placing["bytes"] + patch_bytes, "flops": placing["flops"] + patch_flops * tokens}
+
+    def fetch(self, tokens: int) -> dict[str, int]:
+        """Costs of bringing a canonical."""
+        return {"bytes": self.kv_bytes * tokens}
+
+    def compact(self, tokens: int) -> dict[str, int]:
+        """Costs of moving what is held to other slots, all of it at most."""
+        return {"bytes": 2 * self.kv_bytes * tokens}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers as JSON has them."""
+        return dataclasses.asdict(self) | {"forward": self.forward._asdict()}

@@ -1,0 +1,204 @@
+"""What a window is and what can be read of it. How it changes is in `changes.py`."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+from ..chunk import brief
+from ..errors import WindowError
+from ..provenance import EXACT, Antecedent, Member
+from .chain import aimed, served
+from .costs import Costs
+from .entry import Fidelity, PlacedPiece
+from .saved import digest_of_window
+
+Promise = Literal["remember", "forget"]
+Gaps = Literal["close", "keep"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class WindowPieces:
+    """The pieces of a window, in order, and what it keeps beside them.
+
+    Attributes:
+      costs: of its backbone; whose fingerprint is the window's.
+      pieces: what is placed, from the front.
+      evicted: chunks that left and can be recalled, the last one to leave last.
+      lead: how many pieces at the front are pinned: they never leave and never move.
+      lead_settled: whether the lead is what it will be; texts in front of the first chunk join it until then.
+      next_start: where what is appended is placed.
+      promise: what the window is to be held against: "remember" (the model where no token sees a chunk that had left by
+        then) or "forget" (a prefill of the window as it stands).
+      gaps: whether what leaves has those behind it move up ("close"), or stay where they are ("keep").
+      store: which store its chunks are in, or None.
+      branch: "" of what was never forked; a fork's is its parent's, a slash and its own name.
+      origin: digest of the window that this branch was forked from, or None.
+      joined: branches that were joined into it.
+      clock: how many placements there were.
+    """
+
+    costs: Costs
+    pieces: tuple[PlacedPiece, ...] = ()
+    evicted: tuple[PlacedPiece, ...] = ()
+    lead: int = 0
+    lead_settled: bool = False
+    next_start: int = 0
+    promise: Promise = "remember"
+    gaps: Gaps = "close"
+    store: str | None = None
+    branch: str = ""
+    origin: str | None = None
+    joined: tuple[str, ...] = ()
+    clock: int = 0
+
+    @property
+    def backbone(self) -> str:
+        """Fingerprint of the backbone."""
+        return self.costs.backbone
+
+    @functools.cached_property
+    def ids(self) -> dict[str, int]:
+        """The index of every piece, by id, from the front."""
+        return {piece.entry.id: index for index, piece in enumerate(self.pieces)}
+
+    def __contains__(self, id: object) -> bool:
+        return id in self.ids
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all pieces."""
+        return sum(piece.entry.tokens for piece in self.pieces)
+
+    @property
+    def sink_left(self) -> bool:
+        """Whether the tokens that the first piece was made behind have left, and the attention sink with them.
+
+        What is kept then differs from a prefill as it does not otherwise. A pinned lead prevents it.
+        """
+        return bool(self.pieces) and self.pieces[0].state.kind == "conditioned" and self.pieces[0].fidelity != EXACT
+
+    @property
+    def as_promised(self) -> bool:
+        """Whether every piece is served as the window promises: exact, or a survivor where it remembers."""
+        kept = (EXACT, "survivor") if self.promise == "remember" else (EXACT,)
+        return all(piece.fidelity in kept for piece in self.pieces)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digests all but what was joined: 32 hexadecimal digits."""
+        return digest_of_window(self)
+
+    def index(self, id: str) -> int:
+        """The place of a piece, counted from the front.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        try:
+            return self.ids[id]
+        except (KeyError, TypeError):
+            there = "evicted" if any(piece.entry.id == id for piece in self.evicted) else "not in the window"
+            shown = brief(id) if isinstance(id, str) else id
+            raise WindowError(f"window: {shown!r:.80} is {there}; expected one of {self._named()}") from None
+
+    def piece(self, id: str) -> PlacedPiece:
+        """The piece of this id.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        return self.pieces[self.index(id)]
+
+    def start(self, id: str) -> int:
+        """Where a piece's positions count from.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        return self.piece(id).start
+
+    def fidelity(self, id: str) -> Fidelity:
+        """How truly a piece is served.
+
+        Returns:
+          "exact": as a prefill of this window. "survivor": as the model computes it where no token sees a chunk that
+          had left by then; it has seen all that stands in front of it. "approximate": any other way.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        return self.piece(id).fidelity
+
+    def behind(self, id: str | None = None) -> int:
+        """How many tokens stand in front of a piece, or of what will be appended.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        index = len(self.pieces) if id is None else self.index(id)
+        return sum(piece.entry.tokens for piece in self.pieces[:index])
+
+    def antecedent(self, id: str | None = None) -> Antecedent:
+        """What stands in front of a piece, or of what will be appended, as it is served.
+
+        A prefill there is conditioned on this, and so is the patch formed of it.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        pieces, start = self._front(id)
+        return Antecedent(tuple(served(pieces, start)))
+
+    def target(self, id: str | None = None) -> Antecedent:
+        """What a patch must have been formed behind to serve a piece there, or one that will be appended.
+
+        Where the window forgets, those in front, all of them exact. Where it remembers, those in front as they would
+        have to be served: survivors as they are, what is bare or patched as a prefill in its place would have it.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        pieces, start = self._front(id)
+        if self.promise == "forget":
+            return Antecedent(tuple(Member(piece.entry.id, piece.entry.content) for piece in pieces))
+        return Antecedent(tuple(aimed(self.backbone, pieces, start)))
+
+    def _front(self, id: str | None) -> tuple[tuple[PlacedPiece, ...], int]:
+        if id is None:
+            return self.pieces, self.next_start
+        index = self.index(id)
+        return self.pieces[:index], self.pieces[index].start
+
+    def _named(self) -> str:
+        shown = [brief(piece.entry.id) for piece in self.pieces[-8:]]
+        more = "" if len(shown) == len(self.pieces) else f"… of {len(self.pieces)}, "
+        return f"({more}{', '.join(map(repr, shown))})"
+
+    def __repr__(self) -> str:
+        name = f"branch {self.branch!r}, " if self.branch else ""
+        return (
+            f"Window({name}{len(self.pieces)} pieces, {self.tokens} tokens, {len(self.evicted)} evicted, next at "
+            f"{self.next_start}, {self.promise}, gaps {self.gaps}, lead {self.lead})"
+        )
+
+    def __str__(self) -> str:
+        lines = [repr(self)]
+        width = len(str(self.next_start))
+        for index, piece in enumerate(self.pieces):
+            entry, marks = piece.entry, []
+            if index < self.lead:
+                marks.append("lead")
+            if piece.state.kind != "conditioned":
+                marks.append(piece.state.kind if piece.aside is None else f"{piece.state.kind} for now")
+            if entry.order_free:
+                marks.append("order-free")
+            place = f"{piece.start:>{width}}–{piece.end - 1:<{width}}"
+            said = ", ".join([f"{entry.tokens} tokens", piece.fidelity, *marks])
+            lines.append(f"  {place}  {entry.kind:<5}  {brief(entry.id)!r}: {said}")
+        return "\n".join(lines)

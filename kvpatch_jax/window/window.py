@@ -1,0 +1,176 @@
+"""`Window`: the pieces, how they change, how one of them is served otherwise, forks, and JSON."""
+
+import dataclasses
+import secrets
+
+from ..backbone import Backbone
+from ..chunk_ids import digest_of, encoded
+from ..errors import WindowError
+from ..patch_metadata import Patch
+from .changes import WindowChanges
+from .costs import Costs
+from .edits import Copy, Drop, Edits, Recompute, in_order
+from .entry import BARE, FRESH, PatchNote, PlacedPiece, State
+from .pieces import Gaps, Promise
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Window(WindowChanges):
+    """What a model is to read: chunks and texts at their places, and how each of them is served. An immutable value.
+
+    It holds no arrays; an executor holds them, and runs the edits that every operation returns beside the new window.
+
+        window = Window.empty(backbone)
+        window, edits = window.append(Entry.of_tokens("system", tokens))
+        window, edits = window.append(Entry.of(chunk))
+        window, edits = window.slide(keep=4)
+
+    Attributes are those of `WindowPieces`.
+    """
+
+    @classmethod
+    def empty(
+        cls,
+        costs: Costs | Backbone,
+        *,
+        lead: int | None = None,
+        promise: Promise = "remember",
+        gaps: Gaps = "close",
+        store: str | None = None,
+    ) -> "Window":
+        """Makes a window without pieces.
+
+        Args:
+          costs: of the backbone that reads it, or that backbone (then of KV in bfloat16).
+          lead: how many pieces at the front are pinned; None: the texts in front of the first chunk, or where there are
+            none that chunk. Without a lead (0) what the model leans on, the first tokens, may leave: `sink_left`.
+          promise, gaps, store: see the attributes.
+
+        Raises:
+          WindowError: another word, or a negative lead.
+        """
+        costs = costs if isinstance(costs, Costs) else Costs.of(costs)
+        if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
+            raise WindowError(f"window: lead {lead!r:.80}; expected how many pieces are pinned, or None")
+        if promise not in ("remember", "forget") or gaps not in ("close", "keep"):
+            found = f"promise {promise!r:.80}, gaps {gaps!r:.80}"
+            raise WindowError(f"window: {found}; expected 'remember' or 'forget', and 'close' or 'keep'")
+        return cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise, gaps=gaps, store=store)
+
+    # ---------------------------------------------------------------------------------------- how one is served
+
+    def bare(self, id: str) -> "tuple[Window, Edits]":
+        """Serves a chunk by its canonical alone, until `condition` switches back. Kamera App. E.
+
+        Raises:
+          WindowError: a text, or a piece that is not in the window.
+        """
+        index = self._chunk(id, "bare")
+        piece = self.pieces[index]
+        if piece.state.kind == "bare":
+            return self, ()
+        there = self._served(index, piece._replace(state=BARE, aside=piece.state))
+        return there, (Copy(id, "canonical", **self.costs.copy(piece.entry.tokens)),)
+
+    def condition(
+        self,
+        id: str,
+        patch: Patch | PatchNote | None = None,
+        *,
+        fetched: bool = False,
+        allow_stale: bool = False,
+    ) -> "tuple[Window, Edits]":
+        """Switches a bare chunk back to the very state it had; or serves a chunk by a patch from now on. Kamera App. E.
+
+        Args:
+          patch: formed behind the chunk's `target`: of its canonical, or a removal patch of the conditioned KV that the
+            window serves it by.
+          fetched, allow_stale: as `append`.
+
+        Raises:
+          WindowError: a text, a piece that is not in the window, or a bare chunk that was never conditioned, without a
+          patch. StalePatchError, PatchMismatchError: a patch that does not belong here.
+        """
+        index = self._chunk(id, "condition")
+        piece = self.pieces[index]
+        if patch is not None:
+            note = PatchNote.of(patch)
+            self._check_base(note, piece.aside or piece.state, id)
+            there = self._served(index, piece._replace(state=note.state(), aside=None))
+            there._check_patch(note, there.pieces[index], allow_stale)
+            return there, in_order(there._placing(index, fetched))
+        if piece.state.kind != "bare":
+            return self, ()
+        if piece.aside is None:
+            raise WindowError(f"condition: chunk {id!r:.80} was placed bare; expected a patch, or `recompute`")
+        there = self._served(index, piece._replace(state=piece.aside, aside=None))
+        if piece.aside.kind == "conditioned":
+            return there, (Copy(id, "conditioned", **self.costs.copy(piece.entry.tokens)),)
+        return there, in_order(there._placing(index, fetched=True))
+
+    def recompute(self, id: str, start_layer: int = 0) -> "tuple[Window, Edits]":
+        """Runs a piece again behind what stands in front of it, from a layer up. Kamera App. D, the cheapest refresh.
+
+        From layer 0 it is a prefill in place. From above, the layers below keep what they were: it is approximate.
+
+        Raises:
+          WindowError: a layer that the backbone does not have, or a piece that is not in the window.
+        """
+        index, layers = self.index(id), self.costs.layers
+        if not isinstance(start_layer, int) or isinstance(start_layer, bool) or not 0 <= start_layer < layers:
+            raise WindowError(f"recompute: start_layer {start_layer!r:.80}; expected a layer from 0 to {layers - 1}")
+        piece, state, behind = self.pieces[index], FRESH, self.behind(id)
+        if start_layer:
+            fields = (piece.state.digest, piece.front, str(start_layer))
+            state = State("conditioned", digest_of([b"recompute", *map(encoded, fields)], size=16))
+        changed = piece._replace(state=state, aside=None, born=self.clock + 1)
+        there = self._served(index, changed, clock=self.clock + 1)
+        costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
+        return there, (Recompute(id, start_layer, behind, **costs),)
+
+    def _served(self, index: int, piece: PlacedPiece, **changes: int) -> "Window":
+        return self._with([*self.pieces[:index], piece, *self.pieces[index + 1 :]], index, **changes)
+
+    # ------------------------------------------------------------------------------------------------- branches
+
+    def fork(self, name: str | None = None) -> "tuple[Window, Edits]":
+        """Starts a branch that shares all KV with this window until it changes a piece. Kamera App. E.
+
+        Args:
+          name: of the branch, behind its parent's and a slash; drawn at random when None.
+
+        Raises:
+          WindowError: an empty name, or one with a slash.
+        """
+        name = secrets.token_hex(4) if name is None else name
+        if not isinstance(name, str) or not name or "/" in name:
+            raise WindowError(f"fork: name {name!r:.80}; expected one without a slash")
+        branch = dataclasses.replace(self, branch=f"{self.branch}/{name}", origin=self.digest, joined=())
+        return branch, tuple(Copy(piece.entry.id, "shared", self.branch) for piece in self.pieces)
+
+    def join(self, branch: "Window") -> "tuple[Window, Edits]":
+        """Takes over what a branch did since it was forked from this very window: the branch that is committed.
+
+        What both hold alike stays; the rest is dropped here and shared with the branch.
+
+        Raises:
+          WindowError: a branch of another window, one that was joined already, or this window moved on since the fork.
+        """
+        if not isinstance(branch, Window):
+            raise WindowError(f"join: a {type(branch).__name__}; expected a Window that `fork` made")
+        if branch.branch in self.joined:
+            raise WindowError(f"join: branch {branch.branch!r} was joined already; expected another")
+        if branch.origin is None or branch.branch.rpartition("/")[0] != self.branch or branch.costs != self.costs:
+            raise WindowError(f"join: branch {branch.branch!r}; expected a fork of {self.branch!r}")
+        if branch.origin != self.digest:
+            raise WindowError(
+                f"join: branch {branch.branch!r} was forked from window {branch.origin}; expected {self.digest}, which "
+                "this one is: it changed since the fork, or is another"
+            )
+        there = dataclasses.replace(
+            branch, branch=self.branch, origin=self.origin, joined=(*self.joined, branch.branch)
+        )
+        own, theirs = set(self.pieces), set(branch.pieces)
+        drops = [Drop(piece.entry.id) for piece in self.pieces if piece not in theirs]
+        shared = [Copy(piece.entry.id, "shared", branch.branch) for piece in branch.pieces if piece not in own]
+        return there, in_order([*drops, *shared])
