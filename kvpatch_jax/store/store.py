@@ -19,6 +19,7 @@ from .format.expiry import Seconds, checked_ttl, expires_at
 from .format.naming import Encoding, Name, Names, Served
 from .format.objects import Blob
 from .metrics import Statistics
+from .serving import serving
 from .tenants import Deleted, delete_tenant
 from .tiers.memory import CANONICAL, DERIVED, ENCODER, Policy
 from .tiers.placement import LayerStream, Placement
@@ -237,13 +238,18 @@ class ChunkStore:
         """Reads every stored patch that serves this chunk, antecedent, base and frame, largest first.
 
         They may have any ranks, layers and dtypes, and an orbit patch any order of its antecedent. Left out are patches
-        of another content than `served.content`, or, where that is None, than the chunk's stored or queued canonicals.
+        of another content than `served.content`, or, where that is None, than the chunk's stored or queued canonicals;
+        and those formed behind an antecedent served otherwise, or of other contents (`served` says them, or else the
+        stored canonicals do). Where nothing says which of several contents is meant, none of them is given.
         Factors are on the default device.
         """
         self.tenant_disk.expect_open()
         names = self._reader.names_beginning(self.names.patches(served))
         loaded = [self._reader.load(name, patch_parts, DERIVED) for name in names]
         found = [held.value for held in loaded if held is not None]
+        stored = lambda id: self._reader.contents(self.names.canonical(served.backbone, id))
+        serves = serving([metadata for _, metadata in found], served, stored)
+        found = [own for own, does in zip(found, serves, strict=True) if does]
         if any(metadata.content is not None for _, metadata in found):
             if served.content is not None:
                 wanted: set[str | None] = {served.content}

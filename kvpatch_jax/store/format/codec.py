@@ -15,6 +15,7 @@ from ...frames import PhaseFreeKV
 from ...layout import Channel, KVLayout
 from ...ops import Quantised, is_low_rank
 from ...patch_metadata import Patch, PatchMetadata, check_factors
+from ...provenance import Member
 from ...rope import Rope
 from ...scaling import Scaling
 from .header import MALFORMED, dtype_word
@@ -317,8 +318,12 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
         metadata["layout"] = layout_of(metadata["layout"])
         for name in ("antecedent", "layers", "start", "base_antecedent"):
             metadata[name] = None if metadata[name] is None else tuple(metadata[name])
-        if metadata.get("asked") is not None:  # not there in files of earlier versions, as some texts are not
+        # What follows is not there in files of earlier versions, as some texts are not.
+        if metadata.get("asked") is not None:
             metadata["asked"] = tuple((name, rank) for name, rank in metadata["asked"])
+        for name in ("members", "base_members"):
+            if metadata.get(name) is not None:
+                metadata[name] = tuple(Member(*member) for member in metadata[name])
         factors: dict[str, Any] = {}
         for name, parts in body["forms"].items():
             leaves = tuple(leaf(name, part, shared) for part in parts)

@@ -9,15 +9,16 @@ import functools
 import hashlib
 import json
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from ...chunk_ids import digest_of, encoded
-from ...content import fingerprint_of, names_of
+from ...content import fingerprint_of
 from ...errors import InputError, StoreCorruptError
 from ...ops import PatchFrame
 from ...patch_metadata import Base, Patch, PatchMetadata
+from ...provenance import EXACT, Antecedent, Behind, Member, antecedent_of
 
 Encoding = Literal["bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"]
 ENCODINGS: tuple[str, ...] = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -84,23 +85,38 @@ def name_at(path: str) -> Name:
 class Served:
     """What a patch serves: the fields of its `PatchMetadata` that say so, with the same meaning. It does not print ids.
 
-    `content` is that of the chunk which will be patched; None takes that of the canonical that the store has.
+    Attributes:
+      antecedent: what stands in front of the chunk: chunks, ids or members; of `base_antecedent` likewise. Where the
+        content of a member is not known, that of its stored canonical counts.
+      content: of the chunk which will be patched; None takes that of the canonical that the store has.
     """
 
     chunk: str = dataclasses.field(repr=False)
     backbone: str
-    antecedent: tuple[str, ...] = dataclasses.field(repr=False)
+    antecedent: Behind = dataclasses.field(repr=False)
     orbit: bool = False
     base: Base = "canonical"
-    base_antecedent: tuple[str, ...] | None = dataclasses.field(default=None, repr=False)
+    base_antecedent: Behind | None = dataclasses.field(default=None, repr=False)
     frame: PatchFrame = "phase_free"
     start: tuple[int, ...] | None = None
     content: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "served")
-        names_of(self.antecedent, "antecedent")
-        names_of(self.base_antecedent or (), "base_antecedent")
+        object.__setattr__(self, "antecedent", antecedent_of(self.antecedent))
+        if self.base_antecedent is not None:
+            base = antecedent_of(self.base_antecedent, "base_antecedent")
+            object.__setattr__(self, "base_antecedent", base)
+
+    @property
+    def behind(self) -> Antecedent:
+        """What stands in front of the chunk, with all that is known of it."""
+        return antecedent_of(self.antecedent)
+
+    @property
+    def base_behind(self) -> Antecedent | None:
+        """What the base was conditioned on; None for the canonical."""
+        return None if self.base_antecedent is None else antecedent_of(self.base_antecedent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,15 +191,28 @@ class Names:
         return Name(f"{self.libraries}/{library}/{key[:2]}", key, f"{key}.{part}.safetensors", "entry")
 
     def patch(self, patch: Patch) -> Name:
-        """Names a patch, by chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers."""
+        """Names a patch, by chunk, backbone, antecedent (list, or set of an orbit patch), base, ranks, layers.
+
+        Of the antecedent count the ids, how each was served, and the contents that are known.
+        """
         form = json.dumps(_form(patch), sort_keys=True)
         served = self.patches(patch.metadata)
         return dataclasses.replace(served, file=f"{served.file}{self._name(20, 'form', form)}.safetensors")
 
     def patches(self, metadata: Served | PatchMetadata) -> Name:
-        """Returns the common prefix of all patches that serve the same, whatever their ranks, layers and dtypes."""
-        antecedent = sorted(metadata.antecedent) if metadata.orbit else list(metadata.antecedent)
-        served = [metadata.base, metadata.orbit, antecedent, metadata.base_antecedent, metadata.frame, metadata.start]
+        """Returns the common prefix of all patches that serve the same, whatever their ranks, layers and dtypes.
+
+        And whatever the contents of those in front, which are compared where both are known. What stood behind exact
+        antecedents has the name that it had before the ways of serving were known.
+        """
+        members, base = _members(metadata.behind, metadata.orbit), metadata.base_behind
+        before = None if base is None else _members(base)
+        ids = None if before is None else [member.id for member in before]
+        served: list[Any] = [metadata.base, metadata.orbit, [member.id for member in members], ids]
+        served += [metadata.frame, metadata.start]
+        states = [[member.state for member in each] for each in (members, before or [])]
+        if any(state != EXACT for each in states for state in each):
+            served.append({"states": states})
         own = self._place(metadata.backbone, metadata.chunk, "p", "patch")
         return dataclasses.replace(own, file=f"{own.chunk}.p.{self._name(20, 'served', json.dumps(served))}.")
 
@@ -193,4 +222,17 @@ def _form(patch: Patch) -> list:
         (name, [str(leaf.dtype) for leaf in jax.tree.leaves(factors)]) for name, factors in patch.factors.items()
     )
     metadata = patch.metadata
-    return [sorted(patch.ranks.items()), metadata.layers, metadata.heads, metadata.shared_left, dtypes]
+    form = [sorted(patch.ranks.items()), metadata.layers, metadata.heads, metadata.shared_left, dtypes]
+    base = metadata.base_behind
+    contents = [
+        [member.content for member in _members(metadata.behind, metadata.orbit)],
+        [] if base is None else [member.content for member in base.members],
+    ]
+    if any(content is not None for each in contents for content in each):
+        form.append({"contents": contents})
+    return form
+
+
+def _members(antecedent: Antecedent, orbit: bool = False) -> list[Member]:
+    known = lambda member: (member.id, member.content or "", member.state)
+    return sorted(antecedent.members, key=known) if orbit else list(antecedent.members)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
+from kvpatch_jax.provenance import antecedent_of
 from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.store.format.codec import unchecked_chunk
 from kvpatch_jax.store.format.naming import Name
@@ -40,7 +41,7 @@ def host_chunk(id: str, seed: int, **more: Any) -> kvp.Chunk:
 
 
 def patch_of(
-    chunk: kvp.Chunk, antecedent: tuple[str, ...] = ("A",), rank: int = 2, seed: int = 1, array: Any = jnp.asarray
+    chunk: kvp.Chunk, antecedent: Any = ("A",), rank: int = 2, seed: int = 1, array: Any = jnp.asarray, **more: Any
 ) -> kvp.Patch:
     rng = np.random.default_rng(seed)
     factors = {}
@@ -49,8 +50,11 @@ def patch_of(
         v = array(rng.standard_normal((chunk.layout.layers, rank, channel.features)), jnp.bfloat16)
         factors[channel.name] = (u, v)
     layers = tuple(range(chunk.layout.layers))
+    behind = antecedent_of(antecedent)
+    given: dict[str, Any] = {"base": "canonical", "antecedent": behind.ids, "members": behind.members} | more
     return kvp.Patch(
-        factors, kvp.PatchMetadata(chunk.id, "canonical", antecedent, chunk.backbone, chunk.layout, layers)
+        factors,
+        kvp.PatchMetadata(chunk=chunk.id, backbone=chunk.backbone, layout=chunk.layout, layers=layers, **given),
     )
 
 

@@ -19,7 +19,8 @@ from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import StoreFullError
-from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot
+from kvpatch_jax.provenance import Antecedent, Member
+from kvpatch_jax.store import Budget, ChunkStore, Served, StaticLibrary, load_snapshot
 from kvpatch_jax.store.disk.directory import Removal, Still
 from kvpatch_jax.store.disk.eviction import make_room
 
@@ -36,6 +37,29 @@ LEAST_ROUNDS = 20
 def made(id: str) -> kvp.Chunk:
     """The chunk of this id: its content is a function of it, so that whoever reads it can tell whether it is right."""
     return host_chunk(id, zlib.crc32(id.encode()))
+
+
+BEHIND = (
+    Antecedent.of("A"),
+    Antecedent.of(Member("A", "version one")),
+    Antecedent.of(Member("A", "version two")),
+    Antecedent.of(Member("A", "version one", "bare:" + "0" * 32)),
+    Antecedent.of(Member("A", "version one", "approximate:" + "0" * 32)),
+    Antecedent.of(Member("A", None, "bare:" + "1" * 32)),
+)
+"""What the same id may stand for, each the antecedent of another patch."""
+
+
+def form(root: str, worker: int, steps: int, **more: object) -> None:
+    """Stores the patch behind one of `BEHIND`, again and again, and says whether it reads that and no other."""
+    store, behind = ChunkStore(root, budget=Budget(host=0)), BEHIND[worker]
+    chunk = made("page")
+    patch = patch_of(chunk, behind, seed=worker, array=np.asarray)
+    found: list[kvp.Patch] = []
+    for _ in range(steps):
+        store.put_patches([patch])
+        found = store.get_patches(Served("page", BACKBONE, behind))
+        say(len(found), all(each.metadata.behind.difference(behind) is None for each in found))
 
 
 def patches_made(id: str, array: Any = np.asarray) -> list[kvp.Patch]:
@@ -306,7 +330,7 @@ def store_of(root: str) -> ChunkStore:
     return ChunkStore(root, budget=Budget(host=0))
 
 
-WORK = {work.__name__: work for work in (write, read, evict, restore, shelve, operate, stress, fork, fork_queue)}
+WORK = {work.__name__: work for work in (write, read, evict, restore, shelve, operate, stress, fork, fork_queue, form)}
 
 
 def serve() -> None:

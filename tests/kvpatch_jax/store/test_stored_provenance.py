@@ -110,7 +110,7 @@ def test_corrections_and_what_was_asked_come_back(store: ChunkStore):
 
 def test_files_of_earlier_versions_stay_readable(store: ChunkStore, monkeypatch):
     """Headers without the new words, as they were written before: read, served and applied."""
-    chunk, stamps = chunk_of(), ("content", "local", "corrects", "asked")
+    chunk, stamps = chunk_of(), ("content", "local", "corrects", "asked", "members", "base_members")
     body_of, blob_of = codecs.chunk_body, codecs.patch_blob
 
     def older_patch(patch, expires=None):

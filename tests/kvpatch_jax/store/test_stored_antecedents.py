@@ -1,0 +1,173 @@
+"""Patches of one chunk behind one id: other contents and other ways of serving it are other patches."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from store_cases import BACKBONE, chunk_of, patch_of
+from store_child import BEHIND
+from store_processes import processes, wait_until
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import StalePatchError, StoreCorruptError
+from kvpatch_jax.patch_metadata import patch_digest
+from kvpatch_jax.provenance import Antecedent, Behind, Member
+from kvpatch_jax.store import ChunkStore, Served, load_snapshot, save_snapshot
+from kvpatch_jax.store.cli.audit import verify
+from kvpatch_jax.store.format import codec
+from kvpatch_jax.store.format.naming import Names
+from kvpatch_jax.store.snapshots.array_entries import blob_of_entry, entry_of
+from kvpatch_jax.store.snapshots.import_rules import name_of
+
+NAMES = Names("one", b"s" * 32)
+BLIND = "bare:" + "0" * 32
+EXACT_ONE, EXACT_TWO, BLIND_ONE = BEHIND[1], BEHIND[2], BEHIND[3]
+
+
+@pytest.fixture
+def store(tmp_path):
+    with ChunkStore(tmp_path / "root") as own:
+        yield own
+
+
+def seeds(store: ChunkStore, antecedent: Behind, **more) -> set[int]:
+    """Which of the patches of `filled` are served."""
+    found = store.get_patches(Served("page", BACKBONE, antecedent, **more))
+    drawn = {patch_digest(patch_of(chunk_of("page"), each, seed=seed)): seed for seed, each in enumerate(BEHIND)}
+    return {drawn[patch_digest(patch)] for patch in found}
+
+
+@pytest.fixture
+def filled(store):
+    store.put_patches([patch_of(chunk_of("page"), each, seed=seed) for seed, each in enumerate(BEHIND)])
+    return store
+
+
+# ------------------------------------------------------------------------------------------------------- names
+
+
+def test_names_from_before_ways_of_serving_were_known_stay():
+    """Written down from the version before: old roots are found again."""
+    patch = patch_of(chunk_of(), ("A2", "A1"))
+    served = {
+        "c74130c5b9a3b34fccf3611d931d598ff367de8f": {},
+        "c175f8a23967bbff7dc8be7b1bcc5e9f9633cbfc": {"orbit": True},
+        "5f1d466ddabc8f497e6f026641852abcc6d42335": {"base": "conditioned", "base_antecedent": ("A0", "A1")},
+        "2e80fdca598c5437bc5b4a15291cfc72c4034a50": {"frame": "engine", "start": (3,)},
+    }
+    for word, change in served.items():
+        metadata = dataclasses.replace(patch.metadata, **change)
+        file = NAMES.patch(kvp.Patch(patch.factors, metadata)).file
+        assert file.endswith(f".p.{word}.b2244a7a4a71a1cfd9f7537b7d4229505b839d0a.safetensors")
+        fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(Served)}
+        assert NAMES.patches(Served(**fields)) == NAMES.patches(metadata)
+    assert patch_digest(patch) == "53cd38b94b7dad9d3f1a6d1811a79a69"  # what stored corrections name
+
+
+def test_each_antecedent_has_a_name():
+    patches = [patch_of(chunk_of("page"), each) for each in BEHIND]
+    assert len({NAMES.patch(patch).path for patch in patches}) == len(BEHIND)
+    removals = [
+        patch_of(chunk_of("page"), ("A",), base="conditioned", base_antecedent=("A",), base_members=each.members)
+        for each in BEHIND
+    ]
+    assert len({NAMES.patch(patch).path for patch in removals + patches}) == 2 * len(BEHIND)
+    orbits = [
+        patch_of(chunk_of("page"), [Member("A", "one"), Member("B", "two")][::step], orbit=True) for step in (1, -1)
+    ]
+    assert len({NAMES.patch(patch).path for patch in orbits}) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ serving
+
+
+def test_none_is_served_for_another(filled):
+    for place, each in enumerate(BEHIND):
+        ours = {place} | ({0} if place in (1, 2) else set())  # plain ids say nothing of contents
+        if place:
+            assert seeds(filled, each) == ours
+    assert seeds(filled, [Member("A", "version three")]) == {0}
+    assert seeds(filled, [Member("A", None, BLIND)]) == {3}
+    assert seeds(filled, [Member("A", "version two", BLIND)]) == set()
+
+
+def test_plain_ids_stand_for_what_the_store_has_under_them(filled):
+    assert seeds(filled, ["A"]) == {0}  # two contents, and nothing says which
+    filled.put(chunk_of("A", content="version two"))
+    assert seeds(filled, ["A"]) == {0, 2}
+    filled.put(chunk_of("A", content="version three"))
+    assert seeds(filled, ["A"]) == {0}
+    assert seeds(filled, [chunk_of("A", content="version one")]) == {0, 1}
+
+
+def test_one_content_needs_no_canonical(store):
+    store.put_patches([patch_of(chunk_of("page"), EXACT_ONE, seed=1)])
+    assert seeds(store, ["A"]) == {1}
+    assert seeds(store, EXACT_TWO) == set()
+
+
+def test_the_base_counts_too(store):
+    def removal(base: Antecedent, seed: int) -> kvp.Patch:
+        more = {"base": "conditioned", "base_antecedent": base.ids, "base_members": base.members}
+        return patch_of(chunk_of("page"), ("B",), seed=seed, **more)
+
+    store.put_patches([removal(each, seed) for seed, each in enumerate(BEHIND)])
+    for place, each in enumerate(BEHIND[1:], 1):
+        found = store.get_patches(Served("page", BACKBONE, ("B",), base="conditioned", base_antecedent=each))
+        assert {patch.metadata.base_behind for patch in found} == {BEHIND[place]} | (
+            {BEHIND[0]} if place in (1, 2) else set()
+        )
+
+
+def test_what_comes_back_is_refused_where_it_does_not_belong(filled):
+    page = chunk_of("page")
+    (blind,) = filled.get_patches(Served("page", BACKBONE, BLIND_ONE))
+    with pytest.raises(StalePatchError, match=r"'A' as it was served 'bare:0+'; expected it served 'exact'"):
+        kvp.apply_patch(page, blind, 0, ["A"])
+    kvp.apply_patch(page, blind, 0, BLIND_ONE)
+
+
+def test_two_processes_share_a_store_and_no_patch(tmp_path):
+    """One forms behind the true chunk, others behind it blind, behind another version, behind its plain id."""
+    running = [processes().start("form", tmp_path / "root", worker, steps=4) for worker in range(len(BEHIND))]
+    wait_until(lambda: not any(process.alive for process in running))
+    assert [process.error for process in running] == [""] * len(running)
+    for worker, process in enumerate(running):
+        said = [line.split() for line in process.spoken.splitlines()]
+        assert len(said) == 4
+        assert all(right == "True" for _, right in said)
+        if worker:
+            assert all(int(count) >= 1 for count, _ in said)
+    with ChunkStore(tmp_path / "root") as store:
+        assert len([entry for entry in store.disk.scan() if entry.part.startswith("p.")]) == len(BEHIND)
+        assert seeds(store, EXACT_ONE) == {0, 1}
+        assert seeds(store, BLIND_ONE) == {3}
+
+
+# ------------------------------------------------------------------------------------------------------- headers
+
+
+def test_members_that_lie_make_no_patch():
+    blob = codec.patch_blob(patch_of(chunk_of("page"), BLIND_ONE))
+    body = json.loads(json.dumps(blob.body))
+    arrays = {name: np.asarray(value) for name, value in blob.arrays.items()}
+    assert codec.patch_parts(body, arrays)[1].behind == BLIND_ONE
+    bad = (3, [["A"], ["B"]], [["B", None, "exact"]], [["A", "", "exact"]], [["A", None, "bare"]], [[3, None, "exact"]])
+    for members in bad:
+        with pytest.raises(StoreCorruptError):
+            codec.patch_parts({**body, "stamp": body["stamp"] | {"members": members}}, arrays)
+
+
+def test_imports_give_every_patch_its_name_again(filled, tmp_path):
+    for each in BEHIND:
+        patch = patch_of(chunk_of("page"), each)
+        blob = blob_of_entry(entry_of(codec.patch_blob(patch), "p.a.b"))
+        body = json.loads(json.dumps(blob.body))
+        assert name_of(NAMES, "patch", "p.a.b", body, blob.arrays) == NAMES.patch(patch)
+    save_snapshot(filled.disk.root, tmp_path / "snapshot")
+    load_snapshot(tmp_path / "snapshot", tmp_path / "other")
+    with ChunkStore(tmp_path / "other") as other:
+        assert seeds(other, BLIND_ONE) == {3}
+        assert seeds(other, EXACT_TWO) == {0, 2}
+        assert len(verify(other.disk).bad) == 0
