@@ -21,7 +21,7 @@ What a model is to read:
   Window              chunks and texts at their places, as a value; what to do to their KV when it changes
 
 Frames of keys, described by a layout:
-  KVLayout, Channel, Rope, Scaling   which tensors a model caches, and how they carry positions
+  KVLayout, Channel, Rope            which tensors a model caches, and how they carry positions
   to_engine, to_local, to_phase_free, relocate
 
 Readouts:
@@ -33,7 +33,7 @@ Modules:
   store               chunks and patches on disk (`ChunkStore`), libraries, snapshots
   window              entries, edits and costs of a Window
   repair              other published ways of mending a reused cache, to compare with
-  deficit, rope       statistics of a deficit; tables of angles
+  deficit, rope       statistics of a deficit; tables of angles, and `Scaling` of frequencies
   errors              every error that is raised on purpose
 """
 
@@ -54,7 +54,6 @@ from .patch_metadata import Patch, PatchMetadata
 from .provenance import Antecedent
 from .readout import attention_with_lse, empty_readout, merge_readouts
 from .rope import Rope
-from .scaling import Scaling
 from .update import correction_patch, update_patch
 
 if TYPE_CHECKING:
@@ -72,7 +71,6 @@ __all__ = [
     "Patch",
     "PatchMetadata",
     "Rope",
-    "Scaling",
     "Text",
     "Tokens",
     "Window",

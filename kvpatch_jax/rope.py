@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels import rotate_patch
 
 from .errors import LayoutError, PositionError
-from .scaling import Scaling
+from .scaling import Scaling as Scaling
 
 Angles = Literal["exact", "float32"]
 

@@ -23,8 +23,8 @@ ROPES = {
     "blocked": kvp.Rope(1e6, 128, sections=(16, 24, 24)),
     "interleaved": kvp.Rope(5e6, 128, sections=(24, 20, 20), order="interleaved"),
     "pairs_sections": kvp.Rope(1e4, 32, cached="pairs", sections=(4, 6, 6)),
-    "yarn": kvp.Rope(1e4, 64, scaling=kvp.Scaling("yarn", factor=4, original=4096)),
-    "llama3": kvp.Rope(5e5, 64, scaling=kvp.Scaling("llama3", factor=8, original=8192)),
+    "yarn": kvp.Rope(1e4, 64, scaling=kvp.rope.Scaling("yarn", factor=4, original=4096)),
+    "llama3": kvp.Rope(5e5, 64, scaling=kvp.rope.Scaling("llama3", factor=8, original=8192)),
 }
 positions = st.integers(-1_000_000, 1_000_000)
 
@@ -156,18 +156,20 @@ def test_batched_starts_and_positions():
 
 def test_scalings():
     plain = kvp.Rope(1e4, 64).inverse_frequencies
-    linear = kvp.Rope(1e4, 64, scaling=kvp.Scaling("linear", factor=2)).inverse_frequencies
+    linear = kvp.Rope(1e4, 64, scaling=kvp.rope.Scaling("linear", factor=2)).inverse_frequencies
     np.testing.assert_allclose(linear, plain / 2)
     for kind in ("yarn", "llama3"):
-        scaled = kvp.Rope(1e4, 64, scaling=kvp.Scaling(kind, factor=4, original=4096)).inverse_frequencies
+        scaled = kvp.Rope(1e4, 64, scaling=kvp.rope.Scaling(kind, factor=4, original=4096)).inverse_frequencies
         np.testing.assert_allclose(scaled[0], plain[0])
         np.testing.assert_allclose(scaled[-1], plain[-1] / 4)
     assert ROPES["yarn"].attention_scaling == pytest.approx(0.1 * np.log(4) + 1)
     factors = tuple(float(i + 1) for i in range(32))
-    long = kvp.Scaling("longrope", factor=32, original=4096, short_factor=factors, long_factor=factors, regime="long")
+    long = kvp.rope.Scaling(
+        "longrope", factor=32, original=4096, short_factor=factors, long_factor=factors, regime="long"
+    )
     assert kvp.Rope(1e4, 64, scaling=long).attention_scaling == pytest.approx(1.190238)
     np.testing.assert_allclose(kvp.Rope(1e4, 64, scaling=long).inverse_frequencies, plain / np.array(factors))
-    dynamic = kvp.Rope(1e4, 64, scaling=kvp.Scaling("dynamic", factor=2, original=1000, length=2000))
+    dynamic = kvp.Rope(1e4, 64, scaling=kvp.rope.Scaling("dynamic", factor=2, original=1000, length=2000))
     assert dynamic.inverse_frequencies[-1] < plain[-1]
 
 
@@ -179,9 +181,9 @@ def test_refuses_bad_ropes():
     with pytest.raises(LayoutError, match="width 64"):
         kvp.Rope(1e4, 128, width=64)
     with pytest.raises(RopeRegimeError, match="longrope"):
-        kvp.Rope(1e4, 64, scaling=kvp.Scaling("longrope", factor=2, original=4096))
+        kvp.Rope(1e4, 64, scaling=kvp.rope.Scaling("longrope", factor=2, original=4096))
     with pytest.raises(RopeRegimeError, match="dynamic"):
-        kvp.Rope(1e4, 64, scaling=kvp.Scaling("dynamic", factor=2, original=4096))
+        kvp.Rope(1e4, 64, scaling=kvp.rope.Scaling("dynamic", factor=2, original=4096))
 
 
 def test_refuses_bad_positions():
@@ -191,6 +193,6 @@ def test_refuses_bad_positions():
         check_positions(ROPES["half"], np.array([2147483640]), np.array(0))
     with pytest.raises(PositionError, match="finite"):
         check_positions(ROPES["half"], np.array([np.nan]), np.array(0))
-    short = kvp.Scaling("longrope", factor=2, original=64, short_factor=(1.0,) * 32, regime="short")
+    short = kvp.rope.Scaling("longrope", factor=2, original=64, short_factor=(1.0,) * 32, regime="short")
     with pytest.raises(RopeRegimeError, match="position 70"):
         check_positions(kvp.Rope(1e4, 64, scaling=short), np.array([0, 70]), np.array(0))

@@ -16,7 +16,7 @@ from kvpatch_jax.store.format.codec import unchecked_chunk
 from kvpatch_jax.store.format.naming import Name
 
 LAYOUT = kvp.KVLayout.gqa(3, 2, 16, kvp.Rope(1e4, 16))
-MLA = kvp.KVLayout.mla(2, 32, 16, rope=kvp.Rope(1e4, 16, scaling=kvp.Scaling("yarn", factor=4, original=64)))
+MLA = kvp.KVLayout.mla(2, 32, 16, rope=kvp.Rope(1e4, 16, scaling=kvp.rope.Scaling("yarn", factor=4, original=64)))
 AXES = kvp.KVLayout.gqa(2, 2, 16, kvp.Rope(1e4, 16, sections=(2, 3, 3)))
 BACKBONE = "tiny"
 
