@@ -16,7 +16,7 @@ from ..chunk_ids import digest_of, encoded
 from ..errors import WindowError
 from ..ops import is_low_rank
 from ..patch_metadata import Patch, patch_digest
-from ..provenance import EXACT, Antecedent, Member, antecedent_of
+from ..provenance import EXACT, Antecedent, Member
 
 Kind = Literal["chunk", "text"]
 How = Literal["prefill", "patch", "bare"]
@@ -230,14 +230,13 @@ class PatchNote:
             rank, features = patch.ranks[name], metadata.layout.channel(name).features
             each = 2 * (rank or 0) if is_low_rank(factors) else 1
             flops += each * features * len(metadata.layers)
-        base_antecedent = metadata.base_antecedent
         return cls(
             digest=patch_digest(patch),
             chunk=metadata.chunk,
             content=metadata.content,
             base=metadata.base,
-            antecedent=antecedent_of(metadata.antecedent),
-            base_antecedent=None if base_antecedent is None else antecedent_of(base_antecedent),
+            antecedent=metadata.behind,
+            base_antecedent=metadata.base_behind,
             orbit=metadata.orbit,
             rank=max((rank or 0 for rank in patch.ranks.values()), default=0),
             nbytes=patch.nbytes,
