@@ -1,12 +1,15 @@
 """Windows: what a model is to read, as immutable values, and the edits that bring its KV there.
 
 A `Window` holds entries at their places and how each of them is served, no arrays. Every operation returns a new window
-and edits with exact costs; an executor runs them.
+and edits with exact costs; an executor runs them: `PagedExecutor` on a paged pool, `HostExecutor` on plain arrays.
 """
 
 from .costs import Costs
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate
 from .entry import Entry, PatchNote, PlacedPiece, State
+from .host import HostExecutor
+from .ledger import Ledger, Tally
+from .paged import PagedExecutor
 from .window import Window
 
 __all__ = [
@@ -19,11 +22,15 @@ __all__ = [
     "Edits",
     "Entry",
     "Fetch",
+    "HostExecutor",
+    "Ledger",
+    "PagedExecutor",
     "PatchNote",
     "PlacedPiece",
     "Prefill",
     "Recompute",
     "Rotate",
     "State",
+    "Tally",
     "Window",
 ]

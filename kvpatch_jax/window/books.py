@@ -1,0 +1,177 @@
+"""The host's books of a paged window: which piece of which branch lies at which slots, and as what."""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from ..errors import PoolError, WindowError
+from ..pool import SlotAllocator
+from .programs import SavedRows
+
+
+@dataclasses.dataclass(eq=False)
+class Aside:
+    """Conditioned vectors that a switch to the bare canonical took out of the pool, to be put back.
+
+    Attributes:
+      start, turns, patch: of the piece then.
+      rows: what lay at its slots, padded; None until the run that plans it is executed.
+    """
+
+    start: int
+    turns: int
+    patch: str | None
+    rows: SavedRows | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+    """One piece of one branch in the pool.
+
+    Attributes:
+      content: digest of what it shows, None where nobody said.
+      slots: [T], one per token that counts, in order.
+      local: positions relative to its start, float32 [T] or [T, A].
+      turns: rotations since the vectors were written, each from where they stood; 0 where they turn from a source.
+      patch: digest of a removal patch that was added to its conditioned KV.
+      aside: what `condition` puts back.
+    """
+
+    id: str
+    content: str | None
+    slots: Int[np.ndarray, " T"]
+    local: Float[np.ndarray, "*positions"]
+    start: int
+    turns: int = 0
+    patch: str | None = None
+    aside: Aside | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.slots)
+
+    def starts(self, start: int | None = None) -> Int[np.ndarray, "*positions"]:
+        """A start for each token, and for each axis where positions have axes."""
+        return np.full(self.local.shape, self.start if start is None else start, np.int32)
+
+
+class Books:
+    """Branches, their pieces in order of start, and the owners of every slot. A run works on a copy of them.
+
+    Attributes:
+      branches: {branch: {id: Held}}.
+      allocator: owners of slots.
+      joined: branches that were joined into another, and let go of.
+    """
+
+    def __init__(
+        self,
+        allocator: SlotAllocator,
+        branches: Mapping[str, Mapping[str, Held]] | None = None,
+        joined: Iterable[str] = (),
+    ):
+        self.allocator = allocator
+        self.branches = {name: dict(pieces) for name, pieces in (branches or {}).items()}
+        self.joined = set(joined)
+
+    def copy(self) -> "Books":
+        """Books that change without these; what they say of pieces is shared."""
+        return Books(copy.deepcopy(self.allocator), self.branches, self.joined)
+
+    def pieces(self, branch: str) -> dict[str, Held]:
+        """The pieces of a branch, {} of one that has none yet."""
+        return self.branches.setdefault(branch, {})
+
+    def held(self, branch: str, id: str) -> Held:
+        """A piece of a branch.
+
+        Raises:
+          WindowError: a piece that the branch does not hold.
+        """
+        found = self.branches.get(branch, {}).get(id)
+        if found is None:
+            holds = sorted(self.branches.get(branch, {}))
+            raise WindowError(f"branch {branch!r} holds no piece {id!r}; expected one of {holds}")
+        return found
+
+    def put(self, branch: str, held: Held) -> None:
+        """Enters a piece, or changes what is said of it."""
+        self.pieces(branch)[held.id] = held
+
+    def allocate(self, tokens: int, aligned: bool, what: str) -> Int[np.ndarray, " T"]:
+        """Takes slots for a piece.
+
+        Raises:
+          PoolError: no room; it names the piece and what is free.
+        """
+        try:
+            return self.allocator.allocate(tokens, aligned=aligned)
+        except PoolError as error:
+            raise PoolError(f"{what}: {error}") from None
+
+    def drop(self, branch: str, id: str) -> Held:
+        """Takes a piece out of a branch; its slots are free once no branch owns them.
+
+        Raises:
+          WindowError: as `held`.
+        """
+        held = self.held(branch, id)
+        self.allocator.release(held.slots)
+        del self.branches[branch][id]
+        if not self.branches[branch]:
+            del self.branches[branch]
+        return held
+
+    def let_go(self, branch: str) -> None:
+        """Takes every piece out of a branch; one that holds nothing stays so."""
+        for id in list(self.branches.get(branch, {})):
+            self.drop(branch, id)
+
+    def share(self, parent: str, child: str, ids: Iterable[str]) -> None:
+        """Lets a branch own what another one has, slot by slot the same.
+
+        Raises:
+          WindowError: a piece that the parent does not hold, or that the child has already.
+        """
+        for id in ids:
+            held = self.held(parent, id)
+            if id in self.branches.get(child, {}):
+                raise WindowError(f"branch {child!r} has piece {id!r} already; expected a fork without it")
+            self.allocator.share(held.slots)
+            self.put(child, held)
+
+    def shared(self, held: Held) -> bool:
+        """Whether another branch owns a piece's slots too."""
+        return bool((self.allocator.counts[held.slots] > 1).any())
+
+    def in_front(self, branch: str, start: int) -> list[Held]:
+        """The pieces of a branch that stand before a place, in order."""
+        return [held for held in self.ordered(branch) if held.start < start]
+
+    def ordered(self, branch: str) -> list[Held]:
+        """The pieces of a branch in the order of their starts."""
+        return sorted(self.branches.get(branch, {}).values(), key=lambda held: held.start)
+
+    def rename(self, mapping: Int[np.ndarray, " S"]) -> None:
+        """Follows a compaction: every piece's slots by their new numbers."""
+        for name, pieces in self.branches.items():
+            moved = {id: dataclasses.replace(held, slots=mapping[held.slots]) for id, held in pieces.items()}
+            self.branches[name] = moved
+
+    def owners(self) -> Int[np.ndarray, " S"]:
+        """How many pieces of all branches lie at each slot: what the allocator's counts must be."""
+        counts = np.zeros_like(self.allocator.counts)
+        for pieces in self.branches.values():
+            for held in pieces.values():
+                counts[held.slots] += 1
+        return counts
+
+
+def all_slots(pieces: Iterable[Held]) -> Int[np.ndarray, " S"]:
+    """The slots of pieces, one behind the other."""
+    slots = [held.slots for held in pieces]
+    return np.concatenate(slots) if slots else np.zeros(0, np.int32)

@@ -1,0 +1,66 @@
+"""What an executor did: launches, bytes and FLOPs by kind, counted at the arrays that moved and the tokens run."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """What was executed of one kind.
+
+    Attributes:
+      launches: programs started that move or compute KV.
+      bytes, flops: of the tokens that count, in the units of the edits' own numbers.
+      padded_bytes, padded_flops: with the padding of buckets.
+    """
+
+    launches: int = 0
+    bytes: int = 0
+    flops: int = 0
+    padded_bytes: int = 0
+    padded_flops: int = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(*(getattr(self, name) + getattr(other, name) for name in _FIELDS))
+
+    def __sub__(self, other: "Tally") -> "Tally":
+        return Tally(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Tally))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger(Mapping[str, Tally]):
+    """Tallies by kind of edit, and of what is done beside edits ("question", "undo", "warm_up"): an immutable value.
+
+    `after - before` is what happened between two ledgers.
+    """
+
+    kinds: tuple[tuple[str, Tally], ...] = ()
+
+    def __getitem__(self, kind: str) -> Tally:
+        return dict(self.kinds)[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self.kinds))
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def of(self, kind: str) -> Tally:
+        """The tally of a kind, empty where nothing of it was done."""
+        return dict(self.kinds).get(kind, Tally())
+
+    def add(self, kind: str, tally: Tally) -> "Ledger":
+        """Counts something more of a kind."""
+        return Ledger(tuple((dict(self.kinds) | {kind: self.of(kind) + tally}).items()))
+
+    def __sub__(self, earlier: "Ledger") -> "Ledger":
+        left = ((kind, tally - earlier.of(kind)) for kind, tally in self.kinds)
+        return Ledger(tuple((kind, tally) for kind, tally in left if tally != Tally()))
+
+    @property
+    def total(self) -> Tally:
+        """All kinds together."""
+        return sum((tally for _, tally in self.kinds), Tally())

@@ -1,0 +1,106 @@
+"""Counting what is executed, where it is executed: bytes of the arrays that move, FLOPs of the tokens and keys run."""
+
+from collections.abc import Mapping
+
+from jaxtyping import Array, Float
+
+from ..backbone import Backbone
+from ..chunk import AnyArray
+from ..layout import KVLayout
+from ..ops import is_low_rank
+from ..patch_metadata import Patch
+from .ledger import Ledger, Tally
+
+TURN_FLOPS = 3
+"""Per rotated number: two products and a sum."""
+
+
+def row_bytes(vectors: Mapping[str, Float[AnyArray, "L P O _ _"]], layout: KVLayout, turning: bool = False) -> int:
+    """Bytes of one slot, all layers, without padding of lanes; of the channels that carry phase alone if `turning`."""
+    channels = [channel for channel in layout.channels if channel.name in vectors]
+    return sum(
+        channel.features * vectors[channel.name].shape[0] * vectors[channel.name].dtype.itemsize
+        for channel in channels
+        if channel.rotates or not turning
+    )
+
+
+class Meter:
+    """Counts into a ledger."""
+
+    def __init__(self, backbone: Backbone):
+        """Nothing counted yet."""
+        self._backbone, self._layout = backbone, backbone.layout
+        self.ledger = Ledger()
+
+    def _add(self, kind: str, tokens: int, size: int, each: tuple[int, int], launches: int = 1) -> None:
+        """Counts bytes and FLOPs of each of `tokens`, which are `size` with padding."""
+        nbytes, flops = each
+        tally = Tally(launches, nbytes * tokens, flops * tokens, nbytes * size, flops * size)
+        self.ledger = self.ledger.add(kind, tally)
+
+    def rotated(self, layers: int | None = None) -> int:
+        """FLOPs of turning one token's keys."""
+        channels = self._layout.channels
+        numbers = sum(channel.heads * channel.rotary for channel in channels)
+        return TURN_FLOPS * numbers * (self._layout.layers if layers is None else layers)
+
+    def placed(self, kind: str, vectors: Mapping[str, Array], tokens: int, size: int) -> None:
+        """Phase-free KV that was read, turned and written."""
+        self._add(kind, tokens, size, (2 * row_bytes(vectors, self._layout), self.rotated()))
+
+    def patched(self, kind: str, patch: Patch, nbytes: int, tokens: int, size: int) -> None:
+        """Factors that were read, multiplied and added, in the launch that placed what they are added to.
+
+        Args:
+          patch: as it was run, padded. nbytes: of the patch as it was given.
+        """
+        flops = 0
+        for name, own in patch.factors.items():
+            features = self._layout.channel(name).features * len(patch.metadata.layers)
+            flops += (2 * (patch.ranks[name] or 0) if is_low_rank(own) else 1) * features  # pyright: ignore
+        self.ledger = self.ledger.add(kind, Tally(0, nbytes, flops * tokens, patch.nbytes, flops * size))
+
+    def turned(self, kind: str, vectors: Mapping[str, Array], tokens: int, size: int) -> None:
+        """Keys that were turned, read and written; the other channels stay."""
+        self._add(kind, tokens, size, (2 * row_bytes(vectors, self._layout, turning=True), self.rotated()))
+
+    def moved(self, kind: str, vectors: Mapping[str, Array], tokens: int, size: int, times: int = 2) -> None:
+        """Vectors that were read and written as they are; `times` 1: only one of the two."""
+        self._add(kind, tokens, size, (times * row_bytes(vectors, self._layout), 0))
+
+    def ran(
+        self,
+        kind: str,
+        vectors: Mapping[str, Array],
+        tokens: tuple[int, int],
+        keys: tuple[int, int],
+        start_layer: int = 0,
+    ) -> None:
+        """A forward, and the launch that wrote its KV.
+
+        Args:
+          tokens, keys: that ran and that stood in front, each without padding and with it.
+        """
+        forward, layers = self._backbone.forward_costs, self._layout.layers
+        each = row_bytes(vectors, self._layout) * (layers - start_layer) // layers
+        nbytes, flops = (
+            tuple(of(run, behind) for run, behind in zip(tokens, keys, strict=True))
+            for of in (
+                lambda run, behind: each * (run + behind),
+                lambda run, behind: forward.flops(run, behind, start_layer),
+            )
+        )
+        launches = 2
+        self.ledger = self.ledger.add(kind, Tally(launches, nbytes[0], flops[0], nbytes[1], flops[1]))
+        self.ledger = self.ledger.add("logits", Tally(0, 0, forward.logit, 0, forward.logit))
+
+    def asked(self, vectors: Mapping[str, Array], tokens: tuple[int, int], keys: tuple[int, int], logits: int) -> None:
+        """A question behind a window, whose KV is not kept."""
+        forward, each = self._backbone.forward_costs, row_bytes(vectors, self._layout)
+        flops = [forward.flops(run, behind) + logits * forward.logit for run, behind in zip(tokens, keys, strict=True)]
+        self.ledger = self.ledger.add("question", Tally(1, each * keys[0], flops[0], each * keys[1], flops[1]))
+
+    def fetched(self, kind: str, nbytes: int) -> None:
+        """Something that a store gave."""
+        self.ledger = self.ledger.add(kind, Tally(0, nbytes, 0, nbytes, 0))

@@ -1,0 +1,250 @@
+"""What an executor is given of pieces: tokens to prefill them from, canonicals, patches, residuals; and a store.
+
+Whatever is kept here is padded to the buckets that prompts have, and padded on the host, where another length compiles
+nothing.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Num
+
+from ..backbone import Tokens, check_tokens
+from ..buckets import Buckets
+from ..chunk import AnyArray, Chunk, brief, content_of, trusted
+from ..errors import InputError, PatchMismatchError, ShapeError
+from ..frames import PhaseFreeKV
+from ..ops import Quantised, is_low_rank
+from ..patch_metadata import Patch, patch_digest
+
+
+@runtime_checkable
+class PatchStore(Protocol):
+    """What is asked of a store: `kvpatch_jax.ChunkStore` has it."""
+
+    def get(self, id: str, backbone: str) -> Chunk | None:
+        """Reads a canonical, None where there is none."""
+        ...
+
+    def put(self, chunk: Chunk) -> None:
+        """Stores a canonical."""
+        ...
+
+    def get_patches(self, served: Any) -> list[Patch]:
+        """Reads the patches that serve a chunk."""
+        ...
+
+    def put_patches(self, patches: list[Patch]) -> None:
+        """Stores patches."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """What is known of one piece.
+
+    Attributes:
+      tokens: to prefill it from, at local positions, padded. length: those that count, 0 where no tokens are known.
+      chunk: its canonical, padded.
+      content: digest of what it shows; None where nobody said.
+      patches: by digest, padded as the canonical is, each with the bytes that it had without padding.
+      hidden: residuals entering some layers, {layer: [1,T',D]}, padded.
+    """
+
+    tokens: Tokens | None = None
+    length: int = 0
+    chunk: Chunk | None = None
+    content: str | None = None
+    patches: Mapping[str, tuple[Patch, int]] = dataclasses.field(default_factory=dict)
+    hidden: Mapping[int, Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def local(self) -> Float[np.ndarray, "*positions"] | None:
+        """Positions relative to its start of the tokens that count; None where nothing is known."""
+        if self.tokens is not None:
+            return np.asarray(self.tokens.positions[0], np.float32)[: self.length]
+        if self.chunk is not None:
+            return np.asarray(self.chunk.local, np.float32)[: self.chunk.length]
+        return None
+
+
+def bucket(buckets: Buckets | None, size: int) -> int:
+    """A size rounded up to its bucket; itself where there are none."""
+    return size if buckets is None else buckets.round_up(size)
+
+
+def grown(value: AnyArray, axis: int, size: int) -> AnyArray:
+    """An array with zeros up to `size` along an axis, made on the host; as it is where it has that size."""
+    if value.shape[axis] == size:
+        return value
+    host = np.asarray(value)
+    room = [(0, 0)] * host.ndim
+    room[axis] = (0, size - host.shape[axis])
+    return np.pad(host, room)
+
+
+def padded_tokens(tokens: Tokens, size: int) -> Tokens:
+    """Tokens [B,size], their padding of zeros."""
+    deepstack = None if tokens.deepstack is None else jnp.asarray(grown(tokens.deepstack, 1, size))
+    positions = np.asarray(tokens.positions)
+    return Tokens(jnp.asarray(grown(tokens.embeddings, 1, size)), np.asarray(grown(positions, 1, size)), deepstack)
+
+
+def padded_chunk(chunk: Chunk, size: int) -> Chunk:
+    """A canonical of `size` tokens, of the same length and content; one that is longer stays as it is."""
+    size = max(size, chunk.tokens)
+    kv = PhaseFreeKV({name: jnp.asarray(grown(value, -3, size)) for name, value in chunk.kv.items()})
+    hidden = None
+    if chunk.hidden is not None:
+        hidden = {layer: grown(value, -2, size) for layer, value in chunk.hidden.items()}
+    local = grown(np.asarray(chunk.local, np.float32), 0, size)
+    return trusted(chunk, kv=kv, local=local, hidden=hidden)
+
+
+def padded_patch(patch: Patch, size: int) -> Patch:
+    """A patch for its chunk padded to `size`: nothing is added to padding."""
+    if patch.tokens in (None, size):
+        return patch
+
+    def longer(leaf: Any, axis: int) -> Any:
+        if not isinstance(leaf, Quantised):
+            return jnp.asarray(grown(leaf, axis, size))
+        scale = leaf.scale if leaf.scale.shape[axis] == 1 else jnp.asarray(grown(leaf.scale, axis, size))
+        return Quantised(jnp.asarray(grown(leaf.values, axis, size)), scale)
+
+    factors: dict[str, Any] = {}
+    for name, own in patch.factors.items():
+        factors[name] = (longer(own[0], -2), own[1]) if is_low_rank(own) else longer(own, -3)  # pyright: ignore
+    return Patch(factors, patch.metadata)
+
+
+class Sources:
+    """Everything given so far, by piece."""
+
+    def __init__(self, buckets: Buckets | None, backbone: str):
+        """Nothing given yet, for one backbone's fingerprint."""
+        self._buckets, self._backbone = buckets, backbone
+        self._units: dict[str, Unit] = {}
+
+    def __getitem__(self, id: str) -> Unit:
+        return self._units.get(id, Unit())
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._units
+
+    def give(
+        self,
+        id: str,
+        *,
+        tokens: Tokens | None = None,
+        length: int | None = None,
+        chunk: Chunk | None = None,
+        patch: Patch | None = None,
+        content: str | None = None,
+        hidden: Mapping[int, Num[AnyArray, "*B T D"]] | None = None,
+    ) -> str | None:
+        """Adds to what is known of a piece; other content takes the place of all that was known.
+
+        Returns:
+          The digest of the patch that was given, None where none was.
+
+        Raises:
+          InputError, ShapeError: what is no tokens, chunk or patch, or of another number of tokens than what is known.
+          PatchMismatchError: a chunk or patch of another id, content or backbone.
+        """
+        unit = self._units.get(id, Unit())
+        content = content if chunk is None else content_of(chunk)
+        if content is not None and unit.content not in (None, content):
+            unit = Unit()
+        if content is not None:
+            unit = dataclasses.replace(unit, content=content)
+        if chunk is not None:
+            unit = self._with_chunk(id, unit, chunk)
+        if tokens is not None:
+            unit = self._with_tokens(id, unit, tokens, length)
+        digest = None
+        if patch is not None:
+            if patch.metadata.chunk != id:
+                raise PatchMismatchError(f"provide: a patch of chunk {patch.metadata.chunk!r}; expected {id!r}")
+            digest = patch_digest(patch)
+            size = bucket(self._buckets, patch.tokens or 0) if unit.chunk is None else unit.chunk.tokens
+            given = padded_patch(patch, size), patch.nbytes
+            unit = dataclasses.replace(unit, patches={**unit.patches, digest: given})
+        if hidden is not None:
+            size = bucket(self._buckets, self._length(id, unit))
+            given = {layer: np.asarray(value) for layer, value in hidden.items()}
+            whole = {layer: value if value.ndim == 3 else value[None] for layer, value in given.items()}
+            padded = {layer: jnp.asarray(grown(value, 1, size)) for layer, value in whole.items()}
+            unit = dataclasses.replace(unit, hidden={**unit.hidden, **padded})
+        self._units[id] = unit
+        return digest
+
+    def forget(self, id: str) -> None:
+        """Lets go of all that is known of a piece."""
+        self._units.pop(id, None)
+
+    def patch(self, id: str, digest: str) -> tuple[Patch, int]:
+        """A patch that was given, by its digest, and its bytes without padding.
+
+        Raises:
+          InputError: none such.
+        """
+        patches = self[id].patches
+        if digest not in patches:
+            raise InputError(f"piece {brief(id)!r}: patch {digest}; expected one of the given {sorted(patches)}")
+        return patches[digest]
+
+    def chunk(self, id: str, content: str | None) -> Chunk:
+        """A canonical that was given.
+
+        Raises:
+          InputError: none. PatchMismatchError: one of another content.
+        """
+        chunk = self[id].chunk
+        if chunk is None:
+            raise InputError(f"piece {brief(id)!r}: no canonical; expected provide({brief(id)!r}, chunk=…), or a store")
+        if None not in (content, chunk.content) and content != chunk.content:
+            raise PatchMismatchError(f"piece {brief(id)!r}: a chunk of content {chunk.content!r}; expected {content!r}")
+        return chunk
+
+    def _with_chunk(self, id: str, unit: Unit, chunk: Chunk) -> Unit:
+        if chunk.id != id or chunk.backbone != self._backbone:
+            raise PatchMismatchError(
+                f"provide: chunk {brief(chunk.id)!r} of backbone {chunk.backbone[:16]!r}; expected {brief(id)!r} of "
+                f"{self._backbone[:16]!r}"
+            )
+        if unit.tokens is not None and unit.length != chunk.length:
+            raise ShapeError(f"provide: chunk {brief(id)!r} of {chunk.length} tokens; expected {unit.length}")
+        chunk = padded_chunk(chunk, bucket(self._buckets, chunk.length))
+        patches = {digest: (padded_patch(patch, chunk.tokens), size) for digest, (patch, size) in unit.patches.items()}
+        hidden = dict(unit.hidden)
+        for layer, value in (chunk.hidden or {}).items():
+            host = np.asarray(value)
+            hidden[layer] = jnp.asarray(host if host.ndim == 3 else host[None])
+        return dataclasses.replace(unit, chunk=chunk, patches=patches, hidden=hidden)
+
+    def _with_tokens(self, id: str, unit: Unit, tokens: Tokens, length: int | None) -> Unit:
+        check_tokens(tokens, "provide")
+        given = tokens.embeddings.shape[1]
+        length = given if length is None else length
+        if not 1 <= length <= given:
+            raise ShapeError(f"provide: length {length} of {given} tokens; expected 1 to {given}")
+        if isinstance(tokens.positions, jax.core.Tracer):
+            raise InputError("provide: traced positions; expected arrays")
+        if unit.chunk is not None and unit.chunk.length != length:
+            raise ShapeError(
+                f"provide: {length} tokens of piece {brief(id)!r}; expected its chunk's {unit.chunk.length}"
+            )
+        padded = padded_tokens(tokens, max(given, bucket(self._buckets, length)))
+        return dataclasses.replace(unit, tokens=padded, length=length)
+
+    def _length(self, id: str, unit: Unit) -> int:
+        if unit.tokens is not None:
+            return unit.length
+        if unit.chunk is not None:
+            return unit.chunk.length
+        raise InputError(f"provide: residuals of piece {brief(id)!r} alone; expected its tokens or its chunk first")

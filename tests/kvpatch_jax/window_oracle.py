@@ -1,0 +1,159 @@
+"""A naive window: whole phase-free arrays in a list, built by plain prefills over contiguous contexts.
+
+It knows operations and no edits, pools, slots or books, and works out starts, fronts and patched KV by itself.
+"""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from models import Buckets, ModelBackbone, load
+from tests.goldens.load import write_checkpoint
+from tests.goldens.load_text import write_text_checkpoint
+
+BUCKETS = Buckets(smallest=16, steps=1)
+FAMILIES = {
+    "gqa": ("text", "qwen2"),
+    "mha": ("text", "llama2"),
+    "mla": ("text", "deepseek_v3"),
+    "window": ("text", "windows/qwen3"),
+    "experts": ("text", "qwen3_moe"),
+    "mrope": ("image", "qwen2_5_vl"),
+}
+
+
+def tiny(name: str, buckets: Buckets | None = BUCKETS) -> ModelBackbone:
+    """A tiny random backbone of a layout."""
+    kind, family = FAMILIES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        write = write_text_checkpoint if kind == "text" else write_checkpoint
+        return load(write(family, Path(folder) / "model"), buckets=buckets)
+
+
+def tokens_of(backbone: ModelBackbone, seed: int, length: int) -> Tokens:
+    """Tokens of random text; where positions have axes, some of an image-like grid among them, so that axes differ."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(3, 40, (1, length))
+    axes = backbone.layout.rope.axes
+    positions = None
+    if axes is not None:
+        positions = np.repeat(np.arange(length, dtype=np.int32)[None, :, None], axes, axis=2)
+        if length > 4:  # time stands still over two by two patches, as the rule has it
+            positions[0, 1:5] = 1 + np.array([[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]])
+            positions[0, 5:] = 3 + np.arange(length - 5)[:, None]
+    return backbone.embed(ids, position_ids=positions)
+
+
+def span_of(tokens: Tokens) -> int:
+    return int(np.asarray(tokens.positions).max()) + 1
+
+
+@dataclasses.dataclass
+class Part:
+    """One piece: its tokens, its KV as it is served [L,1,T,K,H], and what `condition` brings back."""
+
+    id: str
+    tokens: Tokens
+    start: int
+    kv: dict[str, np.ndarray]
+    aside: dict[str, np.ndarray] | None = None
+
+    @property
+    def span(self) -> int:
+        return span_of(self.tokens)
+
+
+class Naive:
+    """What a window's KV must be."""
+
+    def __init__(self, backbone: ModelBackbone):
+        self.backbone = backbone
+        self.parts: list[Part] = []
+
+    def copy(self) -> "Naive":
+        other = Naive(self.backbone)
+        other.parts = [dataclasses.replace(part) for part in self.parts]
+        return other
+
+    def find(self, id: str) -> Part:
+        return next(part for part in self.parts if part.id == id)
+
+    def close(self) -> None:
+        """Every part right behind the one in front."""
+        place = 0
+        for part in self.parts:
+            part.start, place = place, place + part.span
+
+    def context(self, count: int | None = None) -> dict[str, jnp.ndarray] | None:
+        """The first parts in the engine frame, one behind the other."""
+        turned = [
+            kvp.to_engine(self.backbone.layout, part.kv, np.asarray(part.tokens.positions)[0], part.start)
+            for part in self.parts[:count]
+        ]
+        if not turned:
+            return None
+        return {name: jnp.concatenate([each[name] for each in turned], axis=2) for name in turned[0]}
+
+    def run(self, tokens: Tokens, start: int, count: int | None = None) -> Any:
+        return self.backbone.prefill(tokens.shift(start), self.context(count))
+
+    def place(self, id: str, tokens: Tokens, index: int, kv: dict[str, Any] | None = None) -> None:
+        """Puts a part at an index: with its KV, or prefilled behind those in front as they stand afterwards."""
+        self.parts.insert(index, Part(id, tokens, 0, {}))
+        self.close()
+        part = self.parts[index]
+        found = self.run(tokens, part.start, index).kv if kv is None else kv
+        part.kv = {name: np.asarray(value) for name, value in found.items()}
+
+    def remove(self, *ids: str) -> None:
+        self.parts = [part for part in self.parts if part.id not in ids]
+        self.close()
+
+
+def added(chunk: kvp.Chunk, patch: kvp.Patch) -> dict[str, np.ndarray]:
+    """Canonical and patch summed in float64, [L,1,T,K,H]."""
+    found = {}
+    for name, value in chunk.kv.items():
+        total = np.asarray(value, np.float64)[:, : chunk.length]
+        factors = patch.factors.get(name)
+        if isinstance(factors, tuple):
+            u, v = (np.asarray(leaf, np.float64) for leaf in factors)
+            total = total + (u @ v).reshape(len(u), -1, *total.shape[2:])[:, : chunk.length]
+        elif factors is not None:
+            total = total + np.asarray(factors, np.float64)[:, : chunk.length]
+        found[name] = total.astype(np.float32)[:, None]
+    return found
+
+
+def rows_of(executor: Any, window: Any) -> dict[str, np.ndarray]:
+    """The window's KV as the executor's context has it, in the order of the sequence: {channel: [L,S,K,H]}."""
+    context = executor.context(window)
+    if context is None:
+        return {}
+    if not hasattr(context, "table"):
+        return {name: np.asarray(value)[:, 0] for name, value in context.items()}
+    table, seen, places = (np.asarray(value)[0] for value in (context.table, context.seen, context.places))
+    found = {}
+    for name, value in context.pool.items():
+        pages = np.asarray(value, np.float32)[:, table]
+        flat = pages.reshape(pages.shape[0], -1, *pages.shape[3:])[:, seen]
+        width = executor.layout.channel(name).width
+        found[name] = flat[:, np.argsort(places[seen]), :, :width]
+    return found
+
+
+def expect_equal(executor: Any, window: Any, naive: Naive, bar: float) -> None:
+    """Compares a context with what it must be, against the largest value of each channel."""
+    found, expected = rows_of(executor, window), naive.context()
+    assert [piece.start for piece in window.pieces] == [part.start for part in naive.parts]
+    assert set(found) == set(expected or {})
+    for name, value in (expected or {}).items():
+        wanted = np.asarray(value, np.float32)[:, 0]
+        assert found[name].shape == wanted.shape
+        assert np.abs(found[name] - wanted).max() <= bar * np.abs(wanted).max(), name
