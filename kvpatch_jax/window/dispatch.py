@@ -1,7 +1,7 @@
 """From the edits of a window to what a run plans, one kind after the other."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..chunk import Chunk, brief
 from ..errors import InputError, WindowError
@@ -19,6 +19,7 @@ class Added(NamedTuple):
     digest: str
 
 
+@runtime_checkable
 class Plan(Protocol):
     """What edits of one branch are turned into, kind by kind."""
 

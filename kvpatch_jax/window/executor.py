@@ -1,7 +1,7 @@
 """What the executors of windows have in common: what they are given, and questions behind a window."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Int, Num
@@ -24,6 +24,7 @@ Noticed = Callable[[Window, str, Tokens, int, Mapping[str, Array]], None]
 phase-free KV behind those in front, {channel: [L,B,T',K,H]}, to keep."""
 
 
+@runtime_checkable
 class Standing(Protocol):
     """A piece as an executor holds it."""
 
