@@ -43,7 +43,8 @@ from typing import TYPE_CHECKING, Any
 from . import errors as errors
 from . import ops as ops
 from . import rope as rope
-from .backbone import Backbone, Tokens, conditioned, joined, make_chunk
+from .backbone import Backbone, Tokens, joined
+from .canonical import conditioned, make_chunk
 from .chunk import Chunk
 from .compress import keep_layers, quantise, truncate
 from .content import Text

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Bool, Int
 
-from .chunk import AnyArray, Chunk
-from .chunk_ids import chunk_id
-from .content import items_of, one_form
+from .chunk import AnyArray
 from .errors import InputError, LayoutError, PositionError, ShapeError
-from .frames import EngineKV, PhaseFreeKV, expect_frame
+from .frames import EngineKV, expect_frame
 from .layout import KVLayout, Start
 
 KV = Mapping[str, Array]
@@ -227,113 +225,6 @@ class Backbone(Protocol):
     ) -> Int[AnyArray, "B n"]:
         """Continue greedily behind tokens (and a context): the next `steps` token ids, or fewer where all rows end."""
         ...
-
-
-def make_chunk(
-    backbone: Backbone,
-    items: Sequence[Any],
-    id: str | None = None,
-    *,
-    encoder: Num[AnyArray, "n E D"] | None = None,
-    keep_encoder: bool = False,
-) -> Chunk:
-    """Prefills one unit alone and keeps its KV position-free: the canonical.
-
-    Args:
-      items: texts and images as `backbone.prepare` takes them; an image brings its start and end tokens along.
-      id: the chunk's name, which its patches carry; None: `chunk_id` of the items, as libraries and the linker name the
-        same content.
-      encoder: the tower's output for these items, as `backbone.encode`, `Chunk.encoder` or a store's `Miss.encoder()`
-        gives it; the tower does not run again.
-      keep_encoder: leaves the tower's output in the chunk, so that a store keeps it when the KV is evicted.
-
-    Returns:
-      A Chunk of one unpadded row, whose content is the items' digest; its span is one more than its largest local
-      position.
-
-    Raises:
-      ImageError, InputError: as `prepare`, and `encoder` of another prompt. NotFiniteError: the forward gave NaN or
-      infinity.
-    """
-    items = [one_form(item) for item in items_of(items, "make_chunk")]
-    content = chunk_id(backbone.fingerprint, *items)
-    prompt = backbone.prepare(items)
-    if encoder is None and keep_encoder:
-        encoder = backbone.encode(**prompt)
-    tokens = backbone.embed(**prompt) if encoder is None else backbone.embed(**prompt, features=encoder)
-    local = np.asarray(tokens.positions)[0]
-    return Chunk(
-        kv={name: value[:, 0] for name, value in backbone.prefill(tokens).kv.items()},
-        local=local,
-        span=int(local.max()) + 1,
-        length=len(local),
-        id=content if id is None else id,
-        layout=backbone.layout,
-        backbone=backbone.fingerprint,
-        encoder=encoder if keep_encoder else None,
-        content=content,
-    )
-
-
-def conditioned(backbone: Backbone, units: Sequence[Sequence[Any] | Tokens]) -> list[PhaseFreeKV]:
-    """Prefills units one behind the other and returns each one's KV as those in front of it made it.
-
-    `conditioned(backbone, [[a], [b]])[1]` is KV(B|A), of the shape of `make_chunk(backbone, [b])`: what `form_patch`
-    takes. Each unit starts where the span of the one in front ends.
-
-    Args:
-      units: each the items of one chunk, as `make_chunk` takes them; or `Tokens` as `embed` gives them, of one
-        row or several.
-
-    Returns:
-      For each unit {channel: [L, T, K, H]}, phase-free; of `Tokens` {channel: [L, B, T, K, H]}.
-
-    Raises:
-      ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows.
-    """
-    parts: list[Tokens] = []
-    start: np.ndarray | None = None
-    for unit in units:
-        tokens = unit
-        if not isinstance(tokens, Tokens):
-            tokens = backbone.embed(**backbone.prepare(items_of(tokens, "conditioned")))
-        check_tokens(tokens, "conditioned")
-        if parts and len(tokens.embeddings) != len(parts[0].embeddings):
-            raise ShapeError(f"conditioned: {len(tokens.embeddings)} rows; expected {len(parts[0].embeddings)} of each")
-        parts.append(tokens if start is None else tokens.shift(start))
-        places = np.asarray(parts[-1].positions)
-        last = places.reshape(len(places), -1).max(axis=1).astype(np.int32) + 1
-        # One start for every row, and for every axis where the rope has axes.
-        start = last if places.ndim == 2 else np.repeat(last[:, None], places.shape[2], axis=1)
-    if not parts:
-        raise InputError("conditioned: no units; expected at least one")
-
-    kv = backbone.prefill(_one_behind_the_other(parts)).kv
-    found, begin = [], 0
-    for unit, tokens in zip(units, parts, strict=True):
-        end = begin + tokens.embeddings.shape[1]
-        own = {name: value[:, :, begin:end] for name, value in kv.items()}
-        if not isinstance(unit, Tokens):
-            own = {name: value[:, 0] for name, value in own.items()}
-        found.append(PhaseFreeKV(own))
-        begin = end
-    return found
-
-
-def _one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
-    deepstack = None
-    known = [part.deepstack for part in parts if part.deepstack is not None]
-    if known:
-        shape = known[0].shape
-        none = lambda part: jnp.zeros((*part.embeddings.shape[:2], *shape[2:]), known[0].dtype)
-        deepstack = jnp.concatenate(
-            [none(part) if part.deepstack is None else part.deepstack for part in parts], axis=1
-        )
-    return Tokens(
-        jnp.concatenate([part.embeddings for part in parts], axis=1),
-        np.concatenate([np.asarray(part.positions) for part in parts], axis=1),
-        deepstack,
-    )
 
 
 def check_tokens(tokens: Tokens, what: str) -> None:

@@ -46,6 +46,8 @@ class Chunk:
       content: a digest of what the chunk shows, by which two chunks of one id are told apart; who makes it from inputs
         gives theirs. None takes a checksum of kv, "kv:…", computed in the pass that looks for NaN, and again wherever
         a chunk is made of this one's fields. It finds mistakes and not forgeries. A digest that was given is believed.
+      lead: the digest of what the chunk was prefilled behind (`canonical.lead_digest`), such as a system prompt that
+        never leaves; None for a chunk that was prefilled alone. Another lead is another canonical.
 
     NumPy arrays that could still be written to are copied; what changes in them later does not change the chunk.
 
@@ -65,6 +67,7 @@ class Chunk:
     encoder: Float[AnyArray, "..."] | None = None
     hidden: Mapping[int, Float[AnyArray, "*B T D"]] | None = None
     content: str | None = None
+    lead: str | None = None
 
     def __post_init__(self) -> None:
         expect_frame(self.kv, f"chunk {self.id!r}", "phase_free")
@@ -85,8 +88,10 @@ class Chunk:
         if self.span < 0:
             raise PositionError(f"chunk {self.id!r}: span {self.span}; expected 0 or more")
         check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
-        if self.content == "":
-            raise InputError(f"chunk {self.id!r}: content {self.content!r}; expected a digest, or None")
+        if "" in (self.content, self.lead):
+            raise InputError(
+                f"chunk {self.id!r}: content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"
+            )
         self._settle()
 
     def _settle(self) -> None:
@@ -104,7 +109,8 @@ class Chunk:
         kinds = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in self.kv.items())
         return (
             f"Chunk({brief(self.id)!r}, {self.length} tokens, span {self.span}: {kinds}, "
-            f"backbone {self.backbone[:16]!r}, content {self.content!r:.24})"
+            f"backbone {self.backbone[:16]!r}, content {self.content!r:.24}"
+            f"{'' if self.lead is None else f', behind the lead {self.lead[:12]}…'})"
         )
 
     @property

@@ -128,6 +128,7 @@ def metadata_of(
         members=antecedent.members,
         backbone=chunk.backbone,
         content=content_of(chunk),
+        lead=chunk.lead,
         local=chunk.places,
         **given,
     )

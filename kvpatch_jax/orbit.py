@@ -68,9 +68,10 @@ def accumulate(
 
 
 def _check_same_chunk(first: Chunk, second: Chunk) -> None:
-    for word in ("id", "backbone", "layout", "length", "content"):
+    for word in ("id", "backbone", "layout", "length", "content", "lead"):
         found, expected = getattr(second, word), getattr(first, word)
-        if None not in (found, expected) and found != expected:
+        known = word == "lead" or None not in (found, expected)
+        if known and found != expected:
             what = "chunk" if word == "id" else f"chunk {first.id!r}: {word}"
             raise PatchMismatchError(f"accumulate: {what} {found!r}; expected {expected!r}")
     if first.tokens != second.tokens:

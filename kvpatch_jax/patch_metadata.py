@@ -45,6 +45,7 @@ class PatchMetadata:
         what the patch has (or it is dense, where that is smaller); None where no rank was.
       members: the antecedent with contents and how each was served; None where the ids say all that is known.
       base_members: likewise of `base_antecedent`.
+      lead: of the chunk (`Chunk.lead`): the digest of what its canonical was prefilled behind, or None.
 
     Raises:
       InputError: a bare str in place of several ids, or members of other ids.
@@ -68,6 +69,7 @@ class PatchMetadata:
     asked: tuple[tuple[str, int], ...] | None = None
     members: tuple[Member, ...] | None = None
     base_members: tuple[Member, ...] | None = None
+    lead: str | None = None
 
     def __post_init__(self) -> None:
         for word, ids in (("members", self.antecedent), ("base_members", self.base_antecedent or ())):
@@ -277,7 +279,7 @@ def same_storage(first: KVLayout, second: KVLayout) -> bool:
     return all(getattr(first.rope, name) == getattr(second.rope, name) for name in _STORED)
 
 
-_LATER = ("members", "base_members")
+_LATER = ("members", "base_members", "lead")
 
 
 def patch_digest(patch: Patch) -> str:
@@ -317,6 +319,7 @@ def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
         ("chunk", metadata.chunk, chunk.id),
         ("base", metadata.base, base),
         ("backbone", metadata.backbone, chunk.backbone),
+        ("lead", metadata.lead, chunk.lead),
     ):
         if found != expected:
             raise PatchMismatchError(f"patch: {word} {found!r}; expected {expected!r}")

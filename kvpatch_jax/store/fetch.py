@@ -30,10 +30,11 @@ Load = concurrent.futures.Future[tuple[Chunk, Source] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Asks for a chunk. Requests of equal id, backbone and encoding are one.
+    """Asks for a chunk. Requests of equal id, backbone, encoding and lead are one.
 
     Attributes:
-      id, backbone, encoding: as `ChunkStore.get`. A computed chunk is stored in this encoding.
+      id, backbone, encoding, lead: as `ChunkStore.get`. A computed chunk is stored in this encoding, and must be of
+        this lead.
       item: for computing: anything, such as what `Backbone.prepare` takes; or a function without arguments giving it.
       expires: seconds since the epoch, of a computed chunk in the store; None leaves it to the store.
       shared: a store to look in after the tenant's own, never written to.
@@ -45,9 +46,14 @@ class Request:
     item: Any = dataclasses.field(default=None, compare=False, repr=False)
     expires: float | None = dataclasses.field(default=None, compare=False)
     shared: ChunkStore | None = dataclasses.field(default=None, compare=False)
+    lead: str | None = None
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "request")
+
+
+def _kept_as(request: Request) -> dict[str, Any]:
+    return {"encoding": request.encoding, "lead": request.lead}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -250,8 +256,7 @@ class _Round:
         past = self.deadline is not None and time.monotonic() >= self.deadline
         for request in self._led:
             may_be_there = any(
-                store.may_have(request.id, request.backbone, encoding=request.encoding)
-                for store, _ in self._stores(request)
+                store.may_have(request.id, request.backbone, **_kept_as(request)) for store, _ in self._stores(request)
             )
             if may_be_there and not past:
                 self._loads[request] = pool.submit(self._load, request)
@@ -274,12 +279,12 @@ class _Round:
         return None
 
     def _whole(self, store: ChunkStore, request: Request) -> Chunk | None:
-        return store.get(request.id, request.backbone, encoding=request.encoding, placement=self.placement)
+        return store.get(request.id, request.backbone, placement=self.placement, **_kept_as(request))
 
     def _streamed(self, store: ChunkStore, request: Request) -> Chunk | None:
-        stream = store.stream(request.id, request.backbone, encoding=request.encoding, placement=self.placement)
+        stream = store.stream(request.id, request.backbone, placement=self.placement, **_kept_as(request))
         if stream is None:
-            if not store.contains(request.id, request.backbone, encoding=request.encoding):
+            if not store.contains(request.id, request.backbone, **_kept_as(request)):
                 return None
             chunk = self._whole(store, request)  # it is queued, and not on the disk yet
             if chunk is not None:
@@ -353,8 +358,11 @@ class _Round:
         except Exception as error:
             what = f"fetch: computing {len(misses)} of the chunks raised {type(error).__name__}"
             raise FetchError(f"{what} (the cause); expected chunks") from error
-        wanted = [(miss.request.id, miss.request.backbone) for miss in misses]
-        found = [(chunk.id, chunk.backbone) if isinstance(chunk, Chunk) else type(chunk).__name__ for chunk in chunks]
+        wanted = [(miss.request.id, miss.request.backbone, miss.request.lead) for miss in misses]
+        found = [
+            (chunk.id, chunk.backbone, chunk.lead) if isinstance(chunk, Chunk) else type(chunk).__name__
+            for chunk in chunks
+        ]
         if found != wanted:  # ids are not said: an error may be logged
             right = sum(pair[0] == pair[1] for pair in zip(found, wanted, strict=False))
             raise FetchError(

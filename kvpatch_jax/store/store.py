@@ -133,6 +133,7 @@ class ChunkStore:
         encoding: Encoding | None = None,
         placement: Placement | None = None,
         encoder: bool = False,
+        lead: str | None = None,
     ) -> Chunk | None:
         """Reads a canonical, every byte verified when it came from the disk; None where there is none.
 
@@ -141,12 +142,13 @@ class ChunkStore:
           encoding: the object to read; its numbers come back in the dtype they had.
           placement: a sharding or device for kv [L, T, K, H], or one per channel; by default read-only host arrays.
           encoder: whether to read the encoder output too, if it is there.
+          lead: what the canonical was prefilled behind (`Chunk.lead`); None for one that was prefilled alone.
 
         Raises:
           StoreKeyError: the object is encrypted under another key. It is left as it is.
         """
         self.tenant_disk.expect_open()
-        name = self.names.canonical(backbone, id, encoding)
+        name = self.names.canonical(backbone, id, encoding, lead)
         if placement is None:
             held = self._reader.load(name, chunk_of, CANONICAL)
         else:
@@ -156,7 +158,13 @@ class ChunkStore:
         return with_encoder(held.value, self.get_encoder(id, backbone))
 
     def stream(
-        self, id: str, backbone: str, *, encoding: Encoding | None = None, placement: Placement | None = None
+        self,
+        id: str,
+        backbone: str,
+        *,
+        encoding: Encoding | None = None,
+        placement: Placement | None = None,
+        lead: str | None = None,
     ) -> LayerStream | None:
         """Opens a canonical for reading layer by layer, so that layer 0 is used while later ones are read.
 
@@ -164,26 +172,27 @@ class ChunkStore:
 
         Args:
           placement: a sharding or device for one layer's [T, K, H], or one per channel.
+          lead: as `get`.
 
         Raises:
           StoreKeyError: as `get`.
         """
         self.tenant_disk.expect_open()
-        return self._reader.stream(self.names.canonical(backbone, id, encoding), placement)
+        return self._reader.stream(self.names.canonical(backbone, id, encoding, lead), placement)
 
-    def contains(self, id: str, backbone: str, *, encoding: Encoding | None = None) -> bool:
+    def contains(self, id: str, backbone: str, *, encoding: Encoding | None = None, lead: str | None = None) -> bool:
         """Whether the disk has an object of that name, or will. It is not read, and so may yet turn out a miss."""
-        name = self.names.canonical(backbone, id, encoding)
+        name = self.names.canonical(backbone, id, encoding, lead)
         return self._writer.has(name) or self.tenant_disk.exists(name)
 
-    def may_have(self, id: str, backbone: str, *, encoding: Encoding | None = None) -> bool:
+    def may_have(self, id: str, backbone: str, *, encoding: Encoding | None = None, lead: str | None = None) -> bool:
         """Whether reading a canonical is worth trying: `contains` says so, or there is a remote store to ask.
 
         Raises:
           StoreClosedError.
         """
         self.tenant_disk.expect_open()
-        return self._remote is not None or self.contains(id, backbone, encoding=encoding)
+        return self._remote is not None or self.contains(id, backbone, encoding=encoding, lead=lead)
 
     def delete(self, id: str, backbone: str) -> bool:
         """Deletes a chunk with all its encodings, patches and encoder output, in quarantine too. Whether there was any.
@@ -247,14 +256,15 @@ class ChunkStore:
         names = self._reader.names_beginning(self.names.patches(served))
         loaded = [self._reader.load(name, patch_parts, DERIVED) for name in names]
         found = [held.value for held in loaded if held is not None]
-        stored = lambda id: self._reader.contents(self.names.canonical(served.backbone, id))
+        canonical = lambda id: self.names.canonical(served.backbone, id, lead=served.lead)
+        stored = lambda id: self._reader.contents(canonical(id))
         serves = serving([metadata for _, metadata in found], served, stored)
         found = [own for own, does in zip(found, serves, strict=True) if does]
         if any(metadata.content is not None for _, metadata in found):
             if served.content is not None:
                 wanted: set[str | None] = {served.content}
             else:
-                wanted = self._reader.contents(self.names.canonical(served.backbone, served.chunk))
+                wanted = self._reader.contents(canonical(served.chunk))
             # A canonical that does not say its content may have any: the patch is checked where it is applied.
             if wanted and None not in wanted:
                 found = [(own, metadata) for own, metadata in found if metadata.content in (None, *wanted)]
@@ -334,7 +344,7 @@ class ChunkStore:
         expires = self._expiry(ttl)
         if not all(getattr(value, "is_fully_addressable", True) for value in chunk.kv.values()):
             raise InputError("store: kv of which other processes have a part; expected all here (or save_arrays)")
-        name = self.names.canonical(chunk.backbone, chunk.id, encoding)
+        name = self.names.canonical(chunk.backbone, chunk.id, encoding, chunk.lead)
         jobs = [(name, functools.partial(chunk_blob, chunk, encoding, expires), chunk.nbytes)]
         if chunk.encoder is not None:
             make = functools.partial(encoder_blob, chunk.id, chunk.backbone, chunk.encoder, expires)

@@ -14,7 +14,7 @@ from ..disk.disk import Disk
 from ..format.codec import chunk_of, patch_parts
 from ..format.encryption import decrypted, is_sealed
 from ..format.header import Header
-from ..format.naming import Name, name_at
+from ..format.naming import LEAD_NAME, Name, name_at
 from ..format.objects import Arrays, check_name, read_header, read_leaves
 from ..io.files import folder, identity, identity_of, open_regular, typed_errors
 from ..libraries.entries import check_resource
@@ -36,7 +36,8 @@ class ObjectInfo:
 
     Attributes:
       path: from the root. tenant: its keyed name.
-      kind: "kv", "kv.<encoding>", "enc" or "patch"; of a library's entry, the library: "static" or "dynamic".
+      kind: "kv", "kv.<encoding>", "enc" or "patch"; "kv.behind", "kv.behind.<encoding>" of canonicals behind a lead; of
+        a library's entry, the library: "static" or "dynamic".
       nbytes: of the file. used, expires: seconds since the epoch, or None.
       encrypted: None where the header cannot be read.
     """
@@ -76,7 +77,7 @@ def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:
 def _kind(entry: DirectoryEntry) -> str:
     if entry.path.startswith("lib/"):
         return entry.path.split("/")[2]
-    return "patch" if entry.part.startswith("p.") else entry.part
+    return "patch" if entry.part.startswith("p.") else LEAD_NAME.sub("behind", entry.part)
 
 
 def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ...errors import StoreFullError
 from ..format.expiry import expiry_test
+from ..format.naming import unreduced_part
 from ..io.files import locked, typed_errors
 from .directory import DirectoryEntry, removing, same_file
 from .disk import Disk
@@ -137,7 +138,7 @@ def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
     for part, entry in parts.items():
         # Turns: 0 expired, 1 can be derived here, 2 can be made again from the encoder output, 3 stands alone.
         canonical = part.partition(".")[0] == "kv"
-        derived = part.startswith("p.") or (part.startswith("kv.") and "kv" in parts)
+        derived = part.startswith("p.") or (canonical and (whole := unreduced_part(part)) != part and whole in parts)
         turn = 1 if derived else 2 if canonical and "enc" in parts else 3
         turn = 0 if looked[part][1] else turn
         with_patches = canonical and not derived

@@ -116,7 +116,8 @@ def chunk_body(chunk: Chunk) -> dict[str, Any]:
     """
     if chunk.batch is not None:
         raise ShapeError(f"store: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk per object")
-    return {
+    lead = {} if chunk.lead is None else {"lead": chunk.lead}
+    return lead | {
         "id": chunk.id,
         "backbone": chunk.backbone,
         "span": int(chunk.span),
@@ -134,10 +135,23 @@ def content_in(body: Mapping[str, Any]) -> str | None:
     Raises:
       StoreCorruptError: it is no text.
     """
-    content = body.get("content")
-    if content is not None and (not isinstance(content, str) or not content):
-        raise StoreCorruptError(f"object: content of type {type(content).__name__}; expected a digest")
-    return content
+    return _digest_in(body, "content")
+
+
+def lead_in(body: Mapping[str, Any]) -> str | None:
+    """Reads from a canonical's header the digest of what it was prefilled behind; None where that was nothing.
+
+    Raises:
+      StoreCorruptError: it is no text.
+    """
+    return _digest_in(body, "lead")
+
+
+def _digest_in(body: Mapping[str, Any], word: str) -> str | None:
+    digest = body.get(word)
+    if digest is not None and (not isinstance(digest, str) or not digest):
+        raise StoreCorruptError(f"object: {word} of type {type(digest).__name__}; expected a digest")
+    return digest
 
 
 def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]:
@@ -197,6 +211,7 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
             encoder=None,
             hidden=None if hidden is None else {layer: rest[f"hidden.{layer}"] for layer in hidden},
             content=content_in(body),
+            lead=lead_in(body),
         )
 
     return _rebuilt(build, "chunk")

@@ -37,8 +37,27 @@ def is_object(path: str) -> bool:
 
 
 def part_of(path: str) -> str:
-    """Returns the part of its chunk that an object is: "kv", "kv.int8", "enc", "p.…", "entry", "v000000001"."""
+    """Returns the part of its chunk that an object is: "kv", "kv.int8", "enc", "p.…", "entry", "v000000001".
+
+    That of a canonical behind a lead is "kv.behind_…", "kv.behind_….int8".
+    """
     return path.partition(".")[2].removesuffix(".safetensors")
+
+
+_BEHIND = "behind_"
+LEAD_NAME = re.compile(rf"{_BEHIND}[0-9a-f]+")
+"""What the part of a canonical behind a lead says of it: a keyed digest."""
+
+
+def unreduced_part(part: str) -> str:
+    """Returns the part that the unreduced canonical of the same lead is, of a canonical's part."""
+    words = part.split(".")
+    return ".".join(words[: 2 if len(words) > 1 and words[1].startswith(_BEHIND) else 1])
+
+
+def encoding_in(part: str) -> Any:
+    """Returns the encoding that a canonical's part names, unchecked; None for the unreduced one."""
+    return part[len(unreduced_part(part)) + 1 :] or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +108,7 @@ class Served:
       antecedent: what stands in front of the chunk: chunks, ids or members; of `base_antecedent` likewise. Where the
         content of a member is not known, that of its stored canonical counts.
       content: of the chunk which will be patched; None takes that of the canonical that the store has.
+      lead: of the chunk (`Chunk.lead`).
     """
 
     chunk: str = dataclasses.field(repr=False)
@@ -100,6 +120,7 @@ class Served:
     frame: PatchFrame = "phase_free"
     start: tuple[int, ...] | None = None
     content: str | None = dataclasses.field(default=None, repr=False)
+    lead: str | None = None
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "served")
@@ -165,15 +186,16 @@ class Names:
         folder = f"{self.space}/{self._name(16, 'backbone', backbone)}/{name[:2]}"
         return Name(folder, name, f"{name}.{rest}.safetensors", kind)
 
-    def canonical(self, backbone: str, chunk: str, encoding: str | None = None) -> Name:
-        """Names a canonical, as it was made, or in a smaller `encoding`: each its own object.
+    def canonical(self, backbone: str, chunk: str, encoding: str | None = None, lead: str | None = None) -> Name:
+        """Names a canonical, as it was made, or in a smaller `encoding`, alone or behind a lead: each its own object.
 
         Raises:
           InputError: an unknown encoding.
         """
         if encoding is not None and encoding not in ENCODINGS:
             raise InputError(f"encoding {encoding!r}; expected None or one of {ENCODINGS}")
-        return self._place(backbone, chunk, "kv" if encoding is None else f"kv.{encoding}", "kv")
+        words = ["kv"] if lead is None else ["kv", f"{_BEHIND}{self._name(16, 'lead', lead)}"]
+        return self._place(backbone, chunk, ".".join(words if encoding is None else [*words, encoding]), "kv")
 
     def encoder(self, backbone: str, chunk: str) -> Name:
         """Names a tower's output, under the id of the chunk that it makes (or an `encoder_id`)."""
@@ -213,6 +235,8 @@ class Names:
         states = [[member.state for member in each] for each in (members, before or [])]
         if any(state != EXACT for each in states for state in each):
             served.append({"states": states})
+        if metadata.lead is not None:
+            served.append({"lead": metadata.lead})
         own = self._place(metadata.backbone, metadata.chunk, "p", "patch")
         return dataclasses.replace(own, file=f"{own.chunk}.p.{self._name(20, 'served', json.dumps(served))}.")
 

@@ -18,9 +18,9 @@ from jaxtyping import Array, Shaped, UInt32
 from ...checksum import bits_of, mixed
 from ...chunk import AnyArray, Chunk
 from ...errors import StoreCorruptError
-from ..format.codec import chunk_body, content_in, decode, layout_of, unchecked_chunk
+from ..format.codec import chunk_body, content_in, decode, layout_of, lead_in, unchecked_chunk
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
-from ..format.naming import Encoding
+from ..format.naming import Encoding, encoding_in
 from ..format.objects import Blob, Kind
 
 _BLOCK = 1 << 14
@@ -222,8 +222,8 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
         hidden = None if body["hidden"] is None else {layer: arrays[f"hidden.{layer}"] for layer in body["hidden"]}
         fields = {word: body[word] for word in ("span", "length", "id", "backbone")}
         local = np.asarray(arrays["local"])
-        fields |= {"encoder": None, "hidden": hidden, "content": content_in(body)}
+        fields |= {"encoder": None, "hidden": hidden, "content": content_in(body), "lead": lead_in(body)}
         chunk = unchecked_chunk(kv=kv, local=local, layout=layout, **fields)
     except MALFORMED as error:
         raise StoreCorruptError(f"export: the body does not make a chunk ({type(error).__name__})") from None
-    return entry.about["part"].partition(".")[2] or None, chunk
+    return encoding_in(entry.about["part"]), chunk

@@ -18,9 +18,9 @@ from ..disk.disk import Disk
 from ..disk.root_config import check_key
 from ..disk.tenant_disk import TenantDisk
 from ..disk.writing import Elsewhere
-from ..format.codec import patch_of, patch_parts
+from ..format.codec import lead_in, patch_of, patch_parts
 from ..format.header import MALFORMED
-from ..format.naming import Name, Names
+from ..format.naming import Name, Names, encoding_in
 from ..format.objects import Blob, file_size
 from ..io.files import open_regular, typed_errors
 from ..libraries.entries import chunk_bytes, entry_name
@@ -172,7 +172,7 @@ def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays:
         return entry_name(names, body)
     try:
         if kind == "kv":
-            return names.canonical(body["backbone"], body["id"], part.partition(".")[2] or None)
+            return names.canonical(body["backbone"], body["id"], encoding_in(part), lead_in(body))
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])
         return names.patch(patch_of(patch_parts(body, arrays)))

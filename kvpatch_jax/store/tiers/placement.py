@@ -15,7 +15,7 @@ from jaxtyping import Num
 from ...chunk import AnyArray, Chunk
 from ...errors import InputError, StoreCorruptError
 from ...layout import KVLayout
-from ..format.codec import content_in, layer_names, layer_of, layout_of, unchecked_chunk
+from ..format.codec import content_in, layer_names, layer_of, layout_of, lead_in, unchecked_chunk
 from ..format.header import Header
 
 Target = jax.sharding.Sharding | jax.Device
@@ -138,6 +138,7 @@ class LayerStream:
             encoder=None,
             hidden=None if kept is None else {layer: arrays[f"hidden.{layer}"] for layer in kept},
             content=content_in(self._header.body),
+            lead=lead_in(self._header.body),
         )
 
     def close(self) -> None:

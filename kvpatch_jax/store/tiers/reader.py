@@ -10,7 +10,7 @@ from ...chunk import Chunk
 from ...errors import StoreCorruptError, StoreError
 from ..disk.tenant_disk import TenantDisk
 from ..format.codec import chunk_of, content_in, memory_of
-from ..format.naming import Name
+from ..format.naming import Name, part_of, unreduced_part
 from ..format.objects import Blob, Found
 from .memory import CANONICAL, CacheEntry, MemoryTier, Policy
 from .placement import LayerStream, Placement, place_chunk, placement_key
@@ -137,13 +137,15 @@ class TieredReader:
         return [dataclasses.replace(prefix, file=file) for file in files]
 
     def contents(self, canonical: Name) -> set[str | None]:
-        """Reads the content digests that a chunk's canonicals state, queued or on the disk; None where one has none.
+        """Reads the content digests that a chunk's canonicals of one lead state; None where one has none.
 
-        What cannot be read states nothing.
+        Queued or on the disk, in any encoding. What cannot be read states nothing.
         """
         paths = set(self._writer.waiting_paths(f"{canonical.chunk_key}.kv"))
         with contextlib.suppress(StoreError):
-            paths |= {entry.path for entry in self._disk.of_chunk(canonical) if entry.part.partition(".")[0] == "kv"}
+            paths |= {entry.path for entry in self._disk.of_chunk(canonical)}
+        whole = unreduced_part(part_of(canonical.path))
+        paths = {path for path in paths if unreduced_part(part_of(path)) == whole}
         found = set[str | None]()
         for path in paths:
             name = dataclasses.replace(canonical, file=path.rpartition("/")[2])
