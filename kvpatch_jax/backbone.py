@@ -19,8 +19,11 @@ from .chunk import AnyArray
 from .errors import InputError, LayoutError, PositionError, ShapeError
 from .frames import EngineKV, expect_frame
 from .layout import KVLayout, Start
+from .paging import Paged, check_paged
 
 KV = Mapping[str, Array]
+Context = KV | Paged
+"""What stands in front of tokens, in the engine frame: {channel: [L,B,S,K,H]}, or pages of a pool."""
 Logits = Literal["last", "all"] | Int[AnyArray, "B n"]
 """Of which tokens a forward gives logits: the last, all, or those with these indices in each row.
 
@@ -81,11 +84,11 @@ class Output(NamedTuple):
     hidden: dict[int, Array]
 
 
-class Step(NamedTuple):
+class Step[Cache: Context](NamedTuple):
     """What decoding or recomputing gives: logits [B,n,V], and the engine-frame cache with the tokens written in."""
 
     logits: Array
-    cache: dict[str, Array]
+    cache: Cache
 
 
 class ForwardCosts(NamedTuple):
@@ -160,7 +163,7 @@ class Backbone(Protocol):
     def prefill(
         self,
         tokens: Tokens,
-        context: KV | None = None,
+        context: Context | None = None,
         mask: Bool[Array, "B 1 T S"] | None = None,
         start_layer: int = 0,
         hidden_at: tuple[int, ...] = (),
@@ -170,6 +173,7 @@ class Backbone(Protocol):
         """Run the decoder over tokens, behind an engine-frame context.
 
         Args:
+          context: {channel: [L,B,S,K,H]}, or pages of a pool, which are read where they lie. It has N·O keys then.
           mask: True where a token may look, over [context, tokens]; causal behind the whole context when None.
           start_layer: `tokens.embeddings` is the residual entering this layer.
           hidden_at: layers whose entering residual is returned.
@@ -182,20 +186,20 @@ class Backbone(Protocol):
         """
         ...
 
-    def recompute(
+    def recompute[Cache: Context](
         self,
         tokens: Tokens,
-        cache: KV,
+        cache: Cache,
         slots: Int[Array, "B T"],
         keep: Bool[Array, "L B T"] | None = None,
         mask: Bool[Array, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step:
+    ) -> Step[Cache]:
         """Recompute tokens in context: run them again and write their KV over the cache at `slots`.
 
         Args:
           tokens: the tokens to recompute, at their places in the sequence.
-          cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}.
+          cache: engine-frame KV of the whole sequence, {channel: [L,B,S,K,H]}, or its pages, as `decode` takes them.
           keep: per layer, which of the tokens are written; each layer's set must lie inside the one below.
           mask: True where a token may look, over the cache; slots up to its own when None.
           logits: which tokens' logits are returned.
@@ -205,22 +209,31 @@ class Backbone(Protocol):
         """
         ...
 
-    def decode(
+    def decode[Cache: Context](
         self,
         tokens: Tokens,
-        cache: KV,
+        cache: Cache,
         slots: Int[Array, "B T"],
         mask: Bool[Array, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step:
-        """Run one step (or a few tokens): write them into the cache at `slots` and read the logits behind them."""
+    ) -> Step[Cache]:
+        """Run one step (or a few tokens): write them into the cache at `slots` and read the logits behind them.
+
+        A cache in pages has its pool donated, and written in place at these slots of the pool, which may lie in pages
+        that its tables do not name yet. The step's cache names them, and counts the tokens that were written: it is
+        what the next step takes.
+
+        Raises:
+          KernelSlotError: slots outside the pool, or named twice. PoolError: pages that the pool does not have, or a
+          pool that was donated.
+        """
         ...
 
     def generate(
         self,
         tokens: Tokens,
         steps: int,
-        context: KV | None = None,
+        context: Context | None = None,
         mask: Bool[Array, "B 1 T S"] | None = None,
     ) -> Int[AnyArray, "B n"]:
         """Continue greedily behind tokens (and a context): the next `steps` token ids, or fewer where all rows end."""
@@ -244,13 +257,17 @@ def check_tokens(tokens: Tokens, what: str) -> None:
         raise ShapeError(f"{what}: embeddings {shape}; expected at least one row and one token")
 
 
-def check_cached(layout: KVLayout, tokens: Tokens, kv: KV, what: str) -> None:
+def check_cached(layout: KVLayout, tokens: Tokens, kv: Context, what: str) -> None:
     """Refuses a context or cache that is not engine-frame KV of this layout for these tokens' rows.
 
     Raises:
       FrameError: another frame. InputError: no KV at all. LayoutError, DtypeError, ShapeError: another model's KV, or
-      KV without a batch axis.
+      KV without a batch axis. PoolError: of pages, as `check_paged` says.
     """
+    if isinstance(kv, Paged):
+        expect_frame(kv.pool, what, "engine")
+        check_paged(layout, kv, tokens.embeddings.shape[0], what)
+        return
     if not isinstance(kv, Mapping):
         raise InputError(f"{what}: a {type(kv).__name__}; expected KV, {{channel: [L, B, S, K, H]}}")
     expect_frame(kv, what, "engine")
@@ -263,7 +280,7 @@ def check_cached(layout: KVLayout, tokens: Tokens, kv: KV, what: str) -> None:
             )
 
 
-def check_behind(tokens: Tokens, context: KV, mask: AnyArray | None, what: str) -> None:
+def check_behind(tokens: Tokens, context: Context, mask: AnyArray | None, what: str) -> None:
     """Refuses tokens that were not moved behind their context: a row that begins at position 0 and sees it.
 
     Positions that the host has (as `embed` and `shift` leave them) are looked at for nothing; those on a device are
@@ -273,14 +290,17 @@ def check_behind(tokens: Tokens, context: KV, mask: AnyArray | None, what: str) 
     Raises:
       PositionError: naming the row.
     """
-    size = next(iter(context.values())).shape[2]
-    if size == 0 or isinstance(tokens.positions, Tracer):
+    paged = isinstance(context, Paged)
+    size = context.key_count if paged else next(iter(context.values())).shape[2]
+    if size == 0 or isinstance(tokens.positions, Tracer) or (paged and isinstance(context.seen, Tracer)):
         return
     first = np.asarray(tokens.positions)[:, :2]
     at_start = (first == 0).all(axis=tuple(range(2, first.ndim)))  # [B, 2] or [B, 1]
     unmoved = at_start[:, 0] & ~at_start[:, 1:].any(axis=1)
+    looks = np.asarray(context.seen) if paged else np.ones((1, size), bool)
     if unmoved.any() and mask is not None and not isinstance(mask, Tracer):
-        unmoved &= np.asarray(mask)[:, 0, 0, :size].any(axis=-1)
+        looks = looks & np.asarray(mask)[:, 0, 0, :size]
+    unmoved &= looks.any(axis=-1)
     if unmoved.any():
         raise PositionError(
             f"{what}: row {int(unmoved.argmax())} begins at position 0 behind a context of {size} tokens; expected "

@@ -7,7 +7,7 @@ Axis letters: B sequences, N pages of a table, T tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,70 @@ class Paged(NamedTuple):
     def key_count(self) -> int:
         """Keys of a row, N·O, those that do not count included."""
         return self.table.shape[1] * self.page_size
+
+    def places_of_keys(self) -> Int[AnyArray, "B S"]:
+        """Where keys stand among their row's tokens, [B,N·O]; of keys that do not count it says nothing."""
+        if self.places is not None:
+            return self.places
+        return _numbers(self.seen).cumsum(self.seen, axis=1, dtype=np.int32) - 1
+
+    def extended(self, slots: Int[AnyArray, "B T"], buckets: Buckets | None = DEFAULT) -> "Paged":
+        """Names the pages of `slots` too, which tokens are about to be written to; what counts stays as it is.
+
+        `decode` does so by itself. Arrays that are traced pass as they are: no page can be added to them.
+
+        Args:
+          buckets: as in `of`, where a row has no room left in its table.
+        """
+        if isinstance(slots, Tracer) or isinstance(self.table, Tracer):
+            return self
+        table = np.asarray(self.table)
+        pages = np.asarray(slots) // self.page_size
+        missing = [np.setdiff1d(own, row) for own, row in zip(pages, table, strict=True)]
+        if not any(map(len, missing)):
+            return self
+        held = (table != NO_PAGE).sum(axis=1)
+        count = max(held[row] + len(own) for row, own in enumerate(missing))
+        more = max(_pages_for(int(count), self.page_size, buckets), table.shape[1]) - table.shape[1]
+        table = np.pad(table, ((0, 0), (0, more)), constant_values=NO_PAGE)
+        for row, own in zip(table, missing, strict=True):
+            row[np.flatnonzero(row == NO_PAGE)[: len(own)]] = own
+        room = lambda value: np.pad(np.asarray(value), ((0, 0), (0, more * self.page_size)))
+        return Paged(self.pool, table, room(self.seen), None if self.places is None else room(self.places))
+
+    def written(self, slots: Int[AnyArray, "B T"]) -> tuple["Paged", tuple[Int[AnyArray, "B T"], Int[AnyArray, "B T"]]]:
+        """The context once tokens are written to `slots`: they count.
+
+        Slots that count already keep their places; others get those behind the last that counts, in the tokens' order.
+
+        Returns:
+          The context; and which of a row's keys each token is (N·O where its page is not named), and its place.
+        """
+        numbers, size = _numbers(self.table, self.seen, slots), self.page_size
+        named = (self.table[:, None, :] == (slots // size)[:, :, None]) & (slots >= 0)[:, :, None]
+        keys = numbers.where(named.any(-1), named.argmax(-1) * size + slots % size, self.key_count).astype(np.int32)
+        rows, places = numbers.arange(len(keys))[:, None], self.places_of_keys()
+        behind = (numbers.where(self.seen, places, -1).max(axis=1, initial=-1) + 1)[:, None]
+
+        # One key more, for what the table does not name.
+        pad = lambda value: numbers.pad(value, ((0, 0), (0, 1)))
+        seen, places = pad(self.seen), pad(places)
+        found = numbers.where(seen[rows, keys], places[rows, keys], behind + numbers.arange(keys.shape[1]))
+        found = found.astype(np.int32)
+        seen, places = _put(seen, (rows, keys), True), _put(places, (rows, keys), found)
+        return Paged(self.pool, self.table, seen[:, :-1], places[:, :-1]), (keys, found)
+
+
+def _numbers(*arrays: AnyArray) -> Any:
+    """NumPy, or jax's where an array is traced: what the host has stays there, and waits for no device."""
+    return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
+
+
+def _put(value: AnyArray, at: Any, new: Any) -> AnyArray:
+    if isinstance(value, jax.Array):
+        return value.at[at].set(new)
+    value[at] = new
+    return value
 
 
 def _rows_of(slots: Slots | Sequence[Slots]) -> list[np.ndarray]:
@@ -182,3 +246,36 @@ def check_held(pool: Pool) -> None:
             raise DtypeError(f"pool[{name!r}] of type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
             raise PoolError(f"pool[{name!r}] was donated, and is gone; expected the pool that the last operation gave")
+
+
+def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
+    """Refuses a context that does not name pages of a pool of this layout for so many rows.
+
+    Raises:
+      PoolError: a page that the pool does not have, or that is named twice in a row; or a pool that was donated.
+      DtypeError, ShapeError: arrays of another kind, or that do not fit. LayoutError: another layout's pool.
+    """
+    pages, size = check_pool(layout, context.pool)
+    expected = {"table": (jnp.integer, "integers", 1), "seen": (jnp.bool_, "bool", size)}
+    if context.places is not None:
+        expected["places"] = (jnp.integer, "integers", size)
+    for name, (kind, word, times) in expected.items():
+        value = getattr(context, name)
+        if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, kind):
+            raise DtypeError(f"{what}.{name} of {getattr(value, 'dtype', type(value).__name__)}; expected {word}")
+        if value.ndim != 2 or value.shape[0] != rows or value.shape[1] != context.table.shape[1] * times:
+            wanted = f"[{rows}, N]" if name == "table" else f"[{rows}, {context.table.shape[1]} pages of {size}]"
+            raise ShapeError(f"{what}.{name} of shape {value.shape}; expected {wanted}")
+    if isinstance(context.table, Tracer):
+        return
+    table = np.asarray(context.table)
+    wrong = table[(table < NO_PAGE) | (table >= pages)]
+    if wrong.size:
+        raise PoolError(
+            f"{what}: page {int(wrong[0])} of a pool of {pages}; expected pages of it, or {NO_PAGE} for none"
+        )
+    for number, row in enumerate(table):
+        named = np.sort(row[row != NO_PAGE])
+        twice = named[1:][named[1:] == named[:-1]]
+        if twice.size:
+            raise PoolError(f"{what}: page {int(twice[0])} is named twice in row {number}; expected it once")

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import (
-    KV,
+    Context,
     ForwardCosts,
     Logits,
     Output,
@@ -30,8 +30,10 @@ from kvpatch_jax.backbone import (
 from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import InputError, ShapeError
 from kvpatch_jax.frames import EngineKV, PhaseFreeKV
-from kvpatch_jax.layout import KVLayout
+from kvpatch_jax.layout import KVLayout, on_device
+from kvpatch_jax.paging import Paged
 from kvpatch_jax.rope import check_positions
+from pallas_kernels.splice import check_slots
 
 from .decoder.costs import forward_costs
 from .families.family import Config, Family, feature_arrays, placeholders, with_parameters
@@ -45,11 +47,13 @@ from .inputs.buckets import (
     pad_ids,
     pad_images,
     pad_mask,
+    pad_own_mask,
     pad_slots,
     pad_tokens,
 )
 from .inputs.chat import ChatTemplate, Message
-from .inputs.masks import check_chunk, check_mask
+from .inputs.masks import check_chunk, check_mask, check_mask_over
+from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, Prompts
 
@@ -334,7 +338,7 @@ class ModelBackbone(Generating):
     def prefill(
         self,
         tokens: Tokens,
-        context: KV | None = None,
+        context: Context | None = None,
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         start_layer: int = 0,
         hidden_at: tuple[int, ...] = (),
@@ -355,7 +359,7 @@ class ModelBackbone(Generating):
     def router_load(
         self,
         tokens: Tokens,
-        context: KV | None = None,
+        context: Context | None = None,
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
     ) -> Int[Array, "L E"]:
         """Counts the tokens that each expert takes in each layer: how evenly the routers spread a prompt.
@@ -380,15 +384,15 @@ class ModelBackbone(Generating):
         counted = np.broadcast_to(np.arange(tokens.embeddings.shape[1]) < length, (batch, tokens.embeddings.shape[1]))
         return self.programs.router_load(self.programs.state, tokens, context, mask, jnp.asarray(counted))
 
-    def recompute(
+    def recompute[Cache: Context](
         self,
         tokens: Tokens,
-        cache: KV,
+        cache: Cache,
         slots: Int[Array | np.ndarray, "B T"],
         keep: Bool[Array | np.ndarray, "L B T"] | None = None,
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step:
+    ) -> Step[Cache]:
         """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
         if keep is not None and not isinstance(keep, Tracer):
             sets = np.asarray(keep)
@@ -399,57 +403,106 @@ class ModelBackbone(Generating):
                 )
         return self._write(tokens, cache, slots, keep, mask, logits, "recompute")
 
-    def decode(
+    def decode[Cache: Context](
         self,
         tokens: Tokens,
-        cache: KV,
+        cache: Cache,
         slots: Int[Array | np.ndarray, "B T"],
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step:
+    ) -> Step[Cache]:
         """See `kvpatch_jax.backbone.Backbone.decode`."""
         return self._write(tokens, cache, slots, None, mask, logits, "decode")
 
-    def _check_read(self, tokens: Tokens, context: KV | None, mask: Any, what: str) -> dict[str, Any] | None:
-        """Refuses what prefill and generate cannot run over; the context as a plain dictionary, one kind of pytree."""
+    def _check_read(
+        self, tokens: Tokens, context: Context | None, mask: Any, what: str
+    ) -> dict[str, Any] | Paged | None:
+        """Refuses what prefill and generate cannot run over; the context in plain dictionaries, one kind of pytree."""
         check_tokens(tokens, what)
-        if context is not None:
-            check_cached(self.layout, tokens, context, f"{what}: context")
-            check_behind(tokens, context, mask, what)
         check_mask(mask)
-        return None if context is None else dict(context)
+        if context is None:
+            return None
+        check_cached(self.layout, tokens, context, f"{what}: context")
+        if isinstance(context, Paged):
+            length = tokens.embeddings.shape[1]
+            check_mask_over(mask, (len(tokens.embeddings), length, context.key_count + length), what)
+        check_behind(tokens, context, mask, what)
+        return self._in_pages(context) if isinstance(context, Paged) else dict(context)
 
-    def _read_of(self, tokens: Tokens, context: KV | None, mask: Any, steps: int) -> tuple[Tokens, KV | None, Any]:
+    def _in_pages(self, context: Paged) -> Paged:
+        """A paged context as one kind of pytree; places only where layers slide."""
+        pool = {name: on_device(context.pool[name]) for name in self.layout.names}
+        places = None if self.config.text.window is None else context.places_of_keys()
+        return Paged(pool, context.table, context.seen, places)
+
+    def _read_of(
+        self, tokens: Tokens, context: Context | None, mask: Any, steps: int
+    ) -> tuple[Tokens, Context | None, Any]:
         context = self._check_read(tokens, context, mask, "generate")
         self._check_regime(tokens.positions, max(steps - 1, 0))
         return self._pad_read(tokens, context, mask)
 
-    def _pad_read(self, tokens: Tokens, context: KV | None, mask: Any) -> tuple[Tokens, KV | None, Any]:
+    def _pad_read(self, tokens: Tokens, context: Context | None, mask: Any) -> tuple[Tokens, Context | None, Any]:
         """What prefill and generate take, padded to its buckets (as it is without buckets)."""
         if self.buckets is None:
             return tokens, context, mask
         length, window = tokens.embeddings.shape[1], self.config.text.window
+        if isinstance(context, Paged):
+            return pad_tokens(self.buckets, tokens), context, pad_own_mask(self.buckets, mask, length)
         mask = pad_mask(self.buckets, length, key_count(context), mask, window)
         return pad_tokens(self.buckets, tokens), pad_context(self.buckets, context), mask
 
-    def _write(self, tokens: Tokens, cache: KV, slots: Any, keep: Any, mask: Any, logits: Logits, what: str) -> Step:
+    def _write(
+        self, tokens: Tokens, cache: Context, slots: Any, keep: Any, mask: Any, logits: Logits, what: str
+    ) -> Step[Any]:
         """Writes tokens into a cache, and reads the logits behind them."""
         check_tokens(tokens, what)
+        check_mask(mask)
         check_cached(self.layout, tokens, cache, f"{what}: cache")
         if np.shape(slots) != tokens.embeddings.shape[:2]:
             raise ShapeError(f"{what}: slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
         self._check_regime(tokens.positions)
-        check_mask(mask)
+        rows, length = logit_rows(tokens, logits, what), tokens.embeddings.shape[1]
+        state = self.programs.state_for(len(slots) * self._padded(length))
+        if isinstance(cache, Paged):
+            step = self._write_pages(state, tokens, cache, slots, keep, mask, rows, what)
+        else:
+            slots = jnp.asarray(slots)
+            if self.buckets is not None:
+                tokens = pad_tokens(self.buckets, tokens)
+                slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, key_count(cache))
+            step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows)
+            # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
+            step = step._replace(cache=type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache)
+        return step if rows is not None else step._replace(logits=step.logits[:, :length])
 
-        slots, rows, length = jnp.asarray(slots), logit_rows(tokens, logits, what), tokens.embeddings.shape[1]
+    def _write_pages(
+        self, state: Any, tokens: Tokens, cache: Paged, slots: Any, keep: Any, mask: Any, rows: Any, what: str
+    ) -> Step[Paged]:
+        """The same where the cache is in pages: the pool is donated, and its pages are named that the slots lie on."""
+        total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
+        slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
+        check_slots(slots.reshape(-1), total)
+        cache = cache.extended(slots) if self.buckets is None else cache.extended(slots, self.buckets)
+        check_mask_over(mask, (*slots.shape, cache.key_count), what)
+        after, written = cache.written(slots)
+        pool = self._in_pages(after).pool
         if self.buckets is not None:
             tokens = pad_tokens(self.buckets, tokens)
-            slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, key_count(cache))
-        state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
-        step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows)
-        # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
-        written = type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache
-        return Step(step.logits if rows is not None else step.logits[:, :length], written)
+            keys, places = written
+            written = (
+                pad_slots(self.buckets, keys, None, None, cache.key_count)[0],
+                pad_slots(self.buckets, places, None, None, 0)[0],
+            )
+            slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, total)
+        step = self.programs.recompute_in_pages(
+            state, tokens, pool, after._replace(pool={}), slots, written, keep, mask, rows
+        )
+        return Step(step.logits, after._replace(pool=step.cache))
+
+    def _padded(self, length: int) -> int:
+        """How many tokens a forward runs over for so many."""
+        return length if self.buckets is None else self.buckets.round_up(length)
 
 
 def _host_positions(positions: Array | np.ndarray) -> Array | np.ndarray:
@@ -458,24 +511,3 @@ def _host_positions(positions: Array | np.ndarray) -> Array | np.ndarray:
         return positions
     given = np.asarray(positions)
     return given.astype(np.float32 if given.dtype.kind == "f" else np.int32)
-
-
-def logit_rows(tokens: Tokens, logits: Logits, what: str) -> np.ndarray | Array | None:
-    """The tokens whose logits are wanted, int32 [B,n]; None for all.
-
-    Raises:
-      InputError: another word, indices of another shape, or ones that no token has.
-    """
-    batch, length, _ = tokens.embeddings.shape
-    if isinstance(logits, str):
-        if logits not in ("last", "all"):
-            raise InputError(f"{what}: logits {logits!r}; expected 'last', 'all' or indices [B, n]")
-        return np.full((batch, 1), length - 1, np.int32) if logits == "last" else None
-    if logits is None or np.ndim(logits) != 2 or len(logits) != batch:
-        raise InputError(f"{what}: logits of shape {np.shape(logits)}; expected 'last', 'all' or indices [{batch}, n]")
-    if isinstance(logits, jax.Array):
-        return logits
-    rows = np.asarray(logits)
-    if rows.dtype.kind not in "iu" or (rows.size and not 0 <= rows.min() <= rows.max() < length):
-        raise InputError(f"{what}: logits of tokens {rows.tolist()}; expected indices from 0 to {length - 1}")
-    return rows.astype(np.int32)

@@ -18,14 +18,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpatch_jax.backbone import KV, Output, Step, Tokens
+from kvpatch_jax.backbone import KV, Context, Output, Step, Tokens
 from kvpatch_jax.layout import KVLayout, to_engine
+from kvpatch_jax.paging import Paged
 
 from .attention import Mask, as_mask
+from .attention.mask import NOWHERE
+from .decoder.cached import read_pages, written_into_pages
 from .decoder.sharding import auto_mesh, cache_shardings
 from .decoder.stacks import unstacked
 from .families.family import embed_tokens
-from .inputs.masks import causal_mask
+from .inputs.masks import causal_mask, paged_mask
 from .prefill import by_layer, run_prompt, take_tokens
 from .sampling import REFUSED, Draw, choose
 
@@ -57,12 +60,13 @@ class Forward:
     Attributes:
       state: the parameters, the first argument of every program.
       step_state: the same for steps of at most `STEP_TOKENS` tokens, from which these copy no weights.
-      encode, embed, prefill, recompute, first, begin, advance, router_load: the programs, jitted.
+      encode, embed, prefill, recompute, recompute_in_pages, first, begin, advance, router_load: the programs, jitted.
     """
 
     def __init__(self, model: Any, pads: tuple[int, ...], layout: KVLayout, mesh: Mesh | None):
         self.graph, self.state = nnx.split(model)
         self.pads, self.layout = pads, layout
+        self.window = model.decoder.config.window
         self.mesh = mesh
         self.kv_shardings = {} if mesh is None else cache_shardings(layout, auto_mesh(mesh))
         kv: Any = {name: sharding.spec for name, sharding in self.kv_shardings.items()}
@@ -71,6 +75,7 @@ class Forward:
         whole: Any = P()
         self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at", "chunk")
         self.recompute = self._program(self._recompute, Step(whole, kv))
+        self.recompute_in_pages = self._program(self._recompute_in_pages, Step(whole, kv), donate="pool")
         self.router_load = self._program(self._router_load, P())
         self.first = self._program(self._first, whole)
         self.begin = self._program(self._begin, (whole, kv), "room", "apart")
@@ -121,7 +126,7 @@ class Forward:
         self,
         state: Any,
         tokens: Tokens,
-        context: KV | None,
+        context: Context | None,
         mask: Any,
         rows: Int[Array, "B n"] | None,
         *,
@@ -131,19 +136,19 @@ class Forward:
     ) -> Output:
         """`rows` are the tokens whose logits are wanted, by index; None for all."""
         decoder, length = nnx.merge(self.graph, state).decoder, tokens.embeddings.shape[1]
-        mask = causal_mask(length, key_count(context)) if mask is None else as_mask(mask, length)
+        mask = self._mask(length, context, mask)
         layers: Any = {"start_layer": start_layer, "hidden_at": hidden_at, "chunk": chunk}
         run = run_prompt(decoder, tokens, mask, rows, context=self._spread(context), **layers)
         return Output(decoder.logits(run.hidden), self._spread(run.kv), run.taps)
 
     def _router_load(
-        self, state: Any, tokens: Tokens, context: KV | None, mask: Any, counted: Bool[Array, "B T"]
+        self, state: Any, tokens: Tokens, context: Context | None, mask: Any, counted: Bool[Array, "B T"]
     ) -> Int[Array, "L E"]:
         decoder = nnx.merge(self.graph, state).decoder
         run = decoder.run(
             tokens.embeddings,
             tokens.positions,
-            causal_mask(tokens.embeddings.shape[1], key_count(context)) if mask is None else mask,
+            self._mask(tokens.embeddings.shape[1], context, mask),
             context=self._spread(context),
             deepstack=by_layer(tokens),
             counted=counted,
@@ -154,24 +159,60 @@ class Forward:
     def _recompute(
         self, state: Any, tokens: Tokens, cache: KV, slots: Array, keep: Any, mask: Any, rows: Array | None
     ) -> Step:
+        mask = Mask(causal=True, query_places=slots) if mask is None else mask
+        step = self._rewrite(state, tokens, self._spread(cache), slots, keep, mask, rows)
+        return Step(step.logits, self._spread(step.cache))
+
+    def _recompute_in_pages(
+        self,
+        state: Any,
+        tokens: Tokens,
+        pool: KV,
+        context: Paged,
+        slots: Array,
+        written: tuple[Int[Array, "B T"], Int[Array, "B T"]],
+        keep: Any,
+        mask: Any,
+        rows: Array | None,
+    ) -> Step[KV]:
+        """The same where the cache is in pages. The pool is an argument of its own, for it alone is donated.
+
+        Args:
+          context: the pages, and which of their keys count once the tokens are written.
+          slots: of the pool. written: which of the keys that makes the tokens, and their places.
+        """
+        keys, places = written
+        stand = jnp.where(context.seen, context.places_of_keys(), NOWHERE)
+        found = Mask(causal=mask is None, query_places=places, key_places=stand, allowed=mask)
+        paged = context._replace(pool=self._spread(pool))
+        step = self._rewrite(state, tokens, paged, keys, keep, found, rows)
+        return Step(step.logits, self._spread(written_into_pages(paged.pool, step.cache, slots, keep)))
+
+    def _rewrite(
+        self, state: Any, tokens: Tokens, cache: Context, slots: Array, keep: Any, mask: Any, rows: Array | None
+    ) -> Step[KV]:
         decoder = nnx.merge(self.graph, state).decoder
-        if mask is None:
-            mask = Mask(causal=True, query_places=slots)
         run = decoder.run(
             tokens.embeddings,
             tokens.positions,
             mask,
-            context=self._spread(cache),
+            context=cache,
             slots=slots,
             keep=keep,
             deepstack=by_layer(tokens),
         )
         assert run.cache is not None
         hidden = run.hidden if rows is None else take_tokens(run.hidden, rows)
-        return Step(decoder.logits(hidden), self._spread(run.cache))
+        return Step(decoder.logits(hidden), run.cache)
+
+    def _mask(self, length: int, context: Context | None, mask: Any) -> Mask:
+        """What so many tokens see of a context and of each other, by a mask or, without one, all that is in front."""
+        if isinstance(context, Paged):
+            return paged_mask(length, context, mask, self.window)
+        return causal_mask(length, key_count(context)) if mask is None else as_mask(mask, length)
 
     def _first(
-        self, state: Any, tokens: Tokens, context: KV | None, mask: Any, last: Int[Array, " B"], draw: Draw
+        self, state: Any, tokens: Tokens, context: Context | None, mask: Any, last: Int[Array, " B"], draw: Draw
     ) -> Int[Array, " B"]:
         """Chooses the token behind a prompt, and keeps no cache."""
         return self._begin(state, tokens, context, mask, last, draw, room=0, apart=False)[0].token
@@ -180,7 +221,7 @@ class Forward:
         self,
         state: Any,
         tokens: Tokens,
-        context: KV | None,
+        context: Context | None,
         mask: Any,
         last: Int[Array, " B"],
         draw: Draw,
@@ -198,7 +239,7 @@ class Forward:
         decoder = nnx.merge(self.graph, state).decoder
         B, T, _ = tokens.embeddings.shape
         size = key_count(context)
-        seen = causal_mask(T, size) if mask is None else as_mask(mask, T)
+        seen = self._mask(T, context, mask)
         layers: Any = {"context": self._spread(context), "start_layer": 0, "hidden_at": (), "chunk": None}
         run = run_prompt(decoder, tokens, seen, last[:, None], **layers)
         token = choose(decoder.logits(run.hidden)[:, 0], draw, 0)
@@ -260,9 +301,11 @@ class Forward:
         now = now._replace(token=token, count=now.count + 1, done=now.done | _stopped(token, draw), seen=seen)
         return now, run.cache
 
-    def _grow(self, kv: KV, positions: Array | np.ndarray, context: KV | None, room: int) -> KV:
+    def _grow(self, kv: KV, positions: Array | np.ndarray, context: Context | None, room: int) -> KV:
         """Engine-frame cache of context and tokens with room for as many more."""
         turned = to_engine(self.layout, kv, positions, 0)
+        if isinstance(context, Paged):
+            context = read_pages(context, self.layout, jnp.arange(self.layout.layers))
         grown = {}
         for name, new in turned.items():
             whole = new if context is None else jnp.concatenate([context[name].astype(new.dtype), new], 2)
@@ -273,12 +316,16 @@ class Forward:
         """A KV pytree laid over the mesh, where there is one (and None where there is no KV)."""
         if kv is None or not self.kv_shardings:
             return kv
+        if isinstance(kv, Paged):
+            return kv._replace(pool=self._spread(kv.pool))
         lay = jax.lax.with_sharding_constraint
         return {name: lay(value, self.kv_shardings[name]) for name, value in kv.items()}
 
 
-def key_count(context: KV | None) -> int:
-    """How many keys [L,B,S,K,H] a context holds; 0 for none."""
+def key_count(context: Context | None) -> int:
+    """How many keys of a row a context holds, those of its pages that do not count included; 0 for none."""
+    if isinstance(context, Paged):
+        return context.key_count
     return 0 if context is None else next(iter(context.values())).shape[2]
 
 

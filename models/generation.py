@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from kvpatch_jax.backbone import KV, Tokens, check_tokens
+from kvpatch_jax.backbone import Context, Tokens, check_tokens
 from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
 
@@ -96,7 +96,7 @@ def pieces_of(
 def make_blocks(
     programs: Forward,
     tokens: Tokens,
-    context: KV | None,
+    context: Context | None,
     mask: Any,
     last: Int[np.ndarray, " B"],
     draw: Draw,
@@ -167,7 +167,9 @@ class Generating:
         """Of `tokenizers`, or None."""
         raise NotImplementedError
 
-    def _read_of(self, tokens: Tokens, context: KV | None, mask: Any, steps: int) -> tuple[Tokens, KV | None, Any]:
+    def _read_of(
+        self, tokens: Tokens, context: Context | None, mask: Any, steps: int
+    ) -> tuple[Tokens, Context | None, Any]:
         """What generation reads, checked and padded to its buckets."""
         raise NotImplementedError
 
@@ -175,7 +177,7 @@ class Generating:
         self,
         tokens: Tokens,
         steps: int,
-        context: KV | None = None,
+        context: Context | None = None,
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         *,
         sampling: Sampling | None = None,
@@ -184,6 +186,8 @@ class Generating:
         lengths: Sequence[int] | Int[np.ndarray, " B"] | None = None,
     ) -> Int[np.ndarray, "B n"]:
         """Continues tokens and, where given, an engine-frame context by at most `steps` tokens.
+
+        Of a context in pages, the pages are gathered once into the cache of this call; the pool stays as it is.
 
         Args:
           sampling: how tokens are chosen; greedily when None.
@@ -208,7 +212,7 @@ class Generating:
         self,
         tokens: Tokens,
         steps: int,
-        context: KV | None = None,
+        context: Context | None = None,
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         *,
         sampling: Sampling | None = None,
@@ -235,7 +239,7 @@ class Generating:
         self,
         tokens: Tokens,
         steps: int,
-        context: KV | None,
+        context: Context | None,
         mask: Any,
         sampling: Sampling | None,
         key: PRNGKeyArray | int | None,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.backbone import KV, Tokens
+from kvpatch_jax.backbone import Context, Tokens
 
 from .attention import Mask
 from .decoder.decoder import Decoder, Earlier
@@ -33,7 +33,7 @@ def run_prompt(
     mask: Mask,
     rows: Int[Array, "B n"] | None,
     *,
-    context: KV | None,
+    context: Context | None,
     start_layer: int,
     hidden_at: tuple[int, ...],
     chunk: int | None,
@@ -42,7 +42,7 @@ def run_prompt(
 
     Args:
       rows: the tokens whose last residual is wanted, by index; None: all of them.
-      context: engine-frame KV in front of the tokens, over all layers of the decoder.
+      context: engine-frame KV in front of the tokens, over all layers of the decoder, contiguous or in pages.
       chunk: tokens run at a time; None, or as many as there are: all at once.
     """
     layers: dict[str, Any] = {"start_layer": start_layer, "hidden_at": hidden_at, "context": context}

@@ -21,16 +21,17 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.errors import ShapeError
+from kvpatch_jax.paging import Paged
 from kvpatch_jax.rope import rope_tables, rotate
 
 from ..attention import Mask, as_mask
 from .attention import GroupedAttention, LatentAttention
+from .cached import KV, behind, read_pages, written_into, written_into_keys
 from .config import DecoderConfig
 from .layers import GatedMLP, Linear, RMSNorm, in_blocks, product
 from .moe import ExpertParam, Experts
 from .stacks import layers_to_scan
 
-KV = dict[str, Array]
 TURNING = ("k", "kpe")
 """Channels that carry rotary phase."""
 
@@ -58,7 +59,8 @@ class LayerState(NamedTuple):
     """What a run over some layers leaves behind.
 
     hidden [B,T,D]: the residual after the last layer run. kv: phase-free KV of the tokens, per channel
-    [L,B,T,K,H] over the layers run. cache: the context with the tokens written into it (engine frame), or None.
+    [L,B,T,K,H] over the layers run. cache: the context with the tokens written into it (engine frame), or None; of one
+    in pages the tokens' own alone, [L,B,T,K,H], which are to be written into the pool.
     taps: {layer: residual [B,T,D] as it enters that layer}. load: how many of the counted tokens chose each expert,
     int32 [L,E] over the layers run that have experts; None where nothing is counted or there are none.
     """
@@ -89,6 +91,7 @@ class _Step(NamedTuple):
     slots: Array | None
     counted: Array | None
     whole: tuple[Array, Array, Array] | None  # cosines and sines of a prompt's tokens, and where the run starts
+    paged: Paged | None  # a context in pages, which every layer looks up for itself
 
 
 class Decoder(nnx.Module):
@@ -126,7 +129,7 @@ class Decoder(nnx.Module):
         positions: Array,
         mask: Mask | Bool[Array, "B 1 T S"],
         *,
-        context: Mapping[str, Any] | None = None,
+        context: Mapping[str, Any] | Paged | None = None,
         slots: Int[Array, "B T"] | None = None,
         earlier: Earlier | None = None,
         keep: Bool[Array, "L B T"] | None = None,
@@ -145,7 +148,8 @@ class Decoder(nnx.Module):
             order without `slots`; with `slots` they are the context alone, into which the tokens are written first;
             with `earlier` [context, all P tokens of the prompt].
           context: engine-frame KV per channel, [L,B,S,K,H], over all layers of the decoder; with `slots` it may also be
-            a tuple of L arrays [B,S,K,H].
+            a tuple of L arrays [B,S,K,H]. Or pages of a pool, whose keys are [B,N·O,K,H]; those that do not count are
+            zero. The pool is only read.
           slots: where in the context each token is written; out of range means nowhere.
           earlier: the prompt that the tokens are a stretch of, where it is run stretch by stretch.
           keep: which tokens are written at which layer (all of them when None).
@@ -164,21 +168,25 @@ class Decoder(nnx.Module):
 
         cos, sin = rope_tables(self.config.rope, positions)
         whole = None if earlier is None else (*rope_tables(self.config.rope, earlier.positions), earlier.start)
-        step = _Step(cos, sin, as_mask(mask, hidden.shape[1], slots), slots, counted, whole)
+        paged = context if isinstance(context, Paged) else None
+        step = _Step(cos, sin, as_mask(mask, hidden.shape[1], slots), slots, counted, whole, paged)
         sliding = dataclasses.replace(step.mask, window=self.config.window)
         deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
-        cache = None if slots is None or context is None else dict(context)
+        contiguous = None if paged is not None or context is None else dict(context)
+        cache, cached = (None, contiguous) if slots is None else (contiguous, None)
         front, edges = None if earlier is None else earlier.kv, (self.config.dense_layers, deep)
-        pieces, loads = [], []
+        pieces, loads, owns = [], [], []
         for first, last in _segments(start_layer, stop, hidden_at, (*edges, *self.config.window_edges)):
             own = step._replace(mask=sliding) if self.config.slides(first) else step
-            per_layer = (context if slots is None else None, keep, deepstack if first < deep else None, front)
-            hidden, cache, (kv, load) = self._run_layers((hidden, cache), own, per_layer, first, last)
+            per_layer = (cached, keep, deepstack if first < deep else None, front)
+            hidden, cache, (kv, load, turned) = self._run_layers((hidden, cache), own, per_layer, first, last)
             pieces.append(kv)
+            owns.append(turned)
             loads += [] if load is None else [load]
             if last in hidden_at:
                 taps[last] = hidden
+        cache = cache if paged is None or slots is None else _join(owns)
         return LayerState(hidden, _join(pieces), cache, taps, jnp.concatenate(loads) if loads else None)
 
     def _run_layers(self, carry: tuple[Array, Any], step: _Step, per_layer: Any, first: int, last: int):
@@ -192,15 +200,12 @@ class Decoder(nnx.Module):
 
         def body(carry: tuple[Array, Any], at: tuple[Any, Any, Any], experts: Any = experts, own: bool = False):
             state, (cached, kept, added, front), layer = at
-            gather = functools.partial(_behind, cached)
-            if carry[1] is not None:
-                gather = functools.partial(_written_into, carry[1], layer, step.slots, kept)
-            elif front is not None:
-                gather = functools.partial(self._behind_earlier, cached, front, step)
+            gather = self._gathering(carry[1], step, (cached, kept, front), layer)
             # The experts of a whole stack are not cut: that would copy all of a layer's, to use a few.
             number = None if own else layer - offset
             hidden, cache, out = self._layer(nnx.merge(graph, experts, state), number, carry[0], step, gather)
-            return (hidden if added is None else hidden + added.astype(hidden.dtype), cache), out
+            hidden = hidden if added is None else hidden + added.astype(hidden.dtype)
+            return (hidden, None if carry[1] is None else cache), (*out, cache if carry[1] is None else None)
 
         if any(isinstance(leaf, tuple) for leaf in jax.tree.leaves(state, is_leaf=_unstacked)):
             pieces = []
@@ -215,6 +220,19 @@ class Decoder(nnx.Module):
         one = lambda carry, at: body(carry, (taken(at[0]), *at[1:]))
         carry, out = jax.lax.scan(one, carry, (entries, cut, jnp.arange(first, last)))
         return *carry, out
+
+    def _gathering(self, cache: Any, step: _Step, own: Any, layer: Any) -> Callable[[KV, KV], tuple[KV, Any]]:
+        """What a layer attends over, as a function of its tokens' KV, phase-free and turned."""
+        cached, kept, front = own
+        if cache is not None:
+            return functools.partial(written_into, cache, layer, step.slots, kept)
+        if step.paged is not None and step.slots is not None:
+            return functools.partial(written_into_keys, step.paged, self.config.layout, layer, step.slots, kept)
+        if step.paged is not None:
+            cached = read_pages(step.paged, self.config.layout, layer)
+        if front is not None:
+            return functools.partial(self._behind_earlier, cached, front, step)
+        return functools.partial(behind, cached)
 
     def _layer(
         self, layer: Any, number: Array | None, hidden: Array, step: _Step, gather: Callable[[KV, KV], tuple[KV, Any]]
@@ -249,43 +267,13 @@ class Decoder(nnx.Module):
         *tables, start = step.whole
         write = lambda name, new: jax.lax.dynamic_update_slice_in_dim(front[name], new, start, axis=1)
         whole = {name: write(name, new) for name, new in kv.items()}
-        return _behind(cached, whole, self._turn(whole, tables))
+        return behind(cached, whole, self._turn(whole, tables))
 
 
 def _segments(start: int, stop: int, taps: tuple[int, ...], edges: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Runs of layers [first, last) that one scan goes through: they end at taps and where the kind of layer changes."""
     bounds = {start, stop, *taps, *(edge for edge in edges if start < edge < stop)}
     return itertools.pairwise(sorted(bounds))
-
-
-def _behind(cached: KV | None, _: KV, turned: KV) -> tuple[KV, None]:
-    """Engine-frame KV to attend over: a layer's context, and the tokens behind it."""
-    if cached is None:
-        return turned, None
-    join = lambda name, new: jnp.concatenate([cached[name].astype(new.dtype), new], axis=1)
-    return {name: join(name, new) for name, new in turned.items()}, None
-
-
-def _written_into(
-    cache: Mapping[str, Any], layer: Any, slots: Any, kept: Array | None, _: KV, turned: KV
-) -> tuple[KV, KV]:
-    """Engine-frame KV of one layer with the tokens written into it, and the whole cache with them."""
-    keys, written = {}, {}
-    for name, new in turned.items():
-        whole = cache[name]
-        own = whole[layer] if isinstance(whole, tuple) else whole
-        size = own.shape[-3]
-        places = slots if kept is None else jnp.where(kept, slots, size)
-        at = (jnp.arange(slots.shape[0])[:, None], places)
-        new_values = new.astype(own.dtype)
-        if isinstance(whole, tuple):
-            own = own.at[at].set(new_values, mode="drop")
-            written[name] = (*whole[:layer], own, *whole[layer + 1 :])
-        else:
-            written[name] = whole.at[(layer, *at)].set(new_values, mode="drop")
-            own = jax.lax.dynamic_index_in_dim(written[name], layer, keepdims=False)
-        keys[name] = own.astype(new.dtype)
-    return keys, written
 
 
 def _unstacked(leaf: Any) -> bool:

@@ -93,12 +93,18 @@ def pad_mask(buckets: Buckets, length: int, size: int, mask: Array | np.ndarray 
     return made if window is None else without_padding(made, padded, keys, size)
 
 
-def pad_slots(buckets: Buckets, slots: Array, keep: Any, mask: Any, size: int) -> tuple[Array, Any, Any]:
+def pad_own_mask(buckets: Buckets, mask: Array | np.ndarray | None, length: int) -> Array | None:
+    """A mask [B,1,T,S+T] over the keys of pages, which need no more padding, and T tokens: [B,1,T',S+T']."""
+    extra = buckets.round_up(length) - length
+    return None if mask is None else _room(_room(jnp.asarray(mask), 2, extra), 3, extra)
+
+
+def pad_slots(buckets: Buckets, slots: Array | np.ndarray, keep: Any, mask: Any, size: int) -> tuple[Array, Any, Any]:
     """Slots [B,T'], keep [L,B,T'] and mask [B,1,T',S] of a recompute; padded tokens are written nowhere."""
     extra = buckets.round_up(slots.shape[1]) - slots.shape[1]
     keep = None if keep is None else _room(jnp.asarray(keep), 2, extra)
     mask = None if mask is None else _room(jnp.asarray(mask), 2, extra)
-    return _room(slots, 1, extra, size), keep, mask
+    return _room(jnp.asarray(slots), 1, extra, size), keep, mask
 
 
 def cut_output(output: Output, length: int, every: bool) -> Output:

@@ -3,10 +3,12 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvpatch_jax.errors import DtypeError, InputError
+from kvpatch_jax.errors import DtypeError, InputError, ShapeError
+from kvpatch_jax.paging import Paged
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE
@@ -36,12 +38,50 @@ def without_padding(mask: Mask, length: int, keys: int, seen: int) -> Mask:
     return dataclasses.replace(mask, query_places=places[None, keys:], key_places=places[None])
 
 
+def paged_mask(length: int, context: Paged, mask: Any, window: int | None) -> Mask:
+    """Makes the mask of tokens that look at those keys of a paged context that count and, causally, at each other.
+
+    Args:
+      length: T tokens.
+      mask: bool [B,1,T,S+T], what they may look at in its stead, among the keys that count; None for all of it.
+      window: of the layers that slide. Keys stand at their places, the tokens behind the last of them.
+    """
+    seen, keys = jnp.asarray(context.seen), context.key_count
+    own = jnp.arange(length, dtype=jnp.int32)
+    made = Mask(causal=mask is None, offset=keys)
+    if window is not None:
+        places = jnp.where(seen, context.places_of_keys(), NOWHERE)
+        queries = jnp.max(places, axis=1, where=seen, initial=-1)[:, None] + 1 + own
+        made = dataclasses.replace(made, query_places=queries, key_places=jnp.concatenate([places, queries], axis=1))
+    if mask is not None:
+        allowed = jnp.pad(seen, ((0, 0), (0, length)), constant_values=True)[:, None, None]
+        return dataclasses.replace(made, allowed=mask & allowed)
+    if window is not None:
+        return made
+    segments = jnp.pad(jnp.where(seen, 0, -1), ((0, 0), (0, length)))
+    return dataclasses.replace(made, query_segments=jnp.zeros((1, length), jnp.int32), key_segments=segments)
+
+
 def check_mask(mask: Any) -> None:
     """Raises DtypeError for a mask that is not bool: taken for one, a mask to add to scores would mean the opposite."""
     if mask is not None and mask.dtype != bool:
         raise DtypeError(
             f"mask is {mask.dtype}; expected bool, True where a token may attend (of a mask that is added to the "
             "scores: mask == 0)"
+        )
+
+
+def check_mask_over(mask: Any, shape: tuple[int, int, int], what: str) -> None:
+    """Refuses a mask of another shape than [rows, 1, tokens, keys] over pages, given (rows, tokens, keys).
+
+    Raises:
+      ShapeError: it has both shapes.
+    """
+    rows, *rest = shape
+    if mask is not None and (mask.ndim != 4 or mask.shape[0] not in (1, rows) or mask.shape[1:] != (1, *rest)):
+        raise ShapeError(
+            f"{what}: mask of shape {mask.shape}; expected {(rows, 1, *rest)}, over all keys of a table's pages, and "
+            "in front of tokens over these"
         )
 
 
