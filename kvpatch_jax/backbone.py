@@ -84,11 +84,14 @@ class Output(NamedTuple):
     hidden: dict[int, Array]
 
 
-class Step[Cache: Context](NamedTuple):
-    """What decoding or recomputing gives: logits [B,n,V], and the engine-frame cache with the tokens written in."""
+class Step(NamedTuple):
+    """What decoding or recomputing gives: logits [B,n,V], and the cache with the tokens written in.
+
+    The cache is engine-frame KV, of the kind that was given: {channel: [L,B,S,K,H]}, or `Paged`.
+    """
 
     logits: Array
-    cache: Cache
+    cache: Any
 
 
 class ForwardCosts(NamedTuple):
@@ -186,15 +189,15 @@ class Backbone(Protocol):
         """
         ...
 
-    def recompute[Cache: Context](
+    def recompute(
         self,
         tokens: Tokens,
-        cache: Cache,
+        cache: Context,
         slots: Int[Array, "B T"],
         keep: Bool[Array, "L B T"] | None = None,
         mask: Bool[Array, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step[Cache]:
+    ) -> Step:
         """Recompute tokens in context: run them again and write their KV over the cache at `slots`.
 
         Args:
@@ -209,14 +212,14 @@ class Backbone(Protocol):
         """
         ...
 
-    def decode[Cache: Context](
+    def decode(
         self,
         tokens: Tokens,
-        cache: Cache,
+        cache: Context,
         slots: Int[Array, "B T"],
         mask: Bool[Array, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step[Cache]:
+    ) -> Step:
         """Run one step (or a few tokens): write them into the cache at `slots` and read the logits behind them.
 
         A cache in pages has its pool donated, and written in place at these slots of the pool, which may lie in pages

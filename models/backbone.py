@@ -384,15 +384,15 @@ class ModelBackbone(Generating):
         counted = np.broadcast_to(np.arange(tokens.embeddings.shape[1]) < length, (batch, tokens.embeddings.shape[1]))
         return self.programs.router_load(self.programs.state, tokens, context, mask, jnp.asarray(counted))
 
-    def recompute[Cache: Context](
+    def recompute(
         self,
         tokens: Tokens,
-        cache: Cache,
+        cache: Context,
         slots: Int[Array | np.ndarray, "B T"],
         keep: Bool[Array | np.ndarray, "L B T"] | None = None,
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step[Cache]:
+    ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
         if keep is not None and not isinstance(keep, Tracer):
             sets = np.asarray(keep)
@@ -403,14 +403,14 @@ class ModelBackbone(Generating):
                 )
         return self._write(tokens, cache, slots, keep, mask, logits, "recompute")
 
-    def decode[Cache: Context](
+    def decode(
         self,
         tokens: Tokens,
-        cache: Cache,
+        cache: Context,
         slots: Int[Array | np.ndarray, "B T"],
         mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
         logits: Logits = "last",
-    ) -> Step[Cache]:
+    ) -> Step:
         """See `kvpatch_jax.backbone.Backbone.decode`."""
         return self._write(tokens, cache, slots, None, mask, logits, "decode")
 
@@ -454,7 +454,7 @@ class ModelBackbone(Generating):
 
     def _write(
         self, tokens: Tokens, cache: Context, slots: Any, keep: Any, mask: Any, logits: Logits, what: str
-    ) -> Step[Any]:
+    ) -> Step:
         """Writes tokens into a cache, and reads the logits behind them."""
         check_tokens(tokens, what)
         check_mask(mask)
@@ -478,7 +478,7 @@ class ModelBackbone(Generating):
 
     def _write_pages(
         self, state: Any, tokens: Tokens, cache: Paged, slots: Any, keep: Any, mask: Any, rows: Any, what: str
-    ) -> Step[Paged]:
+    ) -> Step:
         """The same where the cache is in pages: the pool is donated, and its pages are named that the slots lie on."""
         total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)

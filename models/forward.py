@@ -174,7 +174,7 @@ class Forward:
         keep: Any,
         mask: Any,
         rows: Array | None,
-    ) -> Step[KV]:
+    ) -> Step:
         """The same where the cache is in pages. The pool is an argument of its own, for it alone is donated.
 
         Args:
@@ -190,7 +190,7 @@ class Forward:
 
     def _rewrite(
         self, state: Any, tokens: Tokens, cache: Context, slots: Array, keep: Any, mask: Any, rows: Array | None
-    ) -> Step[KV]:
+    ) -> Step:
         decoder = nnx.merge(self.graph, state).decoder
         run = decoder.run(
             tokens.embeddings,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.layout import KVLayout
@@ -98,6 +99,8 @@ def read_pages(paged: Paged, layout: KVLayout, layer: Int[Array, "..."] | int) -
         layers, pages, size, heads, width = value.shape
         at = layer[..., None, None] * pages + jnp.maximum(paged.table, 0)
         taken = value.reshape(layers * pages, size, heads, width).at[at].get(mode="clip")
+        # Else a compiler for TPUs gives the pool the layout that attention likes, and copies all of it.
+        taken = with_layout_constraint(taken, Layout(major_to_minor=tuple(range(taken.ndim))))
         own = taken[..., : channel.width].reshape(*at.shape[:-1], -1, heads, channel.width)
         found[channel.name] = jnp.where(paged.seen[..., None, None], own, 0)
     return found

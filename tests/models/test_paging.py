@@ -1,0 +1,346 @@
+"""Contexts in a paged pool: forwards over pages equal those over the same KV side by side, and compile few programs."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import (
+    DtypeError,
+    FrameError,
+    KernelSlotError,
+    LayoutError,
+    PoolError,
+    PositionError,
+    ShapeError,
+)
+from kvpatch_jax.frames import PhaseFreeKV
+from kvpatch_jax.paging import NO_PAGE, Paged
+from models import Buckets, load
+from tests.goldens.load_text import write_text_checkpoint
+
+FAMILIES = {
+    "windows/qwen3": "grouped heads, layers that slide among layers that do not",
+    "deepseek_v3": "a latent, and experts above a dense layer",
+    "qwen3": "grouped heads",
+    "phi3": "a head each",
+    "qwen3_moe": "grouped heads and experts",
+}
+DEFAULT = ("windows/qwen3", "deepseek_v3")
+KEYS, OWN, TOTAL = 21, 5, 128
+"""Tokens of a context, and behind it; slots of the pool."""
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+
+@functools.cache
+def backbone_of(name, folder, **options):
+    return load(write_text_checkpoint(name, folder / name), **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("paging")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in FAMILIES]
+)
+def backbone(request, folder):
+    return backbone_of(request.param, folder)
+
+
+class Case:
+    """Two sequences whose KV lies side by side, and in pages among NaN."""
+
+    def __init__(self, backbone, page_size=8, *, dtype=jnp.float32, padded=False, seed=0, shared=0):
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(3, 290, (2, KEYS + OWN))
+        ids[:, :shared] = ids[0, :shared]
+        tokens = backbone.embed(ids)
+        kv = kvp.to_engine(backbone.layout, backbone.prefill(tokens).kv, tokens.positions, 0)
+        self.layout, self.page_size = backbone.layout, page_size
+        self.rest = tokens.take(KEYS, KEYS + OWN)
+        self.context = {name: value[:, :, :KEYS].astype(dtype) for name, value in kv.items()}
+        places = rng.permutation(TOTAL).astype(np.int32)
+        self.slots = np.stack([places[:KEYS], places[KEYS : 2 * KEYS]])
+        self.slots[:, :shared] = self.slots[0, :shared]
+        self.own = places[2 * KEYS : 2 * KEYS + 2 * OWN].reshape(2, OWN)
+        self.padded, self.dtype = padded, dtype
+
+    def pool(self):
+        made = kvp.pool.make_pool(self.layout, TOTAL // self.page_size, self.page_size, self.dtype, padded=self.padded)
+        for channel in self.layout.channels:
+            flat = np.full((self.layout.layers, TOTAL, *made[channel.name].shape[3:]), np.nan, self.dtype)
+            for row, slots in enumerate(self.slots):
+                flat[:, slots] = 0
+                flat[:, slots, :, : channel.width] = np.asarray(self.context[channel.name][:, row])
+            made[channel.name] = jnp.asarray(flat.reshape(made[channel.name].shape))
+        return made
+
+    def paged(self, **options):
+        return Paged.of(self.pool(), self.slots, **options)
+
+    def cache(self):
+        """The contexts, with room for the tokens, and where these go."""
+        room = {name: jnp.pad(x, ((0, 0), (0, 0), (0, OWN), (0, 0), (0, 0))) for name, x in self.context.items()}
+        return room, np.broadcast_to(np.arange(KEYS, KEYS + OWN), (2, OWN))
+
+
+def close(found, expected, bar=2e-5):
+    scale = np.abs(np.asarray(expected, np.float32)).max()
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), atol=bar * scale, rtol=0)
+
+
+def at_slots(pool, slots, layout):
+    """What lies at slots [B,T]: {channel: [L,B,T,K,H]}."""
+    rows = [kvp.pool.read_slots(pool, row, layout) for row in slots]
+    return {name: np.stack([row[name] for row in rows], axis=1) for name in layout.names}
+
+
+def bits(value):
+    return np.asarray(value).view(f"uint{8 * value.dtype.itemsize}")
+
+
+def test_a_prefill_behind_pages(backbone):
+    case = Case(backbone)
+    expected = backbone.prefill(case.rest, case.context, logits="all")
+    found = backbone.prefill(case.rest, case.paged(), logits="all")
+    close(found.logits, expected.logits)
+    for name in expected.kv:
+        close(found.kv[name], expected.kv[name])
+
+
+def test_steps_write_into_the_pool_in_place(backbone):
+    """Two calls: all tokens but one, and that one; the second reads what the first wrote, in pages it did not have."""
+    case = Case(backbone)
+    cache, slots = case.cache()
+    expected = backbone.decode(case.rest, cache, slots, logits="all")
+    paged = case.paged(buckets=None)
+    before = {name: bits(value).copy() for name, value in paged.pool.items()}
+    first = backbone.decode(case.rest.take(0, OWN - 1), paged, case.own[:, :-1], logits="all")
+    assert all(value.is_deleted() for value in paged.pool.values())
+    second = backbone.decode(case.rest.take(OWN - 1, OWN), first.cache, case.own[:, -1:])
+    close(np.concatenate([first.logits, second.logits], axis=1), expected.logits)
+    written = at_slots(second.cache.pool, case.own, case.layout)
+    others = np.setdiff1d(np.arange(TOTAL), case.own)
+    for name, value in second.cache.pool.items():
+        close(written[name], expected.cache[name][:, :, KEYS:])
+        flat = bits(value).reshape(value.shape[0], TOTAL, -1)
+        assert (flat[:, others] == before[name].reshape(flat.shape)[:, others]).all()
+    with pytest.raises(PoolError, match="donated"):
+        backbone.prefill(case.rest, paged)
+
+
+@pytest.mark.parametrize("name", [DEFAULT[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)])
+def test_generating_behind_pages(name, folder):
+    backbone = backbone_of(name, folder)
+    case = Case(backbone)
+    expected = backbone.generate(case.rest, 6, case.context, stop=())
+    paged = case.paged()
+    assert np.array_equal(backbone.generate(case.rest, 6, paged, stop=()), expected)
+    assert [piece.ids.tolist() for piece in backbone.stream(case.rest, 6, paged, stop=())] == expected.T.tolist()
+    assert np.array_equal(backbone.generate(case.rest, 1, paged, stop=()), expected[:, :1])
+    assert not any(value.is_deleted() for value in paged.pool.values())
+
+
+def test_other_tables_slots_and_contents_compile_nothing(folder):
+    backbone = backbone_of(DEFAULT[0], folder)
+    case = Case(backbone)
+    programs = (backbone.programs.prefill, backbone.programs.recompute_in_pages)
+    backbone.prefill(case.rest, case.paged())
+    step = backbone.decode(case.rest, case.paged(), case.own)
+    sizes = [program._cache_size() for program in programs]
+    for seed, first in ((1, 0), (2, 7)):
+        other = Case(backbone, seed=seed)
+        # Fewer keys, and as many pages of the bucket.
+        shorter = Paged.of(other.pool(), [other.slots[0], other.slots[1, first:]])
+        assert shorter.table.shape == case.paged().table.shape
+        backbone.prefill(other.rest.shift(9), shorter)
+        step = backbone.decode(other.rest, shorter, other.own)
+    again = np.setdiff1d(np.arange(TOTAL), [*other.slots.ravel(), *other.own.ravel()])[: 2 * OWN].reshape(2, OWN)
+    backbone.decode(other.rest.shift(OWN), step.cache, again)
+    assert [program._cache_size() for program in programs] == sizes
+
+
+def test_a_growing_window_falls_into_few_sizes():
+    pool = {"k": np.zeros((1, 4096, 16, 1, 1), np.float32)}
+    sizes = {Paged.of(pool, np.arange(tokens)).key_count for tokens in range(1, 16384, 97)}
+    assert len(sizes) <= 32
+    for tokens in (1, 700, 5000, 16000):
+        assert tokens <= Paged.of(pool, np.arange(tokens)).key_count <= max(1.25 * tokens + 16, 16)
+    assert Paged.of(pool, np.arange(700), None).table.shape == (1, 44)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("padded", [False, True])
+def test_pages_of_every_size(backbone, page_size, padded):
+    """Slots at random, a stretch that both rows share, lanes padded as TPUs have them."""
+    case = Case(backbone, page_size, padded=padded, seed=page_size, shared=7)
+    expected = backbone.prefill(case.rest, case.context, logits="all")
+    close(backbone.prefill(case.rest, case.paged(), logits="all").logits, expected.logits)
+    cache, slots = case.cache()
+    step = backbone.decode(case.rest, case.paged(), case.own)
+    close(step.logits, backbone.decode(case.rest, cache, slots).logits)
+    if padded:
+        for channel in case.layout.channels:
+            rows = kvp.pool.read_slots(step.cache.pool, case.own.ravel())[channel.name]
+            assert rows.shape[-1] == 128
+            assert not np.asarray(rows[..., channel.width :]).any()
+
+
+@pytest.mark.slow
+def test_whole_pages_in_order_are_bit_equal(backbone):
+    """The same keys in the same order: nothing is left that could round otherwise."""
+    case = Case(backbone, page_size=16)
+    kept = 16
+    context = {name: value[:, :1, :kept] for name, value in case.context.items()}
+    rest = Tokens(case.rest.embeddings[:1], case.rest.positions[:1])
+    case.slots = np.arange(3 * 16, 4 * 16)[None]
+    case.context = context
+    paged = case.paged(buckets=None)
+    assert paged.seen.all()
+    expected = backbone.prefill(rest, context, logits="all")
+    found = backbone.prefill(rest, paged, logits="all")
+    assert np.array_equal(found.logits, expected.logits)
+
+
+@pytest.mark.slow
+def test_in_buckets_and_in_chunks_and_under_masks(backbone, folder):
+    case = Case(backbone)
+    name = next(name for name in FAMILIES if backbone_of(name, folder) is backbone)
+    bucketed = load(folder / name, buckets=Buckets(smallest=16))
+    expected = backbone.prefill(case.rest, case.context, logits="all")
+    cache, slots = case.cache()
+    for served in (backbone, bucketed):
+        close(served.prefill(case.rest, case.paged(), logits="all", chunk=2).logits, expected.logits)
+        close(served.prefill(case.rest, case.paged(), logits="all").logits, expected.logits)
+        step = served.decode(case.rest, case.paged(), case.own, logits="all")
+        close(step.logits, backbone.decode(case.rest, cache, slots, logits="all").logits)
+        # A mask over the pages' keys: the last keys of each row are hidden.
+        paged, hidden = case.paged(), 4
+        side = np.ones((2, 1, OWN, KEYS + OWN), bool)
+        side[..., KEYS:] = np.tri(OWN, dtype=bool)
+        side[..., KEYS - hidden : KEYS] = False
+        over = np.ones((2, 1, OWN, paged.key_count + OWN), bool)
+        over[..., paged.key_count :] = np.tri(OWN, dtype=bool)
+        over[..., : paged.key_count] = (paged.places < KEYS - hidden)[:, None, None]
+        found = served.prefill(case.rest, paged, over, logits="all")
+        close(found.logits, backbone.prefill(case.rest, case.context, side, logits="all").logits)
+
+
+@pytest.mark.slow
+def test_recomputing_in_pages(backbone):
+    """Some tokens of the context again, nested sets of them per layer: as side by side, and the others bit-equal."""
+    case = Case(backbone)
+    ids = np.random.default_rng(5).integers(3, 290, (2, 3))
+    chosen = np.array([[2, 9, 20], [0, 11, 12]])
+    tokens = backbone.embed(ids)
+    tokens = tokens._replace(positions=chosen.astype(np.int32))
+    keep = np.ones((backbone.layout.layers, 2, 3), bool)
+    keep[1:, :, 1] = False
+    expected = backbone.recompute(tokens, case.context, chosen, keep=keep, logits="all")
+    slots = np.take_along_axis(case.slots, chosen, axis=1)
+    found = backbone.recompute(tokens, case.paged(), slots, keep=keep, logits="all")
+    close(found.logits, expected.logits)
+    here = at_slots(found.cache.pool, case.slots, case.layout)
+    for name, value in expected.cache.items():
+        close(here[name], value)
+    assert np.array_equal(found.cache.seen, case.paged().seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_in_bfloat16(dtype, folder):
+    """A model in bf16 over pages in bf16 and in float32."""
+    backbone = load(write_text_checkpoint("qwen3", folder / "bf16"), dtype="bfloat16")
+    case = Case(backbone, dtype=dtype)
+    expected = backbone.prefill(case.rest, case.context, logits="all")
+    close(backbone.prefill(case.rest, case.paged(), logits="all").logits, expected.logits, 2e-2)
+    cache, slots = case.cache()
+    step = backbone.decode(case.rest, case.paged(), case.own, logits="all")
+    close(step.logits, backbone.decode(case.rest, cache, slots, logits="all").logits, 2e-2)
+    assert all(value.dtype == dtype for value in step.cache.pool.values())
+
+
+@pytest.mark.slow
+def test_without_any_key(folder):
+    """Rows without a context beside rows with one: those begin at position 0."""
+    backbone = backbone_of("qwen3", folder)
+    case = Case(backbone)
+    rest = case.rest._replace(positions=np.stack([np.arange(OWN), np.asarray(case.rest.positions)[1]]))
+    paged = Paged.of(case.pool(), [[], case.slots[1]])
+    found = backbone.prefill(rest, paged, logits="all")
+    alone = backbone.prefill(Tokens(rest.embeddings[:1], rest.positions[:1]), logits="all")
+    behind = backbone.prefill(case.rest, case.context, logits="all")
+    close(found.logits[0], alone.logits[0])
+    close(found.logits[1], behind.logits[1])
+
+
+@pytest.mark.slow
+def test_inside_a_program_of_the_callers(folder):
+    backbone = backbone_of("qwen3", folder)
+    case = Case(backbone)
+    paged = case.paged().extended(case.own)
+    expected = backbone.decode(case.rest, case.paged(), case.own).logits
+    found = jax.jit(lambda paged, slots: backbone.decode(case.rest, paged, slots))(paged, case.own)
+    close(found.logits, expected)
+    assert isinstance(found.cache, Paged)
+    again = backbone.prefill(case.rest.shift(OWN), found.cache)
+    assert np.isfinite(again.logits).all()
+
+
+def _renamed(paged, **changes):
+    return paged._replace(**changes)
+
+
+def test_refuses_what_is_no_context(unchecked, folder):
+    backbone = backbone_of(DEFAULT[0], folder)
+    case = Case(backbone)
+    paged = case.paged()
+    pages = TOTAL // case.page_size
+    table = paged.table.copy()
+    table[1, 2] = pages
+    twice = paged.table.copy()
+    twice[0, 1] = twice[0, 0]
+    narrow = {name: value[:, :, :, :, :4] for name, value in paged.pool.items()}
+    whole = {name: jnp.zeros(value.shape, jnp.int8) for name, value in paged.pool.items()}
+    for changes, error, words in (
+        ({"table": table}, PoolError, f"page {pages}; expected 0 to {pages - 1}"),
+        ({"table": twice}, PoolError, "named twice in row 0"),
+        ({"table": np.full_like(table, NO_PAGE - 1)}, PoolError, "page -2"),
+        ({"table": paged.table[:1]}, ShapeError, "table"),
+        ({"table": paged.table.astype(np.float32)}, DtypeError, "float32"),
+        ({"seen": paged.seen[:, 1:]}, ShapeError, "seen"),
+        ({"seen": paged.seen.astype(np.int32)}, DtypeError, "seen"),
+        ({"places": paged.places[:, :3]}, ShapeError, "places"),
+        ({"pool": narrow}, ShapeError, "pool"),
+        ({"pool": whole}, DtypeError, "int8"),
+        ({"pool": {"ckv": paged.pool["k"], "kpe": paged.pool["v"]}}, LayoutError, "ckv"),
+        ({"pool": PhaseFreeKV(paged.pool)}, FrameError, "phase-free"),
+    ):
+        broken = _renamed(paged, **changes)
+        for call in (
+            lambda context=broken: backbone.prefill(case.rest, context),
+            lambda context=broken: backbone.generate(case.rest, 2, context),
+            lambda context=broken: backbone.decode(case.rest, context, case.own),
+        ):
+            with pytest.raises(error, match=words):
+                call()
+    with pytest.raises(PositionError, match="row 0 begins at position 0"):
+        backbone.prefill(case.rest.shift(-KEYS), paged)
+    with pytest.raises(ShapeError, match="mask"):
+        backbone.prefill(case.rest, paged, np.ones((2, 1, OWN, KEYS + OWN), bool))
+    with pytest.raises(KernelSlotError, match="slot 128"):
+        backbone.decode(case.rest, paged, case.own + (TOTAL - case.own.min()))
+    with pytest.raises(KernelSlotError, match="named twice"):
+        backbone.decode(case.rest, paged, case.own[[0, 0]])
+    with pytest.raises(ShapeError, match="slots"):
+        backbone.decode(case.rest, paged, case.own[:, 1:])
+    assert not any(value.is_deleted() for value in paged.pool.values())
