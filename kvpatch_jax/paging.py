@@ -23,6 +23,7 @@ from .errors import DtypeError, KernelSlotError, LayoutError, PoolError, ShapeEr
 from .layout import Channel, KVLayout
 
 Slots = Int[AnyArray, " T"]
+Rows = Int[AnyArray, "..."] | Sequence[Int[AnyArray, " _"] | Sequence[int]]
 Pool = Mapping[str, Float[AnyArray, "L P O _ _"]]
 
 DEFAULT = Buckets()
@@ -50,7 +51,7 @@ class Paged(NamedTuple):
     places: Int[AnyArray, "B S"] | None = None
 
     @classmethod
-    def of(cls, pool: Pool, slots: Slots | Sequence[Slots], buckets: Buckets | None = DEFAULT) -> "Paged":
+    def of(cls, pool: Pool, slots: Rows, buckets: Buckets | None = DEFAULT) -> "Paged":
         """Names the pages of slots.
 
         Args:
@@ -157,7 +158,7 @@ def _put(value: AnyArray, at: Any, new: Any) -> AnyArray:
     return value
 
 
-def _rows_of(slots: Slots | Sequence[Slots]) -> list[np.ndarray]:
+def _rows_of(slots: Rows) -> list[np.ndarray]:
     """Slots as rows of integers.
 
     Raises:
