@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,7 +20,6 @@ from kvpatch_jax.backbone import (
     ForwardCosts,
     Logits,
     Output,
-    Step,
     Tokens,
     check_behind,
     check_cached,
@@ -29,11 +27,10 @@ from kvpatch_jax.backbone import (
 )
 from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import InputError, ShapeError
-from kvpatch_jax.frames import EngineKV, PhaseFreeKV
-from kvpatch_jax.layout import KVLayout, on_device
+from kvpatch_jax.frames import PhaseFreeKV
+from kvpatch_jax.layout import KVLayout
 from kvpatch_jax.paging import Paged
 from kvpatch_jax.rope import check_positions
-from pallas_kernels.splice import check_slots
 
 from .decoder.costs import forward_costs
 from .families.family import Config, Family, feature_arrays, placeholders, with_parameters
@@ -48,7 +45,6 @@ from .inputs.buckets import (
     pad_images,
     pad_mask,
     pad_own_mask,
-    pad_slots,
     pad_tokens,
 )
 from .inputs.chat import ChatTemplate, Message
@@ -56,12 +52,13 @@ from .inputs.masks import check_chunk, check_mask, check_mask_over
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, Prompts
+from .writing import Writing, in_pages
 
 Features = Float[Array | np.ndarray, "arrays E D"]
 """A tower's output: E image features in the order of their placeholders; n is 1, and one more per deepstack layer."""
 
 
-class ModelBackbone(Generating):
+class ModelBackbone(Generating, Writing):
     """A model of any family with its weights, its image settings and (where the directory has one) its tokenizer.
 
     Attributes:
@@ -384,36 +381,6 @@ class ModelBackbone(Generating):
         counted = np.broadcast_to(np.arange(tokens.embeddings.shape[1]) < length, (batch, tokens.embeddings.shape[1]))
         return self.programs.router_load(self.programs.state, tokens, context, mask, jnp.asarray(counted))
 
-    def recompute(
-        self,
-        tokens: Tokens,
-        cache: Context,
-        slots: Int[Array | np.ndarray, "B T"],
-        keep: Bool[Array | np.ndarray, "L B T"] | None = None,
-        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
-        logits: Logits = "last",
-    ) -> Step:
-        """See `kvpatch_jax.backbone.Backbone.recompute`. Tokens of a set that ends at a layer run on, unwritten."""
-        if keep is not None and not isinstance(keep, Tracer):
-            sets = np.asarray(keep)
-            if sets.shape[0] != self.layout.layers or (sets[1:] & ~sets[:-1]).any():
-                raise ShapeError(
-                    f"keep {sets.shape}: expected one token set per layer ({self.layout.layers}), each inside the one "
-                    "below"
-                )
-        return self._write(tokens, cache, slots, keep, mask, logits, "recompute")
-
-    def decode(
-        self,
-        tokens: Tokens,
-        cache: Context,
-        slots: Int[Array | np.ndarray, "B T"],
-        mask: Bool[Array | np.ndarray, "B 1 T S"] | None = None,
-        logits: Logits = "last",
-    ) -> Step:
-        """See `kvpatch_jax.backbone.Backbone.decode`."""
-        return self._write(tokens, cache, slots, None, mask, logits, "decode")
-
     def _check_read(
         self, tokens: Tokens, context: Context | None, mask: Any, what: str
     ) -> dict[str, Any] | Paged | None:
@@ -427,13 +394,7 @@ class ModelBackbone(Generating):
             length = tokens.embeddings.shape[1]
             check_mask_over(mask, (len(tokens.embeddings), length, context.key_count + length), what)
         check_behind(tokens, context, mask, what)
-        return self._in_pages(context) if isinstance(context, Paged) else dict(context)
-
-    def _in_pages(self, context: Paged) -> Paged:
-        """A paged context as one kind of pytree; places only where layers slide."""
-        pool = {name: on_device(context.pool[name]) for name in self.layout.names}
-        places = None if self.config.text.window is None else context.places_of_keys()
-        return Paged(pool, context.table, context.seen, places)
+        return in_pages(self.layout, self.config.text.window, context) if isinstance(context, Paged) else dict(context)
 
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int
@@ -451,58 +412,6 @@ class ModelBackbone(Generating):
             return pad_tokens(self.buckets, tokens), context, pad_own_mask(self.buckets, mask, length)
         mask = pad_mask(self.buckets, length, key_count(context), mask, window)
         return pad_tokens(self.buckets, tokens), pad_context(self.buckets, context), mask
-
-    def _write(
-        self, tokens: Tokens, cache: Context, slots: Any, keep: Any, mask: Any, logits: Logits, what: str
-    ) -> Step:
-        """Writes tokens into a cache, and reads the logits behind them."""
-        check_tokens(tokens, what)
-        check_mask(mask)
-        check_cached(self.layout, tokens, cache, f"{what}: cache")
-        if np.shape(slots) != tokens.embeddings.shape[:2]:
-            raise ShapeError(f"{what}: slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
-        self._check_regime(tokens.positions)
-        rows, length = logit_rows(tokens, logits, what), tokens.embeddings.shape[1]
-        state = self.programs.state_for(len(slots) * self._padded(length))
-        if isinstance(cache, Paged):
-            step = self._write_pages(state, tokens, cache, slots, keep, mask, rows, what)
-        else:
-            slots = jnp.asarray(slots)
-            if self.buckets is not None:
-                tokens = pad_tokens(self.buckets, tokens)
-                slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, key_count(cache))
-            step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows)
-            # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
-            step = step._replace(cache=type(cache)(step.cache) if isinstance(cache, EngineKV) else step.cache)
-        return step if rows is not None else step._replace(logits=step.logits[:, :length])
-
-    def _write_pages(
-        self, state: Any, tokens: Tokens, cache: Paged, slots: Any, keep: Any, mask: Any, rows: Any, what: str
-    ) -> Step:
-        """The same where the cache is in pages: the pool is donated, and its pages are named that the slots lie on."""
-        total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
-        slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
-        check_slots(slots.reshape(-1), total)
-        cache = cache.extended(slots) if self.buckets is None else cache.extended(slots, self.buckets)
-        check_mask_over(mask, (*slots.shape, cache.key_count), what)
-        after, written = cache.written(slots)
-        pool = self._in_pages(after).pool
-        if self.buckets is not None:
-            tokens = pad_tokens(self.buckets, tokens)
-            keys, places = written
-            written = (
-                pad_slots(self.buckets, keys, None, None, cache.key_count)[0],
-                pad_slots(self.buckets, places, None, None, 0)[0],
-            )
-            slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, total)
-        step = self.programs.recompute_in_pages(
-            state, tokens, pool, after._replace(pool={}), slots, written, keep, mask, rows
-        )
-        return Step(step.logits, after._replace(pool=step.cache))
-
-    def _padded(self, length: int) -> int:
-        """How many tokens a forward runs over for so many."""
-        return length if self.buckets is None else self.buckets.round_up(length)
 
 
 def _host_positions(positions: Array | np.ndarray) -> Array | np.ndarray:
