@@ -1,5 +1,6 @@
 """Settings every test shares: threads, compiled programs kept in the project's own cache directory, and the order."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / "
 # Compiling takes longer than running here: LLVM optimises nothing (XLA's own passes all run), which halves it. Programs
 # for users are compiled with everything; JAX_DISABLE_MOST_OPTIMIZATIONS=0 runs the tests so.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Operations keep no stack of callers, which costs a tenth of a compilation; errors show Python's own.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Many small programs are compiled by several files, and by both of two processes.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
@@ -44,3 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files that take longest first."""
     rank = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector off what was imported: tracing allocates much, and modules stay anyway."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
