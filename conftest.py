@@ -17,6 +17,9 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Many small programs are compiled by several files, and by both of two processes.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
+# Imports and tracing allocate much that lives on.
+gc.set_threshold(50_000, 20, 20)
+
 # A file's tests stay in one process, so a long file that begins last keeps the others waiting. Longest first.
 LONG = (
     "test_run.py",
@@ -50,7 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collector off what was imported: tracing allocates much, and modules stay anyway."""
+    """Keeps the garbage collector off what was imported, which stays anyway."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)

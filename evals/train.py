@@ -36,9 +36,10 @@ class Trainer:
     def __init__(self, recipe: Recipe, folder: Path):
         self.recipe, self.folder = recipe, folder
         self.config, self.images = instance(recipe.backbone)
-        self.graph, self.state = nnx.split(initialise(self.config, recipe))
+        self.graph, state = nnx.split(initialise(self.config, recipe))
         self.optimiser = make_optimiser(recipe)
-        self.moments = self.optimiser.init(self.state)
+        # Placed as what a checkpoint gives is, so that a resumed run shares the program of one begun here.
+        self.state, self.moments = jax.device_put((state, jax.jit(self.optimiser.init)(state)), jax.local_devices()[0])
         self.plan = image_plan(recipe)
         self.step = 0
         self._jitted = jax.jit(self._update, donate_argnums=(0, 1))
