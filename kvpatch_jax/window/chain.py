@@ -2,19 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 
-from ..chunk_ids import digest_of, encoded
 from ..provenance import EXACT, Antecedent, Member
-from .entry import FRESH, PlacedPiece, State, apart
+from .entry import FRESH, PlacedPiece, State, apart, short_digest
 
 
 def root(backbone: str) -> str:
     """The digest in front of the first piece: whoever reads it."""
-    return digest_of([b"window", encoded(backbone)], size=16)
+    return short_digest(f"window {backbone}")
 
 
 def behind(front: str, key: str, service: str) -> str:
     """The digest behind one more piece, of this content (or id), served so."""
-    return digest_of([front.encode(), encoded(key), service.encode()], size=16)
+    return short_digest(f"{front}{len(key)}:{key}{service}")
 
 
 def chain_digest(backbone: str, antecedent: Antecedent) -> str:
@@ -39,29 +38,24 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
 
 def _link(backbone: str, previous: PlacedPiece | None, piece: PlacedPiece) -> PlacedPiece:
     if previous is None:
-        front, gap, front_exact, pure, latest = root(backbone), 0, True, True, -1
+        front, gap, exact, pure, latest = root(backbone), 0, True, True, -1
     else:
-        gap = piece.start - previous.end
+        gap = piece.start - previous.start - previous.entry.span
         front = behind(previous.front, previous.entry.key, apart(previous.service, gap))
-        front_exact, pure, latest = previous.fidelity == EXACT, previous.pure, previous.latest
+        exact, pure, latest = previous.fidelity == EXACT and not gap, previous.pure, previous.latest
 
-    state, born, fidelity = piece.state, piece.born, "approximate"
+    entry, start, state, aside, born, placed = piece[:6]
     if state is FRESH:
         state = State("conditioned", front, pure)
+    fidelity = "approximate"
     if state.kind == "conditioned" and state.pure:
-        if front_exact and gap == 0 and state.behind == front:
+        if exact and state.behind == front:
             fidelity = EXACT
             born = max(born, latest)  # it has seen all in front, whenever that came to stand there
         elif latest <= born:
             fidelity = "survivor"
-    return piece._replace(
-        state=state,
-        born=born,
-        front=front,
-        fidelity=fidelity,
-        latest=max(latest, piece.placed),
-        pure=pure and state.pure,
-    )
+    latest, pure = max(latest, placed), pure and state.pure
+    return PlacedPiece(entry, start, state, aside, born, placed, front, fidelity, latest, pure)
 
 
 def served(pieces: Sequence[PlacedPiece], start: int) -> Iterable[Member]:

@@ -269,11 +269,11 @@ class WindowChanges(WindowPieces):
         if self.gaps == "close":
             stay = _packed(stay, first, stay[first - 1].end if first else 0)
             next_start = stay[-1].end if stay else 0
-        left = tuple(
-            piece._replace(state=dataclasses.replace(piece.aside or piece.state, kind="evicted"), aside=None)
-            for piece in gone
-            if piece.entry.kind == "chunk"
-        )
+        left = []
+        for piece in gone:
+            if piece.entry.kind == "chunk":
+                state = dataclasses.replace(piece.aside or piece.state, kind="evicted")
+                left.append(PlacedPiece(piece.entry, piece.start, state, None, piece.born, piece.placed))
         there = self._with(stay, first, evicted=(*self.evicted, *left), next_start=next_start)
         return there, [Drop(piece.entry.id) for piece in gone]
 
@@ -285,11 +285,14 @@ class WindowChanges(WindowPieces):
         """These edits and the rotations of all that stayed and moved, in order; each once."""
         edits = list(edits)
         placed = {edit.id for edit in edits if isinstance(edit, Copy | ApplyPatch | Prefill | Rotate)}
-        before = {piece.entry.id: piece.start for piece in self.pieces}
+        before = {piece[0].id: piece[1] for piece in self.pieces}
+        per_token = self.costs.rotate(1)
         for piece in there.pieces:
-            old = before.get(piece.entry.id, piece.start)
-            if old != piece.start and piece.entry.id not in placed:
-                edits.append(Rotate(piece.entry.id, old, piece.start, **self.costs.rotate(piece.entry.tokens)))
+            entry, new = piece[:2]
+            old = before.get(entry.id, new)
+            if old != new and entry.id not in placed:
+                bytes, flops = per_token["bytes"] * entry.tokens, per_token["flops"] * entry.tokens
+                edits.append(Rotate(entry.id, old, new, bytes, flops))
         return in_order(edits)
 
     def _placing(self, index: int, fetched: bool) -> list[Edit]:
@@ -303,7 +306,7 @@ class WindowChanges(WindowPieces):
         if not fetched and state.base == "canonical":
             edits.append(Fetch(id, "canonical", **self.costs.fetch(tokens)))
         if state.patch is None:
-            return [*edits, Copy(id, "canonical", **self.costs.copy(tokens))]
+            return [*edits, Copy(id, "canonical", None, **self.costs.copy(tokens))]
         if not fetched:
             edits.append(Fetch(id, "patch", state.patch, state.patch_bytes))
         costs = self.costs.patch(tokens, state.patch_bytes, state.patch_flops)
@@ -381,8 +384,9 @@ def _packed(pieces: Sequence[PlacedPiece], first: int, start: int) -> list[Place
     """The pieces from `first` on, one right behind the other from `start`."""
     laid = list(pieces[:first])
     for piece in pieces[first:]:
-        laid.append(piece if piece.start == start else piece._replace(start=start))
-        start += piece.entry.span
+        entry, old, state, aside, born, placed = piece[:6]
+        laid.append(piece if old == start else PlacedPiece(entry, start, state, aside, born, placed))
+        start += entry.span
     return laid
 
 

@@ -101,10 +101,11 @@ class Compact:
 Edit = Drop | Compact | Fetch | Rotate | Copy | ApplyPatch | Prefill | Recompute
 Edits = tuple[Edit, ...]
 
-ORDER: tuple[type, ...] = (Drop, Rotate, Fetch, Copy, ApplyPatch, Prefill, Recompute, Compact)
+_KINDS = (Drop, Rotate, Fetch, Copy, ApplyPatch, Prefill, Recompute, Compact)
+_RANK = {kind: rank for rank, kind in enumerate(_KINDS)}
 """Slots are free before they are needed, what is read is there, and a forward finds all in front of it in place."""
 
 
 def in_order(edits: "list[Edit]") -> Edits:
     """Sorts edits so that they can be executed one after the other; those of one kind keep their order."""
-    return tuple(sorted(edits, key=lambda edit: ORDER.index(type(edit))))
+    return tuple(sorted(edits, key=lambda edit: _RANK[type(edit)]))

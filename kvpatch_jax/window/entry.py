@@ -5,6 +5,7 @@ An entry is what is placed; a state is how its KV was made; a piece is an entry 
 
 import dataclasses
 import functools
+import hashlib
 import math
 from typing import Literal, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from ..backbone import Tokens
 from ..chunk import Chunk, brief, content_of
-from ..chunk_ids import digest_of, encoded
+from ..chunk_ids import encoded
 from ..errors import WindowError
 from ..ops import is_low_rank
 from ..patch_metadata import Patch, patch_digest
@@ -26,6 +27,11 @@ Fidelity = Literal["exact", "survivor", "approximate"]
 
 LIMIT = 2**30
 """Positions, tokens and spans lie below."""
+
+
+def short_digest(text: str) -> str:
+    """Digests a text: 32 hexadecimal digits."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Entry:
 
     Raises:
       WindowError: an empty id or content, no tokens, a span below 1, another kind, or a text that is order-free.
+      InputError: an id or content that UTF-8 cannot hold.
     """
 
     id: str
@@ -55,6 +62,7 @@ class Entry:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
             raise WindowError(f"entry: id {self.id!r:.80}; expected a name")
+        encoded(self.id + (self.content if isinstance(self.content, str) else ""))
         if self.content is not None and (not isinstance(self.content, str) or not self.content):
             raise WindowError(f"entry {brief(self.id)!r}: content {self.content!r:.80}; expected a digest, or None")
         for word in ("tokens", "span"):
@@ -122,8 +130,7 @@ class State:
     @functools.cached_property
     def digest(self) -> str:
         """Digests what the KV depends on: 32 hexadecimal digits."""
-        fields = (self.kind, self.behind, "pure" if self.pure else "", self.patch or "", self.base)
-        return digest_of([b"state", *map(encoded, fields)], size=16)
+        return short_digest(f"state {self.kind} {self.behind} {self.pure} {self.base} {self.patch}")
 
 
 FRESH = State("conditioned")
@@ -183,7 +190,7 @@ class PlacedPiece(NamedTuple):
 
 def apart(service: str, gap: int) -> str:
     """How a piece is served with so many free positions behind it: those who read it find it further away."""
-    return f"apart:{digest_of([b'apart', encoded(service), str(gap).encode()], size=16)}" if gap else service
+    return f"apart:{short_digest(f'apart {gap} {service}')}" if gap else service
 
 
 @dataclasses.dataclass(frozen=True)

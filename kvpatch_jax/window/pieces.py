@@ -10,7 +10,7 @@ from ..provenance import EXACT, Antecedent, Member
 from .chain import aimed, served
 from .costs import Costs
 from .entry import Fidelity, PlacedPiece
-from .saved import digest_of_window
+from .saved import body_of, digest_of_body
 
 Promise = Literal["remember", "forget"]
 Gaps = Literal["close", "keep"]
@@ -92,7 +92,7 @@ class WindowPieces:
     @functools.cached_property
     def digest(self) -> str:
         """Digests all but what was joined: 32 hexadecimal digits."""
-        return digest_of_window(self)
+        return digest_of_body(body_of(self))
 
     def index(self, id: str) -> int:
         """The place of a piece, counted from the front.

@@ -4,13 +4,13 @@ import dataclasses
 import secrets
 
 from ..backbone import Backbone
-from ..chunk_ids import digest_of, encoded
 from ..errors import WindowError
 from ..patch_metadata import Patch
+from . import saved
 from .changes import WindowChanges
 from .costs import Costs
 from .edits import Copy, Drop, Edits, Recompute, in_order
-from .entry import BARE, FRESH, PatchNote, PlacedPiece, State
+from .entry import BARE, FRESH, PatchNote, PlacedPiece, State, short_digest
 from .pieces import Gaps, Promise
 
 
@@ -57,6 +57,24 @@ class Window(WindowChanges):
             raise WindowError(f"window: {found}; expected 'remember' or 'forget', and 'close' or 'keep'")
         return cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise, gaps=gaps, store=store)
 
+    def to_json(self) -> str:
+        """Writes the window as JSON, which says for which backbone and store it is."""
+        return saved.write(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, backbone: str | Backbone, store: str | None = None) -> "Window":
+        """Reads a window that `to_json` wrote. What it says is checked, but not by whom it was written.
+
+        Args:
+          backbone: the one that will read the window, or its fingerprint.
+          store: the name of the store that its chunks are in, as the window was given it.
+
+        Raises:
+          WindowError: a window of another backbone, store or version; damage; or JSON that is no window.
+        """
+        fingerprint = backbone if isinstance(backbone, str) else backbone.fingerprint
+        return cls(**saved.read(text, fingerprint, store))
+
     # ---------------------------------------------------------------------------------------- how one is served
 
     def bare(self, id: str) -> "tuple[Window, Edits]":
@@ -70,7 +88,7 @@ class Window(WindowChanges):
         if piece.state.kind == "bare":
             return self, ()
         there = self._served(index, piece._replace(state=BARE, aside=piece.state))
-        return there, (Copy(id, "canonical", **self.costs.copy(piece.entry.tokens)),)
+        return there, (Copy(id, "canonical", None, **self.costs.copy(piece.entry.tokens)),)
 
     def condition(
         self,
@@ -105,7 +123,7 @@ class Window(WindowChanges):
             raise WindowError(f"condition: chunk {id!r:.80} was placed bare; expected a patch, or `recompute`")
         there = self._served(index, piece._replace(state=piece.aside, aside=None))
         if piece.aside.kind == "conditioned":
-            return there, (Copy(id, "conditioned", **self.costs.copy(piece.entry.tokens)),)
+            return there, (Copy(id, "conditioned", None, **self.costs.copy(piece.entry.tokens)),)
         return there, in_order(there._placing(index, fetched=True))
 
     def recompute(self, id: str, start_layer: int = 0) -> "tuple[Window, Edits]":
@@ -121,8 +139,8 @@ class Window(WindowChanges):
             raise WindowError(f"recompute: start_layer {start_layer!r:.80}; expected a layer from 0 to {layers - 1}")
         piece, state, behind = self.pieces[index], FRESH, self.behind(id)
         if start_layer:
-            fields = (piece.state.digest, piece.front, str(start_layer))
-            state = State("conditioned", digest_of([b"recompute", *map(encoded, fields)], size=16))
+            told = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
+            state = State("conditioned", told)
         changed = piece._replace(state=state, aside=None, born=self.clock + 1)
         there = self._served(index, changed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
