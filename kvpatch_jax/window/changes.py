@@ -304,7 +304,7 @@ class WindowChanges(WindowPieces):
             return [Prefill(id, behind, **self.costs.prefill(tokens, behind))]
         edits: list[Edit] = []
         if not fetched and state.base == "canonical":
-            edits.append(Fetch(id, "canonical", **self.costs.fetch(tokens)))
+            edits.append(Fetch(id, "canonical", None, **self.costs.fetch(tokens)))
         if state.patch is None:
             return [*edits, Copy(id, "canonical", None, **self.costs.copy(tokens))]
         if not fetched:
