@@ -37,9 +37,9 @@ def _attention(config: DecoderConfig) -> tuple[int, int]:
 
 
 def _mlp(config: DecoderConfig, layer: int) -> int:
-    """Multiplications per token of one layer's MLP, or of the experts that it takes."""
+    """Multiplications per token of one layer's MLP, or of its router, of the experts it takes and of their sum."""
     experts = config.experts
     if experts is None or layer < config.dense_layers:
         return 3 * config.width * config.intermediate
     inner = experts.chosen * experts.intermediate + experts.shared
-    return config.width * (experts.experts + 3 * inner)
+    return config.width * (experts.experts + 3 * inner + experts.chosen)

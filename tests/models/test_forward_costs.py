@@ -1,0 +1,126 @@
+"""FLOPs of forwards, from configurations: held against the products in the programs of released models."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import models
+from evals.bench.arithmetic import count_flops
+from evals.bench.released_configs import RELEASED
+from kvpatch_jax.backbone import ForwardCosts, Tokens, seen_pairs
+from models.attention import using
+from models.decoder.costs import forward_costs
+from models.families.family import abstract, placeholders
+from models.forward import Forward
+from pallas_kernels import targeting
+
+FAMILIES = (
+    "Qwen/Qwen2-0.5B",
+    "Qwen/Qwen3-VL-8B-Instruct",
+    "moonshotai/Kimi-VL-A3B-Instruct",
+)
+ROWS = 8
+"""Tokens whose logits are made: one row of bfloat16 would be padded to four."""
+MORE = (
+    "Qwen/Qwen2.5-VL-7B-Instruct",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "deepseek-community/deepseek-vl-1.3b-chat",
+    "mistralai/Mistral-7B-v0.1",
+    "OpenGVLab/InternVL3-1B-hf",
+)
+
+
+def fewer_layers(name: str, layers: int) -> Any:
+    """Configuration of a released model with as many language layers."""
+    raw = RELEASED[name].config
+    config = models.FAMILIES[raw["architectures"][0]].config(raw, "exact", None)
+    return dataclasses.replace(config, text=dataclasses.replace(config.text, layers=layers))
+
+
+def program(name: str, tokens: int, behind: int, layers: int):
+    """A prefill of eight tokens' logits behind a context, with every pair of query and key computed."""
+    config = fewer_layers(name, layers)
+    forward = Forward(abstract(config), placeholders(config), config.text.layout, None)
+    spec: Any = jax.ShapeDtypeStruct
+    text, layout = config.text, config.text.layout
+    axes = () if text.rope.axes is None else (text.rope.axes,)
+    prompt = Tokens(spec((1, tokens, text.width), jnp.bfloat16), spec((1, tokens, *axes), jnp.int32))
+    context = {
+        channel.name: spec((layout.layers, 1, behind, channel.heads, channel.width), jnp.bfloat16)
+        for channel in layout.channels
+    }
+
+    def run(state: Any, prompt: Tokens, context: Any, rows: Any) -> Any:
+        with using("dense"):
+            return forward._prefill(state, prompt, context, None, rows, start_layer=0, hidden_at=(), chunk=None)
+
+    return text, run, (forward.state, prompt, context, spec((1, ROWS), jnp.int32))
+
+
+def check_products(name: str, tokens: int, behind: int, layers: int):
+    text, run, arguments = program(name, tokens, behind, layers)
+    costs = forward_costs(text)
+    # The dense form computes masked pairs too.
+    expected = sum(costs.token) * tokens + sum(costs.pair) * tokens * (tokens + behind) + ROWS * costs.logit
+    with targeting("tpu"):  # where experts are multiplied without padding
+        assert count_flops(run, *arguments) == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_are_those_of_the_products(name):
+    check_products(name, 16384, 512, layers=3)
+
+
+def test_flops_of_latent_attention_alone_are_those_of_the_products():
+    check_products("moonshotai/Kimi-VL-A3B-Instruct", 300, 50, layers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_flops_are_those_of_the_products_of_more_families(name):
+    check_products(name, 16384, 512, layers=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen/Qwen2-0.5B", "Qwen/Qwen3-VL-2B-Instruct"])
+def test_flops_are_the_compilers_within_three_hundredths(name):
+    """One layer, for a compiler counts the body of a loop once; norms, rotations and softmax are in its count."""
+    text, run, arguments = program(name, 512, 64, layers=1)
+    costs = forward_costs(text)
+    products = costs.token[0] * 512 + costs.pair[0] * 512 * (512 + 64) + ROWS * costs.logit
+    found: Any = jax.jit(run).lower(*arguments).compile().cost_analysis()
+    assert products <= found["flops"] <= 1.03 * products
+
+
+@pytest.mark.slow
+def test_flops_of_latent_attention_are_the_compilers():
+    text, run, arguments = program("moonshotai/Kimi-VL-A3B-Instruct", 512, 64, layers=1)
+    costs = forward_costs(text)
+    products = costs.token[0] * 512 + costs.pair[0] * 512 * (512 + 64) + ROWS * costs.logit
+    found: Any = jax.jit(run).lower(*arguments).compile().cost_analysis()
+    assert products <= found["flops"] <= 1.03 * products
+
+
+def test_layers_that_slide_see_their_window():
+    costs = forward_costs(fewer_layers("mistralai/Mistral-7B-v0.1", 2).text)
+    assert costs.window == (4096, 4096)
+    one = costs.flops(1, 10_000) - sum(costs.token)
+    assert one == sum(costs.pair) * 4096
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.integers(0, 30), behind=st.integers(0, 30), window=st.integers(0, 40))
+def test_pairs_are_counted_one_by_one(tokens, behind, window):
+    seen = sum(min(behind + token + 1, window or 10**9) for token in range(tokens))
+    assert seen_pairs(tokens, behind, window) == seen
+
+
+def test_a_forward_that_starts_at_a_layer_counts_those_above():
+    costs = ForwardCosts(token=(1, 10, 100), pair=(2, 20, 200), window=(0, 4, 0), logit=7)
+    assert costs.flops(3, 5, start_layer=2) == 300 + 200 * seen_pairs(3, 5)
+    assert costs.flops(3, 5) == 333 + 202 * seen_pairs(3, 5) + 20 * 12
