@@ -60,8 +60,8 @@ def _link(backbone: str, previous: PlacedPiece | None, piece: PlacedPiece) -> Pl
 
 def served(pieces: Sequence[PlacedPiece], start: int) -> Iterable[Member]:
     """The pieces as members of the antecedent of what begins at `start`, as they are served."""
-    for piece, then in zip(pieces, [*(piece.start for piece in pieces[1:]), start], strict=True):
-        yield piece.member(then - piece.end)
+    for piece, gap in _gaps(pieces, start):
+        yield piece.member(gap)
 
 
 def aimed(backbone: str, pieces: Sequence[PlacedPiece], start: int) -> Iterable[Member]:
@@ -70,13 +70,20 @@ def aimed(backbone: str, pieces: Sequence[PlacedPiece], start: int) -> Iterable[
     A kept piece as it is; one that is served otherwise, as a prefill in its place would serve it.
     """
     front, exact = root(backbone), True
-    for piece, then in zip(pieces, [*(piece.start for piece in pieces[1:]), start], strict=True):
+    for piece, gap in _gaps(pieces, start):
         service, own = piece.service, piece.state
         if exact and own.kind == "conditioned" and own.pure and own.behind == front:
             service = EXACT
         elif piece.fidelity == "approximate":
             service = EXACT if exact else f"survivor:{State('conditioned', front, True).digest}"
-        service = apart(service, then - piece.end)
+        service = apart(service, gap)
         exact = exact and service == EXACT
         yield Member(piece.entry.id, piece.entry.content, service)
         front = behind(front, piece.entry.key, service)
+
+
+def _gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterable[tuple[PlacedPiece, int]]:
+    """Each piece, and what is free between it and the next one, or what begins at `start`."""
+    for index, piece in enumerate(pieces):
+        then = pieces[index + 1].start if index + 1 < len(pieces) else start
+        yield piece, then - piece.end

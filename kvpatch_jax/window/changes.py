@@ -42,7 +42,8 @@ class WindowChanges(WindowPieces):
           prefilled, or positions beyond 2**30. StalePatchError, PatchMismatchError: a patch that does not belong here.
         """
         self._check_new(entry)
-        return self._place(entry, len(self.pieces), how, patch, fetched, allow_stale)
+        there, placing = self._place(entry, len(self.pieces), how, patch, fetched, allow_stale)
+        return there, self._with_moves(there, placing)
 
     def insert(
         self: W,
@@ -63,7 +64,8 @@ class WindowChanges(WindowPieces):
           WindowError: a place in the lead, or a piece that is not in the window. Else as `append`.
         """
         self._check_new(entry)
-        return self._place(entry, self._inner(before, "insert"), how, patch, fetched, allow_stale)
+        there, placing = self._place(entry, self._inner(before, "insert"), how, patch, fetched, allow_stale)
+        return there, self._with_moves(there, placing)
 
     def recall(
         self: W,
@@ -89,7 +91,8 @@ class WindowChanges(WindowPieces):
             evicted = tuple(brief(piece.entry.id) for piece in self.evicted[-8:])
             raise WindowError(f"recall: chunk {_shown(id)} is {there}; expected an evicted one, such as {evicted}")
         index = len(self.pieces) if before is None else self._inner(before, "recall")
-        return self._place(gone.entry, index, how, patch, fetched, allow_stale, gone)
+        there, placing = self._place(gone.entry, index, how, patch, fetched, allow_stale, gone)
+        return there, self._with_moves(there, placing)
 
     def replace(
         self: W,
@@ -115,8 +118,8 @@ class WindowChanges(WindowPieces):
         without, drops = self._without([index])
         kept = tuple(piece for piece in without.evicted if piece.entry.id != entry.id)
         without = dataclasses.replace(without, evicted=kept)
-        placed, edits = without._place(entry, index, how, patch, fetched, allow_stale, self.pieces[index])
-        return placed, self._with_moves(placed, [*drops, *edits])
+        there, placing = without._place(entry, index, how, patch, fetched, allow_stale, self.pieces[index])
+        return there, self._with_moves(there, [*drops, *placing])
 
     def evict(self: W, *ids: str) -> tuple[W, Edits]:
         """Takes pieces out. Chunks can be recalled; texts are gone.
@@ -176,18 +179,23 @@ class WindowChanges(WindowPieces):
         if strangers := sorted(set(notes) - set(ids)):
             raise WindowError(f"reorder: a patch of {_shown(strangers[0])}; expected it of one of {ids}")
 
-        moved = list(self.pieces)
+        moved, came_from = list(self.pieces), list(range(len(self.pieces)))
         for old, new in zip(places, sorted(places), strict=True):
             piece = self.pieces[old]
             if old != new and (old < self.lead or new < self.lead or not piece.entry.order_free):
                 what = "pinned" if min(old, new) < self.lead else "not order-free"
                 raise WindowError(f"reorder: {_shown(piece.entry.id)} is {what}; expected chunks that are order-free")
-            moved[new] = piece._replace(placed=self.clock + 1) if new < old else piece
-        first = min((old for old, new in zip(places, sorted(places), strict=True) if old != new), default=len(moved))
-        if first == len(moved) and not notes:
+            moved[new], came_from[new] = piece, old
+        changed = [index for index, old in enumerate(came_from) if index != old]
+        first = min([*changed, *(self.index(id) for id in notes)], default=None)
+        if first is None:
             return self, ()
 
-        first = min([first, *(places[ids.index(id)] for id in notes)])
+        earliest = len(moved)
+        for index in reversed(range(first, len(moved))):
+            if earliest < came_from[index]:  # what stood in front of it stands behind it, and has not seen it there
+                moved[index] = moved[index]._replace(placed=self.clock + 1)
+            earliest = min(earliest, came_from[index])
         laid = _laid_again(self.pieces, moved, first)
         for index, piece in enumerate(laid):
             if piece.entry.id in notes:
@@ -196,7 +204,8 @@ class WindowChanges(WindowPieces):
         edits: list[Edit] = []
         for id, note in notes.items():
             there._check_patch(note, there.piece(id), allow_stale)
-            edits += there._placing(there.index(id), fetched)
+            if self.piece(id).state != note.state():
+                edits += there._placing(there.index(id), fetched)
         return there, self._with_moves(there, edits)
 
     def compact(self: W) -> tuple[W, Edits]:
@@ -218,7 +227,7 @@ class WindowChanges(WindowPieces):
         fetched: bool,
         allow_stale: bool,
         before: PlacedPiece | None = None,
-    ) -> tuple[W, Edits]:
+    ) -> tuple[W, list[Edit]]:
         """Places an entry at an index; `before` is where it, or what it replaces, stood."""
         note = None if patch is None else PatchNote.of(patch)
         state = _state(entry, how, note)
@@ -246,7 +255,7 @@ class WindowChanges(WindowPieces):
         )
         if note is not None:
             there._check_patch(note, there.pieces[index], allow_stale)
-        return there, self._with_moves(there, there._placing(index, fetched))
+        return there, there._placing(index, fetched)
 
     def _room(self, span: int, index: int, before: PlacedPiece | None) -> tuple[int, int]:
         """Where an entry of this span is placed at an index, and how far what stands behind has to move."""

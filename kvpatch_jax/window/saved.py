@@ -32,13 +32,17 @@ def body_of(window: Any) -> dict[str, Any]:
 
 def _written(piece: PlacedPiece) -> dict[str, Any]:
     return {
-        "entry": dataclasses.asdict(piece.entry),
+        "entry": _fields(piece.entry),
         "start": piece.start,
-        "state": dataclasses.asdict(piece.state),
-        "aside": None if piece.aside is None else dataclasses.asdict(piece.aside),
+        "state": _fields(piece.state),
+        "aside": None if piece.aside is None else _fields(piece.aside),
         "born": piece.born,
         "placed": piece.placed,
     }
+
+
+def _fields(container: Entry | State) -> dict[str, Any]:
+    return {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
 
 
 def digest_of_body(body: Mapping[str, Any]) -> str:

@@ -116,7 +116,7 @@ class Window(WindowChanges):
             self._check_base(note, piece.aside or piece.state, id)
             there = self._served(index, piece._replace(state=note.state(), aside=None))
             there._check_patch(note, there.pieces[index], allow_stale)
-            return there, in_order(there._placing(index, fetched))
+            return there, () if piece.state == note.state() else in_order(there._placing(index, fetched))
         if piece.state.kind != "bare":
             return self, ()
         if piece.aside is None:

@@ -1,5 +1,6 @@
 """FLOPs of forwards, from configurations: held against the products in the programs of released models."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -67,13 +68,14 @@ def check_products(name: str, tokens: int, behind: int, layers: int):
     costs = forward_costs(text)
     # The dense form computes masked pairs too.
     expected = sum(costs.token) * tokens + sum(costs.pair) * tokens * (tokens + behind) + ROWS * costs.logit
-    with targeting("tpu"):  # where experts are multiplied without padding
+    # Experts are multiplied without padding there.
+    with targeting("tpu") if text.experts is not None else contextlib.nullcontext():
         assert count_flops(run, *arguments) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flops_are_those_of_the_products(name):
-    check_products(name, 16384, 512, layers=3)
+    check_products(name, 1024, 128, layers=3)
 
 
 def test_flops_of_latent_attention_alone_are_those_of_the_products():
@@ -83,7 +85,7 @@ def test_flops_of_latent_attention_alone_are_those_of_the_products():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_flops_are_those_of_the_products_of_more_families(name):
-    check_products(name, 16384, 512, layers=3)
+    check_products(name, 1024, 128, layers=3)
 
 
 @pytest.mark.slow
