@@ -10,12 +10,12 @@ import numpy as np
 
 import kvpatch_jax as kvp
 
-from .. import small_task
-from ..results import intervals
-from ..small_task import KINDS, LEGENDS, Questions, scenes
-from ..small_task.scenes import KV, Scene
-from .repair import PageReuse, difference
-from .results_table import ResultsTable
+from ... import small_task
+from ...results import intervals
+from ...small_task import KINDS, LEGENDS, Questions, scenes
+from ...small_task.scenes import KV, Scene
+from ..repair import PageReuse, difference
+from ..results_table import ResultsTable
 
 ORBIT_RANK, RECALL_RANK, REMOVAL_RANK = 16, 32, 32
 SLIDE_KINDS = ("survivor", "evicted", "aggregate")
@@ -62,11 +62,11 @@ def probe_reorder(
 def _order_effect(reuses: Sequence[PageReuse]) -> np.ndarray:
     """How far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
     identity = reuses[0].delta
-    apart = [_squared(difference(reuse.delta, identity)) / _squared(identity) for reuse in reuses[1:]]
+    apart = [squared(difference(reuse.delta, identity)) / squared(identity) for reuse in reuses[1:]]
     return np.sqrt(np.stack(apart, axis=1)).mean(axis=1)
 
 
-def _squared(kv: KV) -> np.ndarray:
+def squared(kv: KV) -> np.ndarray:
     """Sum of squares per context, [B]."""
     total = np.zeros(1)
     for value in kv.values():

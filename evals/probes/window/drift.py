@@ -1,0 +1,186 @@
+"""Drift (Kamera App. D): how far may the legends change before the page's stored patch must go, and what mends it?"""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+import kvpatch_jax as kvp
+
+from ... import small_task
+from ...small_task import KINDS, LEGENDS, Contexts, scenes
+from ...small_task.scenes import KV, Answers
+from ..results_table import ResultsTable
+from .common import RANK, Step, add, patch_of, setting
+from .line import Image, Line, Loop, read
+from .stock import Stock, foreign_legends, with_foreign
+
+CORRECTION_RANK = 16
+QUESTIONS = {"chain": 6, "aggregate": 4, "override": 4, "page": 2}
+
+
+class Change(NamedTuple):
+    """One way in which the legends in front of the page drift.
+
+    name: of rows. images: what stands in front of the page now. contexts: what that means.
+    shown: bool [legends], by storage: which of the contexts' legends stand there.
+    """
+
+    name: str
+    images: list[Image]
+    contexts: Contexts
+    shown: np.ndarray
+
+
+@dataclasses.dataclass
+class Safety:
+    """What a reuse-or-rebuild gate would see, one entry per context and change.
+
+    divergence: of the antecedents. kl: of the transferred patch; blind: of blind reuse, both mean nats per question.
+    flipped: share of decisions that the transferred patch changes. cluster: the context. name: of the change.
+    """
+
+    divergence: list[float] = dataclasses.field(default_factory=list)
+    kl: list[float] = dataclasses.field(default_factory=list)
+    blind: list[float] = dataclasses.field(default_factory=list)
+    flipped: list[float] = dataclasses.field(default_factory=list)
+    cluster: list[int] = dataclasses.field(default_factory=list)
+    name: list[str] = dataclasses.field(default_factory=list)
+
+
+def changes(stock: Stock) -> list[Change]:
+    """Lists the ways: another order, one dropped and one doubled, 1 to 3 replaced, 1 to 3 distractors in front."""
+    own, foreign, contexts = list(stock.legends), foreign_legends(stock, 1), stock.contexts
+    every = np.ones(LEGENDS, bool)
+    turned, doubled = np.array([1, 2, 0]), np.array([0, 1, 1])
+    listed = [
+        Change("reorder", [own[i] for i in turned], contexts.reordered(turned), every),
+        Change("drop_duplicate", [own[i] for i in doubled], contexts.reordered(doubled), np.array([True, True, False])),
+    ]
+    for count in range(1, LEGENDS + 1):
+        # From the middle outwards, so that one replaced legend is neither the first nor the last.
+        which = np.isin(np.arange(LEGENDS), np.array([1, 2, 0])[:count])
+        images = [foreign[i] if which[i] else own[i] for i in range(LEGENDS)]
+        listed.append(Change(f"replaced={count}", images, with_foreign(contexts, which, 1), every))
+    for count in range(1, LEGENDS + 1):
+        listed.append(Change(f"distractors={count}", [*stock.distractors[:count], *own], contexts, every))
+    return listed
+
+
+def measure_drift(
+    table: ResultsTable, stock: Stock, lead: bool, rng: np.random.Generator, step: Step, safety: Safety | None = None
+) -> None:
+    """Serves the page behind legends that changed since its patch was formed; the legends as re-prefill has them.
+
+    Arms: "blind"; "transfer", the stored patch; "rebuilt" and "update", a new patch and the stored one corrected,
+    formed as a window would: of a prefill of the page behind kept legends, those that are new prefilled in their places
+    and the others left as they were; "oracle" and "oracle_update", the same of the re-prefill they are scored against;
+    "deep" and "deepest", layers recomputed from a quarter and from the first up, out of the residual that the page had
+    alone; "shallow", the lowest quarter recomputed and the stored patch above. Adds items "window.drift".
+    """
+    front, backbone = stock.front(lead), stock.backbone
+    before = Line(backbone, [*front, *stock.legends, stock.page])
+    conditioned = before.prefill()
+    stored = patch_of(stock.page, conditioned[-1], before.antecedent(len(before) - 1))
+    known = {id(image): kv for image, kv in zip(before.images[:-1], conditioned[:-1], strict=True)}
+
+    for change in changes(stock):
+        line = Line(backbone, [*front, *change.images, stock.page])
+        parts, place = line.prefill(), len(line) - 1
+        ids, whole = line.antecedent(place), line.engine(parts)
+        served = as_kept(stock, line, known)
+        patches = {
+            "blind": None,
+            "transfer": stored,
+            "rebuilt": patch_of(stock.page, served, ids),
+            "update": _updated(stock, stored, served, ids),
+            "oracle": patch_of(stock.page, parts[-1], ids),
+            "oracle_update": _updated(stock, stored, parts[-1], ids),
+        }
+        pages = {name: line.serve(place, patch) for name, patch in patches.items()}
+        true = scenes.cut(whole, line.slices[place])
+        quarter = max(1, round(backbone.layout.layers / 4))
+        pages["shallow"] = {
+            name: np.concatenate([np.asarray(true[name])[:quarter], np.asarray(value)[quarter:]])
+            for name, value in pages["transfer"].items()
+        }
+        for name, layer in {"deep": quarter, "deepest": 1}.items():
+            pages[name] = deep_refresh(line, whole, pages["blind"], layer)
+        caches = {name: line.with_served(whole, {place: page}) for name, page in pages.items()}
+        caches["re-prefill"] = whole
+
+        shown = np.broadcast_to(change.shown, (len(change.contexts), LEGENDS))
+        questions = small_task.ask(change.contexts, rng, QUESTIONS, shown)
+        said = {name: read(line, cache, questions) for name, cache in caches.items()}
+        part = f"{change.name}.{setting(lead=lead)}"
+        add(table, "drift", part, questions, stock.clusters, said)
+        if safety is not None:
+            _note(safety, stock, before, line, change.name, said, questions)
+        step(f"drift {part}")
+
+
+def as_kept(stock: Stock, line: Line, known: dict[int, KV]) -> KV:
+    """Prefills the page behind the line as a window keeps it: known legends as they were, new ones in their places."""
+    loop = Loop(stock.backbone, line.size)
+    for image in line.images[:-1]:
+        if id(image) in known:
+            loop.held.append((image, {name: np.asarray(value) for name, value in known[id(image)].items()}))
+        else:
+            loop.append(image)
+    return loop.prefill(stock.page)
+
+
+def deep_refresh(line: Line, whole: KV, alone: KV, layer: int) -> KV:
+    """Recomputes the page's layers from `layer` up, behind the legends, from the residual it had there alone."""
+    backbone, place = line.backbone, len(line) - 1
+    image, where = line.images[place], line.slices[place]
+    hidden = backbone.prefill(image.tokens, hidden_at=(layer,)).hidden[layer]
+    # The residual at the boundary already holds what was added below it; above, features are added again.
+    tokens = image.tokens._replace(embeddings=hidden).shift(line.starts[place])
+    context = {name: value[:, :, : where.start] for name, value in whole.items()}
+    upper = backbone.prefill(tokens, context, start_layer=layer).kv
+    full = {name: np.concatenate([np.zeros_like(alone[name][:layer]), value]) for name, value in upper.items()}
+    turned = kvp.to_engine(backbone.layout, full, image.tokens.positions, line.starts[place])
+    return {name: np.concatenate([alone[name][:layer], np.asarray(turned[name])[layer:]]) for name in turned}
+
+
+def _updated(stock: Stock, stored: kvp.Patch, conditioned: KV, ids: tuple[str, ...]) -> kvp.Patch:
+    correction = kvp.correction_patch(stock.page.chunk, stored, conditioned, CORRECTION_RANK, ids, method="exact")
+    return kvp.update_patch(stored, correction, rank=RANK)
+
+
+def _note(
+    safety: Safety, stock: Stock, before: Line, line: Line, name: str, said: dict[str, Answers], questions
+) -> None:
+    """Writes down per context how far the legends moved and what the transferred patch cost."""
+    asked = questions.valid & np.isin(questions.kind, [KINDS.index(kind) for kind in ("chain", "aggregate", "override")])
+    count = np.maximum(asked.sum(axis=1), 1)
+    mean = lambda values: (values * asked).sum(axis=1) / count
+    reference = said["re-prefill"]
+    divergence = antecedent_divergence(before, line)
+    for values, into in (
+        (divergence, safety.divergence),
+        (mean(said["transfer"].divergence_from(reference)), safety.kl),
+        (mean(said["blind"].divergence_from(reference)), safety.blind),
+        (mean(said["transfer"].predicted != reference.predicted), safety.flipped),
+        (stock.clusters, safety.cluster),
+    ):
+        into.extend(np.asarray(values).tolist())
+    safety.name.extend([name] * len(divergence))
+
+
+def antecedent_divergence(before: Line, now: Line) -> np.ndarray:
+    """Computes how far the images in front moved, [B]: 1 − cosine of their mean embeddings, place by place.
+
+    Places are counted from the page; one that was not there before counts as 1.
+    """
+    first, second = before.images[:-1][::-1], now.images[:-1][::-1]
+    total = np.zeros(len(before.tokens.embeddings))
+    for place in range(max(len(first), len(second))):
+        if place >= len(first) or place >= len(second):
+            total = total + 1.0
+            continue
+        a, b = (np.asarray(line[place].tokens.embeddings, np.float64).mean(axis=1) for line in (first, second))
+        cosine = (a * b).sum(axis=-1) / np.sqrt((a * a).sum(axis=-1) * (b * b).sum(axis=-1))
+        total = total + 1.0 - cosine
+    return total / max(len(first), len(second))

@@ -1,0 +1,255 @@
+"""Images one behind the other, as a window has them: placed, prefilled, served piece by piece, asked about.
+
+Everything is a batch of contexts that share all but their pixels. KV of images is phase-free; what is read is in the
+engine frame. Axis letters as in `small_task.scenes`.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from models import ModelBackbone
+
+from ...small_task import Questions, scenes, sequences
+from ...small_task.scenes import KV, Answers
+
+Serve = Callable[[int], KV]
+"""Gives a chunk of a line in the engine frame, at its place, by its number."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Image:
+    """What is placed: an image of every context, or the pinned lead.
+
+    Attributes:
+      tokens: [B, T, …], positions from its own start.
+      chunk: its canonical, a batch of chunks.
+    """
+
+    tokens: Tokens
+    chunk: kvp.Chunk
+
+    @property
+    def size(self) -> int:
+        """Tokens of it."""
+        return self.chunk.length
+
+    def of_others(self, by: int) -> "Image":
+        """Gives each context the image that the context `by` further on has in this place."""
+        turn = lambda value: None if value is None else jnp.roll(value, -by, axis=0)
+        tokens = Tokens(turn(self.tokens.embeddings), self.tokens.positions, turn(self.tokens.deepstack))
+        kv = {name: jnp.roll(value, -by, axis=1) for name, value in self.chunk.kv.items()}
+        name = f"{self.chunk.id}+{by}"
+        return Image(tokens, dataclasses.replace(self.chunk, kv=kv, id=name, content=name))
+
+
+class Line:
+    """Images in the order in which they stand, the first one's positions from 0.
+
+    Attributes:
+      backbone: reads them.
+      images: the lead first where there is one.
+      starts: the position each begins at; end: the one behind the last.
+      slices: where each stands among the tokens.
+    """
+
+    def __init__(self, backbone: ModelBackbone, images: Sequence[Image]):
+        self.backbone, self.images = backbone, tuple(images)
+        edges = np.cumsum([0, *(image.chunk.span for image in self.images)])
+        self.starts, self.end = edges[:-1].astype(np.int32), int(edges[-1])
+        sizes = np.cumsum([0, *(image.size for image in self.images)])
+        self.slices = [slice(int(first), int(last)) for first, last in itertools.pairwise(sizes)]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def size(self) -> int:
+        """Tokens of all images."""
+        return self.slices[-1].stop
+
+    @functools.cached_property
+    def tokens(self) -> Tokens:
+        """All images as one prompt."""
+        return together([image.tokens.shift(start) for image, start in zip(self.images, self.starts, strict=True)])
+
+    def antecedent(self, place: int) -> tuple[str, ...]:
+        """Ids of what stands in front of a place."""
+        return tuple(image.chunk.id for image in self.images[:place])
+
+    def prefill(self, sees: Bool[np.ndarray, "n n"] | None = None) -> list[KV]:
+        """Prefills everything in one forward; phase-free KV of each image.
+
+        Args:
+          sees: which image looks at which (its own tokens causally); all in front when None.
+        """
+        mask = None if sees is None else self.band(sees)
+        return self.parts(dict(self.backbone.prefill(self.tokens, mask=mask, chunk=PIECE).kv))
+
+    def parts(self, kv: KV) -> list[KV]:
+        """Cuts KV of the line into its images."""
+        return [scenes.cut(kv, where) for where in self.slices]
+
+    def engine(self, parts: Sequence[KV]) -> KV:
+        """Turns phase-free KV of every image to its place and joins it."""
+        kv = scenes.joined(list(parts))
+        return dict(kvp.to_engine(self.backbone.layout, kv, self.tokens.positions, 0))
+
+    def band(self, sees: Bool[np.ndarray, "n n"]) -> Bool[np.ndarray, "B 1 T T"]:
+        """Makes the mask [B,1,T,T] under which image i looks at image j where `sees[i, j]`."""
+        owner = np.repeat(np.arange(len(self)), [image.size for image in self.images])
+        mask = np.tri(self.size, dtype=bool) & np.asarray(sees, bool)[owner[:, None], owner[None, :]]
+        return np.broadcast_to(mask, (len(self.tokens.embeddings), 1, *mask.shape))
+
+    def serve(
+        self,
+        place: int,
+        patch: kvp.Patch | None = None,
+        *,
+        base: KV | None = None,
+        base_antecedent: Sequence[str] = (),
+    ) -> KV:
+        """Serves one image in the engine frame from what is cached: its canonical or a base, turned and patched.
+
+        A patch that was formed behind others is served all the same: what that costs is what the probes measure.
+        """
+        chunk, start = self.images[place].chunk, self.starts[place]
+        more = {} if base is None else {"base": base, "base_antecedent": base_antecedent}
+        return dict(kvp.apply_patch(chunk, patch, start, self.antecedent(place), allow_stale=True, **more))
+
+    def with_served(self, cache: KV, pieces: dict[int, KV]) -> KV:
+        """Replaces some images of an engine-frame cache of the line."""
+        parts = self.parts(cache)
+        return scenes.joined([pieces.get(place, part) for place, part in enumerate(parts)])
+
+
+PIECE = 512
+"""Tokens that are run at a time where many images stand in the window."""
+
+
+def together(parts: Sequence[Tokens]) -> Tokens:
+    """Joins tokens at their positions to one prompt; what has no deepstack features has zeros."""
+    deepstack = None
+    known = next((part.deepstack for part in parts if part.deepstack is not None), None)
+    if known is not None:
+        none = lambda part: jnp.zeros((*part.embeddings.shape[:2], *known.shape[2:]), known.dtype)
+        each = [none(part) if part.deepstack is None else part.deepstack for part in parts]
+        deepstack = jnp.concatenate(each, axis=1)
+    embeddings = jnp.concatenate([part.embeddings for part in parts], axis=1)
+    positions = np.concatenate([np.asarray(part.positions) for part in parts], axis=1)
+    return Tokens(embeddings, positions, deepstack)
+
+
+def read(line: Line, cache: KV, questions: Questions, sees: Sequence[bool] | None = None) -> Answers:
+    """Asks every question behind the line, over an engine-frame cache of it.
+
+    Args:
+      sees: which images the questions look at; all when None.
+    """
+    asked, tail, mask = _asked(line, questions, sees)
+    tokens = line.backbone.embed(tail.ids, tail.positions)
+    return _answers(line.backbone.prefill(tokens, cache, mask, logits=asked).logits)
+
+
+def read_in_one(
+    line: Line, questions: Questions, band: Bool[np.ndarray, "n n"], sees: Sequence[bool] | None = None
+) -> Answers:
+    """Asks every question in one forward over images and questions, under the mask of `Line.band`: nothing is cached.
+
+    It is the model that remembers: positions are those at which everything was first seen.
+    """
+    asked, tail, mask = _asked(line, questions, sees)
+    tokens = together([line.tokens, line.backbone.embed(tail.ids, tail.positions)])
+    none = np.zeros((*mask.shape[:2], line.size, mask.shape[2]), bool)
+    whole = np.concatenate([np.concatenate([line.band(band), none], axis=3), mask], axis=2)
+    return _answers(line.backbone.prefill(tokens, mask=whole, logits=line.size + asked).logits)
+
+
+def _asked(line: Line, questions: Questions, sees: Sequence[bool] | None):
+    """The last token of each question [B,Q], the questions' tokens, and their mask [B,1,2Q,S+2Q]."""
+    backbone, count = line.backbone, len(questions.answer)
+    form = scenes.form_of(backbone.config, backbone.image_config)
+    tail = sequences.question_tokens(form, questions, np.full(count, line.end))
+    looks = np.ones(len(line), bool) if sees is None else np.asarray(sees, bool)
+    seen = np.repeat(looks, [image.size for image in line.images])
+    prefix = np.broadcast_to(seen, (count, 1, len(tail.among), line.size))
+    among = np.broadcast_to(tail.among, (count, 1, *tail.among.shape))
+    return np.broadcast_to(tail.asked, (count, len(tail.asked))), tail, np.concatenate([prefix, among], axis=3)
+
+
+def _answers(logits: Float[Array, "B Q V"]) -> Answers:
+    return Answers(np.asarray(jax.nn.log_softmax(logits, axis=-1)))
+
+
+class Loop:
+    """An agent's window as an engine keeps it: what is appended is prefilled behind what is held, once.
+
+    What stays keeps the KV it was given and is only turned to its new place.
+
+    Attributes:
+      held: images in the window with their phase-free KV, the lead first.
+      room: keys that the window is padded to, so that every append of one length runs the same program.
+    """
+
+    def __init__(self, backbone: ModelBackbone, room: int, lead: Image | None = None):
+        self.backbone, self.room = backbone, room
+        self.held: list[tuple[Image, KV]] = []
+        if lead is not None:
+            self.append(lead)
+
+    @property
+    def line(self) -> Line:
+        """What is held, in its order."""
+        return Line(self.backbone, [image for image, _ in self.held])
+
+    @property
+    def parts(self) -> list[KV]:
+        """The phase-free KV of what is held."""
+        return [kv for _, kv in self.held]
+
+    def only(self, places: Sequence[int]) -> "Loop":
+        """Gives the window without the others, in which everything keeps its KV."""
+        loop = Loop(self.backbone, self.room)
+        loop.held = [self.held[place] for place in places]
+        return loop
+
+    def prefill(self, image: Image) -> KV:
+        """Prefills an image behind what is held, which stays as it is; phase-free KV."""
+        if not self.held:
+            return _host(self.backbone.prefill(image.tokens).kv)
+        line = self.line
+        if line.size > self.room:
+            raise ValueError(f"a window of {line.size} tokens; expected at most the room of {self.room}")
+        fill = lambda array, axis: _filled(array, self.room, axis)
+        names = self.backbone.layout.names
+        held = {name: fill(np.concatenate([kv[name] for _, kv in self.held], axis=2), 2) for name in names}
+        context = kvp.to_engine(self.backbone.layout, held, fill(np.asarray(line.tokens.positions), 1), 0)
+
+        size = image.size
+        mask = np.concatenate([np.arange(self.room) < line.size, np.zeros(size, bool)])[None] | np.pad(
+            np.tri(size, dtype=bool), [(0, 0), (self.room, 0)]
+        )
+        mask = np.broadcast_to(mask, (len(image.tokens.embeddings), 1, *mask.shape))
+        return _host(self.backbone.prefill(image.tokens.shift(np.int32(line.end)), context, mask).kv)
+
+    def append(self, image: Image) -> None:
+        """Prefills an image behind the window and keeps what that gave."""
+        self.held.append((image, self.prefill(image)))
+
+
+def _host(kv: KV) -> KV:
+    return {name: np.asarray(value) for name, value in kv.items()}  # pyright: ignore[reportReturnType]
+
+
+def _filled(array: np.ndarray, size: int, axis: int) -> np.ndarray:
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, size - array.shape[axis])
+    return np.pad(array, widths)

@@ -1,0 +1,72 @@
+"""Many chunks: 8, 16 and 32 images in the window, every one served from the cache and moved, not the page alone."""
+
+import numpy as np
+
+from ... import small_task
+from ...small_task import scenes
+from ...small_task.scenes import KV
+from ..results_table import ResultsTable
+from .common import Step, add, patch_of, setting
+from .line import Image, Line, Loop, read
+from .stock import Stock
+
+RANK = 16
+QUESTIONS = {"page": 2, "legend": 2, "chain": 6, "aggregate": 4, "override": 4}
+
+
+def images_in_front(stock: Stock, count: int, first: int = 1) -> list[Image]:
+    """Lists `count` images of other contexts: three legends and a page of each in turn."""
+    own = [*stock.legends, stock.page]
+    return [own[number % len(own)].of_others(first + number // len(own)) for number in range(count)]
+
+
+def measure_many(
+    table: ResultsTable, stock: Stock, count: int, lead: bool, rng: np.random.Generator, step: Step
+) -> None:
+    """Fills a window with `count` images, the context's own three legends and page last, and serves all from the cache.
+
+    The models were trained with four images; that the own legends come last keeps the truth what it was. Arms:
+    "kept", a loop over half as many images again, each prefilled once behind the window and kept while the oldest
+    leave; "transfer", every image by a patch of rank 16 formed in another arrangement; "oracle", every image by its
+    own patch of that rank; "blind", canonicals; "blind_fresh_page", canonicals with the page prefilled behind them.
+    The reference is a re-prefill of the window. Adds items "window.many".
+    """
+    part, front = setting(chunks=count, lead=lead), stock.front(lead)
+    own = [*stock.legends, stock.page]
+    others = images_in_front(stock, count - len(own))
+    line = Line(stock.backbone, [*front, *others, *own])
+    parts = line.prefill()
+    pieces: dict[str, list[KV]] = {"blind": [line.serve(place) for place in range(len(line))]}
+
+    # The same images, those of others turned by half and the own legends by one: every chunk but the lead has moved.
+    half = len(others) // 2
+    turned = [*front, *others[half:], *others[:half], *stock.legends[1:], stock.legends[0], stock.page]
+    arranged = Line(stock.backbone, turned)
+    formed = {}
+    for place, (image, kv) in enumerate(zip(turned, arranged.prefill(), strict=True)):
+        formed[image.chunk.id] = patch_of(image, kv, arranged.antecedent(place), RANK)
+    pieces["transfer"], pieces["oracle"] = [], []
+    for place, (image, kv) in enumerate(zip(line.images, parts, strict=True)):
+        pieces["transfer"].append(line.serve(place, formed[image.chunk.id]))
+        pieces["oracle"].append(line.serve(place, patch_of(image, kv, line.antecedent(place), RANK)))
+
+    earlier = images_in_front(stock, count // 2, first=1 + len(others) // len(own))
+    history = [*earlier, *others, *own]
+    windows = [history[max(0, last - count) : last] for last in range(1, len(history) + 1)]
+    room = max(sum(image.size for image in [*front, *window]) for window in windows)
+    loop = Loop(stock.backbone, room, stock.lead if lead else None)
+    for image in history:
+        full = len(loop.held) - len(front) >= count
+        loop = loop.only([*range(len(front)), *range(len(front) + full, len(loop.held))])
+        loop.append(image)
+    blind = loop.only(range(len(loop.held) - 1))
+    blind.held = [(image, {name: np.asarray(v) for name, v in image.chunk.kv.items()}) for image, _ in blind.held]
+
+    caches = {name: scenes.joined(served) for name, served in pieces.items()}
+    caches["re-prefill"] = line.engine(parts)
+    caches["kept"] = line.engine(loop.parts)
+    caches["blind_fresh_page"] = line.engine([*blind.parts, blind.prefill(stock.page)])
+    questions = small_task.ask(stock.contexts, rng, QUESTIONS)
+    said = {name: read(line, cache, questions) for name, cache in caches.items()}
+    add(table, "many", part, questions, stock.clusters, said)
+    step(f"many {part}")

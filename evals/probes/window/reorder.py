@@ -1,0 +1,89 @@
+"""Reorder: one orbit patch against the order's own patch and another order's, K = 3, 4 and 6 images in front."""
+
+import itertools
+
+import numpy as np
+
+import kvpatch_jax as kvp
+from kvpatch_jax.orbit import Accumulated
+
+from ... import small_task
+from ...small_task import LEGENDS
+from ...small_task.scenes import KV
+from ..repair import difference
+from ..results_table import ResultsTable
+from .basic import squared
+from .common import Step, add, patch_of, setting
+from .line import Line, read
+from .stock import Stock
+
+ORBIT_RANK = 16
+QUESTIONS = {"chain": 4, "aggregate": 3, "override": 4, "page": 1}
+
+
+def orders_of(count: int, most: int, seed: int) -> list[tuple[int, ...]]:
+    """Lists all orders of `count` images, or `most` of them drawn without repeats; the first is 0, 1, 2, …"""
+    every = list(itertools.permutations(range(count)))
+    if len(every) <= most:
+        return every
+    drawn = np.random.default_rng([seed, count]).choice(len(every) - 1, most - 1, replace=False) + 1
+    return [every[0], *(every[number] for number in sorted(drawn))]
+
+
+def measure_reorder(
+    table: ResultsTable, stock: Stock, count: int, most: int, lead: bool, rng: np.random.Generator, step: Step
+) -> None:
+    """Serves the page behind `count` images in every order, all or `most` of them.
+
+    The images are the three legends and, beyond them, legends that do not matter. Arms: "orbit", the mean over the
+    other orders; "transfer", the first order's patch (the second's where the first is tested); "oracle", the order's
+    own patch, which was formed of the very prefill it is scored against. Override questions depend on the order.
+    Adds items "window.reorder" and a row of the order effect.
+    """
+    part, front = setting(k=count, lead=lead), stock.front(lead)
+    images = [*stock.legends, *stock.distractors][:count]
+    orders = orders_of(count, most, 0)
+    lines = [Line(stock.backbone, [*front, *(images[i] for i in order), stock.page]) for order in orders]
+    conditioned = [line.prefill() for line in lines]
+    members = lines[0].antecedent(len(lines[0]) - 1)
+
+    page = [parts[-1] for parts in conditioned]
+    total = None
+    for kv in page:
+        total = kvp.accumulate(total, kv, stock.page.chunk, members)
+    assert total is not None
+    table.sample("window.reorder", f"order.{part}", "relative_order_effect", _effect(stock, page), stock.clusters)
+
+    own = [patch_of(stock.page, kv, line.antecedent(len(line) - 1), ORBIT_RANK) for line, kv in zip(lines, page)]
+    for number, (order, line, parts) in enumerate(zip(orders, lines, conditioned, strict=True)):
+        orbit = kvp.orbit_patch(without(total, page[number]), ORBIT_RANK, method="exact")
+        whole, place = line.engine(parts), len(line) - 1
+        serve = lambda patch, line=line, whole=whole, place=place: line.with_served(
+            whole, {place: line.serve(place, patch)}
+        )
+        caches = {
+            "re-prefill": whole,
+            "blind": serve(None),
+            "transfer": serve(own[1 if number == 0 else 0]),
+            "orbit": serve(orbit),
+            "oracle": serve(own[number]),
+        }
+        contexts = stock.contexts.reordered(np.array([image for image in order if image < LEGENDS]))
+        questions = small_task.ask(contexts, rng, QUESTIONS)
+        said = {name: read(line, cache, questions) for name, cache in caches.items()}
+        add(table, "reorder", part, questions, stock.clusters, said)
+        step(f"reorder {part}")
+
+
+def without(total: Accumulated, conditioned: KV) -> Accumulated:
+    """Takes one order out of a sum over orders: the mean of what is left never saw it."""
+    gone = kvp.accumulate(None, conditioned, total.chunk, total.antecedent)
+    left = {name: value - gone.total[name] for name, value in total.total.items()}
+    return Accumulated(left, total.count - 1, total.chunk, total.antecedent)
+
+
+def _effect(stock: Stock, page: list[KV]) -> np.ndarray:
+    """How far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
+    first = squared(difference(page[0], stock.page.chunk.kv))
+    apart = [squared(difference(kv, page[0])) / first for kv in page[1:]]
+    return np.sqrt(np.stack(apart, axis=1)).mean(axis=1)
