@@ -56,6 +56,17 @@ NAMES = {
     "removal": "removal patch",
     "stale": "stale patch",
     "fresh": "fresh patch",
+    "oracle": "oracle",
+    "oracle_update": "oracle update",
+    "rebuilt": "rebuilt patch",
+    "update": "updated patch",
+    "deep": "upper layers from a quarter",
+    "deepest": "upper layers from the first",
+    "shallow": "lowest quarter recomputed",
+    "fixed_earlier": "fixed earlier context",
+    "kept": "kept survivors",
+    "blind_behind_lead": "blind, formed behind the lead",
+    "blind_fresh_page": "blind, page prefilled",
 }
 # Okabe and Ito's palette: told apart by colour-blind readers and in grey.
 COLOURS = {
@@ -74,6 +85,16 @@ COLOURS = {
     "removal": "#0072B2",
     "stale": "#E69F00",
     "fresh": "#0072B2",
+    "oracle": "#009E73",
+    "rebuilt": "#0072B2",
+    "update": "#56B4E9",
+    "deep": "#CC79A7",
+    "deepest": "#882255",
+    "shallow": "#999933",
+    "fixed_earlier": "#CC79A7",
+    "kept": "#E69F00",
+    "blind_behind_lead": "#CC79A7",
+    "blind_fresh_page": "#CC79A7",
 }
 MARKERS = {"first_k": "s", "cacheblend": "^", "oracle_delta": "D", "blind": "v", "re-prefill": "o"}
 STYLE: dict[Any, Any] = {
@@ -185,7 +206,7 @@ def _dot_panels(rows: Rows, probe: str, arms: Sequence[str], title: str, path: P
             panel.grid(visible=False, axis="y")
         panels[0].set_yticks(range(len(arms)), [arm_label(arm) for arm in arms])
         panels[0].set_ylim(len(arms) - 0.4, -0.6)
-        return _save(figure, title, path)
+        return save(figure, title, path)
 
 
 def _wrapped(label: str) -> str:
@@ -208,7 +229,7 @@ def rank_and_bytes_figure(results: Results, out: Path) -> list[Path]:
             _accuracy_by_bytes(lower, rows, probe, kind, last=kind == kinds[-1])
         panels[0, 0].set_ylabel("KL(re-prefill ‖ arm), nats")
         panels[1, 0].set_ylabel("accuracy")
-        return [_save(figure, "What rank and how many bytes it takes", out / "rank_and_bytes.png")]
+        return [save(figure, "What rank and how many bytes it takes", out / "rank_and_bytes.png")]
 
 
 def _kl_by_rank(panel: Axes, rows: Rows, probe: str, kind: str) -> None:
@@ -334,7 +355,7 @@ def recall_figure(results: Results, out: Path) -> list[Path]:
             if kind == kinds[-1]:
                 _label_right(panel, [end for end in ends if math.isfinite(end[2])])
         panels[0].set_ylabel("accuracy")
-        return [_save(figure, "Recall: a chunk put back after eviction", out / "recall.png")]
+        return [save(figure, "Recall: a chunk put back after eviction", out / "recall.png")]
 
 
 DEFICIT_METRICS = {
@@ -381,7 +402,7 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
             panel.set_ylim(0, 1.03 if "_share_" in metric else None)
             panel.xaxis.get_major_locator().set_params(integer=True)
             _label_right(panel, ends)
-        return [_save(figure, "The deficit Δ = KV(page | legends) − KV(page alone)", out / "deficit.png")]
+        return [save(figure, "The deficit Δ = KV(page | legends) − KV(page alone)", out / "deficit.png")]
 
 
 def example_figure(
@@ -422,7 +443,7 @@ def example_figure(
             panel.set_axis_off()
             panel.set_title("page" if place == len(images) - 1 else f"legend {place + 1}")
         _answer_table(lower.subplots(), question_texts, columns, correct)
-        return _save(figure, "One example: what the model sees, asks and answers", path)
+        return save(figure, "One example: what the model sees, asks and answers", path)
 
 
 def _answer_table(panel: Axes, questions: Sequence[str], columns: Mapping[str, Sequence[str]], correct: Any) -> None:
@@ -443,7 +464,8 @@ def _answer_table(panel: Axes, questions: Sequence[str], columns: Mapping[str, S
             panel.text(x, row, text, color=colour, va="center", fontweight="bold" if wrong else "normal")
 
 
-def _save(figure: Figure, title: str, path: Path) -> Path:
+def save(figure: Figure, title: str, path: Path) -> Path:
+    """Writes a figure under a title as a PNG, making its folder."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, facecolor="white")

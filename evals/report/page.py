@@ -12,6 +12,8 @@ from ..results.rows import COLUMNS, Rows
 from .comparison import SINGLE_HOP, VISIBLE, compare
 from .figures import DEFICIT_METRICS, Results, arm_label
 from .summary import summary_lines
+from .window import FIGURES as WINDOW_FIGURES
+from .window import beside_the_paper, window_tables
 from .wording import show
 
 PROBES = (VISIBLE, "repair.evicted", "reorder", "slide", "recall", "mask", "deficit")
@@ -56,6 +58,8 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     for probe in PROBES:
         pictures[probe] = [_picture(left.pop(stem)) for stem in FIGURES.get(probe, (probe,)) if stem in left]
 
+    window = [_picture(left.pop(stem)) for stem in (*WINDOW_FIGURES, "window_gate") if stem in left]
+
     # The main model's tables stand in sections of their own; those of the others (the control) behind each other.
     tables = {model: {probe: probe_table(Rows(results, model), probe) for probe in PROBES} for model in rows.models}
     main = tables.pop(rows.model, dict.fromkeys(PROBES))
@@ -74,6 +78,9 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
         pictures=pictures,
         tables=main,
         controls=tables,
+        window_pictures=window,
+        window_tables=window_tables(rows),
+        window_claims=beside_the_paper(results),
         claims=compare(results),
         other_pictures=[_picture(path) for path in left.values()],
         notes=notes,

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..results.rows import Rows
 from .comparison import VISIBLE, smallest_rank
 from .figures import KINDS, MULTI_HOP, Results, arm_label, byte_share
+from .window import window_lines
 from .wording import number
 
 NO_WINDOW = "_no_window"
@@ -17,7 +18,8 @@ TOKEN_METHODS = ("first_k", "cacheblend", "oracle_delta")
 def summary_lines(results: Results) -> list[str]:
     """Says what a run found: a line per question kind, repair and window operation that it ran."""
     rows = Rows(results)
-    return [line for say in (_say_accuracy, _say_rank, _say_tokens, _say_window) for line in say(results, rows)]
+    lines = [line for say in (_say_accuracy, _say_rank, _say_tokens, _say_window) for line in say(results, rows)]
+    return [*lines, *window_lines(results)]
 
 
 def print_summary(results: Results, file: io.TextIOBase | None = None, report: Path | None = None) -> None:

@@ -82,13 +82,15 @@ def measure_drift(
     before = Line(backbone, [*front, *stock.legends, stock.page])
     conditioned = before.prefill()
     stored = patch_of(stock.page, conditioned[-1], before.antecedent(len(before) - 1))
+    listed = changes(stock)
+    room = max(sum(image.size for image in change.images) for change in listed) + stock.lead.size
     known = {id(image): kv for image, kv in zip(before.images[:-1], conditioned[:-1], strict=True)}
 
-    for change in changes(stock):
+    for change in listed:
         line = Line(backbone, [*front, *change.images, stock.page])
         parts, place = line.prefill(), len(line) - 1
         ids, whole = line.antecedent(place), line.engine(parts)
-        served = as_kept(stock, line, known)
+        served = as_kept(stock, line, known, room)
         patches = {
             "blind": None,
             "transfer": stored,
@@ -119,9 +121,9 @@ def measure_drift(
         step(f"drift {part}")
 
 
-def as_kept(stock: Stock, line: Line, known: dict[int, KV]) -> KV:
+def as_kept(stock: Stock, line: Line, known: dict[int, KV], room: int) -> KV:
     """Prefills the page behind the line as a window keeps it: known legends as they were, new ones in their places."""
-    loop = Loop(stock.backbone, line.size)
+    loop = Loop(stock.backbone, room)
     for image in line.images[:-1]:
         if id(image) in known:
             loop.held.append((image, {name: np.asarray(value) for name, value in known[id(image)].items()}))
@@ -153,7 +155,9 @@ def _note(
     safety: Safety, stock: Stock, before: Line, line: Line, name: str, said: dict[str, Answers], questions
 ) -> None:
     """Writes down per context how far the legends moved and what the transferred patch cost."""
-    asked = questions.valid & np.isin(questions.kind, [KINDS.index(kind) for kind in ("chain", "aggregate", "override")])
+    asked = questions.valid & np.isin(
+        questions.kind, [KINDS.index(kind) for kind in ("chain", "aggregate", "override")]
+    )
     count = np.maximum(asked.sum(axis=1), 1)
     mean = lambda values: (values * asked).sum(axis=1) / count
     reference = said["re-prefill"]

@@ -1,5 +1,4 @@
-"""What the window's probes place: each context's images, images of other contexts, legends that do not matter, a lead.
-"""
+"""What the window's probes place: own images, images of other contexts, legends that do not matter, a lead."""
 
 import dataclasses
 from pathlib import Path

@@ -48,6 +48,7 @@ class WindowSizes:
     chunks: tuple[int, ...] = (8, 16, 32)
 
 
+FULL = WindowSizes()
 QUICK = WindowSizes(contexts=8, batch=8, orders=6, counts=(3, 4), chunks=(8,))
 
 

@@ -1,0 +1,479 @@
+"""The window's suite in the report: its figures, its tables, what the paper says beside it, a few lines of summary."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..results.intervals import Interval
+from ..results.rows import Rows
+from ..results.tables import markdown_table
+from .figures import COLOURS, STYLE, Results, arm_label, family, save
+from .wording import number, show, within
+
+PREFIX = "window."
+LEADS = {"lead=0": "no lead", "lead=1": "pinned lead"}
+
+
+class Drawn(NamedTuple):
+    """A figure: of which probes (rows of panels), arms and kinds, by which metric, in what words."""
+
+    title: str
+    probes: Mapping[str, str]
+    arms: Sequence[str]
+    kinds: Sequence[str]
+    metric: str
+    unit: str
+    across: str
+
+
+FORGET, REMEMBER = "against re-prefill (forget)", "against the banded model (remember)"
+FIGURES = {
+    "window_reorder": Drawn(
+        "Reorder: one patch for every order of K images",
+        {"window.reorder": ""},
+        ("oracle", "orbit", "transfer", "blind"),
+        ("chain", "aggregate", "override"),
+        "eta",
+        "η",
+        "K images in front of the page",
+    ),
+    "window_slide": Drawn(
+        "Slide: what survivors need when the oldest legends leave",
+        {"window.slide": FORGET, "window.slide.remember": REMEMBER},
+        ("keep", "removal", "oracle", "blind", "blind_behind_lead"),
+        ("survivor", "aggregate", "evicted", "page"),
+        "kl",
+        "KL, nats",
+        "legends that left",
+    ),
+    "window_recall": Drawn(
+        "Recall: the page put back as the window turned over",
+        {"window.recall": FORGET, "window.recall.remember": REMEMBER},
+        ("oracle", "fresh", "fixed_earlier", "stale", "blind"),
+        ("chain", "aggregate"),
+        "kl",
+        "KL, nats",
+        "share of the window that was replaced",
+    ),
+    "window_drift": Drawn(
+        "Drift: the stored patch behind legends that changed, and what mends it",
+        {"window.drift": ""},
+        ("oracle", "rebuilt", "update", "deepest", "deep", "shallow", "transfer", "blind"),
+        ("chain", "aggregate", "override"),
+        "kl",
+        "KL, nats",
+        "",
+    ),
+    "window_many": Drawn(
+        "Many chunks: every image served from the cache and moved",
+        {"window.many": ""},
+        ("oracle", "kept", "transfer", "blind_fresh_page", "blind"),
+        ("chain", "aggregate", "override", "legend", "page"),
+        "kl",
+        "KL, nats",
+        "images in the window (trained with 4)",
+    ),
+}
+
+
+def split_arm(arm: str) -> tuple[str, str, str]:
+    """Splits "orbit.k=3.lead=0" into the arm, what was varied and the lead: ("orbit", "k=3", "lead=0")."""
+    name, _, rest = arm.partition(".")
+    varied, _, lead = rest.rpartition(".")
+    return name, varied, lead
+
+
+def window_probes(rows: Rows) -> list[str]:
+    """Lists the window suite's probes that were run."""
+    return list(dict.fromkeys(probe for probe, _, _ in rows.table if probe.startswith(PREFIX)))
+
+
+def window_figures(results: Results, out: Path) -> list[Path]:
+    """Draws a figure for every window probe that was run, and one of the gate."""
+    rows = Rows(results)
+    written = []
+    for name, drawn in FIGURES.items():
+        probes = [probe for probe in drawn.probes if rows.arms(probe)]
+        if probes:
+            written.append(_panels(rows, drawn, probes, out / f"{name}.png"))
+    if rows.arms("window.gate"):
+        written.append(_gate(rows, out / "window_gate.png"))
+    return written
+
+
+def _panels(rows: Rows, drawn: Drawn, probes: Sequence[str], path: Path) -> Path:
+    kinds = [kind for kind in drawn.kinds if kind in rows.kinds(probes[0], drawn.metric)]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(2.4 + 2.9 * len(kinds), 0.9 + 2.7 * len(probes)), layout="constrained")
+        grid = figure.subplots(len(probes), len(kinds), squeeze=False)
+        for line, probe in zip(grid, probes, strict=True):
+            for panel, kind in zip(line, kinds, strict=True):
+                _series(panel, rows, probe, drawn, kind)
+                where = drawn.probes[probe]
+                panel.set_title(f"{kind}{', ' + where if where and panel is line[0] else ''}")
+            line[0].set_ylabel(drawn.unit)
+        for panel in grid[-1]:
+            panel.set_xlabel(drawn.across)
+        found: dict[str, Any] = {}
+        for panel in grid.ravel():
+            found |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+        figure.legend(found.values(), found.keys(), loc="outside right upper", frameon=False)
+        return save(figure, f"{drawn.title} · solid: no lead, dashed: pinned lead", path)
+
+
+def _series(panel: Axes, rows: Rows, probe: str, drawn: Drawn, kind: str) -> None:
+    varied = list(dict.fromkeys(split_arm(arm)[1] for arm in rows.arms(probe) if split_arm(arm)[1]))
+    points = [
+        (name, lead, place, rows.get(probe, f"{name}.{each}.{lead}", f"{drawn.metric}.{kind}"))
+        for name in drawn.arms
+        for lead in LEADS
+        for place, each in enumerate(varied)
+    ]
+    for number_, name in enumerate(drawn.arms):
+        for lead in LEADS:
+            own = [(x, y) for arm, its, x, y in points if (arm, its) == (name, lead) and math.isfinite(y.value)]
+            if not own:
+                continue
+            dashed = lead == "lead=1"
+            # Arms stand beside each other, so that equal values do not hide one another.
+            shift = 0.06 * (number_ - len(drawn.arms) / 2) + (0.03 if dashed else 0.0)
+            at = [x + shift for x, _ in own]
+            colour = COLOURS.get(family(name), "#555555")
+            style: dict[str, Any] = {"color": colour, "marker": "o" if not dashed else "s", "markersize": 3.5}
+            label = None if dashed else arm_label(name)
+            levels = [max(y.value, FLOOR) for _, y in own] if drawn.metric == "eta" else [y.value for _, y in own]
+            panel.plot(at, levels, linestyle="--" if dashed else "-", linewidth=1.1, label=label, **style)
+            for x, (_, y) in zip(at, own, strict=True):
+                if math.isfinite(y.low + y.high) and (drawn.metric != "eta" or y.low > FLOOR):
+                    panel.plot([x, x], [y.low, y.high], color=colour, linewidth=0.8, alpha=0.5)
+    panel.set_xticks(range(len(varied)), [_tick(each) for each in varied])
+    if drawn.metric == "eta":
+        panel.set_ylim(FLOOR - 0.05, 1.05)
+    else:
+        # Nats from a thousandth up to ten in one picture, and 0 too.
+        panel.set_yscale("symlog", linthresh=0.01, linscale=0.5)
+        panel.set_ylim(0, None)
+        panel.set_yticks([0, 0.01, 0.1, 1, 10], ["0", ".01", ".1", "1", "10"])
+        panel.minorticks_off()
+    if max((len(_tick(each)) for each in varied), default=0) > 6:
+        panel.tick_params(axis="x", rotation=60)
+
+
+FLOOR = -1.0
+"""η is drawn down to here; what is worse than that is drawn at the edge."""
+
+
+def _tick(varied: str) -> str:
+    name, _, value = varied.partition("=")
+    if name == "turnover":
+        return f"{int(value) / 3:.2g}"
+    words = {"drop_duplicate": "drop, double", "replaced": f"replace {value}", "distractors": f"+{value} irrelevant"}
+    return words.get(name, value or name)
+
+
+def _gate(rows: Rows, path: Path) -> Path:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8.6, 3.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for arm in rows.arms("window.gate"):
+            x, y = (rows.get("window.gate", arm, metric) for metric in ("divergence", "transfer_kl"))
+            if math.isfinite(x.value + y.value):
+                left.plot([x.value] * 2, [y.low, y.high], color="#0072B2", linewidth=1, alpha=0.5)
+                left.plot(x.value, y.value, "o", color="#0072B2", markersize=5)
+                place: dict[str, Any] = dict(xytext=(5, 4), textcoords="offset points", fontsize=8)
+                left.annotate(_tick(arm), (x.value, y.value), **place)
+        left.set(xlabel="divergence of the antecedents", ylabel="KL of the transferred patch, nats")
+        left.set_xlim(0, 1.25 * left.get_xlim()[1])
+        settings = rows.settings("window.gate", "coverage=")
+        wrong = [rows.get("window.gate", arm, "false_reuse") for _, arm in settings]
+        for (x, _), y in zip(settings, wrong, strict=True):
+            right.plot([100 * x] * 2, [100 * y.low, 100 * y.high], color="#D55E00", linewidth=1, alpha=0.6)
+        ours = [100 * y.value for y in wrong]
+        right.plot([100 * x for x, _ in settings], ours, "o-", color="#D55E00", markersize=5, label="ours")
+        right.axhspan(24, 47, color="#999999", alpha=0.2, label="paper: 24–47 %")
+        right.set(xlabel="reused, % of cases, lowest divergence first", ylabel="false reuse, %", ylim=(0, 100))
+        right.legend(frameon=False)
+        return save(figure, "Gate: does divergence tell when a stored patch may stay?", path)
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+class WindowTable(NamedTuple):
+    """One window probe as the report shows it: its name, metrics across, and a line per arm of (value, interval)."""
+
+    probe: str
+    metrics: list[str]
+    lines: list[tuple[str, list[tuple[str, str]]]]
+
+
+SHOWN = ("accuracy", "kl", "eta", "flips")
+
+
+def window_tables(rows: Rows) -> list[WindowTable]:
+    """Makes a table of every window probe: all arms, accuracy, KL, η and flips by kind, paired differences."""
+    return [_table(rows, probe) for probe in window_probes(rows)]
+
+
+def _table(rows: Rows, probe: str) -> WindowTable:
+    every = list(dict.fromkeys(metric for where, _, metric in rows.table if where == probe))
+    kept = [metric for metric in every if metric.split(".")[0] in SHOWN or "_minus_" in metric or "." not in metric]
+    lines = []
+    for arm in rows.arms(probe):
+        cells = [show(rows.get(probe, arm, metric)).partition(" ") for metric in kept]
+        name, varied, lead = split_arm(arm)
+        words = [arm_label(name), varied.replace("=", " "), LEADS.get(lead, lead)]
+        lines.append((", ".join(word for word in words if word), [(value, rest) for value, _, rest in cells]))
+    return WindowTable(probe.removeprefix(PREFIX), [metric.replace(".", ", ") for metric in kept], lines)
+
+
+# ------------------------------------------------------------------------------------------------ the paper
+
+
+class Beside(NamedTuple):
+    """A published figure beside ours. how: in words, how ours differs ("" where it does not)."""
+
+    about: str
+    paper: str
+    here: str
+    verdict: str
+    how: str
+
+
+GQA, DEEPSTACK, MLA, MHA = "GQA", "deepstack", "MLA", "MHA"
+
+
+def attention_of(results: Results) -> str:
+    """Says which of the paper's four kinds of attention a run's backbone has."""
+    config = results.get("config", {})
+    name, channels = str(config.get("backbone", "")), set(config.get("kv", {}))
+    if "ckv" in channels:
+        return MLA
+    if "qwen3" in name:
+        return DEEPSTACK
+    return MHA if "llava" in name else GQA
+
+
+class Published(NamedTuple):
+    """A figure of Kamera (arXiv 2606.23581), by kind of attention, and which of our rows it is set beside.
+
+    low, high: ours agrees where its interval meets this range; a figure alone stands for itself ± 0.1.
+    """
+
+    about: str
+    where: str
+    row: tuple[str, str, str]
+    values: Mapping[str, tuple[float, float]]
+
+
+def _near(value: float, margin: float = 0.1) -> tuple[float, float]:
+    return value - margin, value + margin
+
+
+def _all(low: float, high: float) -> dict[str, tuple[float, float]]:
+    return dict.fromkeys((GQA, DEEPSTACK, MLA, MHA), (low, high))
+
+
+def _reorder(count: int, **values: float) -> Published:
+    where = {kind.upper() if kind != "deepstack" else kind: _near(value) for kind, value in values.items()}
+    row = ("window.reorder", f"orbit.k={count}.lead=0", "eta.chain")
+    return Published(f"η of one orbit patch, K = {count}", "§5", row, where)
+
+
+def _drift(about: str, arm: str, metric: str, values: Mapping[str, tuple[float, float]]) -> Published:
+    return Published(about, "App. D", ("window.drift", f"{arm}.lead=0", metric), values)
+
+
+PUBLISHED = (
+    _reorder(3, gqa=0.92, deepstack=0.87, mla=0.87, mha=0.89),
+    _reorder(4, gqa=0.93, mla=0.85),
+    _reorder(6, gqa=0.94, mla=0.83),
+    Published(
+        "How far an order moves the deficit, K = 3",
+        "§5",
+        ("window.reorder", "order.k=3.lead=0", "relative_order_effect"),
+        _all(0.43, 0.53),
+    ),
+    Published(
+        "KL of survivors as they are, facts that stay",
+        "Table 1",
+        ("window.slide", "keep.gone=1.lead=1", "kl.survivor"),
+        {GQA: (0.0, 0.015), MLA: (0.0, 0.023), DEEPSTACK: (0.0, 0.113)},
+    ),
+    Published(
+        "… rows that mix facts that stayed and facts that left",
+        "Table 1",
+        ("window.slide", "keep.gone=1.lead=1", "kl.aggregate"),
+        {GQA: (0.0, 0.015), MLA: (0.0, 0.023), DEEPSTACK: (0.0, 0.113)},
+    ),
+    Published(
+        "η of a removal patch formed elsewhere, facts that stay",
+        "§5, its own context",
+        ("window.slide", "removal.gone=1.lead=1", "eta.survivor"),
+        {DEEPSTACK: (0.82, 1.0)},
+    ),
+    Published(
+        "η of the stale patch, no turnover",
+        "Table 1",
+        ("window.recall", "stale.turnover=0.lead=1", "eta.chain"),
+        _all(0.8, 1.0),
+    ),
+    Published(
+        "η of the stale patch, all replaced",
+        "Table 1",
+        ("window.recall", "stale.turnover=3.lead=1", "eta.chain"),
+        {GQA: (-math.inf, -0.58), DEEPSTACK: (-math.inf, -2.75), MLA: (0.19, 0.39)},
+    ),
+    Published(
+        "η of a patch on the fixed earlier context, two of three replaced",
+        "Table 1",
+        ("window.recall", "fixed_earlier.turnover=2.lead=1", "eta.chain"),
+        {GQA: (0.77, 1.0), DEEPSTACK: (0.86, 1.0), MLA: (0.71, 1.0)},
+    ),
+    Published(
+        "η of a patch formed behind the window, all replaced",
+        "Table 1",
+        ("window.recall", "fresh.turnover=3.lead=1", "eta.chain"),
+        {GQA: (0.77, 1.0), DEEPSTACK: (0.86, 1.0), MLA: (0.71, 1.0)},
+    ),
+    _drift("η of the stored patch, one dropped and one doubled", "transfer.drop_duplicate", "eta.chain", _all(0.82, 1)),
+    _drift("η of the stored patch, another order", "transfer.reorder", "eta.chain", {GQA: (0.66, 1.0)}),
+    _drift("η of the stored patch, one replaced", "transfer.replaced=1", "eta.chain", {GQA: (0.67, 0.87)}),
+    _drift("η of the stored patch, all replaced", "transfer.replaced=3", "eta.chain", {GQA: (-math.inf, 0.0)}),
+    _drift(
+        "η of the stored patch, one more that is irrelevant", "transfer.distractors=1", "eta.chain", {GQA: _near(0.71)}
+    ),
+    _drift("η of the stored patch, two more", "transfer.distractors=2", "eta.chain", {GQA: _near(0.39)}),
+    _drift("η of the stored patch, three more", "transfer.distractors=3", "eta.chain", {GQA: _near(0.08)}),
+    _drift("η of a patch rebuilt with three more", "rebuilt.distractors=3", "eta.chain", {GQA: (0.82, 1.0)}),
+    _drift(
+        "flip-recover of the stored patch, three more",
+        "transfer.distractors=3",
+        "flip_recover.chain",
+        {GQA: _near(0.17)},
+    ),
+    _drift(
+        "η of an update, all replaced",
+        "update.replaced=3",
+        "eta.chain",
+        {GQA: (0.81, 1.0), DEEPSTACK: (0.94, 1.0)},
+    ),
+    _drift("η of the deep three quarters recomputed, all replaced", "deep.replaced=3", "eta.chain", {GQA: (0.9, 1.0)}),
+    _drift("η of the lowest quarter recomputed, all replaced", "shallow.replaced=3", "eta.chain", {GQA: _near(0.37)}),
+    Published(
+        "False reuse of a gate at half coverage",
+        "App. D",
+        ("window.gate", "coverage=0.5", "false_reuse"),
+        {GQA: (0.24, 0.47), MLA: (0.24, 0.47)},
+    ),
+)
+
+
+def beside_the_paper(results: Results) -> list[Beside]:
+    """Sets every published figure of the window beside this run's, for its kind of attention; all words generated."""
+    rows, kind = Rows(results), attention_of(results)
+    found = []
+    for each in PUBLISHED:
+        got = rows.get(*each.row)
+        if not math.isfinite(got.value) or kind not in each.values:
+            continue
+        low, high = each.values[kind]
+        paper = f"{_range(low, high)} ({kind}; {each.where})"
+        verdict = within(got, low - 1e-9, high + 1e-9)
+        verdict = {"same direction": "within", "differs": "differs", "undecided": "undecided"}[verdict]
+        found.append(Beside(each.about, paper, show(got), verdict, _how(got, low, high, verdict)))
+    return found
+
+
+def _range(low: float, high: float) -> str:
+    if low == -math.inf:
+        return f"≤ {number(high)}"
+    return f"{number(low)} to {number(high)}"
+
+
+def _how(got: Interval, low: float, high: float, verdict: str) -> str:
+    if verdict == "within":
+        return ""
+    over = got.value > high
+    apart = got.value - high if over else low - got.value
+    if apart <= 0:
+        return "the value lies within, its interval does not"
+    side = "above" if over else "below"
+    unsure = ", but the interval reaches it" if verdict == "undecided" else ""
+    return f"{number(apart)} {side} the range{unsure}"
+
+
+def window_lines(results: Results) -> list[str]:
+    """Says what the window's suite found, a line per probe, for the terminal and the head of the report."""
+    rows = Rows(results)
+    lines = []
+
+    def say(title: str, probe: str, metric: str, arms: Mapping[str, str]) -> None:
+        got = {word: rows.get(probe, arm, metric) for word, arm in arms.items()}
+        if any(math.isfinite(interval.value) for interval in got.values()):
+            lines.append(f"{title}: " + ", ".join(f"{word} {number(x.value)}" for word, x in got.items()) + ".")
+
+    for count in (3, 4, 6):
+        arms = {name: f"{name}.k={count}.lead=0" for name in ("oracle", "orbit", "transfer")}
+        for kind in ("chain", "override"):
+            say(f"Window, reorder of {count} (η, {kind})", "window.reorder", f"eta.{kind}", arms)
+    for kind in ("survivor", "aggregate", "evicted"):
+        arms = {
+            f"{word}{' behind a lead' if lead else ''}": f"{arm}.gone=1.lead={lead}"
+            for lead in (0, 1)
+            for word, arm in {"kept": "keep", "blind": "blind"}.items()
+        }
+        say(f"Window, slide (KL to re-prefill, {kind})", "window.slide", f"kl.{kind}", arms)
+    say(
+        "Window, slide (KL to the banded model, aggregate)",
+        "window.slide.remember",
+        "kl.aggregate",
+        {"kept": "keep.gone=1.lead=0", "kept behind a lead": "keep.gone=1.lead=1"},
+    )
+    for name in ("stale", "fixed_earlier", "fresh"):
+        arms = {f"{turnover}/3": f"{name}.turnover={turnover}.lead=1" for turnover in range(4)}
+        say(f"Window, recall, {arm_label(name)} (η by turnover, chain)", "window.recall", "eta.chain", arms)
+    arms = {name: f"{name}.replaced=3.lead=0" for name in ("transfer", "update", "rebuilt", "deep", "deepest")}
+    say("Window, drift, all replaced (η, chain)", "window.drift", "eta.chain", arms)
+    for count in (8, 16, 32):
+        arms = {name: f"{name}.chunks={count}.lead=0" for name in ("oracle", "kept", "transfer", "blind")}
+        say(f"Window, {count} images all from the cache (flips, chain)", "window.many", "flips.chain", arms)
+    said = [x.verdict for x in beside_the_paper(results)]
+    if said:
+        counts = ", ".join(f"{said.count(word)} {word}" for word in ("within", "differs", "undecided"))
+        lines.append(f"Window, beside the paper's figures: {counts}.")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------ side by side
+
+COLUMNS = {
+    "orbit, K = 3 (η)": ("window.reorder", "orbit.k=3.lead=0", "eta.chain"),
+    "its order decides (η)": ("window.reorder", "orbit.k=3.lead=0", "eta.override"),
+    "kept, facts that stay (KL)": ("window.slide", "keep.gone=1.lead=0", "kl.survivor"),
+    "… behind a lead": ("window.slide", "keep.gone=1.lead=1", "kl.survivor"),
+    "kept, mixed rows (KL)": ("window.slide", "keep.gone=1.lead=0", "kl.aggregate"),
+    "kept, banded model (KL)": ("window.slide.remember", "keep.gone=1.lead=0", "kl.aggregate"),
+    "stale, all replaced (η)": ("window.recall", "stale.turnover=3.lead=1", "eta.chain"),
+    "fresh, all replaced (η)": ("window.recall", "fresh.turnover=3.lead=1", "eta.chain"),
+    "update, all replaced (η)": ("window.drift", "update.replaced=3.lead=0", "eta.chain"),
+    "upper layers from a quarter (η)": ("window.drift", "deep.replaced=3.lead=0", "eta.chain"),
+    "32 images kept (flips)": ("window.many", "kept.chunks=32.lead=0", "flips.chain"),
+    "false reuse at half": ("window.gate", "coverage=0.5", "false_reuse"),
+}
+
+
+def write_windows(results: Mapping[str, Results], folder: Path) -> Path:
+    """Writes windows.md: the window suite's main figures, one line per backbone; returns its path."""
+    lines = []
+    for name, each in results.items():
+        rows = Rows(each)
+        lines.append([name, attention_of(each), *(show(rows.get(*where)) for where in COLUMNS.values())])
+    path = folder / "windows.md"
+    path.write_text(markdown_table(["backbone", "attention", *COLUMNS], lines) + "\n", encoding="utf-8")
+    return path
