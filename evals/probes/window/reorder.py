@@ -54,7 +54,10 @@ def measure_reorder(
     assert total is not None
     table.sample("window.reorder", f"order.{part}", "relative_order_effect", _effect(stock, page), stock.clusters)
 
-    own = [patch_of(stock.page, kv, line.antecedent(len(line) - 1), ORBIT_RANK) for line, kv in zip(lines, page)]
+    own = [
+        patch_of(stock.page, kv, line.antecedent(len(line) - 1), ORBIT_RANK)
+        for line, kv in zip(lines, page, strict=True)
+    ]
     for number, (order, line, parts) in enumerate(zip(orders, lines, conditioned, strict=True)):
         orbit = kvp.orbit_patch(without(total, page[number]), ORBIT_RANK, method="exact")
         whole, place = line.engine(parts), len(line) - 1
