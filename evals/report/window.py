@@ -55,7 +55,7 @@ FIGURES = {
         "Recall: the page put back as the window turned over",
         {"window.recall": FORGET, "window.recall.remember": REMEMBER},
         ("oracle", "fresh", "fixed_earlier", "stale", "blind"),
-        ("chain", "aggregate"),
+        ("chain", "override", "aggregate"),
         "kl",
         "KL, nats",
         "share of the window that was replaced",
@@ -63,7 +63,7 @@ FIGURES = {
     "window_drift": Drawn(
         "Drift: the stored patch behind legends that changed, and what mends it",
         {"window.drift": ""},
-        ("oracle", "rebuilt", "update", "deepest", "deep", "shallow", "transfer", "blind"),
+        ("oracle", "rebuilt", "update", "deepest", "deep", "shallow", "stored", "blind"),
         ("chain", "aggregate", "override"),
         "kl",
         "KL, nats",
@@ -114,16 +114,18 @@ def _panels(rows: Rows, drawn: Drawn, probes: Sequence[str], path: Path) -> Path
         for line, probe in zip(grid, probes, strict=True):
             for panel, kind in zip(line, kinds, strict=True):
                 _series(panel, rows, probe, drawn, kind)
-                where = drawn.probes[probe]
-                panel.set_title(f"{kind}{', ' + where if where and panel is line[0] else ''}")
-            line[0].set_ylabel(drawn.unit)
+                panel.set_title(kind)
+            line[0].set_ylabel("\n".join(word for word in (drawn.probes[probe], drawn.unit) if word))
         for panel in grid[-1]:
             panel.set_xlabel(drawn.across)
         found: dict[str, Any] = {}
         for panel in grid.ravel():
-            found |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-        figure.legend(found.values(), found.keys(), loc="outside right upper", frameon=False)
-        return save(figure, f"{drawn.title} · solid: no lead, dashed: pinned lead", path)
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+                found.setdefault(label, handle)
+        order = [arm_label(arm) for arm in drawn.arms if arm_label(arm) in found]
+        handles, columns = [found[label] for label in order], min(len(order), 2 * len(kinds))
+        figure.legend(handles, order, loc="outside lower center", ncols=columns, frameon=False)
+        return save(figure, f"{drawn.title}\nround, solid: no lead; square, dashed: pinned lead", path)
 
 
 def _series(panel: Axes, rows: Rows, probe: str, drawn: Drawn, kind: str) -> None:
@@ -145,9 +147,9 @@ def _series(panel: Axes, rows: Rows, probe: str, drawn: Drawn, kind: str) -> Non
             at = [x + shift for x, _ in own]
             colour = COLOURS.get(family(name), "#555555")
             style: dict[str, Any] = {"color": colour, "marker": "o" if not dashed else "s", "markersize": 3.5}
-            label = None if dashed else arm_label(name)
+            line = {"linestyle": ("--" if dashed else "-") if drawn.across else "", "linewidth": 1.1}
             levels = [max(y.value, FLOOR) for _, y in own] if drawn.metric == "eta" else [y.value for _, y in own]
-            panel.plot(at, levels, linestyle="--" if dashed else "-", linewidth=1.1, label=label, **style)
+            panel.plot(at, levels, label=arm_label(name), **line, **style)
             for x, (_, y) in zip(at, own, strict=True):
                 if math.isfinite(y.low + y.high) and (drawn.metric != "eta" or y.low > FLOOR):
                     panel.plot([x, x], [y.low, y.high], color=colour, linewidth=0.8, alpha=0.5)
@@ -181,13 +183,13 @@ def _gate(rows: Rows, path: Path) -> Path:
         figure = Figure(figsize=(8.6, 3.2), layout="constrained")
         left, right = figure.subplots(1, 2)
         for arm in rows.arms("window.gate"):
-            x, y = (rows.get("window.gate", arm, metric) for metric in ("divergence", "transfer_kl"))
+            x, y = (rows.get("window.gate", arm, metric) for metric in ("divergence", "stored_kl"))
             if math.isfinite(x.value + y.value):
                 left.plot([x.value] * 2, [y.low, y.high], color="#0072B2", linewidth=1, alpha=0.5)
                 left.plot(x.value, y.value, "o", color="#0072B2", markersize=5)
                 place: dict[str, Any] = dict(xytext=(5, 4), textcoords="offset points", fontsize=8)
                 left.annotate(_tick(arm), (x.value, y.value), **place)
-        left.set(xlabel="divergence of the antecedents", ylabel="KL of the transferred patch, nats")
+        left.set(xlabel="divergence of the antecedents", ylabel="KL of the stored patch, nats")
         left.set_xlim(0, 1.25 * left.get_xlim()[1])
         settings = rows.settings("window.gate", "coverage=")
         wrong = [rows.get("window.gate", arm, "false_reuse") for _, arm in settings]
@@ -341,19 +343,19 @@ PUBLISHED = (
         ("window.recall", "fresh.turnover=3.lead=1", "eta.chain"),
         {GQA: (0.77, 1.0), DEEPSTACK: (0.86, 1.0), MLA: (0.71, 1.0)},
     ),
-    _drift("η of the stored patch, one dropped and one doubled", "transfer.drop_duplicate", "eta.chain", _all(0.82, 1)),
-    _drift("η of the stored patch, another order", "transfer.reorder", "eta.chain", {GQA: (0.66, 1.0)}),
-    _drift("η of the stored patch, one replaced", "transfer.replaced=1", "eta.chain", {GQA: (0.67, 0.87)}),
-    _drift("η of the stored patch, all replaced", "transfer.replaced=3", "eta.chain", {GQA: (-math.inf, 0.0)}),
+    _drift("η of the stored patch, one dropped and one doubled", "stored.drop_duplicate", "eta.chain", _all(0.82, 1)),
+    _drift("η of the stored patch, another order", "stored.reorder", "eta.chain", {GQA: (0.66, 1.0)}),
+    _drift("η of the stored patch, one replaced", "stored.replaced=1", "eta.chain", {GQA: (0.67, 0.87)}),
+    _drift("η of the stored patch, all replaced", "stored.replaced=3", "eta.chain", {GQA: (-math.inf, 0.0)}),
     _drift(
-        "η of the stored patch, one more that is irrelevant", "transfer.distractors=1", "eta.chain", {GQA: _near(0.71)}
+        "η of the stored patch, one more that is irrelevant", "stored.distractors=1", "eta.chain", {GQA: _near(0.71)}
     ),
-    _drift("η of the stored patch, two more", "transfer.distractors=2", "eta.chain", {GQA: _near(0.39)}),
-    _drift("η of the stored patch, three more", "transfer.distractors=3", "eta.chain", {GQA: _near(0.08)}),
+    _drift("η of the stored patch, two more", "stored.distractors=2", "eta.chain", {GQA: _near(0.39)}),
+    _drift("η of the stored patch, three more", "stored.distractors=3", "eta.chain", {GQA: _near(0.08)}),
     _drift("η of a patch rebuilt with three more", "rebuilt.distractors=3", "eta.chain", {GQA: (0.82, 1.0)}),
     _drift(
         "flip-recover of the stored patch, three more",
-        "transfer.distractors=3",
+        "stored.distractors=3",
         "flip_recover.chain",
         {GQA: _near(0.17)},
     ),
@@ -438,7 +440,7 @@ def window_lines(results: Results) -> list[str]:
     for name in ("stale", "fixed_earlier", "fresh"):
         arms = {f"{turnover}/3": f"{name}.turnover={turnover}.lead=1" for turnover in range(4)}
         say(f"Window, recall, {arm_label(name)} (η by turnover, chain)", "window.recall", "eta.chain", arms)
-    arms = {name: f"{name}.replaced=3.lead=0" for name in ("transfer", "update", "rebuilt", "deep", "deepest")}
+    arms = {name: f"{name}.replaced=3.lead=0" for name in ("stored", "update", "rebuilt", "deep", "deepest")}
     say("Window, drift, all replaced (η, chain)", "window.drift", "eta.chain", arms)
     for count in (8, 16, 32):
         arms = {name: f"{name}.chunks={count}.lead=0" for name in ("oracle", "kept", "transfer", "blind")}

@@ -36,8 +36,8 @@ class Change(NamedTuple):
 class Safety:
     """What a reuse-or-rebuild gate would see, one entry per context and change.
 
-    divergence: of the antecedents. kl: of the transferred patch; blind: of blind reuse, both mean nats per question.
-    flipped: share of decisions that the transferred patch changes. cluster: the context. name: of the change.
+    divergence: of the antecedents. kl: of the stored patch; blind: of blind reuse, both mean nats per question.
+    flipped: share of decisions that the stored patch changes. cluster: the context. name: of the change.
     """
 
     divergence: list[float] = dataclasses.field(default_factory=list)
@@ -72,7 +72,7 @@ def measure_drift(
 ) -> None:
     """Serves the page behind legends that changed since its patch was formed; the legends as re-prefill has them.
 
-    Arms: "blind"; "transfer", the stored patch; "rebuilt" and "update", a new patch and the stored one corrected,
+    Arms: "blind"; "stored", the stored patch; "rebuilt" and "update", a new patch and the stored one corrected,
     formed as a window would: of a prefill of the page behind kept legends, those that are new prefilled in their places
     and the others left as they were; "oracle" and "oracle_update", the same of the re-prefill they are scored against;
     "deep" and "deepest", layers recomputed from a quarter and from the first up, out of the residual that the page had
@@ -93,7 +93,7 @@ def measure_drift(
         served = as_kept(stock, line, known, room)
         patches = {
             "blind": None,
-            "transfer": stored,
+            "stored": stored,
             "rebuilt": patch_of(stock.page, served, ids),
             "update": _updated(stock, stored, served, ids),
             "oracle": patch_of(stock.page, parts[-1], ids),
@@ -104,7 +104,7 @@ def measure_drift(
         quarter = max(1, round(backbone.layout.layers / 4))
         pages["shallow"] = {
             name: np.concatenate([np.asarray(true[name])[:quarter], np.asarray(value)[quarter:]])
-            for name, value in pages["transfer"].items()
+            for name, value in pages["stored"].items()
         }
         for name, layer in {"deep": quarter, "deepest": 1}.items():
             pages[name] = deep_refresh(line, whole, pages["blind"], layer)
@@ -154,7 +154,7 @@ def _updated(stock: Stock, stored: kvp.Patch, conditioned: KV, ids: tuple[str, .
 def _note(
     safety: Safety, stock: Stock, before: Line, line: Line, name: str, said: dict[str, Answers], questions
 ) -> None:
-    """Writes down per context how far the legends moved and what the transferred patch cost."""
+    """Writes down per context how far the legends moved and what the stored patch cost."""
     asked = questions.valid & np.isin(
         questions.kind, [KINDS.index(kind) for kind in ("chain", "aggregate", "override")]
     )
@@ -164,9 +164,9 @@ def _note(
     divergence = antecedent_divergence(before, line)
     for values, into in (
         (divergence, safety.divergence),
-        (mean(said["transfer"].divergence_from(reference)), safety.kl),
+        (mean(said["stored"].divergence_from(reference)), safety.kl),
         (mean(said["blind"].divergence_from(reference)), safety.blind),
-        (mean(said["transfer"].predicted != reference.predicted), safety.flipped),
+        (mean(said["stored"].predicted != reference.predicted), safety.flipped),
         (stock.clusters, safety.cluster),
     ):
         into.extend(np.asarray(values).tolist())

@@ -13,7 +13,7 @@ SAFE_SHARE = 0.5
 def gate_rows(table: ResultsTable, safety: Safety) -> None:
     """Adds rows "window.gate": false reuse at each coverage, medians of divergence, and their rank correlation.
 
-    A reuse is safe where the transferred patch removes at least half of what blind reuse loses in that context
+    A reuse is safe where the stored patch removes at least half of what blind reuse loses in that context
     (η ≥ 0.5); the gate reuses the share of lowest divergence. Contexts in which blind reuse loses nothing are left out.
     """
     divergence, kl, blind = (np.array(values) for values in (safety.divergence, safety.kl, safety.blind))
@@ -35,7 +35,7 @@ def gate_rows(table: ResultsTable, safety: Safety) -> None:
     for each in dict.fromkeys(name.tolist()):
         here = name == each
         table.row("window.gate", each, "divergence", intervals.mean(divergence[here], cluster[here]))
-        table.row("window.gate", each, "transfer_kl", intervals.mean(kl[here], cluster[here]))
+        table.row("window.gate", each, "stored_kl", intervals.mean(kl[here], cluster[here]))
         table.row("window.gate", each, "unsafe_share", intervals.mean((~safe[here]).astype(float), cluster[here]))
 
 

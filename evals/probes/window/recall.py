@@ -11,7 +11,7 @@ from .common import Step, add, patch_of, setting
 from .line import Image, Line, Loop, read, read_in_one
 from .stock import Stock, foreign_legends, with_foreign
 
-QUESTIONS = {"chain": 8, "aggregate": 4, "page": 2}
+QUESTIONS = {"chain": 6, "override": 4, "aggregate": 4, "page": 2}
 
 
 def measure_recall(table: ResultsTable, stock: Stock, lead: bool, rng: np.random.Generator, step: Step) -> None:

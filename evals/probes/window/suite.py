@@ -26,7 +26,7 @@ PAIRS = {
     "window.reorder": ("orbit", "oracle"),
     "window.slide": ("keep", "blind"),
     "window.recall": ("fixed_earlier", "fresh"),
-    "window.drift": ("rebuilt", "transfer"),
+    "window.drift": ("rebuilt", "stored"),
     "window.many": ("kept", "transfer"),
 }
 """Arms whose difference, question by question, is a row of its own."""
