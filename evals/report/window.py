@@ -343,7 +343,7 @@ PUBLISHED = (
         ("window.recall", "fresh.turnover=3.lead=1", "eta.chain"),
         {GQA: (0.77, 1.0), DEEPSTACK: (0.86, 1.0), MLA: (0.71, 1.0)},
     ),
-    _drift("η of the stored patch, one dropped and one doubled", "stored.drop_duplicate", "eta.chain", _all(0.82, 1)),
+    _drift("η of the stored patch, one dropped and one doubled", "stored.drop_duplicate", "eta.chain", _all(0.82, 1.0)),
     _drift("η of the stored patch, another order", "stored.reorder", "eta.chain", {GQA: (0.66, 1.0)}),
     _drift("η of the stored patch, one replaced", "stored.replaced=1", "eta.chain", {GQA: (0.67, 0.87)}),
     _drift("η of the stored patch, all replaced", "stored.replaced=3", "eta.chain", {GQA: (-math.inf, 0.0)}),

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
@@ -103,8 +104,7 @@ def measure_drift(
         true = scenes.cut(whole, line.slices[place])
         quarter = max(1, round(backbone.layout.layers / 4))
         pages["shallow"] = {
-            name: np.concatenate([np.asarray(true[name])[:quarter], np.asarray(value)[quarter:]])
-            for name, value in pages["stored"].items()
+            name: jnp.concatenate([true[name][:quarter], value[quarter:]]) for name, value in pages["stored"].items()
         }
         for name, layer in {"deep": quarter, "deepest": 1}.items():
             pages[name] = deep_refresh(line, whole, pages["blind"], layer)
@@ -126,7 +126,7 @@ def as_kept(stock: Stock, line: Line, known: dict[int, KV], room: int) -> KV:
     loop = Loop(stock.backbone, room)
     for image in line.images[:-1]:
         if id(image) in known:
-            loop.held.append((image, {name: np.asarray(value) for name, value in known[id(image)].items()}))
+            loop.held.append((image, known[id(image)]))
         else:
             loop.append(image)
     return loop.prefill(stock.page)
@@ -141,9 +141,9 @@ def deep_refresh(line: Line, whole: KV, alone: KV, layer: int) -> KV:
     tokens = image.tokens._replace(embeddings=hidden).shift(line.starts[place])
     context = {name: value[:, :, : where.start] for name, value in whole.items()}
     upper = backbone.prefill(tokens, context, start_layer=layer).kv
-    full = {name: np.concatenate([np.zeros_like(alone[name][:layer]), value]) for name, value in upper.items()}
+    full = {name: jnp.concatenate([jnp.zeros_like(alone[name][:layer]), value]) for name, value in upper.items()}
     turned = kvp.to_engine(backbone.layout, full, image.tokens.positions, line.starts[place])
-    return {name: np.concatenate([alone[name][:layer], np.asarray(turned[name])[layer:]]) for name in turned}
+    return {name: jnp.concatenate([alone[name][:layer], value[layer:]]) for name, value in turned.items()}
 
 
 def _updated(stock: Stock, stored: kvp.Patch, conditioned: KV, ids: tuple[str, ...]) -> kvp.Patch:

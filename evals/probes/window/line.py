@@ -224,13 +224,13 @@ class Loop:
     def prefill(self, image: Image) -> KV:
         """Prefills an image behind what is held, which stays as it is; phase-free KV."""
         if not self.held:
-            return _host(self.backbone.prefill(image.tokens).kv)
+            return dict(self.backbone.prefill(image.tokens).kv)
         line = self.line
         if line.size > self.room:
             raise ValueError(f"a window of {line.size} tokens; expected at most the room of {self.room}")
         fill = lambda array, axis: _filled(array, self.room, axis)
         names = self.backbone.layout.names
-        held = {name: fill(np.concatenate([kv[name] for _, kv in self.held], axis=2), 2) for name in names}
+        held = {name: fill(np.concatenate([np.asarray(kv[name]) for _, kv in self.held], axis=2), 2) for name in names}
         context = kvp.to_engine(self.backbone.layout, held, fill(np.asarray(line.tokens.positions), 1), 0)
 
         size = image.size
@@ -238,15 +238,11 @@ class Loop:
             np.tri(size, dtype=bool), [(0, 0), (self.room, 0)]
         )
         mask = np.broadcast_to(mask, (len(image.tokens.embeddings), 1, *mask.shape))
-        return _host(self.backbone.prefill(image.tokens.shift(np.int32(line.end)), context, mask).kv)
+        return dict(self.backbone.prefill(image.tokens.shift(np.int32(line.end)), context, mask).kv)
 
     def append(self, image: Image) -> None:
         """Prefills an image behind the window and keeps what that gave."""
         self.held.append((image, self.prefill(image)))
-
-
-def _host(kv: KV) -> KV:
-    return {name: np.asarray(value) for name, value in kv.items()}  # pyright: ignore[reportReturnType]
 
 
 def _filled(array: np.ndarray, size: int, axis: int) -> np.ndarray:
