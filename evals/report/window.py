@@ -138,7 +138,11 @@ def _series(panel: Axes, rows: Rows, probe: str, drawn: Drawn, kind: str) -> Non
     ]
     for number_, name in enumerate(drawn.arms):
         for lead in LEADS:
-            own = [(x, y) for arm, its, x, y in points if (arm, its) == (name, lead) and math.isfinite(y.value)]
+            own = [
+                (x, y)
+                for arm, its, x, y in points
+                if (arm, its) == (name, lead) and math.isfinite(y.value) and y.n >= FEWEST
+            ]
             if not own:
                 continue
             dashed = lead == "lead=1"
@@ -166,6 +170,8 @@ def _series(panel: Axes, rows: Rows, probe: str, drawn: Drawn, kind: str) -> Non
         panel.tick_params(axis="x", rotation=60)
 
 
+FEWEST = 8
+"""Points that rest on fewer questions are not drawn."""
 FLOOR = -1.0
 """η is drawn down to here; what is worse than that is drawn at the edge."""
 

@@ -1,0 +1,293 @@
+"""The window's suite: its arithmetic against other ways of getting the same, and (slow) a run of it."""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+import kvpatch_jax as kvp
+from evals import run, small_task
+from evals.probes.results_table import ResultsTable
+from evals.probes.window import QUICK, steps_of
+from evals.probes.window.drift import Safety
+from evals.probes.window.gate import gate_rows, lowest, rank_correlation
+from evals.probes.window.line import Image, Line, Loop, read_in_one
+from evals.probes.window.recall import bands
+from evals.probes.window.reorder import orders_of, without
+from evals.probes.window.slide import SLIDE_KINDS, slide_questions
+from evals.probes.window.stock import irrelevant, load_stock, with_foreign
+from evals.report import window
+from evals.results.intervals import Interval
+from evals.results.rows import Rows, as_row
+from evals.small_task import KINDS, LEGENDS, VOCABULARY
+from evals.trained import shipped
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.rope import Rope
+from models import load
+
+LAYOUT = kvp.KVLayout.gqa(layers=2, kv_heads=1, head_dim=4, rope=Rope(1e4, 4))
+
+
+def image(rng: np.random.Generator, name: str, tokens: int = 3, rows: int = 2) -> Image:
+    """An image of random numbers."""
+    kv = {channel: rng.normal(size=(2, rows, tokens, 1, 4)).astype(np.float32) for channel in LAYOUT.names}
+    local = np.arange(tokens, dtype=np.int32)
+    chunk = kvp.Chunk(kv, local, tokens, tokens, name, LAYOUT, "0" * 64, content=name)
+    embeddings = jnp.asarray(rng.normal(size=(rows, tokens, 8)), jnp.float32)
+    return Image(Tokens(embeddings, np.tile(local, (rows, 1))), chunk)
+
+
+@pytest.fixture(scope="module")
+def contexts() -> small_task.Contexts:
+    return small_task.sample_contexts(np.random.default_rng(3), 6)
+
+
+def test_orders_are_all_or_a_sample_without_repeats():
+    for count in (3, 4):
+        assert sorted(orders_of(count, 24, 0)) == sorted(itertools.permutations(range(count)))
+    drawn = orders_of(6, 24, 0)
+    assert len(set(drawn)) == 24
+    assert drawn[0] == tuple(range(6))
+    assert all(sorted(order) == list(range(6)) for order in drawn)
+    assert drawn == orders_of(6, 24, 0)
+
+
+def test_an_order_that_is_tested_is_not_in_its_orbit():
+    """The sum without one order is the mean over the others, taken one by one in float64."""
+    rng = np.random.default_rng(0)
+    page = image(rng, "page").chunk
+    orders = [image(rng, "x").chunk.kv for _ in range(4)]
+    total = None
+    for kv in orders:
+        total = kvp.accumulate(total, kv, page, ("a", "b"))
+    assert total is not None
+    for held in range(4):
+        left = without(total, dict(orders[held]))
+        assert left.count == 3
+        for name in LAYOUT.names:
+            others = [np.asarray(kv[name], np.float64) for number, kv in enumerate(orders) if number != held]
+            mean = np.mean(others, axis=0) - np.asarray(page.kv[name], np.float64)
+            np.testing.assert_allclose(np.asarray(left.total[name]) / left.count, mean, atol=2e-6)
+
+
+def test_images_of_others_are_those_of_the_next_contexts():
+    own = image(np.random.default_rng(1), "legend", rows=5)
+    other = own.of_others(2)
+    for row in range(5):
+        from_row = (row + 2) % 5
+        np.testing.assert_array_equal(other.tokens.embeddings[row], own.tokens.embeddings[from_row])
+        np.testing.assert_array_equal(other.chunk.kv["k"][:, row], own.chunk.kv["k"][:, from_row])
+    assert other.chunk.id != own.chunk.id
+    assert other.chunk.content != own.chunk.content
+
+
+def test_foreign_legends_mean_what_they_show(contexts: small_task.Contexts):
+    which = np.array([False, True, True])
+    swapped = with_foreign(contexts, which, 1)
+    for row, legend in itertools.product(range(len(contexts)), range(LEGENDS)):
+        source = (row + 1) % len(contexts) if which[legend] else row
+        for name in ("legend_glyph", "legend_fill", "legend_stripe"):
+            np.testing.assert_array_equal(getattr(swapped, name)[row, legend], getattr(contexts, name)[source, legend])
+    # The page's pixels are drawn as before, so that it is the same chunk.
+    np.testing.assert_array_equal(small_task.render(swapped)[1], small_task.render(contexts)[1])
+
+
+def test_irrelevant_legends_change_no_answer_about_the_page(contexts: small_task.Contexts):
+    made = irrelevant(contexts, np.random.default_rng(5))
+    for row in range(len(contexts)):
+        page = set(contexts.page_glyph[row].ravel().tolist())
+        for legend in range(LEGENDS):
+            glyphs = made.legend_glyph[row, legend].tolist()
+            assert not page & set(glyphs)
+            colours = zip(made.legend_fill[row, legend].tolist(), made.legend_stripe[row, legend].tolist(), strict=True)
+            meanings = set(zip(glyphs, colours, strict=True))
+            assert len(meanings) == len(set(glyphs))
+
+
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_slide_questions_are_sorted_by_who_defines_the_glyph(contexts: small_task.Contexts, gone: int):
+    """Checked cell by cell, in plain loops over the legends' rows."""
+    questions, kind = slide_questions(contexts, np.random.default_rng(2), gone)
+    seen = Counter()
+    for row, question in np.argwhere(questions.valid):
+        name, sorted_as = KINDS[questions.kind[row, question]], SLIDE_KINDS[kind[row, question]]
+        seen[sorted_as] += 1
+        if name in ("page", "aggregate"):
+            assert sorted_as == name
+            continue
+        if name == "legend":
+            glyph = questions.argument[row, question] - VOCABULARY.glyph
+        else:
+            glyph = contexts.page_glyph[row, questions.row[row, question], questions.cell[row, question]]
+        owners = [which for which in range(LEGENDS) if glyph in contexts.legend_glyph[row, which]]
+        assert len(owners) == 1
+        left = owners[0] in contexts.order[row, :gone]
+        assert not (name == "legend" and left)
+        if name == "chain":
+            assert sorted_as == ("evicted" if left else "survivor")
+    assert seen["evicted"] > 0
+    assert (seen["survivor"] > 0) == (gone < LEGENDS)
+
+
+def test_bands_are_those_of_a_window_that_slides():
+    """A window of three, played chunk by chunk: each legend makes room first, the page looks at all that is there."""
+    for front in (0, 1):
+        count = front + 7
+        band, sees = bands(count, front, 3)
+        held: list[int] = []
+        for number in range(count - 1):
+            if number >= front:
+                held = held[-2:] if len(held) == 3 else held
+            ahead = {*range(min(front, number)), *held, number}
+            assert set(np.flatnonzero(band[number])) == ahead
+            if number >= front:
+                held.append(number)
+        assert set(np.flatnonzero(sees)) == {*range(front), *held, count - 1}
+        assert (band[-1] == sees).all()
+
+
+def test_masks_are_bands_of_whole_images():
+    rng = np.random.default_rng(4)
+    line = Line(None, [image(rng, "a", 2), image(rng, "b", 3), image(rng, "c", 1)])  # pyright: ignore[reportArgumentType]
+    sees = np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], bool)
+    mask = line.band(sees)
+    assert mask.shape == (2, 1, 6, 6)
+    owner = [0, 0, 1, 1, 1, 2]
+    for i, j in itertools.product(range(6), repeat=2):
+        assert mask[0, 0, i, j] == (j <= i and bool(sees[owner[i], owner[j]]))
+    assert line.starts.tolist() == [0, 2, 5]
+    assert line.end == 6
+    assert line.antecedent(2) == ("a", "b")
+
+
+def test_a_gate_reuses_the_nearest_and_says_how_often_that_is_wrong():
+    rng = np.random.default_rng(6)
+    a, b = rng.integers(0, 5, 40).astype(float), rng.normal(size=40)
+    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
+    assert rank_correlation(a, np.ones(40)) == 0
+    assert sorted(a[lowest(a, 0.25)]) == sorted(a)[:10]
+
+    safety = Safety(
+        divergence=[0.1, 0.2, 0.3, 0.4], kl=[0.0, 2.0, 0.1, 3.0], blind=[1.0] * 4, flipped=[0.0] * 4,
+        cluster=[0, 1, 2, 3], name=["x", "x", "y", "y"],
+    )  # fmt: skip
+    table = ResultsTable("m")
+    gate_rows(table, safety)
+    value = {(row["arm"], row["metric"]): row["value"] for row in table.rows()}
+    assert value["coverage=0.25", "false_reuse"] == 0
+    assert value["coverage=0.5", "false_reuse"] == 0.5
+    assert value["coverage=0.75", "false_reuse"] == pytest.approx(1 / 3)
+    assert value["safe", "divergence_median"] == pytest.approx(0.2)
+    assert value["unsafe", "divergence_median"] == pytest.approx(0.3)
+    assert value["y", "unsafe_share"] == 0.5
+
+
+def test_the_paper_stands_beside_rows_and_differences_are_said():
+    """Verdicts and words are computed: within, above and below the paper's range, and across its edge."""
+    made = {
+        ("window.reorder", "orbit.k=3.lead=0", "eta.chain"): Interval(0.95, 0.9, 0.99, 50),
+        ("window.reorder", "orbit.k=4.lead=0", "eta.chain"): Interval(0.5, 0.4, 0.6, 50),
+        ("window.slide", "keep.gone=1.lead=1", "kl.aggregate"): Interval(1.0, 0.8, 1.2, 50),
+        ("window.drift", "deep.replaced=3.lead=0", "eta.chain"): Interval(0.88, 0.8, 0.95, 50),
+    }
+    rows = [as_row(probe, "small", arm, metric, interval) for (probe, arm, metric), interval in made.items()]
+    results = {"config": {"model": "small", "backbone": "small", "kv": {"k": 1, "v": 1}}, "rows": rows}
+    found = {each.about: each for each in window.beside_the_paper(results)}
+    assert len(found) == 4
+    said = [(each.verdict, each.how) for each in found.values()]
+    assert said == [
+        ("within", ""),
+        ("differs", "0.330 below the range"),
+        ("differs", "0.985 above the range"),
+        ("undecided", "0.020 below the range, but the interval reaches it"),
+    ]
+    results["config"]["kv"] = {"ckv": 1}
+    assert len(window.beside_the_paper(results)) == 3  # the deep refresh has no figure for latent attention
+    assert window.split_arm("orbit.k=3.lead=0") == ("orbit", "k=3", "lead=0")
+    assert window.split_arm("stored.reorder.lead=1") == ("stored", "reorder", "lead=1")
+    assert window.attention_of(results) == "MLA"
+    lines = window.window_lines(results)
+    assert any("orbit 0.950" in line for line in lines)
+    assert "differs" in lines[-1]
+    assert window.window_tables(Rows(results))[0].probe == "reorder"
+
+
+def test_the_default_run_does_not_have_it():
+    """It is asked for by name; how much it measures is in the configuration."""
+    assert run.WINDOW not in run.SUITES
+    config = run.RunConfig(run.MAIN, run.SUITES, 1)
+    assert run._ticks(config, 5) == run._ticks(dataclasses.replace(config, window=QUICK), 5)
+    with_window = dataclasses.replace(config, suite=(run.WINDOW,), window=QUICK)
+    assert run._ticks(with_window, 5) == steps_of(QUICK)
+
+
+# ------------------------------------------------------------------------------------------------------- slow
+
+
+@pytest.mark.slow
+def test_a_loop_is_the_model_under_the_band(tmp_path: Path):
+    """Images prefilled one by one behind a sliding window have the KV of one forward under the mask of what each saw.
+
+    Keys are phase-free, so both may differ by rounding alone, wherever the window stood.
+    """
+    backbone = load(shipped(run.MAIN), dtype="float32")
+    contexts = small_task.sample_contexts(np.random.default_rng(8), 2)
+    stock = load_stock(backbone, contexts, np.arange(2), 8, tmp_path)
+    history = [*[legend.of_others(1) for legend in stock.legends], *stock.legends, stock.page]
+    band, sees = bands(len(history), 0, 3)
+    together = Line(backbone, history).prefill(band)
+
+    loop = Loop(backbone, 4 * stock.page.size)
+    for number, each in enumerate(history):
+        if number == len(history) - 1:
+            loop = loop.only(range(len(loop.held) - 3, len(loop.held)))
+        elif len(loop.held) >= 3:
+            loop = loop.only(range(len(loop.held) - 2, len(loop.held)))
+        for name, value in loop.prefill(each).items():
+            scale = float(jnp.abs(together[number][name]).max())
+            np.testing.assert_allclose(value, together[number][name], atol=2e-5 * scale)
+        loop.append(each)
+    questions = small_task.ask(contexts, np.random.default_rng(9), {"chain": 3, "page": 2})
+    assert read_in_one(Line(backbone, history), questions, band, sees).log_probabilities.shape[:2] == (2, 5)
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_the_suite(tmp_path: Path):
+    """Every probe writes rows, figures and its part of the report; what must hold by construction holds."""
+    sizes = dataclasses.replace(QUICK, contexts=4, batch=4, orders=4, counts=(3, 4))
+    results = run.run_backbone(run.RunConfig(run.MAIN, (run.WINDOW,), 77, window=sizes), tmp_path)
+    rows = results["rows"]
+    assert max(Counter((row["probe"], row["arm"], row["metric"]) for row in rows).values()) == 1
+    value = {(row["probe"], row["arm"], row["metric"]): row["value"] for row in rows}
+    json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert {row["probe"] for row in rows} == {
+        "window.reorder", "window.slide", "window.slide.remember", "window.recall", "window.recall.remember",
+        "window.drift", "window.many", "window.gate",
+    }  # fmt: skip
+
+    for (_, arm, metric), got in value.items():
+        if arm.startswith("re-prefill."):
+            assert metric.split(".")[0] not in ("kl", "flips", "difference") or got == 0
+    for gone in (1, 2, 3):
+        # What is kept and turned answers as the model that never moved anything.
+        assert abs(value["window.slide.remember", f"keep.gone={gone}.lead=0", "kl.aggregate"]) < 1e-5
+        oracle, keep = (value["window.slide", f"{arm}.gone={gone}.lead=0", "kl.evicted"] for arm in ("oracle", "keep"))
+        assert oracle < keep
+    assert value["window.recall", "fresh.turnover=3.lead=0", "kl.chain"] < 0.5
+    assert value["window.recall", "stale.turnover=3.lead=0", "kl.chain"] > 1
+    arms = {arm.split(".")[0] for probe, arm, _ in value if probe == "window.recall.remember"}
+    assert "fresh" not in arms, "a patch made of what the reference is made of is called oracle"
+    assert all(math.isfinite(value["window.gate", f"coverage={c}", "false_reuse"]) for c in (0.25, 0.5, 0.75))
+
+    page = (tmp_path / "report.html").read_text()
+    names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    assert names == {*window.FIGURES, "window_gate"}
+    assert page.count("data:image/png;base64,") == len(names)
+    assert "How far an order moves the deficit" in page
