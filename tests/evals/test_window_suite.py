@@ -30,14 +30,14 @@ from evals.small_task import KINDS, LEGENDS, VOCABULARY
 from evals.trained import shipped
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.rope import Rope
-from models import load
+from models import ModelBackbone, load
 
 LAYOUT = kvp.KVLayout.gqa(layers=2, kv_heads=1, head_dim=4, rope=Rope(1e4, 4))
 
 
 def image(rng: np.random.Generator, name: str, tokens: int = 3, rows: int = 2) -> Image:
     """An image of random numbers."""
-    kv = {channel: rng.normal(size=(2, rows, tokens, 1, 4)).astype(np.float32) for channel in LAYOUT.names}
+    kv = {channel: jnp.asarray(rng.normal(size=(2, rows, tokens, 1, 4)), jnp.float32) for channel in LAYOUT.names}
     local = np.arange(tokens, dtype=np.int32)
     chunk = kvp.Chunk(kv, local, tokens, tokens, name, LAYOUT, "0" * 64, content=name)
     embeddings = jnp.asarray(rng.normal(size=(rows, tokens, 8)), jnp.float32)
@@ -155,7 +155,8 @@ def test_bands_are_those_of_a_window_that_slides():
 
 def test_masks_are_bands_of_whole_images():
     rng = np.random.default_rng(4)
-    line = Line(None, [image(rng, "a", 2), image(rng, "b", 3), image(rng, "c", 1)])  # pyright: ignore[reportArgumentType]
+    nobody = object.__new__(ModelBackbone)
+    line = Line(nobody, [image(rng, "a", 2), image(rng, "b", 3), image(rng, "c", 1)])
     sees = np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], bool)
     mask = line.band(sees)
     assert mask.shape == (2, 1, 6, 6)

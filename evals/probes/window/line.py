@@ -7,7 +7,7 @@ engine frame. Axis letters as in `small_task.scenes`.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from models import ModelBackbone
 
 from ...small_task import Questions, scenes, sequences
 from ...small_task.scenes import KV, Answers
-
-Serve = Callable[[int], KV]
-"""Gives a chunk of a line in the engine frame, at its place, by its number."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
