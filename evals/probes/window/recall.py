@@ -65,6 +65,9 @@ def measure_recall(table: ResultsTable, stock: Stock, lead: bool, rng: np.random
         history = Line(stock.backbone, [*front, *older, *stock.legends, *newer[:turnover], stock.page])
         band, sees = bands(len(history), len(front), LEGENDS)
         said["oracle"] = said.pop("fresh")
+        if not turnover:
+            # Nothing has changed: these too were made of what the reference is made of.
+            del said["stale"], said["fixed_earlier"]
         said["re-prefill"] = read_in_one(history, questions, band, sees)
         add(table, "recall.remember", part, questions, stock.clusters, said)
         step(f"recall {part}")
