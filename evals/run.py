@@ -31,7 +31,8 @@ from .report.figures import draw_all, example_figure
 from .report.page import write_report
 from .report.summary import print_summary
 from .report.table import write_table
-from .report.window import window_figures, write_windows
+from .report.window import window_figures
+from .report.window_paper import write_windows
 from .results.environment import environment
 from .results.rows import without_nan
 from .small_task import scenes

@@ -13,7 +13,8 @@ from .comparison import SINGLE_HOP, VISIBLE, compare
 from .figures import DEFICIT_METRICS, Results, arm_label
 from .summary import summary_lines
 from .window import FIGURES as WINDOW_FIGURES
-from .window import beside_the_paper, window_tables
+from .window import window_tables
+from .window_paper import beside_the_paper
 from .wording import show
 
 PROBES = (VISIBLE, "repair.evicted", "reorder", "slide", "recall", "mask", "deficit")

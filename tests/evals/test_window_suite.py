@@ -23,7 +23,7 @@ from evals.probes.window.recall import bands
 from evals.probes.window.reorder import orders_of, without
 from evals.probes.window.slide import SLIDE_KINDS, slide_questions
 from evals.probes.window.stock import irrelevant, load_stock, with_foreign
-from evals.report import window
+from evals.report import window, window_paper
 from evals.results.intervals import Interval
 from evals.results.rows import Rows, as_row
 from evals.small_task import KINDS, LEGENDS, VOCABULARY
@@ -200,7 +200,7 @@ def test_the_paper_stands_beside_rows_and_differences_are_said():
     }
     rows = [as_row(probe, "small", arm, metric, interval) for (probe, arm, metric), interval in made.items()]
     results = {"config": {"model": "small", "backbone": "small", "kv": {"k": 1, "v": 1}}, "rows": rows}
-    found = {each.about: each for each in window.beside_the_paper(results)}
+    found = {each.about: each for each in window_paper.beside_the_paper(results)}
     assert len(found) == 4
     said = [(each.verdict, each.how) for each in found.values()]
     assert said == [
@@ -210,14 +210,26 @@ def test_the_paper_stands_beside_rows_and_differences_are_said():
         ("undecided", "0.020 below the range, but the interval reaches it"),
     ]
     results["config"]["kv"] = {"ckv": 1}
-    assert len(window.beside_the_paper(results)) == 3  # the deep refresh has no figure for latent attention
+    assert len(window_paper.beside_the_paper(results)) == 3  # the deep refresh has no figure for latent attention
     assert window.split_arm("orbit.k=3.lead=0") == ("orbit", "k=3", "lead=0")
     assert window.split_arm("stored.reorder.lead=1") == ("stored", "reorder", "lead=1")
-    assert window.attention_of(results) == "MLA"
+    assert window_paper.attention_of(results) == "MLA"
     lines = window.window_lines(results)
     assert any("orbit 0.950" in line for line in lines)
     assert "differs" in lines[-1]
     assert window.window_tables(Rows(results))[0].probe == "reorder"
+
+
+def test_backbones_stand_side_by_side_in_one_table(tmp_path: Path):
+    """A line per figure that any of them has, a column per backbone, cells out of their own rows."""
+    results = {}
+    for name, value in (("first", 0.5), ("second", 0.75)):
+        row = as_row("window.gate", name, "coverage=0.5", "false_reuse", Interval(value, value - 0.1, value + 0.1, 9))
+        results[name] = {"config": {"backbone": name, "kv": {"ckv": 1}}, "rows": [row]}
+    lines = window_paper.write_windows(results, tmp_path).read_text().splitlines()
+    assert len(lines) == 3
+    assert lines[0] == "| figure | first (MLA) | second (MLA) |"
+    assert "0.500 [0.400, 0.600] | 0.750 [0.650, 0.850]" in lines[2]
 
 
 def test_the_default_run_does_not_have_it():
