@@ -112,7 +112,7 @@ def conditioned(
     Raises:
       ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows.
     """
-    own = [_unit_tokens(backbone, unit) for unit in units]
+    own = [unit_tokens(backbone, unit) for unit in units]
     if not own:
         raise InputError("conditioned: no units; expected at least one")
     rows = len(own[0].embeddings)
@@ -134,7 +134,12 @@ def conditioned(
     return found
 
 
-def _unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens) -> Tokens:
+def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens) -> Tokens:
+    """Embeds the items of one unit; tokens pass.
+
+    Raises:
+      ImageError, InputError: as `prepare`. ShapeError: tokens without a batch axis, or none.
+    """
     tokens = unit
     if not isinstance(tokens, Tokens):
         tokens = backbone.embed(**backbone.prepare(items_of(tokens, "conditioned")))

@@ -10,6 +10,7 @@ from operator_cases import chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import FetchError, InputError, PatchMismatchError, ShapeError
+from kvpatch_jax.orbit import prefilled_orders
 from kvpatch_jax.patch_metadata import patch_digest
 from kvpatch_jax.store import Budget, ChunkStore, Request, Served, fetch, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.audit import totals, verify
@@ -60,6 +61,13 @@ def test_conditioned_kv_stands_behind_the_lead_too(backbone):
     found = kvp.conditioned(backbone, rows, lead=tokens[0])[1]
     for row in range(2):
         assert near({name: value[:, row] for name, value in found.items()}, {n: v[:, 0, 6:] for n, v in behind.items()})
+
+
+def test_orders_are_prefilled_behind_the_lead(backbone):
+    behind = prefilled_orders(backbone, [[[21, 23]], [[22]]], UNIT, lead=LEAD)
+    for order, between in (((0, 1), [21, 23, 22]), ((1, 0), [22, 21, 23])):
+        whole = backbone.prefill(backbone.embed(**backbone.prepare([LEAD[0] + between + UNIT[0]]))).kv
+        assert near(behind(order), {name: value[:, 0, 7:] for name, value in whole.items()})
 
 
 def test_the_lead_is_part_of_what_a_chunk_is(backbone):
