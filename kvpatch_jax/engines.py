@@ -1,4 +1,7 @@
-"""Page layouts of other engines, as views of a pool {channel: [L, P, O, K, H]}. Every round trip keeps every bit.
+"""Page layouts of other engines: as views of a pool {channel: [L, P, O, K, H]}, and in place.
+
+Every round trip keeps every bit. `splice_ragged` and `splice_latent` write chunks into an engine's own pages, and
+`rotate_ragged` and `rotate_latent` turn keys there, without converting any page that is not theirs.
 
 jax's paged attention reads k and v apart, heads outermost. jax's ragged paged attention (TPU) reads them interleaved,
 K0 V0 K1 V1 …, each padded to a multiple of 128 lanes. Engines with latent attention keep one row per token: the latent,
@@ -11,6 +14,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.splice import LANES, padded_width
 
+from .engine_pages import rotate_latent as rotate_latent
+from .engine_pages import rotate_ragged as rotate_ragged
+from .engine_pages import splice_latent as splice_latent
+from .engine_pages import splice_ragged as splice_ragged
 from .errors import LayoutError, ShapeError
 from .layout import KVLayout
 from .paging import Pool, check_pool, trimmed

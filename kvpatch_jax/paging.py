@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.splice import check_slots, padded_width
 
 from .buckets import Buckets
 from .chunk import AnyArray
-from .errors import DtypeError, KernelSlotError, LayoutError, PoolError, ShapeError
-from .layout import Channel, KVLayout
+from .errors import DtypeError, KernelSlotError, LayoutError, PoolError, PositionError, ShapeError
+from .layout import Channel, KVLayout, Positions, Start
+from .rope import Rope, check_positions
 
 Slots = Int[AnyArray, " T"]
 Rows = Int[AnyArray, "..."] | Sequence[Int[AnyArray, " _"] | Sequence[int]]
@@ -233,7 +234,7 @@ def check_pool(layout: KVLayout, pool: Pool, *, padded: bool = True) -> tuple[in
     return paging  # pyright: ignore[reportReturnType]
 
 
-def check_held(pool: Pool) -> None:
+def check_held(pool: Mapping[str, Any]) -> None:
     """Refuses what is no pool of arrays, and a pool that was given away.
 
     Raises:
@@ -280,3 +281,31 @@ def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:
         twice = named[1:][named[1:] == named[:-1]]
         if twice.size:
             raise PoolError(f"{what}: page {int(twice[0])} is named twice in row {number}; expected it once")
+
+
+def padded_slots(slots: Slots) -> tuple[Int[np.ndarray, " N"], np.int32]:
+    """Slots filled up to a bucket, so that few programs are compiled, and how many of them count."""
+    given = np.asarray(slots, np.int32)
+    return np.pad(given, (0, DEFAULT.round_up(given.size) - given.size)), np.int32(given.size)
+
+
+def token_offsets(
+    rope: Rope, offset: Positions | Start, tokens: int, room: int, what: str, kinds: str = "iu"
+) -> Num[np.ndarray, "..."]:
+    """Offsets of every token, [room] or [room, A], zero from `tokens` on, from one for all or one for each.
+
+    Args:
+      kinds: of numbers that are allowed, as NumPy names them.
+
+    Raises:
+      PositionError: other numbers, from 2³⁰ on, or of another shape.
+    """
+    given, axes = np.asarray(offset), () if rope.axes is None else (rope.axes,)
+    if given.dtype.kind not in kinds or given.shape not in ((), axes, (tokens, *axes)):
+        raise PositionError(
+            f"{what}: offsets of dtype {given.dtype} and shape {given.shape}; expected integers, one for all or "
+            f"for each slot, of shape (), {axes} or {(tokens, *axes)}"
+        )
+    check_positions(rope, given, np.zeros((), np.int32))
+    each = np.broadcast_to(given.astype(np.float32 if given.dtype.kind == "f" else np.int32), (tokens, *axes))
+    return np.pad(each, ((0, room - tokens), *((0, 0) for _ in axes)))

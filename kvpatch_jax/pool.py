@@ -18,12 +18,12 @@ from pallas_kernels.splice import check_slots
 from . import ops
 from .chunk import AnyArray, Chunk
 from .errors import DtypeError, PoolError, ShapeError
-from .layout import KVLayout, Start, on_device
-from .paging import Pool, Slots, check_held, check_pool, pool_widths, trimmed
+from .layout import KVLayout, Positions, Start, on_device
+from .paging import Pool, Slots, check_held, check_pool, padded_slots, pool_widths, token_offsets, trimmed
 from .patch import operator_call
 from .patch_metadata import Patch, check_is_chunk
 from .provenance import Behind
-from .rope import Angles
+from .rope import Angles, relocation_tables, rope_tables
 
 
 def make_pool(
@@ -182,6 +182,76 @@ def _move(pool, old, new, length):
 
 
 _jitted_move = jax.jit(_move, donate_argnames=("pool",))
+
+
+def rotate_slots(
+    layout: KVLayout,
+    pool: Pool,
+    slots: Slots,
+    offset: Positions | Start,
+    source: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
+) -> dict[str, Float[Array, "L P O _ _"]]:
+    """Turns the keys at some slots, of any number of chunks, in place and in one launch. The pool is donated.
+
+    Values and slots that are not named keep their bits.
+
+    Args:
+      slots: int32 [T], distinct; padded to a bucket, so that few programs are compiled.
+      offset: new position − old one, integers: for all slots alike, a scalar or one per axis [A]; or of each slot, [T]
+        or [T, A]. With a source: the new positions themselves, fractional ones too.
+      source: phase-free keys {channel: [L,T,K,H]} of the slots, from which they are turned with one rounding however
+        often they move; channels that carry no phase are not looked at. None: from the keys that lie there.
+
+    Raises:
+      PositionError: offsets of another shape, not integers, or from 2³⁰ on. KernelSlotError: slots out of range, or
+      named twice. ShapeError: a source of other tokens. LayoutError, DtypeError: another pool than the layout's.
+      PoolError: a pool that was donated.
+    """
+    pages, page_size = check_pool(layout, pool)
+    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
+    check_slots(slots, pages * page_size)
+    padded, length = padded_slots(slots)
+    offsets = token_offsets(
+        layout.rope, offset, int(length), len(padded), "rotate_slots", "iu" if source is None else "iuf"
+    )
+    own = {name: on_device(pool[name]) for name in layout.names}
+    turning, kept = [channel for channel in layout.channels if channel.rotates], None
+    if source is not None:
+        kept = {}
+        for channel in turning:
+            value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
+            if value is None or value.shape != expected:
+                found = None if value is None else value.shape
+                raise ShapeError(f"rotate_slots: source[{channel.name!r}] of shape {found}; expected {expected}")
+            room = ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0))
+            kept[channel.name] = jnp.pad(value, room)
+    return _jitted_turn(layout, own, padded, kept, offsets, length)
+
+
+def _turn(layout, pool, slots, source, offset, length):
+    if source is None:
+        cos, sin = relocation_tables(layout.rope, jnp.zeros_like(offset), offset)
+        scale, source = 1.0, {name: _flat(value)[:, slots] for name, value in pool.items()}
+    else:
+        cos, sin = rope_tables(layout.rope, offset)
+        scale = layout.rope.attention_scaling
+    how = {"layout": layout.rope.cached, "scale": scale, "length": length}
+    turned = {
+        channel.name: splice_kernel(
+            pool[channel.name],
+            slots,
+            source[channel.name].astype(pool[channel.name].dtype),
+            cos,
+            sin,
+            **how,
+        )
+        for channel in layout.channels
+        if channel.rotates
+    }
+    return {**pool, **turned}
+
+
+_jitted_turn = jax.jit(_turn, static_argnames="layout", donate_argnames="pool")
 
 
 def _flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:

@@ -1,0 +1,260 @@
+"""Chunks written into other engines' pages, and keys turned there, in place: `kvp.engines` offers these functions.
+
+Pages are [L, P, O, 2·K, H'] or packed [L, P, O, 2·K / packing, packing, H'], heads interleaved as
+`to_ragged_paged_attention` makes them, or latent rows [L, P, O / packing, packing, F] of `to_latent_rows`. An engine
+that keeps an array per layer passes a list of them. Pages are donated; slots that are not named are not touched.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels import rotate_patch
+from pallas_kernels.splice import check_slots, padded_width
+
+from . import ops
+from .chunk import AnyArray, Chunk
+from .errors import DtypeError, LayoutError, ShapeError
+from .layout import KVLayout, Start, on_device
+from .paging import Slots, check_held, padded_slots, token_offsets
+from .patch import operator_call
+from .patch_metadata import Patch, check_is_chunk
+from .provenance import Behind
+from .rope import Angles, relocation_tables
+
+Pages = Float[AnyArray, "..."] | Sequence[Float[AnyArray, "..."]]
+"""An engine's pages, of all layers in one array or as an array per layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How pages hold tokens: a row of this shape for each, and for latents `packing` tokens on an axis of their own."""
+
+    layout: KVLayout
+    row: tuple[int, ...]
+    packing: int | None = None
+
+    def lead(self, page: Any) -> tuple[int, ...]:
+        """What stands in front of the pages: the layers, or nothing."""
+        return page.shape[: page.ndim - len(self.row) - (2 if self.packing is None else 3)]
+
+    def slots_of(self, page: Any) -> int:
+        """How many slots the pages have."""
+        return int(np.prod(page.shape[len(self.lead(page)) : page.ndim - len(self.row)]))
+
+    def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
+        """Engine-frame KV {channel: [L,T,K,H]} as rows; padding is zero."""
+        first, second = (kv[name] for name in self.layout.names)
+        widened = lambda x, width: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+        if self.packing is None:
+            both = jnp.stack([widened(first, self.row[-1]), widened(second, self.row[-1])], axis=-2)
+            return both.reshape(*both.shape[:2], *self.row)
+        latent = widened(first[..., 0, :], padded_width(first.shape[-1]))
+        return jnp.concatenate([latent, widened(second[..., 0, :], self.row[-1] - latent.shape[-1])], axis=-1)
+
+    def turned(self, rows: Array, cos: Array, sin: Array) -> Array:
+        """Rows with the keys in them rotated, and everything else as it is."""
+        turn = lambda keys: rotate_patch(keys, cos, sin, layout=self.layout.rope.cached)
+        if self.packing is None:
+            pairs = rows.reshape(*rows.shape[: -len(self.row)], -1, 2, self.row[-1])
+            return jnp.stack([turn(pairs[..., 0, :]), pairs[..., 1, :]], axis=-2).reshape(rows.shape)
+        begin = padded_width(self.layout.channels[0].width)
+        return jnp.concatenate([rows[..., :begin], turn(rows[..., None, begin:])[..., 0, :]], axis=-1)
+
+    def at(self, page: Array, slots: Array) -> tuple[Array, tuple[Any, ...]]:
+        """The pages one behind the other, a view, and the index of these slots in it."""
+        row, lead = (slice(None),) * len(self.row), self.lead(page)
+        if self.packing is None:
+            return page.reshape(*lead, -1, *self.row), (..., slots, *row)
+        flat = page.reshape(*lead, -1, self.packing, *self.row)
+        return flat, (..., slots // self.packing, slots % self.packing, *row)
+
+    def written(self, page: Array, slots: Array, rows: Array, length: Array) -> Array:
+        """The pages with these rows at the slots; tokens from `length` on are written nowhere."""
+        tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+        flat, at = self.at(page, jnp.where(tokens < length, slots, self.slots_of(page) + tokens))
+        return flat.at[at].set(rows.astype(page.dtype), mode="drop", unique_indices=True).reshape(page.shape)
+
+
+def _splice(
+    form: _Form,
+    pages: tuple[Array, ...],
+    slots: Array,
+    kv: dict[str, Array],
+    factors: ops.Factors,
+    local: Array,
+    start: Array,
+    length: Array,
+    *,
+    layers: tuple[int, ...] | None = None,
+    heads: ops.Heads = "joint",
+    frame: ops.PatchFrame = "phase_free",
+) -> tuple[Array, ...]:
+    rows = form.rows(ops.apply(form.layout, kv, factors, local, start, layers=layers, heads=heads, frame=frame))
+    each = [rows] if form.lead(pages[0]) else list(rows)
+    return tuple(form.written(page, slots, own, length) for page, own in zip(pages, each, strict=True))
+
+
+def _turn(form: _Form, pages: tuple[Array, ...], slots: Array, offset: Array, length: Array) -> tuple[Array, ...]:
+    cos, sin = relocation_tables(form.layout.rope, jnp.zeros_like(offset), offset)
+    turned = []
+    for page in pages:
+        flat, at = form.at(page, slots)
+        rows = form.turned(flat.at[at].get(mode="clip"), cos, sin)
+        turned.append(form.written(page, slots, rows, length))
+    return tuple(turned)
+
+
+jitted_splice = jax.jit(_splice, static_argnames=("form", "layers", "heads", "frame"), donate_argnames="pages")
+"""Compiled once per form, layer set, padded shape and shape of the pages, which are donated."""
+jitted_turn = jax.jit(_turn, static_argnames="form", donate_argnames="pages")
+"""Compiled once per form, bucket of slots and shape of the pages, which are donated."""
+
+
+def _ragged(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> _Form:
+    if layout.names != ("k", "v"):
+        raise LayoutError(f"{what}: channels {layout.names}; expected ('k', 'v')")
+    heads, width = layout.channel("k").heads, layout.channel("k").width
+    row = tuple(pages[0].shape[2 + stacked :])
+    if len(row) not in (2, 3) or np.prod(row[:-1]) != 2 * heads or row[-1] < width:
+        raise ShapeError(f"{what}: pages {pages[0].shape}; expected {2 * heads} heads of {width} or more to a slot")
+    return _Form(layout, row)
+
+
+def _latent(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> _Form:
+    if layout.names != ("ckv", "kpe"):
+        raise LayoutError(f"{what}: channels {layout.names}; expected ('ckv', 'kpe')")
+    latent, rope = (padded_width(layout.channel(name).width) for name in layout.names)
+    shape = pages[0].shape
+    if len(shape) != 4 + stacked or shape[-1] != latent + rope:
+        raise ShapeError(f"{what}: rows {shape}; expected [P, N, packing, {latent} + {rope}]")
+    return _Form(layout, (shape[-1],), shape[-2])
+
+
+def _checked(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[_Form, tuple[Array, ...]]:
+    """How the pages hold tokens, and the arrays.
+
+    Raises:
+      LayoutError, ShapeError, DtypeError: pages of another layout. PoolError: pages that were donated.
+    """
+    stacked = not isinstance(pages, Sequence)
+    arrays = (pages,) if stacked else tuple(pages)
+    check_held({f"layer {number}": page for number, page in enumerate(arrays)})
+    form = find(layout, arrays, stacked, what)
+    layers = arrays[0].shape[0] if stacked else len(arrays)
+    if layers != layout.layers or any(page.shape != arrays[0].shape for page in arrays):
+        raise ShapeError(f"{what}: pages of {layers} layers; expected {layout.layers}, all alike")
+    if not all(jnp.issubdtype(page.dtype, jnp.floating) and page.dtype == arrays[0].dtype for page in arrays):
+        raise DtypeError(f"{what}: pages of dtype {arrays[0].dtype}; expected one floating-point dtype")
+    return form, tuple(on_device(page) for page in arrays)
+
+
+def _splice_into(
+    find: Any, what: str, pages: Pages, slots: Slots, chunk: Chunk, patch: Patch | None, start: Start, behind: Any
+) -> Any:
+    check_is_chunk(chunk)
+    if chunk.batch is not None:
+        raise ShapeError(f"{what}: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+    form, arrays = _checked(chunk.layout, pages, find, what)
+    call = operator_call(what, chunk, patch, start, *behind)
+    for name, value in call.kv.items():
+        if value.dtype != arrays[0].dtype:
+            raise DtypeError(f"{what}: {name!r} of dtype {value.dtype}; expected the pages' {arrays[0].dtype}")
+    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
+    if slots.shape != (chunk.tokens,):
+        raise ShapeError(f"{what}: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
+    check_slots(slots, form.slots_of(arrays[0]), chunk.length)
+
+    form, slots = dataclasses.replace(form, layout=call.layout), slots.astype(np.int32)
+    length = np.int32(chunk.length)
+    made = jitted_splice(form, arrays, slots, call.kv, call.factors, chunk.local, call.start, length, **call.options)
+    return list(made) if isinstance(pages, Sequence) else made[0]
+
+
+def _turn_in(find: Any, what: str, layout: KVLayout, pages: Pages, slots: Slots, offset: Start) -> Any:
+    form, arrays = _checked(layout, pages, find, what)
+    check_slots(slots if isinstance(slots, jax.Array) else np.asarray(slots), form.slots_of(arrays[0]))
+    padded, length = padded_slots(slots)
+    made = jitted_turn(form, arrays, padded, token_offsets(layout.rope, offset, int(length), len(padded), what), length)
+    return list(made) if isinstance(pages, Sequence) else made[0]
+
+
+def splice_ragged(
+    pages: Pages,
+    slots: Slots,
+    chunk: Chunk,
+    patch: Patch | None,
+    start: Start,
+    antecedent: Behind = (),
+    *,
+    base: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
+    base_antecedent: Behind = (),
+    allow_stale: bool = False,
+    angles: Angles | None = None,
+) -> Any:
+    """Writes R(start + local) · (KV + u v) into interleaved pages, in place: `pool.splice` into an engine's own layout.
+
+    Args:
+      pages: [L, P, O, 2·K, H'] or [L, P, O, 2·K / packing, packing, H'], as `to_ragged_paged_attention` makes them, or
+        a list of such arrays without L, one per layer. Donated. Padding of slots that are named becomes zero.
+      slots, chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles: as in `pool.splice`.
+
+    Returns:
+      The pages, as they were given.
+
+    Raises:
+      LayoutError, ShapeError: not pages of the chunk's layout. Else as `pool.splice`, before anything is written.
+    """
+    behind = (antecedent, base, base_antecedent, allow_stale, angles)
+    return _splice_into(_ragged, "splice_ragged", pages, slots, chunk, patch, start, behind)
+
+
+def rotate_ragged(layout: KVLayout, pages: Pages, slots: Slots, offset: Start) -> Any:
+    """Turns the keys at some slots of interleaved pages by position offsets, in place and in one launch.
+
+    Values, padding and slots that are not named keep their bits. For keys of which no phase-free source is kept: each
+    call rounds once, so a chunk that moves often is better spliced again.
+
+    Args:
+      layout: its rope should have the engine's `angles`.
+      pages: as `splice_ragged` takes them. Donated.
+      slots: int32 [T], distinct, of any number of chunks.
+      offset: new position − old one, integers: for all slots alike, a scalar or one per axis [A]; or of each slot,
+        [T] or [T, A].
+
+    Raises:
+      PositionError: offsets of another shape, not integers, or from 2³⁰ on. KernelSlotError: slots out of range, or
+      named twice. LayoutError, ShapeError, DtypeError: not pages of this layout. PoolError: pages that were donated.
+    """
+    return _turn_in(_ragged, "rotate_ragged", layout, pages, slots, offset)
+
+
+def splice_latent(
+    pages: Pages,
+    slots: Slots,
+    chunk: Chunk,
+    patch: Patch | None,
+    start: Start,
+    antecedent: Behind = (),
+    *,
+    base: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
+    base_antecedent: Behind = (),
+    allow_stale: bool = False,
+    angles: Angles | None = None,
+) -> Any:
+    """Writes a chunk into latent rows [L, P, O / packing, packing, C' + R'], in place.
+
+    Else as `splice_ragged`; `to_latent_rows` makes such rows.
+    """
+    behind = (antecedent, base, base_antecedent, allow_stale, angles)
+    return _splice_into(_latent, "splice_latent", pages, slots, chunk, patch, start, behind)
+
+
+def rotate_latent(layout: KVLayout, pages: Pages, slots: Slots, offset: Start) -> Any:
+    """Turns the rope keys at some slots of latent rows, in place and in one launch: as `rotate_ragged`."""
+    return _turn_in(_latent, "rotate_latent", layout, pages, slots, offset)
