@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from models import ModelBackbone, load
+from models import load
 
 from ..results import intervals
 from ..results.environment import environment
@@ -27,6 +27,7 @@ from .window_slides import Record, Slides, Trial
 LEAD = "<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n"
 """What stands in front: SmolLM2's own system turn."""
 STREAMS, ROWS = 34, 2
+PARTS = "window_pretrained.jsonl"
 METRICS = ("kl", "flips", "loss")
 REMEMBER_BAR, FORGET_BAR = 1e-4, 0.03
 """Nats: kept survivors against the banded mask, in every window; behind a lead against re-prefill, on average."""
@@ -53,7 +54,7 @@ def run(*, out: str | None, path: str | None = None, parts: int = 0, quick: bool
     """Measures what is missing and makes rows of all that was measured.
 
     Args:
-      out: folder of `window_pretrained.jsonl`, which is written to and gone on from; None keeps nothing.
+      out: folder of the finished parts, a JSON line each, which is written to and gone on from; None keeps nothing.
       path: a checkpoint in place of SmolLM2's.
       parts: at most so many parts now (of 34, one or two minutes each); 0 for all.
       quick: two streams of two steps: shows that it runs.
@@ -82,7 +83,7 @@ def run(*, out: str | None, path: str | None = None, parts: int = 0, quick: bool
 
 
 def measured(
-    backbone: ModelBackbone,
+    backbone: Any,
     texts: Mapping[str, np.ndarray],
     lead: np.ndarray,
     trial: Trial,
@@ -106,9 +107,8 @@ def measured(
             found.append({"front": front, "first": first, **stream, **record})
         kept += found
         if folder is not None:
-            with (folder / "window_pretrained.jsonl").open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(record) + "\n" for record in found))
-                file.write(json.dumps({"done": [front, first]}) + "\n")
+            with (folder / PARTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"part": [front, first], "records": found}) + "\n")
         print(f"{front}, streams {first} to {first + len(own) - 1}", flush=True)
     return kept
 
@@ -118,14 +118,16 @@ def _kept(folder: Path | None, config: dict[str, Any]) -> tuple[list[Record], se
     if folder is None:
         return [], set()
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "window_pretrained.jsonl"
+    file = folder / PARTS
     if not file.exists():
         file.write_text(json.dumps({"config": config}) + "\n")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    if lines[0] != {"config": config}:
-        raise ValueError(f"{file} holds {lines[0]}; expected {config}: choose another --out")
-    done = {(line["done"][0], line["done"][1]) for line in lines if "done" in line}
-    return [line for line in lines[1:] if (line.get("front"), line.get("first")) in done], done
+    whole = file.read_text().rpartition("\n")[0] + "\n"
+    file.write_text(whole)  # without a line that was cut off
+    first, *parts = (json.loads(line) for line in whole.splitlines())
+    if first != {"config": config}:
+        raise ValueError(f"{file} holds {first}; expected {config}: choose another --out")
+    done = {(front, stream) for front, stream in (part["part"] for part in parts)}
+    return [record for part in parts for record in part["records"]], done
 
 
 def summary(records: Sequence[Record], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,12 +142,10 @@ def summary(records: Sequence[Record], config: Mapping[str, Any]) -> dict[str, A
             )
             rows.append(row | {"largest": float(values.max())})
         value = [record["kl"] for record in own]
-        if (front, arm, against) == ("no lead", "kept", "remember"):
-            judged.append(_verdict("kept equals the banded mask, largest KL", max(value), REMEMBER_BAR))
+        if (arm, against) == ("kept", "remember"):
+            judged.append(_verdict(f"kept, {front}, against the banded mask: largest KL", max(value), REMEMBER_BAR))
         if (front, arm, against) == ("pinned lead", "kept", "forget"):
-            judged.append(
-                _verdict("kept behind a pinned lead against re-prefill, mean KL", float(np.mean(value)), FORGET_BAR)
-            )
+            judged.append(_verdict("kept, pinned lead, against re-prefill: mean KL", float(np.mean(value)), FORGET_BAR))
 
     # The first step of a part compiles, or loads what was compiled.
     timed = [record for record in records if "append_seconds" in record and record["step"] > 1]

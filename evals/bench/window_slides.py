@@ -4,7 +4,7 @@ A window of W chunks of T tokens; at each step the oldest chunk leaves and a new
 stay, which keep their conditioned KV and are only rotated. Then the text's next tokens are read behind the window.
 
 *forget*: what a prefill of the window as it stands would say. *remember*: what the model says over the whole history
-where every chunk sees itself and the W − 1 chunks in front of it (and the lead): one forward under a chunk-banded mask.
+where every chunk sees itself, the W − 1 chunks in front of it and the lead: one forward under a chunk-banded mask.
 
 Axis letters: B streams, T tokens of a chunk, S keys, L layers, K KV heads, H head width, V vocabulary.
 """
@@ -17,10 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+
+from .window_oracle import Segment, banded_mask, history
 
 KV = Mapping[str, Array]
 Record = dict[str, Any]
@@ -152,25 +154,29 @@ class Slides:
         return self.backbone.prefill(tokens, context=context, logits="all").logits
 
     def remember(self) -> list[Float[Array, "B n V"]]:
-        """Runs the whole history under the chunk-banded mask, once for all steps: each one's scored tokens' logits.
-
-        Positions are the history's own. Without a lead only differences of positions matter, and these are the
-        window's; a lead stands as far off here as the history is long.
-        """
-        trial, size = self.trial, self.trial.chunk
-        parts = [self.take(0, trial.chunks * size, self.lead)]
-        for step in range(1, trial.steps + 1):
-            first = (step + trial.window) * size
-            parts.append(self.take(first, first + trial.scored, self.lead + first))
-        if self.front is not None:
-            parts.insert(0, self.front)
-        mask = banded_mask(trial, self.lead)
-        total = len(mask)
-        begin = self.lead + trial.chunks * size
-        rows = np.repeat(np.arange(begin, total)[None], self.rows, axis=0)
+        """Runs the whole history under the chunk-banded mask, once for all steps: each one's scored tokens' logits."""
+        trial = self.trial
+        asked = [trial.window + step for step in range(trial.steps)]
+        segments = history([trial.chunk] * trial.chunks, trial.window, self.lead, asked)
+        counts = {"lead": self.lead, "chunk": trial.chunk, "question": trial.scored}
+        mask = banded_mask(segments, [counts[segment.kind] for segment in segments])
+        parts = [self.segment(segment) for segment in segments]
+        total, scored = len(mask), trial.steps * trial.scored
+        rows = np.repeat(np.arange(total - scored, total)[None], self.rows, axis=0)
         whole = jnp.broadcast_to(jnp.asarray(mask)[None, None], (self.rows, 1, total, total))
         logits = self.backbone.prefill(one_behind_the_other(parts), mask=whole, logits=rows).logits
         return [logits[:, step * trial.scored :][:, : trial.scored] for step in range(trial.steps)]
+
+    def segment(self, segment: Segment) -> Tokens:
+        """The tokens of a segment of the history, placed."""
+        size = self.trial.chunk
+        if segment.kind == "chunk":
+            return self.take(segment.index * size, (segment.index + 1) * size, segment.start)
+        if segment.kind == "question":
+            first = (segment.index + 1) * size
+            return self.take(first, first + self.trial.scored, segment.start)
+        assert self.front is not None
+        return self.front._replace(positions=np.asarray(self.front.positions) + segment.start)
 
     def canonicals(self, lead: KV | None) -> list[KV]:
         """Prefills every chunk alone, or behind the lead alone: its KV, phase-free."""
@@ -236,27 +242,6 @@ def compare(
     flips = (reference.argmax(-1) != logits.argmax(-1)).mean(-1)
     said = jnp.take_along_axis(own[:, : following.shape[1]], following[..., None], axis=-1)[..., 0]
     return kl, flips, -said.mean(-1)
-
-
-def banded_mask(trial: Trial, lead: int) -> Bool[np.ndarray, "S S"]:
-    """Who sees whom in the whole history: [lead, chunks, scored tokens of each step], True where a token may look.
-
-    A chunk sees the lead, the W − 1 chunks in front of it and itself up to each token; the scored tokens of a step see
-    the lead, that step's window and themselves.
-    """
-    groups = [-1] * lead  # of each token: -1 the lead, then chunks, then steps behind them
-    for place in range(trial.chunks):
-        groups += [place] * trial.chunk
-    for step in range(1, trial.steps + 1):
-        groups += [trial.chunks + step - 1] * trial.scored
-    group = np.array(groups)
-    key_is_chunk = (group >= 0) & (group < trial.chunks)
-    last = np.where(group < trial.chunks, group, group - trial.steps)  # the newest chunk that each token may see
-
-    own = (group[:, None] == group[None, :]) & np.tri(len(group), dtype=bool)
-    in_band = (group[None, :] <= last[:, None]) & (group[None, :] > last[:, None] - trial.window)
-    chunks_before = in_band & key_is_chunk[None, :] & (group[None, :] != group[:, None])
-    return own | chunks_before | ((group[None, :] == -1) & (group[:, None] >= 0))
 
 
 def cut(kv: KV, start: int, count: int) -> KV:
