@@ -9,12 +9,12 @@ from typing import Any
 from absl import app, flags
 
 from ..command_line import errors_as_one_line
-from . import backbones, kernels, patch, sizes, store, store_growth, window_pretrained
+from . import backbones, kernels, patch, sizes, store, store_growth, window, window_pretrained
 
 _SUITE = flags.DEFINE_enum(
     "suite",
     "patch",
-    ["backbones", "kernels", "patch", "sizes", "store", "window_pretrained"],
+    ["backbones", "kernels", "patch", "sizes", "store", "window", "window_pretrained"],
     "Which benchmark to run.",
 )
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
@@ -29,7 +29,8 @@ _LARGE = flags.DEFINE_bool(
     "large",
     False,
     "backbones: also a random Qwen2.5-VL of 3 GB over a 3-megapixel image and 4k tokens, and one of Qwen2-0.5B's shape "
-    "(half an hour, 10 GB of memory, 5 GB in TMPDIR); --architectures= leaves the tiny ones out.",
+    "(half an hour, 10 GB of memory, 5 GB in TMPDIR); --architectures= leaves the tiny ones out. window: a loop on a "
+    "random model of Qwen2-0.5B's shape too (a quarter of an hour, 6 GB).",
 )
 _ARCHITECTURES = flags.DEFINE_list("architectures", None, "backbones: only these, by their names in config.json.")
 _DEVICE = flags.DEFINE_enum(
@@ -41,7 +42,7 @@ _PARTS = flags.DEFINE_integer(
     "parts", 0, "window_pretrained: parts measured now, of 34; the same command goes on from there. 0 for all."
 )
 _QUICK = flags.DEFINE_bool(
-    "quick", False, "store, window_pretrained: tiny sizes, no measurement; sizes: compiles nothing."
+    "quick", False, "store, window, window_pretrained: tiny sizes, no measurement; sizes: compiles nothing."
 )
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: seven at least.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
@@ -57,6 +58,8 @@ def _run() -> dict[str, Any]:
         return store.run(**common, out=_OUT.value, quick=_QUICK.value)
     if _SUITE.value == "sizes":
         return sizes.run(_DEVICE.value, _CHECKPOINTS.value, temporaries=not _QUICK.value)
+    if _SUITE.value == "window":
+        return window.run(**common, out=_OUT.value, large=_LARGE.value, quick=_QUICK.value)
     if _SUITE.value == "window_pretrained":
         choices = {"path": _CHECKPOINT.value, "parts": _PARTS.value, "quick": _QUICK.value}
         return window_pretrained.run(out=_OUT.value, **choices)
@@ -74,7 +77,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     result = _run()
     text = json.dumps(result, indent=2)
-    print(text)
+    if _SUITE.value != "window":  # thousands of lines; its table is below
+        print(text)
     if _OUT.value:
         directory = pathlib.Path(_OUT.value)
         directory.mkdir(parents=True, exist_ok=True)
@@ -85,6 +89,8 @@ def main(argv: list[str]) -> None:
         print(kernels.table(result))
     if _SUITE.value == "sizes":
         print(sizes.table(result))
+    if _SUITE.value == "window":
+        print(window.table(result))
     if _SUITE.value == "window_pretrained":
         print(window_pretrained.table(result))
     if _SUITE.value == "store":

@@ -1,0 +1,296 @@
+"""An agent's loop: images through a window that slides, one question each step, by three ways of serving it.
+
+* `re-prefill`: lead, window and question in one forward, each step.
+* `prefix cache`: an engine's, in blocks of 16 tokens: the longest prefix that was computed before is not run again. Of
+  a window that slides, that is the lead.
+* `prefix hit`: what such a cache would cost if nothing in front had changed, an append-only step: one forward over
+  image and question behind a contiguous cache of the rest. No engine gets it here; it is what we are held against.
+* `window`: ours, through `PagedExecutor`: survivors turn, the image is prefilled behind them, the question behind that.
+
+Times are of steps with a full window; FLOPs are exact, from the backbone's own costs and the executor's ledger.
+"""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.window import Costs, Entry, PagedExecutor, Window
+
+from .window_material import Material, one_behind_the_other, span, wait
+from .window_oracle import banded_mask, history
+
+BLOCK = 16
+"""Tokens of a block of the prefix cache."""
+PAGE = 16
+COMPILED = "/jax/core/compile/backend_compile_duration"
+Logits = Float[np.ndarray, " V"]
+
+
+class Taken(NamedTuple):
+    """One step of one way: logits behind the question, seconds on the clock, CPU seconds of all threads, FLOPs."""
+
+    logits: Logits
+    seconds: float
+    cpu: float
+    flops: int
+
+
+class Compilations:
+    """Counts programs that jax compiles, or takes compiled from its cache."""
+
+    def __init__(self) -> None:
+        """Listens from now on."""
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, duration: float, **_: Any) -> None:
+        self.count += event == COMPILED
+
+
+@dataclasses.dataclass
+class AgentWindow:
+    """The window way, from an empty pool."""
+
+    material: Material
+    size: int
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Places the lead."""
+        material, dtype = self.material, self.material.images[0].embeddings.dtype
+        backbone = material.backbone
+        longest = max(image.embeddings.shape[1] for image in material.images)
+        lead = 0 if material.lead is None else material.lead.embeddings.shape[1]
+        pages = -(-lead // PAGE) + (self.size + 1) * -(-longest // PAGE)
+        self.executor = PagedExecutor(backbone, pages, PAGE, dtype)
+        self.window = Window.empty(Costs.of(backbone, dtype), lead=int(material.lead is not None))
+        self.forwards = 0
+        if material.lead is not None:
+            self._append("lead", material.lead, "text")
+
+    def step(self, number: int) -> Taken:
+        """Slides, appends an image and asks: one run of edits, two forwards."""
+        material, executor = self.material, self.executor
+        before = executor.ledger
+        begin, spent = time.perf_counter(), time.process_time()
+        self.window, edits = self.window.slide(self.size - 1)
+        planned = time.perf_counter() - begin
+        self._append(f"image {number}", material.images[number], "chunk", edits)
+        logits = np.asarray(executor.prefill(self.window, material.questions[number]).logits)[0, -1]
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
+        self.forwards += 1
+        done = executor.ledger - before
+        if number >= self.size:
+            executor.forget(f"image {number - self.size}")
+        self.rows.append(
+            {
+                "seconds": seconds,
+                "cpu": cpu,
+                "planned": planned,
+                "kinds": {kind: dataclasses.asdict(tally) for kind, tally in done.items()},
+            }
+        )
+        return Taken(logits, seconds, cpu, done.total.flops)
+
+    def _append(self, id: str, tokens: Tokens, kind: Any, edits: Sequence[Any] = ()) -> None:
+        self.executor.provide(id, tokens=tokens, content=id)
+        self.window, more = self.window.append(Entry.of_tokens(id, tokens, id, kind=kind))
+        self.executor.run(self.window, (*edits, *more))
+        self.forwards += 1
+
+
+class PrefixCache:
+    """Which blocks of prompts were computed before: by a digest of all tokens up to their end, as engines do."""
+
+    def __init__(self, block: int = BLOCK):
+        """Holds nothing yet, and lets nothing go: no cache hits more often."""
+        self.block = block
+        self._known: set[bytes] = set()
+
+    def hit(self, prompt: Sequence[tuple[str, int]]) -> int:
+        """Counts the tokens at the front that need not be run, and takes the prompt in. The last one always runs.
+
+        Args:
+          prompt: what tells its tokens apart: here each piece's name and the token's number in it.
+        """
+        chain, found, unbroken = hashlib.blake2b(digest_size=16), 0, True
+        for end in range(self.block, len(prompt) + 1, self.block):
+            chain.update(repr(prompt[end - self.block : end]).encode())
+            known = chain.digest() in self._known
+            unbroken = unbroken and known
+            found = end if unbroken else found
+            self._known.add(chain.digest())
+        return min(found, (len(prompt) - 1) // self.block * self.block)
+
+
+class Engine:
+    """The ways that prefill the window as a prompt."""
+
+    def __init__(self, material: Material, size: int):
+        """Remembers no prompt."""
+        self.material, self.size = material, size
+        self.cache = PrefixCache()
+        self.kv: Mapping[str, Array] | None = None
+
+    def parts(self, number: int) -> list[tuple[str, Tokens]]:
+        """Lead, images and question of a step, by name and in place."""
+        material = self.material
+        first = max(0, number - self.size + 1)
+        named = [] if material.lead is None else [("lead", material.lead)]
+        named += [(f"image {each}", material.images[each]) for each in range(first, number + 1)]
+        named.append((f"question {number}", material.questions[number]))
+        placed, start = [], 0
+        for name, tokens in named:
+            placed.append((name, tokens.shift(start)))
+            start += span(tokens)
+        return placed
+
+    def prompt(self, number: int) -> tuple[Tokens, int]:
+        """A step's prompt, and how many of its tokens the prefix cache has."""
+        parts = self.parts(number)
+        named = [(name, each) for name, tokens in parts for each in range(tokens.embeddings.shape[1])]
+        return one_behind_the_other([tokens for _, tokens in parts]), self.cache.hit(named)
+
+    def re_prefill(self, tokens: Tokens) -> Taken:
+        """Runs the whole prompt, and keeps its KV for the ways below."""
+        begin, spent = time.perf_counter(), time.process_time()
+        out = self.material.plain.prefill(tokens)
+        logits = np.asarray(out.logits)[0, -1]
+        self.kv = wait(out.kv)
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
+        return Taken(logits, seconds, cpu, self.flops(tokens.embeddings.shape[1], 0))
+
+    def behind(self, tokens: Tokens, hit: int) -> Taken:
+        """Runs what stands behind the first `hit` tokens, over their KV as a contiguous cache has it."""
+        if not hit:
+            return self.re_prefill(tokens)
+        plain, length = self.material.plain, tokens.embeddings.shape[1]
+        assert self.kv is not None
+        front = {name: value[:, :, :hit] for name, value in self.kv.items()}
+        context = wait(kvp.to_engine(plain.layout, front, np.asarray(tokens.positions)[:, :hit], 0))
+        rest = tokens.take(hit, length)
+        begin, spent = time.perf_counter(), time.process_time()
+        logits = np.asarray(wait(plain.prefill(rest, context=context)).logits)[0, -1]
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
+        return Taken(logits, seconds, cpu, self.flops(length - hit, hit))
+
+    def flops(self, tokens: int, behind: int) -> int:
+        """FLOPs of a forward with one token's logits."""
+        costs = self.material.plain.forward_costs
+        return costs.flops(tokens, behind) + costs.logit
+
+    def canonical(self, number: int) -> Taken:
+        """Prefills an image alone, which storing its canonical takes."""
+        tokens = self.material.images[number]
+        begin, spent = time.perf_counter(), time.process_time()
+        out = wait(self.material.plain.prefill(tokens))
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
+        return Taken(np.asarray(out.logits)[0, -1], seconds, cpu, self.flops(tokens.embeddings.shape[1], 0))
+
+
+def remembered(material: Material, size: int, asked: Sequence[int]) -> dict[int, Logits]:
+    """What a window that remembers promises at some steps: one forward over the whole history (`window_oracle`)."""
+    spans = [span(image) for image in material.images[: max(asked) + 1]]
+    segments = history(spans, size, 0 if material.lead is None else span(material.lead), asked)
+    whose = {"chunk": material.images, "question": material.questions}
+    parts = []
+    for segment in segments:
+        tokens = material.lead if segment.kind == "lead" else whose[segment.kind][segment.index]
+        assert tokens is not None
+        parts.append(tokens.shift(segment.start))
+    counts = [part.embeddings.shape[1] for part in parts]
+    mask = banded_mask(segments, counts)[None, None]
+    ends = np.cumsum(counts)[-len(asked) :] - 1
+    whole = one_behind_the_other(parts)
+    logits = np.asarray(material.plain.prefill(whole, mask=mask, logits=ends[None].astype(np.int32)).logits)[0]
+    return dict(zip(asked, logits, strict=True))
+
+
+def divergence(reference: Logits, logits: Logits) -> dict[str, float]:
+    """KL(reference‖logits) in nats, and whether the best token is another."""
+    true, own = (np.asarray(jax.nn.log_softmax(jnp.asarray(row, jnp.float32))) for row in (reference, logits))
+    kl = float((np.exp(true, dtype=np.float64) * (true.astype(np.float64) - own)).sum())
+    return {"kl": kl, "flip": float(reference.argmax() != logits.argmax())}
+
+
+def one_loop(material: Material, size: int, compared: Sequence[int]) -> dict[str, Any]:
+    """Runs a loop twice, cold and warm; at the `compared` steps of the second run the other ways too.
+
+    Args:
+      size: images in the window. compared: steps with a full window, ascending; the first warms the other ways up.
+
+    Returns:
+      {"config", "cold", "warm": sums and steps of a whole loop, "compared": an entry per step and way, "flops": of
+      every step, by way; "bar" is the image's prefill behind the window and the question's}.
+    """
+    compilations = Compilations()
+    cold, _ = _whole_loop(material, size, (), compilations)
+    warm, found = _whole_loop(material, size, compared, compilations)
+    promised = remembered(material, size, compared)
+    entries = []
+    for step, ways in found["ways"].items():
+        for way, taken in ways.items():
+            entry = {"step": step, "way": way, "seconds": taken.seconds, "cpu": taken.cpu, "flops": taken.flops}
+            if way != "canonical":
+                entry["forget"] = divergence(ways["re-prefill"].logits, taken.logits)
+                entry["remember"] = divergence(promised[step], taken.logits)
+            entries.append(entry | {"warm_up": step == compared[0]})
+    config = {
+        "backbone": material.name,
+        "images": len(material.images),
+        "window": size,
+        "image_tokens": sorted({image.embeddings.shape[1] for image in material.images}),
+        "question_tokens": material.questions[0].embeddings.shape[1],
+        "lead_tokens": 0 if material.lead is None else material.lead.embeddings.shape[1],
+        "dtype": str(material.images[0].embeddings.dtype),
+        "logit_flops": material.plain.forward_costs.logit,
+    }
+    return {"config": config, "cold": cold, "warm": warm, "compared": entries} | found["flops"]
+
+
+def _whole_loop(
+    material: Material, size: int, compared: Sequence[int], compilations: Compilations
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Steps once through all images: sums over the window's steps; and what the other ways took, at those compared."""
+    before = compilations.count
+    agent, engine = AgentWindow(material, size), Engine(material, size)
+    compiled = compilations.count - before
+    ways: dict[int, dict[str, Taken]] = {}
+    flops: dict[str, list[int]] = {"re-prefill": [], "prefix cache": [], "prefix hit": [], "window": [], "bar": []}
+    for number in range(len(material.images)):
+        before = compilations.count
+        taken = agent.step(number)
+        compiled += compilations.count - before
+
+        tokens, hit = engine.prompt(number)
+        length, asked = tokens.embeddings.shape[1], material.questions[number].embeddings.shape[1]
+        image = material.images[number].embeddings.shape[1]
+        behind = length - image - asked
+        flops["re-prefill"].append(engine.flops(length, 0))
+        flops["prefix cache"].append(engine.flops(length - hit, hit))
+        flops["prefix hit"].append(engine.flops(image + asked, behind))
+        flops["window"].append(taken.flops)
+        flops["bar"].append(material.plain.forward_costs.flops(image, behind) + engine.flops(asked, behind + image))
+        if number in compared:
+            ways[number] = {"window": taken, "re-prefill": engine.re_prefill(tokens)}
+            ways[number]["prefix hit"] = engine.behind(tokens, behind)
+            ways[number]["prefix cache"] = engine.behind(tokens, hit)
+            ways[number]["canonical"] = engine.canonical(number)
+    sums = {
+        "seconds": sum(row["seconds"] for row in agent.rows),
+        "cpu": sum(row["cpu"] for row in agent.rows),
+        "forwards": agent.forwards,
+        "compilations": compiled,
+        "ledger": {kind: dataclasses.asdict(tally) for kind, tally in agent.executor.ledger.items()},
+        "steps": agent.rows,
+    }
+    return sums, {"ways": ways, "flops": {"flops": flops}}
