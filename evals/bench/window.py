@@ -136,9 +136,9 @@ def loop_rows(part: Part) -> list[dict[str, Any]]:
         loop = part[name]
         moved = sum(tally["bytes"] for tally in loop["ledger"].values())
         found += [
-            _row(f"{name} loop: seconds", [loop["seconds"]]),
-            _row(f"{name} loop: forwards", [loop["forwards"]]),
-            _row(f"{name} loop: programs compiled", [loop["compilations"]]),
+            _row(f"{name} loop: seconds", [float(loop["seconds"])]),
+            _row(f"{name} loop: forwards", [float(loop["forwards"])]),
+            _row(f"{name} loop: programs compiled", [float(loop["compilations"])]),
             _row(f"{name} loop: MB of KV moved", [moved / 1e6]),
         ]
     return found

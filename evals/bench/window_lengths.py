@@ -42,6 +42,11 @@ class Unrun:
         token = 2 * (896 * (2 * 896 + 2 * 128) + 3 * 896 * 4864)
         return ForwardCosts((token,) * self.layers, (4 * 896,) * self.layers, (0,) * self.layers, 2 * 896 * 151936)
 
+    def _never(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{self.fingerprint}: a forward")
+
+    prepare = encode = embed = prefill = recompute = decode = generate = _never
+
 
 def chunk_of(number: int, tokens: int) -> Entry:
     """A chunk by its number."""
@@ -139,7 +144,7 @@ def measure(
     Args:
       tokens: of a chunk, in what is computed. repeats, run_tokens: of what is executed; 0 repeats executes nothing.
     """
-    costs = Costs.of(Unrun())  # pyright: ignore[reportArgumentType]
+    costs = Costs.of(Unrun())
     rows = []
     for count in lengths:
         for name, (seconds, edits) in operations(count, costs, tokens).items():

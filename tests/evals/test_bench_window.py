@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 
-from evals.bench import window_pretrained, window_texts
-from evals.bench.checkpoints import random_backbone, tiny_config
+from evals.bench import window, window_lengths, window_pretrained, window_texts
+from evals.bench.checkpoints import LARGE, random_backbone, tiny_config
+from evals.bench.window_break_even import break_even
+from evals.bench.window_loop import PrefixCache, divergence
 from evals.bench.window_oracle import banded_mask, history
 from evals.bench.window_slides import Slides, Trial
-from models import ModelBackbone
+from models import FAMILIES, ModelBackbone
+from models.decoder.costs import forward_costs
 
 TRIAL = Trial(chunk=8, window=3, steps=2, scored=4, ranks=(4,), removal_ranks=(4,))
 
@@ -110,7 +113,102 @@ def test_parts_are_gone_on_from_and_others_refused(monkeypatch, tmp_path):
 
 
 def test_documentation_is_what_stands_in_a_modules_strings(tmp_path):
-    long = "word " * 50
+    long = ("word " * 50).strip()
     (tmp_path / "module.py").write_text(f'"""{long}"""\n\ndef f():\n    """Short."""\n\nclass C:\n    """{long}C"""\n')
     found = window_texts.documentation(tmp_path / "module.py")
-    assert found == f"{long.strip()}\n\n{long}C"
+    assert found == f"{long}\n\n{long}C"
+
+
+def test_a_prefix_cache_hits_whole_blocks_of_what_it_saw():
+    cache = PrefixCache(block=4)
+    prompt = lambda *names: [(name, each) for name in names for each in range(6)]
+    assert cache.hit(prompt("lead", "a", "b")) == 0
+    assert cache.hit(prompt("lead", "a", "b")) == 16  # of 18, in blocks of 4
+    assert cache.hit(prompt("lead", "a", "b", "c")) == 16
+    assert cache.hit(prompt("lead", "b", "c")) == 4  # slid: the lead's whole block
+    assert cache.hit(prompt("b", "c")) == 0
+    assert cache.hit(prompt("lead")[:4]) == 0  # the last token always runs
+
+
+def test_break_even_is_what_was_spent_over_what_a_reuse_saves():
+    cost = {"prefill behind the window": 10.0, "patch placed": 2.0, "canonical": 6.0, "factors formed": 4.0}
+    found = break_even(cost)
+    assert found["canonical stored"] == pytest.approx(14 / 8)
+    assert found["no canonical yet"] == pytest.approx(20 / 8)
+    assert found["formed from traffic, canonical stored"] == pytest.approx(4 / 8)
+    assert break_even(cost | {"patch placed": 11.0})["canonical stored"] == float("inf")
+
+
+def test_divergence_is_zero_of_itself_and_counts_flips():
+    logits = np.array([0.0, 1.0, 2.0], np.float32)
+    assert divergence(logits, logits) == {"kl": pytest.approx(0.0, abs=1e-6), "flip": 0.0}
+    found = divergence(logits, logits[::-1].copy())
+    shares = np.exp(logits) / np.exp(logits).sum()
+    assert found == {"kl": pytest.approx(float((shares * (logits - logits[::-1])).sum()), rel=1e-5), "flip": 1.0}
+
+
+def test_edits_of_a_slide_grow_with_survivors_and_those_of_a_recall_do_not():
+    result = window_lengths.measure((1, 3, 9), repeats=0)
+    rows = {(row["operation"], row["chunks"]): row for row in result["rows"]}
+    layout = window_lengths.Unrun().layout
+    turned = 2 * 2 * 24 * 2 * 64 * window_lengths.TOKENS  # read and written, bfloat16 keys of 24 layers and two heads
+    assert layout.bytes_per_token() == 2 * 24 * 2 * 64 * 2
+    for count in (1, 3, 9):
+        assert rows["slide", count]["bytes"] == turned * (count - 1)
+        assert rows["recall", count]["bytes"] == rows["recall", 1]["bytes"] > 0
+        assert rows["append", count]["flops"] > rows["append", max(1, count // 3)]["flops"] or count == 1
+    assert [bar["within"] for bar in result["bars"][:2]] == [True, True]
+
+
+def test_costs_of_the_unrun_backbone_are_those_of_the_same_shape():
+    costs = forward_costs(FAMILIES["Qwen2ForCausalLM"].config(LARGE, "exact", None).text)
+    assert window_lengths.Unrun().forward_costs == costs
+
+
+def test_rows_judge_the_worst_flops_and_leave_out_what_warms_up():
+    way = lambda step, name, seconds: {
+        "step": step,
+        "way": name,
+        "seconds": seconds,
+        "cpu": seconds,
+        "warm_up": step == 1,
+        "forget": {"kl": 0.1, "flip": 1.0},
+        "remember": {"kl": 1e-7, "flip": 0.0},
+    }
+    names = ("window", "re-prefill", "prefix hit", "prefix cache", "canonical")
+    compared = [
+        way(step, name, second)
+        for step in (1, 2)
+        for name, second in zip(names, (3.0, 8.0, 2.0, 7.0, 1.0), strict=True)
+    ]
+    compared[0]["seconds"] = 100.0
+    loop = {"seconds": 1.0, "forwards": 3, "compilations": 2, "ledger": {"Prefill": {"bytes": 2_000_000}}}
+    step = {"kinds": {"Prefill": {"padded_flops": 33}}}
+    part = {
+        "config": {"backbone": "tiny", "window": 1},
+        "flops": {"window": [9, 31, 33], "bar": [9, 30, 30], "re-prefill": [9, 62, 66], "prefix cache": [9, 31, 33]},
+        "cold": loop,
+        "warm": loop | {"steps": [step] * 3},
+        "compared": compared,
+    }
+    found = {row["what"]: row for row in window.loop_rows(part)}
+    flops = found["FLOPs over image behind the window and question"]
+    assert (flops["value"], flops["within"], flops["n"]) == (pytest.approx(1.1), False, 2)
+    assert (found["time over a prefix hit's"]["value"], found["time over a prefix hit's"]["within"]) == (1.5, False)
+    assert found["time of re-prefill over ours"]["value"] == pytest.approx(8 / 3)
+    assert "within" not in found["time of re-prefill over ours"]  # judged at 16 images of the 0.5B shape alone
+    assert found["warm loop: MB of KV moved"]["value"] == 2.0
+    assert "| loop, tiny | time over a prefix hit's | 1.5 |" in window.table({"parts": {"loop, tiny": part}})
+
+
+@pytest.mark.slow
+def test_the_suite_runs_and_keeps_its_parts(tmp_path):
+    result = window.run(repeats=1, out=str(tmp_path), quick=True)
+    found = {row["what"]: row for row in window.rows(result["parts"])}
+    assert found["FLOPs over image behind the window and question"]["within"]
+    assert found["KL to what the window promises (remember)"]["within"]
+    assert found["warm loop: programs compiled"]["value"] == 0
+    assert found["warm loop: forwards"]["value"] == 8 + 8 + 1  # images, questions, the lead
+    assert (tmp_path / "window_lengths.png").stat().st_size > 10_000
+    again = window.run(repeats=1, out=str(tmp_path), quick=True)
+    assert again["parts"] == result["parts"]
