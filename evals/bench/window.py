@@ -56,7 +56,7 @@ def _parts(repeats: int, seed: int, large: bool, quick: bool) -> dict[str, Calla
         return {"lengths": lengths, **_of_material("tiny", tiny, (3,), 2, 1, rank=4)}
     shipped = functools.cache(lambda: shipped_material(largest_shipped(), IMAGES, seed))
     found = {"lengths": lambda: window_lengths.measure(repeats=repeats)}
-    found |= _of_material("shipped", shipped, WINDOWS, 4, repeats)
+    found |= _of_material("shipped", shipped, WINDOWS, 3, repeats)
     if large:
         shaped = functools.cache(lambda: random_material(IMAGES, seed))
         found |= _of_material("0.5B", shaped, WINDOWS, 3, min(repeats, 3), steps=4)
