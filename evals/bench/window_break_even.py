@@ -46,7 +46,7 @@ def measure(material: Material, size: int, repeats: int, rank: int = RANK) -> di
     longest = max(image.embeddings.shape[1] for image in material.images)
     executor = PagedExecutor(backbone, (size + 2) * -(-longest // PAGE), PAGE, material.images[0].embeddings.dtype)
     window = Window.empty(costs, lead=int(material.lead is not None))
-    pieces = [] if material.lead is None else [("lead", material.lead, "text")]
+    pieces: list[tuple[str, Any, Any]] = [] if material.lead is None else [("lead", material.lead, "text")]
     pieces += [(f"image {number}", image, "chunk") for number, image in enumerate(material.images[:size])]
     for id, tokens, kind in pieces:
         executor.provide(id, tokens=tokens, content=id)

@@ -144,7 +144,8 @@ def measure(
     Args:
       tokens: of a chunk, in what is computed. repeats, run_tokens: of what is executed; 0 repeats executes nothing.
     """
-    costs = Costs.of(Unrun())
+    unrun: Any = Unrun()
+    costs = Costs.of(unrun)
     rows = []
     for count in lengths:
         for name, (seconds, edits) in operations(count, costs, tokens).items():
@@ -185,7 +186,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     plt.switch_backend("agg")
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     words = ("bytes", "compute_seconds", "cpu")
-    titles = ("KV bytes that the edits move", "seconds to compute the edits", "CPU seconds to run them")
+    titles = ("KV bytes that the edits move", "CPU seconds to compute the edits", "CPU seconds to run them")
     for axis, word, title in zip(axes, words, titles, strict=True):
         for name in dict.fromkeys(row["operation"] for row in result["rows"] if word in row):
             points = [

@@ -52,7 +52,7 @@ class Compilations:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
-    def _heard(self, event: str, duration: float, **_: Any) -> None:
+    def _heard(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         self.count += event == COMPILED
 
 
