@@ -35,6 +35,8 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, folder: Path):
         self.recipe, self.folder = recipe, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._check_recipe()
         self.config, self.images = instance(recipe.backbone)
         self.graph, state = nnx.split(initialise(self.config, recipe))
         self.optimiser = make_optimiser(recipe)
@@ -43,8 +45,6 @@ class Trainer:
         self.plan = image_plan(recipe)
         self.step = 0
         self._jitted = jax.jit(self._update, donate_argnums=(0, 1))
-        folder.mkdir(parents=True, exist_ok=True)
-        self._check_recipe()
         self.checkpoints = ocp.CheckpointManager(
             (folder / "checkpoints").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
         )

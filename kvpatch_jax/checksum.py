@@ -62,7 +62,7 @@ def examine(arrays: Mapping[str, Num[jax.Array | np.ndarray, "..."]], length: in
 
     Names, dtypes, shapes and bits count; tokens from `length` on do not, nor does how many they are.
     """
-    found = jax.device_get([_words(jnp.asarray(arrays[name]), np.int32(length)) for name in sorted(arrays)])
+    found = jax.device_get([_words(arrays[name], np.int32(length)) for name in sorted(arrays)])
     digest = hashlib.blake2b(digest_size=16)
     for name, words in zip(sorted(arrays), found, strict=True):
         value = arrays[name]

@@ -201,9 +201,16 @@ def content_of(chunk: Chunk) -> str:
     return chunk.content
 
 
-def check_finite(values: Mapping[str, Num[AnyArray, "..."]], what: str) -> None:
+@jax.jit
+def _not_finite(values: list[Num[AnyArray, "..."]]) -> list[Array]:
+    """Counts what is NaN or infinite in each array: one program for all of them, and no mask is written out."""
+    return [jnp.sum(~jnp.isfinite(value), dtype=jnp.uint32) for value in values]
+
+
+def check_finite(values: Mapping[str, Num[AnyArray, "..."]] | list[tuple[str, AnyArray]], what: str) -> None:
     """Raises NotFiniteError, naming the first channel that holds NaN or infinity."""
-    for name, value in values.items():
-        if not bool(jnp.isfinite(jnp.asarray(value)).all()):
-            count = int((~jnp.isfinite(jnp.asarray(value))).sum())
+    named = list(values.items()) if isinstance(values, Mapping) else values
+    counts = jax.device_get(_not_finite([value for _, value in named]))
+    for (name, _), count in zip(named, counts, strict=True):
+        if count:
             raise NotFiniteError(f"{what}[{name!r}]: {count} values are NaN or infinite; expected finite values")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from . import ops
 from .chunk import check_finite
@@ -50,6 +51,11 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
     return Patch(factors, patch.metadata)
 
 
+@jax.jit
+def _rows_of(factors: ops.Factors, rows: Int[Array | np.ndarray, " kept"]) -> ops.Factors:
+    return jax.tree.map(lambda leaf: leaf[rows], factors)
+
+
 def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     """Keeps a patch on some layers; the others get no correction and take no bytes. Kamera §4, the deep-only patch.
 
@@ -61,7 +67,7 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     if missing or not kept:
         raise InputError(f"keep_layers: layers {kept}; expected some of {patch.metadata.layers}")
     rows = np.asarray([patch.metadata.layers.index(layer) for layer in kept])
-    factors = jax.tree.map(lambda leaf: leaf[rows], dict(patch.factors))
+    factors = _rows_of(dict(patch.factors), rows)
     return Patch(factors, dataclasses.replace(patch.metadata, layers=kept))
 
 
@@ -90,8 +96,6 @@ def finite_factors(factors: ops.Factors, what: str) -> ops.Factors:
     Raises:
       NotFiniteError: one is NaN or infinite, as float16 makes of what is beyond 65504.
     """
-    for name, own in factors.items():
-        for leaf in jax.tree.leaves(own):
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
-                check_finite({name: leaf}, what)
+    leaves = [(name, leaf) for name, own in factors.items() for leaf in jax.tree.leaves(own)]
+    check_finite([(name, leaf) for name, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)], what)
     return factors

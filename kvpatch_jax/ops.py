@@ -288,13 +288,18 @@ def quantise_scaled(value: Float[Array, "..."], dtype: jax.typing.DTypeLike, axi
 
     The scale takes the slice's largest magnitude to the dtype's, so nothing overflows.
     """
-    target = jnp.dtype(dtype)
+    return Quantised(*_scaled(value, jnp.dtype(dtype), axis))
+
+
+# Inlined where the caller is traced; called eagerly it is one program, not one for every operation.
+@functools.partial(jax.jit, static_argnames=("target", "axis"), inline=True)
+def _scaled(value: Array, target: np.dtype, axis: int) -> tuple[Array, Array]:
     largest = 127.0 if target == jnp.int8 else float(jnp.finfo(target).max)
     value = value.astype(jnp.float32)
     scale = jnp.max(jnp.abs(value), axis=axis, keepdims=True) / largest
     scale = jnp.where(scale > 0, scale, 1.0)
     whole = jnp.clip(value / scale, -largest, largest)
-    return Quantised((jnp.round(whole) if target == jnp.int8 else whole).astype(target), scale)
+    return (jnp.round(whole) if target == jnp.int8 else whole).astype(target), scale
 
 
 def quantise_int8(value: Float[Array, "..."], axis: int) -> Quantised:

@@ -135,6 +135,11 @@ jitted_splice = jax.jit(_splice, static_argnames=("layout", "layers", "heads", "
 """`splice` without its checks; compiled once per layout, layer set, padded shape and pool shape. Donates the pool."""
 
 
+@jax.jit
+def _rows_at(pool: Pool, slots: Slots) -> dict[str, Float[Array, "L T _ _"]]:
+    return {name: _flat(value)[:, slots] for name, value in pool.items()}
+
+
 def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:
     """Reads what lies at `slots` [T] (int32, in range): {channel: [L, T, K, H]}.
 
@@ -147,7 +152,7 @@ def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict
     check_held(pool)
     if layout is not None:
         check_pool(layout, pool)
-    rows = {name: _flat(jnp.asarray(value))[:, jnp.asarray(slots)] for name, value in pool.items()}
+    rows = _rows_at(dict(pool), slots)
     return rows if layout is None else trimmed(layout, rows)
 
 

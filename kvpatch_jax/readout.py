@@ -3,6 +3,8 @@
 Everything is float32 and every lse is a natural logarithm, so merged segments equal attention over their union.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -38,7 +40,13 @@ def attention_with_lse(
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if heads % kv_heads:
         raise ShapeError(f"attention: {heads} query heads over {kv_heads} KV heads; expected a multiple")
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    return _attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else float(scale))
+
+
+# Inlined where the caller is traced; called eagerly it is one program, not one for every operation.
+@functools.partial(jax.jit, static_argnames=("factor",), inline=True)
+def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: float) -> tuple[Array, Array]:
+    kv_heads, heads = k.shape[-2], q.shape[-2]
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     spoilt = None
     if mask is not None:
@@ -98,6 +106,11 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
                 f"merge_readouts: o {o.shape} with lse {lse.shape}; expected {readouts[0][0].shape} and "
                 f"{readouts[0][0].shape[:-1]}"
             )
+    return _merged(readouts)
+
+
+@functools.partial(jax.jit, inline=True)
+def _merged(readouts: tuple[Readout, ...]) -> tuple[Array, Array]:
     outputs = jnp.stack([o.astype(jnp.float32) for o, _ in readouts])
     masses = jnp.stack([lse.astype(jnp.float32) for _, lse in readouts])
     empty = jnp.isinf(masses)

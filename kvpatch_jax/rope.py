@@ -222,7 +222,13 @@ def rope_tables(
     Raises:
       PositionError: shapes that the rope does not take, or integers beyond int32.
     """
-    local, start = _place(rope, _held(positions), jnp.asarray(start, jnp.int32))
+    return _tables(rope, _held(positions), np.int32(start) if isinstance(start, int | np.integer) else start)
+
+
+# Inlined where the caller is traced; called eagerly it is one program in place of thirty.
+@functools.partial(jax.jit, static_argnames=("rope",), inline=True)
+def _tables(rope: Rope, positions: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array]:
+    local, start = _place(rope, positions, start.astype(jnp.int32))
     if rope.angles == "float32":
         absolute = start.astype(jnp.float32) + local.astype(jnp.float32)
         return _made_once(*_engine_cos_sin(rope, absolute))

@@ -20,6 +20,8 @@ from ..errors import InputError, RankError, ShapeError
 from ..frames import expect_frame
 from ..layout import KVLayout
 
+AnyArray = jax.Array | np.ndarray
+
 
 class SplicedCache(NamedTuple):
     """A sequence's cache with one chunk put in blind, and what is needed to mend it. A pytree: it may be traced.
@@ -139,17 +141,23 @@ def _check_slots(splice: SplicedCache, size: int) -> None:
     if any(isinstance(value, Tracer) for value in (splice.slots, splice.length)):
         return
     slots = np.asarray(splice.slots)
-    outside = ((slots < 0) | (slots >= size)) & np.asarray(live_tokens(splice))
+    outside = (slots < 0) | (slots >= size)
+    if splice.length is not None:
+        outside &= np.arange(slots.shape[1]) < np.asarray(splice.length)[:, None]
     if outside.any():
         raise InputError(f"repair: slot {slots[outside][0]}; expected 0 to {size - 1}, inside the cache")
 
 
 def live_tokens(splice: SplicedCache) -> Bool[Array, "B T"]:
     """Marks the tokens that are not padding."""
-    B, T = splice.slots.shape
-    if splice.length is None:
-        return jnp.ones((B, T), bool)
-    return jnp.arange(T) < jnp.asarray(splice.length)[:, None]
+    return _live(splice.length, splice.slots.shape)
+
+
+@functools.partial(jax.jit, static_argnames=("shape",))
+def _live(length: Int[AnyArray, " B"] | None, shape: tuple[int, ...]) -> Bool[Array, "B T"]:
+    if length is None:
+        return jnp.ones(shape, bool)
+    return jnp.arange(shape[1]) < length[:, None]
 
 
 def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
@@ -157,11 +165,12 @@ def untouched(layout: KVLayout, splice: SplicedCache) -> Repaired:
     return Repaired(dict(splice.cache), jnp.zeros((layout.layers, *splice.slots.shape), bool))
 
 
-@jax.jit
-def read_slots(cache: KV, slots: Int[Array, "B T"]) -> dict[str, Float[Array, "..."]]:
-    """Reads the KV at `slots`: {channel: [L,B,S,K,H]} → {channel: [L,B,T,K,H]}."""
+@functools.partial(jax.jit, static_argnames=("layer",))
+def read_slots(cache: KV, slots: Int[AnyArray, "B T"], layer: int | None = None) -> dict[str, Float[Array, "..."]]:
+    """Reads the KV at `slots`, of one layer or of all: {channel: [L,B,S,K,H]} → {channel: [L or 1,B,T,K,H]}."""
     rows = jnp.arange(slots.shape[0])[:, None]
-    return {name: value[:, rows, slots] for name, value in cache.items()}
+    layers = slice(None) if layer is None else slice(layer, layer + 1)
+    return {name: value[layers, rows, slots] for name, value in cache.items()}
 
 
 @jax.jit
@@ -193,8 +202,13 @@ def largest(score: Float[Array, "B T"], count: int) -> Int[Array, "B count"]:
 
 def mark(splice: SplicedCache, index: Int[Array, "B count"]) -> Bool[Array, "B T"]:
     """Turns the chosen tokens into a mask, without padding."""
+    return _marked(index, live_tokens(splice))
+
+
+@jax.jit
+def _marked(index: Int[Array, "B count"], live: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
     rows = jnp.arange(index.shape[0])[:, None]
-    return jnp.zeros(splice.slots.shape, bool).at[rows, index].set(True) & live_tokens(splice)
+    return jnp.zeros(live.shape, bool).at[rows, index].set(True) & live
 
 
 def recompute_tokens(backbone: Backbone, splice: SplicedCache, index: Int[Array, "B count"]) -> dict[str, Array]:
@@ -203,14 +217,25 @@ def recompute_tokens(backbone: Backbone, splice: SplicedCache, index: Int[Array,
     They see each other's fresh KV and the rest of the cache as it stands. Only these tokens are run, so the work is
     that of `count` tokens; another chunk of the same shape does not compile again.
     """
+    live = None if splice.length is None else live_tokens(splice)
+    tokens, slots, keep, mask = _taken(splice.tokens, splice.slots, live, splice.mask, index, backbone.layout.layers)
+    return backbone.recompute(tokens, splice.cache, slots, keep, mask).cache
+
+
+@functools.partial(jax.jit, static_argnames=("layers",))
+def _taken(
+    tokens: Tokens,
+    slots: Int[AnyArray, "B T"],
+    live: Bool[Array, "B T"] | None,
+    mask: Bool[AnyArray, "B 1 T S"] | None,
+    index: Int[Array, "B count"],
+    layers: int,
+) -> tuple[Tokens, Int[Array, "B count"], Bool[Array, "L B count"] | None, Bool[Array, "B 1 count S"] | None]:
+    """What `recompute` takes, of the tokens at `index` alone: one program, not one for each of its parts."""
     take = lambda x: jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
-    tokens = jax.tree.map(take, splice.tokens)
-    mask, keep = splice.mask, None
-    if mask is not None:
-        mask = jnp.take_along_axis(jnp.asarray(mask), index[:, None, :, None], axis=2)
-    if splice.length is not None:
-        keep = jnp.broadcast_to(take(live_tokens(splice)), (backbone.layout.layers, *index.shape))
-    return backbone.recompute(tokens, splice.cache, take(jnp.asarray(splice.slots)), keep, mask).cache
+    keep = None if live is None else jnp.broadcast_to(take(live), (layers, *index.shape))
+    seen = None if mask is None else jnp.take_along_axis(mask, index[:, None, :, None], axis=2)
+    return jax.tree.map(take, tokens), take(slots), keep, seen
 
 
 def repair_everywhere(backbone: Backbone, splice: SplicedCache, index: Int[Array, "B count"]) -> Repaired:

@@ -1,8 +1,8 @@
 """CacheBlend: recompute a few whole layers, see which tokens moved most there, and recompute those above."""
 
-import jax.numpy as jnp
+import numpy as np
 
-from ..backbone import KV, Backbone
+from ..backbone import Backbone
 from ..errors import InputError
 from ._common import (
     Repaired,
@@ -43,14 +43,10 @@ def cacheblend(backbone: Backbone, splice: SplicedCache, count: int, check_layer
     if count == 0:
         return untouched(layout, splice)
     live = live_tokens(splice)
-    below = (jnp.arange(layout.layers) <= check_layer)[:, None, None]
+    below = (np.arange(layout.layers) <= check_layer)[:, None, None]
     lower = backbone.recompute(splice.tokens, splice.cache, splice.slots, below & live, splice.mask).cache
-    checked = lambda cache: read_slots(_layer(cache, check_layer), splice.slots)
+    checked = lambda cache: read_slots(cache, splice.slots, check_layer)
     index = largest(deviation(checked(lower), checked(splice.cache), live), count)
     # Run again from the embeddings, the chosen tokens meet fresh lower layers and pass through them unchanged.
     cache = recompute_tokens(backbone, splice._replace(cache=lower), index)
     return Repaired(cache, (below & live) | mark(splice, index))
-
-
-def _layer(cache: KV, layer: int) -> KV:
-    return {name: value[layer : layer + 1] for name, value in cache.items()}

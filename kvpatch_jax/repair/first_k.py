@@ -1,6 +1,7 @@
 """First-k: recompute the chunk's first tokens, where a chunk prefilled alone put its attention sink."""
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..backbone import Backbone
 from ._common import Repaired, SplicedCache, check_splice, repair_everywhere, untouched
@@ -23,5 +24,5 @@ def first_k(backbone: Backbone, splice: SplicedCache, count: int) -> Repaired:
     check_splice(backbone.layout, splice, count)
     if count == 0:
         return untouched(backbone.layout, splice)
-    index = jnp.broadcast_to(jnp.arange(count), (splice.slots.shape[0], count))
+    index = jnp.asarray(np.broadcast_to(np.arange(count, dtype=np.int32), (splice.slots.shape[0], count)))
     return repair_everywhere(backbone, splice, index)

@@ -38,6 +38,7 @@ def _(find, primals, tangents):
     return (u, v), _tangents(primals[0], u, v, tangents[0])
 
 
+@functools.partial(jax.jit, inline=True)
 def _tangents(matrix: Array, u: Array, v: Array, change: Array) -> Factors:
     product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     transposed = lambda value: jnp.swapaxes(value, -1, -2)

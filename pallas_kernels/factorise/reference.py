@@ -1,5 +1,7 @@
 """Truncated factorisations: exact, by a randomised range finder, of a sharded matrix, and of sums of factors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
@@ -17,12 +19,15 @@ def _transpose(a: Array) -> Array:
     return jnp.swapaxes(a, -1, -2)
 
 
+# Inlined where the caller is traced; called eagerly they are one program, not one for every operation.
+@functools.partial(jax.jit, static_argnames=("rank",), inline=True)
 def exact(matrix: Float[Array, "*batch T F"], rank: int) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """The best rank-`rank` factors (U·S, Vᵀ), singular values falling, by a full SVD."""
     u, s, vt = jnp.linalg.svd(matrix, full_matrices=False)
     return u[..., :rank] * s[..., None, :rank], vt[..., :rank, :]
 
 
+@functools.partial(jax.jit, static_argnames=("rank", "oversample", "iterations", "orthonormal"), inline=True)
 def randomised(
     matrix: Float[Array, "*batch T F"],
     rank: int,

@@ -63,6 +63,8 @@ def _below(limit: int, like: Num[Array, "*axes"]) -> Bool[Array, "*axes"]:
     return place < limit
 
 
+# Inlined where the caller is traced; called eagerly it is one program, not one for every operation.
+@functools.partial(jax.jit, static_argnames=("per_head", "layout", "out_dtype"), inline=True)
 def rotate_patch(
     operands: Operands,
     length: Int[Array, ""] | None,

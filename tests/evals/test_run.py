@@ -1,4 +1,4 @@
-"""The main job on eight contexts: what it writes, which arms and metrics are there, how its flags answer."""
+"""The main job on four contexts: what it writes, which arms and metrics are there, how its flags answer."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import REPAIRS
 from models import ModelBackbone, load
 
-CONTEXTS = 8
+CONTEXTS = 4
 CONFIG = run.RunConfig(
     run.MAIN, tuple(suite for suite in run.SUITES if suite != "control"), 77, CONTEXTS, CONTEXTS, CONTEXTS
 )
@@ -69,7 +69,7 @@ def backbone() -> ModelBackbone:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, backbone: ModelBackbone) -> Job:
-    """Every suite but the control, on eight contexts."""
+    """Every suite but the control, on four contexts."""
     folder = tmp_path_factory.mktemp("run")
 
     class Count(run.Progress):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
+from tests.arrays import placed
 
 LAYOUTS = {
     "gqa": kvp.KVLayout.gqa(3, 2, 16, kvp.Rope(1e4, 16)),
@@ -19,9 +20,7 @@ LAYOUTS = {
 def kv_of(layout: kvp.KVLayout, tokens: int, seed: int = 0, batch: tuple = (), dtype=jnp.float32) -> dict:
     rng = np.random.default_rng(seed)
     return {
-        channel.name: jnp.asarray(
-            rng.standard_normal((layout.layers, *batch, tokens, channel.heads, channel.width)), dtype
-        )
+        channel.name: placed(rng.standard_normal((layout.layers, *batch, tokens, channel.heads, channel.width)), dtype)
         for channel in layout.channels
     }
 
@@ -47,8 +46,7 @@ def conditioned_of(chunk: kvp.Chunk, rank: int = 4, seed: int = 9, size: float =
     for channel in chunk.layout.channels:
         u = rng.standard_normal((chunk.layout.layers, chunk.tokens, rank))
         v = rng.standard_normal((chunk.layout.layers, rank, channel.features)) * size / np.sqrt(rank)
-        value = chunk.kv[channel.name]
-        result[channel.name] = (value.astype(jnp.float32) + (u @ v).reshape(value.shape).astype(np.float32)).astype(
-            value.dtype
-        )
+        value = np.asarray(chunk.kv[channel.name])
+        total = value.astype(np.float32) + (u @ v).reshape(value.shape).astype(np.float32)
+        result[channel.name] = placed(total, value.dtype)
     return result

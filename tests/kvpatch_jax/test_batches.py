@@ -8,6 +8,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax import ops
 from kvpatch_jax.errors import PatchMismatchError, PositionError, ShapeError
+from tests.arrays import placed
 from tests.kvpatch_jax.operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
 
 A = ("A1", "A2")
@@ -26,24 +27,21 @@ def batch_of(name: str, seed: int = 0, **more) -> kvp.Chunk:
 
 def conditioned_batch(batch: kvp.Chunk, seed: int = 9) -> dict:
     items = [conditioned_of(item, seed=seed + number) for number, item in enumerate(items_of(batch))]
-    return {name: jnp.stack([item[name] for item in items], axis=1) for name in batch.kv}
+    return {name: placed(np.stack([item[name] for item in items], axis=1)) for name in batch.kv}
 
 
 def items_of(batch: kvp.Chunk) -> list[kvp.Chunk]:
     fields = {word: getattr(batch, word) for word in ("local", "span", "length", "id", "layout", "backbone")}
-    return [
-        kvp.Chunk(kv={name: value[:, number] for name, value in batch.kv.items()}, **fields)
-        for number in range(batch.batch or 0)
-    ]
+    return [kvp.Chunk(kv=item(batch.kv, number), **fields) for number in range(batch.batch or 0)]
 
 
 def item(kv, number: int) -> dict:
-    return {name: value[:, number] for name, value in kv.items()}
+    return {name: placed(np.asarray(value)[:, number]) for name, value in kv.items()}
 
 
 def assert_same(found, expected, tolerance: float = 2e-5):
     for name in expected:
-        size = float(jnp.abs(expected[name]).max())
+        size = float(np.abs(expected[name]).max())
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance * size)
 
 
@@ -86,7 +84,7 @@ def test_a_batch_is_what_the_mapped_core_gives(name: str):
     expected = jax.jit(place)(dict(batch.kv), dict(patch.factors), jnp.asarray(starts))
     assert_same(found, expected, 2e-6)
     for number, one in enumerate(items_of(batch)):
-        factors = jax.tree.map(lambda leaf, number=number: leaf[:, number], dict(patch.factors))
+        factors = jax.tree.map(lambda leaf, number=number: np.asarray(leaf)[:, number], dict(patch.factors))
         alone = ops.jitted_apply(batch.layout, dict(one.kv), factors, batch.local, starts[number])
         assert_same(item(found, number), alone, 2e-6)
 

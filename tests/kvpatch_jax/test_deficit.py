@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvpatch_jax import deficit
+from tests.arrays import placed
 
 
 def known() -> dict:
@@ -11,7 +12,7 @@ def known() -> dict:
     value = np.zeros((2, 8, 2, 4), np.float32)
     for token in range(3):
         value[1, token, 0, token] = 2.0
-    return {"k": jnp.asarray(value)}
+    return {"k": placed(value)}
 
 
 def test_known_shape():
@@ -34,7 +35,7 @@ def test_length_masks_padding():
 
 
 def test_energy_ratio():
-    matrix = jnp.asarray(np.random.default_rng(0).standard_normal((12, 8)), jnp.float32)
+    matrix = placed(np.random.default_rng(0).standard_normal((12, 8)), jnp.float32)
     u, s, vt = jnp.linalg.svd(matrix, full_matrices=False)
     np.testing.assert_allclose(deficit.energy_ratio(matrix, u[:, :3] * s[:3], vt[:3]), 1.0, atol=1e-5)
     assert deficit.energy_ratio(matrix, u[:, 3:6] * s[3:6], vt[3:6]) < 0.9

@@ -27,6 +27,7 @@ from kvpatch_jax.errors import (
     StalePatchError,
 )
 from pallas_kernels import targeting
+from tests.arrays import placed
 
 PAGES, PAGE_SIZE = 6, 8
 
@@ -34,7 +35,7 @@ PAGES, PAGE_SIZE = 6, 8
 def pool_of(layout: kvp.KVLayout, dtype=jnp.float32, seed: int = 5, padded: bool = False) -> dict:
     rng = np.random.default_rng(seed)
     return {
-        name: jnp.asarray(rng.standard_normal(value.shape), dtype)
+        name: placed(rng.standard_normal(value.shape), dtype)
         for name, value in kvp.pool.make_pool(layout, PAGES, PAGE_SIZE, padded=padded).items()
     }
 
@@ -389,9 +390,9 @@ def test_jaxs_ragged_paged_attention_over_spliced_pages_equals_attention_over_re
     layout = kvp.KVLayout.gqa(1, 2, 128, kvp.Rope(1e6, 128))
     pool, slots, recomputed = spliced_sequence(layout, (5, 9, 12), 3)
     pages = kvp.engines.to_ragged_paged_attention(layout, pool)[0]
-    queries = jnp.asarray(np.random.default_rng(2).standard_normal((3, 8, 128)), jnp.float32)
-    table = jnp.asarray(kvp.pool.pages_of(slots, PAGE_SIZE))[None]
-    lengths = [jnp.asarray(values, jnp.int32) for values in ([slots.size], [0, 3], [1])]
+    queries = placed(np.random.default_rng(2).standard_normal((3, 8, 128)), jnp.float32)
+    table = placed(kvp.pool.pages_of(slots, PAGE_SIZE))[None]
+    lengths = [placed(values, jnp.int32) for values in ([slots.size], [0, 3], [1])]
     # The interpreter cannot read through a reshaped reference: the kernel gets the loaded pages instead. Nor does it
     # take masked stores whose first axis is the longest: as many query heads to a KV head as queries to a block.
     wait = kernel.MultiPageAsyncCopyDescriptor.wait
@@ -414,10 +415,10 @@ def test_masked_tails_do_not_reach_an_attention():
     slots = books.allocate(11, aligned=True)
     pool = kvp.pool.splice(pool_of(layout), slots, chunk, None, 3)
     pages = kvp.pool.pages_of(slots, PAGE_SIZE)
-    mask = jnp.asarray(kvp.pool.slot_mask(slots, pages, PAGE_SIZE))
+    mask = placed(kvp.pool.slot_mask(slots, pages, PAGE_SIZE))
     whole = {name: value[0, pages].reshape(-1, 2, 16) for name, value in pool.items()}
     exact = kvp.to_engine(layout, chunk.kv, chunk.local, 3)
-    query = jnp.asarray(np.random.default_rng(2).standard_normal((1, 2, 16)), jnp.float32)
+    query = placed(np.random.default_rng(2).standard_normal((1, 2, 16)), jnp.float32)
     attend = lambda k, v, mask: jax.nn.dot_product_attention(query[None], k[None], v[None], mask=mask)
     masked = attend(whole["k"], whole["v"], mask[None, None, None])
     np.testing.assert_allclose(masked, attend(exact["k"][0], exact["v"][0], None), atol=1e-6)

@@ -5,6 +5,7 @@ the number of devices that XLA_FLAGS asks for is settled once per process, and t
 """
 
 import contextlib
+import gc
 import json
 import math
 import re
@@ -311,6 +312,9 @@ def find(name: str, directory: Path) -> Any:
 def main() -> None:
     """Prints {name: facts}."""
     root, *names = sys.argv[1:]
+    # As in the root's conftest.py.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     warnings.simplefilter("error")
     with jax.default_matmul_precision("highest"):
         print(json.dumps({name: find(name, Path(root) / name) for name in names}))

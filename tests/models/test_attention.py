@@ -18,6 +18,7 @@ from models.attention.blockwise import Blocks, blockwise
 from models.attention.dense import dense
 from models.attention.mask import NOWHERE
 from pallas_kernels import preferring
+from tests.arrays import placed
 
 ROWS, QUERIES, KEYS = 2, 13, 22
 SCALE = 0.31
@@ -31,7 +32,7 @@ def drawn(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of [rows, queries] over [rows, keys]."""
     (B, T, S), (N, K, H, W), rng = shape, heads, np.random.default_rng(seed)
-    one = lambda *size: jnp.asarray(rng.normal(size=size), dtype)
+    one = lambda *size: placed(rng.normal(size=size), dtype)
     return one(B, T, N, H), one(B, S, K, H), one(B, S, K, W)
 
 

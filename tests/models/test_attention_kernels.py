@@ -9,6 +9,7 @@ from kvpatch_jax.errors import KernelUnavailableError
 from models.attention import Mask, attention, splash, using, what_runs
 from models.attention.dense import dense
 from pallas_kernels import preferring, targeting
+from tests.arrays import placed
 
 SCALE = 0.21
 ROWS, QUERIES, KEYS = 2, 200, 330
@@ -28,7 +29,7 @@ MASKS = {
 
 def drawn(heads: int, kv_heads: int, width: int, value_width: int, dtype: str = "float32"):
     rng = np.random.default_rng(1)
-    one = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    one = lambda *shape: placed(rng.normal(size=shape), dtype)
     return one(ROWS, QUERIES, heads, width), one(ROWS, KEYS, kv_heads, width), one(ROWS, KEYS, kv_heads, value_width)
 
 

@@ -20,6 +20,7 @@ from models.decoder.decoder import Decoder
 from models.decoder.grouped import spread
 from models.decoder.moe import Experts, choose_experts
 from models.decoder.weights import decoder_entries
+from tests.arrays import placed
 
 EXPERTS = ExpertConfig(experts=6, chosen=2, intermediate=10, router="softmax", renormalise=True)
 CONFIG = DecoderConfig(
@@ -34,7 +35,7 @@ def drawn(make, seed=0) -> Any:
     """The module that `make` builds, parameters drawn with NumPy: nothing to compile."""
     rng = np.random.default_rng(seed)
     model = nnx.eval_shape(make)
-    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * max(leaf.shape[-2:-1] or (1,)) ** -0.5, leaf.dtype)
+    draw = lambda leaf: placed(rng.normal(size=leaf.shape) * max(leaf.shape[-2:-1] or (1,)) ** -0.5, leaf.dtype)
     nnx.update(model, jax.tree.map(draw, nnx.state(model, nnx.Param)))
     return model
 
@@ -59,7 +60,7 @@ def test_routers(router, renormalise, groups, chosen_groups):
     config = ExpertConfig(12, 3, 8, router, renormalise, 2.5, groups, chosen_groups)
     rng = np.random.default_rng(0)
     logits, correction = rng.normal(size=(5, 7, 12)), rng.normal(size=12) * (router == "sigmoid")
-    chosen = choose_experts(config, jnp.asarray(logits, jnp.float32), jnp.asarray(correction, jnp.float32))
+    chosen = choose_experts(config, placed(logits, jnp.float32), placed(correction, jnp.float32))
     found = np.asarray(spread(*chosen, config.experts))
     expected = np.stack([expected_weights(config, token, correction) for token in logits.reshape(-1, 12)])
     np.testing.assert_allclose(found.reshape(-1, 12), expected, atol=2e-6)
@@ -69,7 +70,7 @@ def test_routers(router, renormalise, groups, chosen_groups):
 def test_experts_equal_a_loop_over_tokens():
     config = dataclasses.replace(EXPERTS, router="sigmoid", shared=14)
     experts = drawn(lambda: Experts(config, 16, rngs=nnx.Rngs(0)))
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32)
+    x = placed(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32)
 
     def parts_of(x):
         index, scale = experts.choose(x)
@@ -101,7 +102,7 @@ def test_latent_attention_in_absorbed_form_equals_expanded_heads():
         mixed = jnp.einsum("BNTS,BSNW->BTNW", weights, expanded[..., 6:])
         return attention.mix(query, kv, Mask(allowed=mask)), attention.output(mixed.reshape(2, 5, -1))
 
-    found, expected = both(jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32))
+    found, expected = both(placed(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32))
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -110,8 +111,8 @@ def test_deepstack_is_added_behind_the_first_layers(dense_layers):
     experts = dataclasses.replace(EXPERTS, dense_layers=dense_layers) if dense_layers else None
     decoder = drawn(lambda: Decoder(dataclasses.replace(CONFIG, experts=experts), nnx.Rngs(0)))
     rng = np.random.default_rng(1)
-    hidden = jnp.asarray(rng.normal(size=(2, 5, 16)), jnp.float32)
-    deepstack = jnp.asarray(rng.normal(size=(1, 2, 5, 16)), jnp.float32)
+    hidden = placed(rng.normal(size=(2, 5, 16)), jnp.float32)
+    deepstack = placed(rng.normal(size=(1, 2, 5, 16)), jnp.float32)
     positions, mask = jnp.arange(5)[None].repeat(2, 0), jnp.tril(jnp.ones((5, 5), bool))[None, None].repeat(2, 0)
 
     @jax.jit

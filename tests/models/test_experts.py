@@ -28,6 +28,7 @@ from models.decoder.grouped import (
 )
 from models.decoder.moe import Experts
 from pallas_kernels import targeting
+from tests.arrays import placed
 from tests.goldens.load_text import write_text_checkpoint
 
 EXPERTS, WIDTH, INNER, TOKENS, CHOSEN = 6, 5, 4, 12, 2
@@ -40,7 +41,7 @@ def numbers(*shape: int, seed: int = 0) -> Any:
 def layers() -> ExpertWeights:
     """Three layers of experts."""
     shapes = ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH))
-    return ExpertWeights(*(jnp.asarray(numbers(3, EXPERTS, *shape, seed=seed)) for seed, shape in enumerate(shapes)))
+    return ExpertWeights(*(placed(numbers(3, EXPERTS, *shape, seed=seed)) for seed, shape in enumerate(shapes)))
 
 
 LAYERS = layers()
@@ -145,8 +146,8 @@ def test_padding_stays_below_a_quarter_of_many_pairs(pairs, experts):
 def test_derivatives_are_those_of_the_dense_form():
     x, index = numbers(TOKENS, WIDTH), np.stack([np.arange(TOKENS) % EXPERTS, (np.arange(TOKENS) + 2) % 3 + 3], 1)
     index[index[:, 0] == index[:, 1], 1] = 0
-    index = jnp.asarray(index, jnp.int32)
-    one = ExpertWeights(*(jnp.asarray(part[0]) for part in LAYERS))
+    index = placed(index, jnp.int32)
+    one = ExpertWeights(*(placed(part[0]) for part in LAYERS))
 
     def loss(x, weights, stack, name):
         return jnp.sum(jnp.sin(mix_experts(x, index, weights, stack, jax.nn.silu, implementation=name)))
@@ -163,8 +164,8 @@ def test_bfloat16_is_rounded_once_where_the_oracle_is():
     x, index = numbers(64, 32), np.array([np.random.default_rng(t).permutation(8)[:3] for t in range(64)], np.int32)
     stack = ExpertWeights(numbers(8, 32, 16), numbers(8, 32, 16), numbers(8, 16, 32, seed=3))
     weights = np.abs(numbers(64, 3))
-    weights, index = jnp.asarray(weights), jnp.asarray(index)
-    low = jax.tree.map(lambda part: jnp.asarray(part, jnp.bfloat16), (x, stack))
+    weights, index = placed(weights), placed(index)
+    low = jax.tree.map(lambda part: placed(part, jnp.bfloat16), (x, stack))
     wide = jax.tree.map(lambda part: np.asarray(part, np.float32), low)
     expected = looped(wide[0], np.asarray(index), np.asarray(weights), wide[1])
     found = jax.jit(lambda x, stack: mix_experts(x, index, weights, stack, jax.nn.silu, implementation="blockwise"))(
@@ -175,7 +176,7 @@ def test_bfloat16_is_rounded_once_where_the_oracle_is():
 
 def test_load_counts_tokens():
     index = np.array([[0, 5], [5, 2], [6, -1]], np.int32)
-    load = expert_load(jnp.asarray(index), EXPERTS)
+    load = expert_load(placed(index), EXPERTS)
     assert load.dtype == jnp.int32
     assert load.tolist() == [1, 0, 1, 0, 0, 2]
 

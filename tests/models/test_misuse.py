@@ -13,7 +13,8 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import FrameError, InputError, KVPatchError, LayoutError, PositionError, ShapeError
 from models import load
 
-T = 9
+T = 10
+"""Also twice a chunk's tokens, so that contexts of either make run the same programs."""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_chunks_join_to_a_context(backbone):
     for name, value in context.items():
         expected = np.concatenate([first[name], second[name]], axis=1)[:, None]
         assert np.array_equal(value, expected)
-    question = tokens_of(backbone, length=2).shift(2 * chunk.span)
+    question = tokens_of(backbone).shift(2 * chunk.span)
     assert backbone.generate(question, 2, context=context).shape == (1, 2)
     for parts, error in (
         ((first, chunk.kv), FrameError),

@@ -26,6 +26,7 @@ from models.towers.weights import (
     projector_entries,
     qwen3_vision_entries,
 )
+from tests.arrays import placed
 from tests.goldens.load import golden_arrays, write_checkpoint
 from tests.goldens.redraw import redraw
 
@@ -214,7 +215,7 @@ def test_rows_that_make_no_whole_patch_are_left_out():
     rest = dataclasses.replace(CLIP, image=3 * CLIP.patch - 1)
     assert rest.side == 2
     assert rest.tokens == whole.tokens
-    pixels = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, rest.image, rest.image)), jnp.float32)
+    pixels = placed(np.random.default_rng(0).normal(size=(1, 3, rest.image, rest.image)), jnp.float32)
     made = lambda config, pixels: ViT(config, nnx.Rngs(0))(pixels)
     both = jax.jit(lambda pixels: (made(rest, pixels), made(whole, pixels[..., : whole.image, : whole.image])))
     found, expected = both(pixels)
@@ -245,7 +246,7 @@ def test_packing_equals_transformers(case):
     newline = redraw("image_newline", [64])
     index = packing_index(TILES, gold["image_sizes"])
     features = gold["vision_features"][0]
-    packed = pack_tiles(jnp.asarray(features), jnp.asarray(newline), jnp.asarray(index))
+    packed = pack_tiles(placed(features), placed(newline), placed(index))
     at = gold["input_ids"] == 301
     assert at.sum() == len(index)
     assert np.array_equal(packed, gold["inputs_embeds"][at])

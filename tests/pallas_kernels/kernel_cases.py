@@ -7,6 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.rotate_patch.shapes import RotateShape
+from tests.arrays import placed
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -18,13 +19,13 @@ INTERPRETED = {"gpu": plgpu.InterpretGPUParams(detect_races=True, uninitialized_
 def arrays(shape: RotateShape, per_head: bool = False, dtype=jnp.float32, seed: int = 0) -> dict:
     """x, cos, sin, u, v of a case; without u and v at rank 0, without cos and sin where nothing rotates."""
     rng = np.random.default_rng(seed)
-    draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), dtype)
+    draw = lambda *sizes: placed(rng.standard_normal(sizes), dtype)
     angle = rng.standard_normal((shape.tokens, shape.rotary // 2))
     middle = (shape.heads,) if per_head else ()
     columns = shape.width if per_head else shape.heads * shape.width
     given = {"x": draw(*shape.leading, shape.tokens, shape.heads, shape.width)}
     if shape.rotary:
-        given |= {"cos": jnp.asarray(np.cos(angle), jnp.float32), "sin": jnp.asarray(np.sin(angle), jnp.float32)}
+        given |= {"cos": placed(np.cos(angle), jnp.float32), "sin": placed(np.sin(angle), jnp.float32)}
     if shape.rank:
         given |= {
             "u": draw(*shape.leading, *middle, shape.tokens, shape.rank),

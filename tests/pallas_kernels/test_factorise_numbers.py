@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import KernelShapeError, factorise, targeting
 from pallas_kernels.factorise import reference
+from tests.arrays import placed
 
 SPECTRA = {
     "σ₁ = 1e3": np.r_[1e3, np.exp(-np.arange(1, 128) / 40)],
@@ -28,7 +29,7 @@ def drawn(spectrum: np.ndarray, tokens: int, features: int, seed: int = 0) -> np
 def residual_over_optimal(matrix: np.ndarray, rank: int, **how) -> float:
     """Of the float32 matrix that `factorise` is given; the optimum from a float64 SVD."""
     given = matrix.astype(np.float32)
-    u, v = factorise(jnp.asarray(given), rank, **how)
+    u, v = factorise(placed(given), rank, **how)
     left = given.astype(np.float64) - np.asarray(u, np.float64) @ np.asarray(v, np.float64)
     singular = np.linalg.svd(given.astype(np.float64), compute_uv=False)
     return float(np.linalg.norm(left) / np.linalg.norm(singular[rank:]))
@@ -49,7 +50,7 @@ def test_steep_spectra_are_factorised_as_well_as_flat_ones(name: str, shape: tup
     ids=[*SPECTRA, "zero", "of rank 3"],
 )
 def test_cholesky_finds_what_the_range_finder_finds(spectrum: np.ndarray):
-    matrix = jnp.asarray(np.stack([drawn(spectrum, 200, 128, seed) for seed in range(2)]), jnp.float32)
+    matrix = placed(np.stack([drawn(spectrum, 200, 128, seed) for seed in range(2)]), jnp.float32)
     matrix = matrix.at[:, 180:].set(0.0)
     (u, v), (own_u, own_v) = (factorise(matrix, 16, orthonormal=name) for name in ("qr", "cholesky"))
     identity = np.broadcast_to(np.eye(16), (2, 16, 16))
@@ -63,13 +64,13 @@ def test_cholesky_finds_what_the_range_finder_finds(spectrum: np.ndarray):
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 1e15])
 def test_cholesky_basis_spans_what_qr_does_at_any_scale(scale: float):
     rng = np.random.default_rng(3)
-    tall = jnp.asarray(scale * rng.standard_normal((3, 90, 12)) * 0.4 ** np.arange(12), jnp.float32)
+    tall = placed(scale * rng.standard_normal((3, 90, 12)) * 0.4 ** np.arange(12), jnp.float32)
     q, own = jnp.linalg.qr(tall)[0], reference.cholesky_qr2(tall)
     np.testing.assert_allclose(own @ jnp.swapaxes(own, -1, -2), q @ jnp.swapaxes(q, -1, -2), atol=2e-2)
 
 
 def test_gpus_orthogonalise_by_cholesky_and_others_by_qr():
-    matrix = jnp.asarray(drawn(SPECTRA["slow"], 160, 128), jnp.float32)
+    matrix = placed(drawn(SPECTRA["slow"], 160, 128), jnp.float32)
     program = lambda: str(jax.make_jaxpr(functools.partial(factorise, rank=8))(matrix))
     assert "cholesky" not in program()
     with targeting("gpu"):
@@ -93,12 +94,13 @@ def test_gradient_is_that_of_the_best_factors(shape: tuple[int, int], decay: flo
     rank, weights = 4, np.random.default_rng(1).standard_normal(shape)
     spectrum = np.where(np.arange(12) < rank, 0.5 ** np.arange(12), 0.0) if decay is None else decay ** np.arange(12)
     matrix = drawn(spectrum, *shape)
+    weights32 = placed(weights, jnp.float32)
 
     def loss(value):
         u, v = factorise(value, rank, method=method, oversample=4)
-        return (jnp.asarray(weights, jnp.float32) * (u @ v)).sum()
+        return (weights32 * (u @ v)).sum()
 
-    found, wanted = jax.grad(loss)(jnp.asarray(matrix, jnp.float32)), np.zeros(shape)
+    found, wanted = jax.jit(jax.grad(loss))(placed(matrix, jnp.float32)), np.zeros(shape)
     for place in np.ndindex(shape):
         step = np.zeros(shape)
         step[place] = 1e-6
@@ -109,16 +111,18 @@ def test_gradient_is_that_of_the_best_factors(shape: tuple[int, int], decay: flo
 @pytest.mark.parametrize("method", ["exact", "randomised"])
 @pytest.mark.parametrize("rows", [0, 3, pytest.param(20, marks=pytest.mark.slow)])
 def test_gradients_of_zero_and_padded_matrices_are_finite(rows: int, method: str):
-    matrix = jnp.asarray(drawn(SPECTRA["slow"][:12], 24, 12), jnp.float32).at[rows:].set(0.0)
-    weights = jnp.asarray(np.random.default_rng(1).standard_normal((24, 12)), jnp.float32)
+    matrix = drawn(SPECTRA["slow"][:12], 24, 12)
+    matrix[rows:] = 0.0
+    matrix = placed(matrix, jnp.float32)
+    weights = placed(np.random.default_rng(1).standard_normal((24, 12)), jnp.float32)
 
     def loss(value):
         u, v = factorise(value, 4, method=method)
         return (weights * (u @ v)).sum() + (u**2).sum()
 
     gradient = jax.jit(jax.grad(loss))(matrix)
-    assert jnp.isfinite(gradient).all()
+    assert np.isfinite(gradient).all()
     if rows:
-        assert jnp.abs(gradient).max() > 0
-    mapped = jax.vmap(jax.grad(loss))(jnp.stack([matrix, 2 * matrix]))
+        assert np.abs(gradient).max() > 0
+    mapped = jax.jit(jax.vmap(jax.grad(loss)))(np.stack([matrix, 2 * np.asarray(matrix)]))
     np.testing.assert_allclose(mapped[0], gradient, atol=1e-3)

@@ -20,6 +20,7 @@ from pallas_kernels.splice import tpu as splice_tpu
 from pallas_kernels.splice.shapes import SpliceShape
 from pallas_kernels.tpu import block
 from pallas_kernels.tpu.prepare import Tile
+from tests.arrays import placed
 
 SLOW = pytest.mark.slow
 """For cases that others stand in for by default: layouts and ranks are looked at with four heads, then once each."""
@@ -110,10 +111,10 @@ def test_slots_not_named_keep_their_bits(heads: int, dtype: str, rank: int, layo
     shape = SpliceShape(chunk, 6, 16)
     wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
     given = narrow_arrays(chunk, dtype)[0] if dtype == "int8" else arrays(chunk, dtype=jnp.dtype(dtype))
-    pool = lambda: jnp.asarray(np.random.default_rng(7).standard_normal(shape.pool), wide)
+    pool = lambda: placed(np.random.default_rng(7).standard_normal(shape.pool), wide)
     # A run of 40 slots from mid-page, the others scattered behind it: copies of 32 tokens at once and of one.
     behind = np.random.default_rng(3).permutation(np.arange(46, 96))[:23]
-    slots = jnp.asarray(np.concatenate([np.arange(5, 45), behind]), jnp.int32)
+    slots = placed(np.concatenate([np.arange(5, 45), behind]), jnp.int32)
     plan: dict[str, Any] = {"layout": layout, "tile": Tile(32), "interpret": INTERPRET}
     made = jax.jit(lambda pool: splice_tpu.kernel(pool, slots, Operands(**given), jnp.int32(length), **plan))(pool())
     wanted = splice(pool(), slots, **given, layout=layout, length=jnp.int32(length), implementation="xla")

@@ -13,6 +13,7 @@ from kernel_cases import INTERPRET, arrays, expected
 from pallas_kernels import rotate_patch, splice, targeting
 from pallas_kernels.rotate_patch.shapes import RotateShape
 from pallas_kernels.splice.shapes import LANES
+from tests.arrays import placed
 
 EXAMPLES = {"xla": 6, "tpu": 2}
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "tpu"])
@@ -27,7 +28,7 @@ def rotated(implementation: str, *given, **more) -> jax.Array:
 
 def tables(angles) -> tuple[jax.Array, jax.Array]:
     angles = np.asarray(angles, np.float64)
-    return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+    return placed(np.cos(angles), jnp.float32), placed(np.sin(angles), jnp.float32)
 
 
 def repeated(implementation: str, **strategies) -> Callable[[Callable[..., None]], Callable[[], None]]:
@@ -45,7 +46,7 @@ def test_turning_twice_is_turning_by_the_sum_and_by_nothing_is_nothing(implement
     @repeated(implementation, a=ANGLES, b=ANGLES, seed=st.integers(0, 2**16))
     def check(a: float, b: float, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        x = jnp.asarray(rng.standard_normal((2, 9, 2, 16)), jnp.float32)
+        x = placed(rng.standard_normal((2, 9, 2, 16)), jnp.float32)
         frequencies = rng.uniform(0.1, 1.0, (9, 6))
         turn = lambda value, angle: rotated(implementation, value, *tables(angle * frequencies), layout=layout)
         np.testing.assert_allclose(turn(turn(x, a), b), turn(x, a + b), atol=3e-6)
@@ -58,7 +59,7 @@ def test_turning_twice_is_turning_by_the_sum_and_by_nothing_is_nothing(implement
 def test_frames_invert_within_one_rounding_each_way(implementation: str):
     @repeated(implementation, a=ANGLES, seed=st.integers(0, 2**16))
     def check(a: float, seed: int) -> None:
-        x = jnp.asarray(np.random.default_rng(seed).standard_normal((1, 7, 1, 16)), jnp.bfloat16)
+        x = placed(np.random.default_rng(seed).standard_normal((1, 7, 1, 16)), jnp.bfloat16)
         cos, sin = tables(np.full((7, 8), a))
         back = rotated(implementation, rotated(implementation, x, cos, sin), cos, -sin)
         pair = lambda value: np.asarray(value, np.float64).reshape(1, 7, 1, 2, 8)

@@ -22,10 +22,11 @@ from pallas_kernels import (
 from pallas_kernels._operands import Operands
 from pallas_kernels.rotate_patch.shapes import RotateShape
 from pallas_kernels.splice.shapes import SMALL, SpliceShape
+from tests.arrays import placed
 
 
 def pool_of(shape: SpliceShape, dtype=jnp.float32, seed: int = 7) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape.pool), dtype)
+    return placed(np.random.default_rng(seed).standard_normal(shape.pool), dtype)
 
 
 def slots_of(shape: SpliceShape, seed: int = 3) -> np.ndarray:
@@ -176,7 +177,7 @@ def test_the_pool_is_donated_and_not_copied():
     pool, chunk, slots = pool_of(shape), arrays(shape.chunk), slots_of(shape)
     splice(pool, slots, **chunk)
     assert pool.is_deleted()
-    given = [pool_of(shape), jnp.asarray(slots), Operands(**chunk), None]
+    given = [pool_of(shape), placed(slots), Operands(**chunk), None]
     plan = {"implementation": "xla", "per_head": False, "layout": "half", "interpret": False}
     memory = _jitted.lower(*given, **plan).compile().memory_analysis()
     assert memory.alias_size_in_bytes == given[0].nbytes

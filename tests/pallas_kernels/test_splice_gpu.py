@@ -15,6 +15,7 @@ from pallas_kernels.hopper.launch import LaunchPlan
 from pallas_kernels.rotate_patch.shapes import ALIGNED, ALIGNED_PAIRS, NARROW, PRODUCTION, RotateShape
 from pallas_kernels.splice import gpu
 from pallas_kernels.splice.shapes import SpliceShape
+from tests.arrays import placed
 
 GQA = RotateShape("gqa", (2,), 13, 1, 64, 64, 5, "half")
 KPE = RotateShape("kpe", (2,), 13, 1, 64, 64, 3, "half")
@@ -22,7 +23,7 @@ WIDE = RotateShape("wide", (1,), 13, 1, 128, 128, 3, "half")
 
 
 def pool_of(shape: SpliceShape, dtype) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(7).standard_normal(shape.pool), dtype)
+    return placed(np.random.default_rng(7).standard_normal(shape.pool), dtype)
 
 
 def flat(pool) -> np.ndarray:
@@ -90,7 +91,7 @@ def test_lengths_bad_slots_and_several_blocks():
     call = jax.jit(functools.partial(gpu.kernel, layout="half", plan=plan, interpret=interpret))
     before = pool_of(shape, jnp.float32)
     for length in (0, 70, 133):
-        found = call(before, jnp.asarray(slots), Operands(**chunk_of), jnp.int32(length))
+        found = call(before, placed(slots), Operands(**chunk_of), jnp.int32(length))
         wanted = jax.jit(functools.partial(splice, implementation="xla"))(before, slots, **chunk_of, length=length)
         np.testing.assert_allclose(flat(found), flat(wanted), atol=2e-6)
         kept = np.setdiff1d(np.arange(160), slots[:length])
@@ -110,9 +111,9 @@ def test_tokens_go_in_sixty_fours_in_eights_and_one_by_one(groups: int):
     before = pool_of(shape, jnp.float32)
     for break_at in (197, 100):
         slots = np.concatenate([np.arange(20, 20 + break_at), np.arange(216, 19 + break_at, -1)]).astype(np.int32)
-        found = call(before, jnp.asarray(slots), Operands(**chunk_of), jnp.int32(195))
+        found = call(before, placed(slots), Operands(**chunk_of), jnp.int32(195))
         wanted = jax.jit(functools.partial(splice, implementation="xla"))(
-            before, jnp.asarray(slots), **chunk_of, length=jnp.int32(195)
+            before, placed(slots), **chunk_of, length=jnp.int32(195)
         )
         np.testing.assert_allclose(flat(found), flat(wanted), atol=2e-6)
         kept = np.setdiff1d(np.arange(224), slots[:195])
@@ -122,12 +123,12 @@ def test_tokens_go_in_sixty_fours_in_eights_and_one_by_one(groups: int):
 def test_eights_are_found_where_slots_follow_each_other():
     slots = np.arange(100, 132, dtype=np.int32)
     slots[9] = 7
-    places, eights = gpu.places(jnp.asarray(slots), jnp.int32(27), 130, 64)
+    places, eights = gpu.places(placed(slots), jnp.int32(27), 130, 64)
     assert places.shape == (64,)
     assert (places[27:] == -1).all()
     assert (places[:27] == slots[:27]).all()
     assert eights.tolist() == [100, gpu.SCATTERED, 116, gpu.SCATTERED, *[gpu.NOWHERE] * 4]
-    assert gpu.places(jnp.asarray(slots), None, 130, 64)[0][30] == -1
+    assert gpu.places(placed(slots), None, 130, 64)[0][30] == -1
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from pallas_kernels._operands import Operands
 from pallas_kernels.splice import tpu
 from pallas_kernels.splice.shapes import LANES, SMALL, SpliceShape
 from pallas_kernels.tpu.prepare import Tile
+from tests.arrays import placed
 
 HEADS, ONE_HEAD, LATENT = LANES
 
 
 def pool_of(shape: SpliceShape, dtype=jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(7).standard_normal(shape.pool), dtype)
+    return placed(np.random.default_rng(7).standard_normal(shape.pool), dtype)
 
 
 def scattered(shape: SpliceShape) -> np.ndarray:
@@ -30,7 +31,7 @@ def scattered(shape: SpliceShape) -> np.ndarray:
 def compare(shape: SpliceShape, slots, given: dict, tile: Tile | None, length: int | None, dtype=jnp.float32) -> None:
     """The kernel against the XLA path: equal where slots say, bit-equal elsewhere."""
     counted = None if length is None else jnp.int32(length)
-    slots = jnp.asarray(slots, jnp.int32)
+    slots = placed(slots, jnp.int32)
     wanted = splice(
         pool_of(shape, dtype), slots, **given, layout=shape.chunk.layout, length=counted, implementation="xla"
     )
