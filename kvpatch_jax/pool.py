@@ -137,7 +137,7 @@ jitted_splice = jax.jit(_splice, static_argnames=("layout", "layers", "heads", "
 
 @jax.jit
 def _rows_at(pool: Pool, slots: Slots) -> dict[str, Float[Array, "L T _ _"]]:
-    return {name: _flat(value)[:, slots] for name, value in pool.items()}
+    return {name: _flat(jnp.asarray(value))[:, slots] for name, value in pool.items()}
 
 
 def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:

@@ -1,5 +1,6 @@
 """CacheBlend: recompute a few whole layers, see which tokens moved most there, and recompute those above."""
 
+import jax
 import numpy as np
 
 from ..backbone import Backbone
@@ -43,7 +44,7 @@ def cacheblend(backbone: Backbone, splice: SplicedCache, count: int, check_layer
     if count == 0:
         return untouched(layout, splice)
     live = live_tokens(splice)
-    below = (np.arange(layout.layers) <= check_layer)[:, None, None]
+    below = jax.device_put((np.arange(layout.layers) <= check_layer)[:, None, None])
     lower = backbone.recompute(splice.tokens, splice.cache, splice.slots, below & live, splice.mask).cache
     checked = lambda cache: read_slots(cache, splice.slots, check_layer)
     index = largest(deviation(checked(lower), checked(splice.cache), live), count)
