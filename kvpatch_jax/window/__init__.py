@@ -10,6 +10,7 @@ from .entry import Entry, PatchNote, PlacedPiece, State
 from .host import HostExecutor
 from .ledger import Ledger, Tally
 from .paged import PagedExecutor
+from .traffic import Formed, Former
 from .window import Window
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "Edits",
     "Entry",
     "Fetch",
+    "Formed",
+    "Former",
     "HostExecutor",
     "Ledger",
     "PagedExecutor",

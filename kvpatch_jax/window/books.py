@@ -175,3 +175,25 @@ def all_slots(pieces: Iterable[Held]) -> Int[np.ndarray, " S"]:
     """The slots of pieces, one behind the other."""
     slots = [held.slots for held in pieces]
     return np.concatenate(slots) if slots else np.zeros(0, np.int32)
+
+
+def packing(books: Books) -> tuple[int, int]:
+    """What a compaction would move, and what one reading of every branch would then save.
+
+    Returns:
+      Slots that move; and slots that lie on the pages of each branch's context beyond its own, now less then.
+    """
+    packed = books.copy()
+    mapping = packed.allocator.compact()
+    packed.rename(mapping)
+    moved = int(((mapping >= 0) & (mapping != np.arange(mapping.size))).sum())
+    return moved, _idle(books) - _idle(packed)
+
+
+def _idle(books: Books) -> int:
+    """Slots on the pages of each branch that are not the branch's own."""
+    size, idle = books.allocator.page_size, 0
+    for branch in books.branches:
+        slots = all_slots(books.ordered(branch))
+        idle += np.unique(slots // size).size * size - slots.size
+    return idle

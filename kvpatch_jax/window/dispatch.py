@@ -74,7 +74,9 @@ def plan(executor: Executor, run: Plan, window: Window, edits: Sequence[Edit]) -
     while place < len(edits):
         edit, after = edits[place], place + 1
         if isinstance(edit, Rotate):
-            while after < len(edits) and isinstance(edits[after], Rotate):
+            turned = {edit.id}
+            while after < len(edits) and isinstance(edits[after], Rotate) and edits[after].id not in turned:
+                turned.add(edits[after].id)
                 after += 1
             run.rotate([(one.id, one.old, one.new) for one in edits[place:after] if isinstance(one, Rotate)])
         else:

@@ -54,10 +54,10 @@ class Executor:
     """
 
     def __init__(self, backbone: Backbone, store: PatchStore | None, padded: bool):
-        """Nothing given yet; `padded`: whether what is given and asked is padded to the backbone's buckets."""
+        """Nothing given yet; `padded`: one row at a time, and all that is given and asked padded to buckets."""
         self.backbone, self.layout, self.store = backbone, backbone.layout, store
         self.buckets = getattr(backbone, "buckets", None) if padded else None
-        self.sources = Sources(self.buckets, backbone.fingerprint)
+        self.sources = Sources(self.buckets, backbone.fingerprint, single=padded)
         self.meter = Meter(backbone)
         self.formers: list[Noticed] = []
         self._current: dict[str, tuple[PlacedPiece, ...]] = {}

@@ -200,7 +200,10 @@ class HostRun:
             if there.patch is not None:  # kept aside as it was served
                 self._own[id] = dataclasses.replace(there, start=start)
                 return
-        base = there.kv if removal and there is not None else None
+        base = None
+        if removal and there is not None:
+            single = chunk.batch is None
+            base = {name: value[:, 0] if single and value.ndim == 5 else value for name, value in there.kv.items()}
         before = (patch.metadata.base_antecedent or ()) if patch is not None and removal else ()
         call = operator_call(kind, chunk, patch, start, (), base, before, True, None)
         if there is not None and there.length != chunk.length:

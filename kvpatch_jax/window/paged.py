@@ -1,6 +1,6 @@
 """`PagedExecutor`: the edits of windows, executed on one paged pool."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import jax
@@ -8,20 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..backbone import Backbone
+from ..backbone import Backbone, Tokens
 from ..errors import InputError
 from ..frames import EngineKV, PhaseFreeKV
 from ..layout import as_start, placed
 from ..paging import Paged
 from ..pool import SlotAllocator, make_pool, trimmed
 from . import programs
-from .books import Books, Held, all_slots
+from .books import Books, Held, all_slots, packing
 from .dispatch import plan
-from .edits import Edit
+from .edits import Compact, Edit
 from .executor import Executor
 from .ledger import Ledger
+from .measure import row_bytes
 from .running import Run
 from .sources import PatchStore, grown
+from .warming import warm_up
 from .window import Window
 
 Keep = Literal["all", "rotating", "none"]
@@ -129,6 +131,47 @@ class PagedExecutor(Executor):
         books.let_go(branch)
         self.books = books
         self._current.pop(branch, None)
+
+    def warm_up(
+        self,
+        tokens: Sequence[int | Tokens],
+        questions: Sequence[int | Tokens] = (),
+        *,
+        keys: int,
+        ranks: Iterable[int] = (),
+        steps: int = 0,
+    ) -> None:
+        """Compiles what a loop will need, so that nothing is compiled while it runs; what lies in the pool stays.
+
+        Lengths fall into the backbone's buckets: one length of each is enough. Image tokens with features for deeper
+        layers (deepstack) compile programs of their own: give `Tokens` of such an image.
+
+        Args:
+          tokens: of pieces, lengths of texts or sample tokens. questions: likewise, of what is asked.
+          keys: tokens of the largest window.
+          ranks: of patches. steps: tokens of the longest answer; 0 where answers are not generated.
+
+        Raises:
+          InputError: a window that the pool cannot hold.
+        """
+        warm_up(self, tokens, questions, keys, ranks, steps)
+
+    def compaction(self, steps: int = 1) -> Compact | None:
+        """Suggests packing the pool where that pays by the next answer; None where it does not.
+
+        Attention reads whole pages: slots of a context's pages that are not its own cost what its own cost. Packing
+        pays once the bytes that a step reads for nothing, over `steps` of them, exceed what would move.
+
+        Args:
+          steps: tokens that will be decoded behind the windows as they are.
+
+        Returns:
+          The edit, with bytes of the slots that would move, read and written: `run(window, (edit,))`.
+        """
+        moved, saved = packing(self.books)
+        if 2 * moved >= saved * steps:
+            return None
+        return Compact(moved, bytes=2 * row_bytes(self.pools.engine, self.layout) * moved)
 
     # ----------------------------------------------------------------------------------------- what is read
 

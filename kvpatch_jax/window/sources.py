@@ -125,9 +125,9 @@ def padded_patch(patch: Patch, size: int) -> Patch:
 class Sources:
     """Everything given so far, by piece."""
 
-    def __init__(self, buckets: Buckets | None, backbone: str):
-        """Nothing given yet, for one backbone's fingerprint."""
-        self._buckets, self._backbone = buckets, backbone
+    def __init__(self, buckets: Buckets | None, backbone: str, single: bool):
+        """Nothing given yet, for one backbone's fingerprint; `single` refuses batches."""
+        self._buckets, self._backbone, self._single = buckets, backbone, single
         self._units: dict[str, Unit] = {}
 
     def __getitem__(self, id: str) -> Unit:
@@ -217,6 +217,8 @@ class Sources:
                 f"provide: chunk {brief(chunk.id)!r} of backbone {chunk.backbone[:16]!r}; expected {brief(id)!r} of "
                 f"{self._backbone[:16]!r}"
             )
+        if self._single and chunk.batch is not None:
+            raise InputError(f"provide: chunk {brief(id)!r} is a batch of {chunk.batch}; expected one chunk")
         if unit.tokens is not None and unit.length != chunk.length:
             raise ShapeError(f"provide: chunk {brief(id)!r} of {chunk.length} tokens; expected {unit.length}")
         chunk = padded_chunk(chunk, bucket(self._buckets, chunk.length))
@@ -229,7 +231,9 @@ class Sources:
 
     def _with_tokens(self, id: str, unit: Unit, tokens: Tokens, length: int | None) -> Unit:
         check_tokens(tokens, "provide")
-        given = tokens.embeddings.shape[1]
+        rows, given = tokens.embeddings.shape[:2]
+        if self._single and rows != 1:
+            raise InputError(f"provide: {rows} rows of tokens of piece {brief(id)!r}; expected one")
         length = given if length is None else length
         if not 1 <= length <= given:
             raise ShapeError(f"provide: length {length} of {given} tokens; expected 1 to {given}")

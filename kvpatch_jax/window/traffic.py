@@ -1,0 +1,230 @@
+"""`Former`: patches formed of what a loop's prefills leave behind, on a thread of its own, behind the caller's back."""
+
+import collections
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from ..backbone import Backbone, Tokens
+from ..chunk import Chunk, brief
+from ..compress import Rank
+from ..errors import InputError, PatchMismatchError
+from ..forming import Method
+from ..patch import form_patch
+from ..provenance import Antecedent
+from .entry import Entry
+from .executor import Executor
+from .sources import PatchStore, grown, padded_chunk
+from .window import Window
+
+KEPT_ERRORS = 16
+"""Errors that a former remembers, the last ones."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Formable:
+    """What one prefill left: all that a patch is formed of, in arrays that nobody else gives away."""
+
+    entry: Entry
+    antecedent: Antecedent
+    tokens: Tokens
+    length: int
+    kv: Mapping[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Formed:
+    """What a former has done.
+
+    Attributes:
+      patches: formed and stored. canonicals: stored. forwards: prefills of chunks alone.
+      skipped: prefills that need no patch (texts, patches that were formed before) or whose front moved since.
+      dropped: prefills that found the queue full. failed: that ended in an error.
+    """
+
+    patches: int = 0
+    canonicals: int = 0
+    forwards: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+class Former:
+    """Forms patches of an executor's prefills and stores them with their canonicals.
+
+        former = Former(backbone, store, rank=16)
+        former.watch(executor)
+        …                                # run edits, answer questions
+        former.flush()                   # what was seen so far is stored, or among former.errors
+
+    A prefill of B behind a window leaves KV(B | front). With the canonical, from the store or (once) by a prefill of
+    the chunk alone, that gives the patch; it is stamped with the front as it was served. All of it runs on one thread
+    of the former's own: the caller only hands over arrays, which stay what they are when the piece leaves the pool.
+    Errors are kept, never raised into a caller's answer.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        store: PatchStore,
+        rank: Rank,
+        *,
+        method: Method = "randomised",
+        dtype: jax.typing.DTypeLike | None = None,
+        pending: int = 8,
+        on_error: Callable[[Exception], None] | None = None,
+    ):
+        """Starts the thread.
+
+        Args:
+          rank, method, dtype: of the patches, as `form_patch` takes them.
+          pending: prefills that may wait, whose KV is kept until then; those beyond are dropped and counted.
+          on_error: told of each error, on the former's thread.
+
+        Raises:
+          InputError: room for none.
+        """
+        if pending < 1:
+            raise InputError(f"former: pending {pending}; expected at least 1")
+        self.backbone, self.store, self.rank = backbone, store, rank
+        self._how: dict[str, Any] = {"method": method, "dtype": dtype}
+        self._on_error = on_error
+        self._waiting: queue.Queue[Formable | None] = queue.Queue(pending)
+        self._known: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._closed = False
+        self.errors: collections.deque[Exception] = collections.deque(maxlen=KEPT_ERRORS)
+        self._thread = threading.Thread(target=self._work, name="former", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> Formed:
+        """What was done so far."""
+        with self._lock:
+            return Formed(**self._counts)
+
+    def watch(self, executor: Executor) -> None:
+        """Forms patches of an executor's prefills from now on.
+
+        Raises:
+          InputError: an executor of another backbone.
+        """
+        if executor.backbone.fingerprint != self.backbone.fingerprint:
+            raise InputError(
+                f"former of backbone {self.backbone.fingerprint[:16]!r}: an executor of "
+                f"{executor.backbone.fingerprint[:16]!r}; expected the same"
+            )
+        executor.formers.append(self)
+
+    def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
+        """Takes a prefill down, and returns at once."""
+        if self._closed or id not in window:
+            return
+        piece = window.piece(id)
+        # The front must be the one that the forward saw, or the stamp would lie.
+        seen = piece.state.kind == "conditioned" and piece.state.behind == piece.front
+        if piece.entry.kind != "chunk" or not seen or len(tokens.embeddings) != 1:
+            self._count("skipped")
+            return
+        try:
+            self._waiting.put_nowait(Formable(piece.entry, window.antecedent(id), tokens, length, dict(kv)))
+        except queue.Full:
+            self._count("dropped")
+
+    def flush(self) -> None:
+        """Waits until everything seen so far was formed and stored, or failed. What failed is among `errors`."""
+        self._waiting.join()
+
+    def close(self) -> None:
+        """Forms what waits, then ends the thread. Closing twice is allowed."""
+        if not self._closed:
+            self._closed = True
+            self._waiting.put(None)
+            self._thread.join()
+
+    def __enter__(self) -> "Former":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _count(self, word: str) -> None:
+        with self._lock:
+            self._counts[word] += 1
+
+    def _work(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            try:
+                self._form(job)
+            except Exception as error:  # whatever goes wrong is reported, and is nobody's answer
+                self._count("failed")
+                self.errors.append(error)
+                self._report(error)
+            finally:
+                self._waiting.task_done()
+        self._waiting.task_done()
+
+    def _report(self, error: Exception) -> None:
+        if self._on_error is None:
+            return
+        try:
+            self._on_error(error)
+        except Exception as another:
+            self.errors.append(another)
+
+    def _form(self, job: Formable) -> None:
+        known = job.entry.key, job.antecedent.digest
+        if known in self._known:
+            self._count("skipped")
+            return
+        chunk = self._canonical(job)
+        if job.antecedent.members:
+            size = chunk.tokens
+            kv = {name: value[:, 0] for name, value in job.kv.items()}
+            kv = {name: grown(value, 1, size) for name, value in kv.items()}
+            self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent, **self._how)])
+            self._count("patches")
+        self._known.add(known)
+
+    def _canonical(self, job: Formable) -> Chunk:
+        """The chunk's canonical, of at least as many tokens as the prefill had with its padding.
+
+        Raises:
+          PatchMismatchError: the store has another content under this id. What a forward or the store raises.
+        """
+        entry, size = job.entry, next(iter(job.kv.values())).shape[2]
+        stored = self.store.get(entry.id, self.backbone.fingerprint)
+        if stored is not None:
+            other = None not in (entry.content, stored.content) and entry.content != stored.content
+            if other or stored.length != job.length:
+                raise PatchMismatchError(
+                    f"former: the store's {brief(entry.id)!r} has content {stored.content!r} and {stored.length} "
+                    f"tokens; expected {entry.content!r} and {job.length}"
+                )
+            return padded_chunk(stored, size)
+        kv = job.kv
+        if job.antecedent.members:
+            last = np.array([[job.length - 1]], np.int32)
+            kv = self.backbone.prefill(job.tokens, logits=last).kv
+            self._count("forwards")
+        chunk = Chunk(
+            kv={name: value[:, 0] for name, value in kv.items()},
+            local=np.asarray(grown(np.asarray(job.tokens.positions)[0], 0, size), np.float32),
+            span=entry.span,
+            length=job.length,
+            id=entry.id,
+            layout=self.backbone.layout,
+            backbone=self.backbone.fingerprint,
+            content=entry.content,
+        )
+        self.store.put(chunk)
+        self._count("canonicals")
+        return chunk

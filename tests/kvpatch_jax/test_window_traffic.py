@@ -1,0 +1,192 @@
+"""Patches formed of what a loop's prefills leave behind: no forward twice, nothing in the caller's way."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import copy
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from window_drill import Drill, backbone_of
+from window_oracle import rows_of, tokens_of
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.window import Entry, Former
+
+
+class Shelf:
+    """A store in memory that can be made to wait, or to fail."""
+
+    def __init__(self):
+        self.chunks, self.patches = {}, []
+        self.open = threading.Event()
+        self.open.set()
+        self.broken = False
+
+    def get(self, id, backbone):
+        assert self.open.wait(60)
+        if self.broken:
+            raise OSError("the disk is gone")
+        return self.chunks.get(id)
+
+    def put(self, chunk):
+        self.chunks[chunk.id] = chunk
+
+    def get_patches(self, served):
+        return [patch for patch in self.patches if patch.metadata.chunk == served.chunk]
+
+    def put_patches(self, patches):
+        self.patches += patches
+
+
+def counting_of(backbone):
+    """The same backbone, counting its forwards."""
+    counting = copy.copy(backbone)
+    counting.forwards = 0
+
+    def prefill(*args, **options):
+        counting.forwards += 1
+        return backbone.prefill(*args, **options)
+
+    counting.prefill = prefill
+    return counting
+
+
+def loop_of(shelf: Shelf, rank: int = 8, **options) -> tuple[Drill, Former, Any]:
+    drill, counting = Drill("gqa", host=False), counting_of(backbone_of("gqa"))
+    former = Former(counting, shelf, rank, **options)
+    former.watch(drill.paged)
+    drill.paged.store = shelf
+    return drill, former, counting
+
+
+def test_a_prefill_gives_its_patch_and_needs_no_forward_where_the_canonical_is_stored():
+    shelf = Shelf()
+    drill, former, counting = loop_of(shelf)
+    with former:
+        for id in ("c0", "c1", "c2"):
+            drill.make(id)
+        shelf.chunks["c2"] = drill.chunks["c2"]
+        for id in ("c0", "c1", "c2"):
+            drill.append(id)
+        former.flush()
+        # c0 stands alone: it is its own canonical; c1 has none stored; c2 has.
+        assert counting.forwards == 1
+        assert (former.done.patches, former.done.canonicals, former.done.forwards) == (2, 2, 1)
+        assert not former.errors
+    assert set(shelf.chunks) == {"c0", "c1", "c2"}
+    patch = next(patch for patch in shelf.patches if patch.metadata.chunk == "c2")
+    assert kvp.provenance.antecedent_of(patch.metadata.antecedent).digest == drill.window.antecedent("c2").digest
+    # Its rank is the whole deficit's, so that a recall by it is the prefill again.
+    conditioned = rows_of(drill.paged, drill.window)
+    drill.evict("c2")
+    drill.paged.forget("c2")
+    window, edits = drill.window.recall("c2", "patch", patch)
+    counted = drill.paged.run(window, edits)
+    drill.windows[""] = window
+    for name, value in rows_of(drill.paged, window).items():
+        assert np.abs(value - conditioned[name]).max() <= 1e-4 * np.abs(conditioned[name]).max()
+    for kind in ("Fetch", "ApplyPatch"):
+        said = sum(edit.bytes for edit in edits if type(edit).__name__ == kind)
+        assert counted[kind].bytes <= said  # the shelf's patch is padded to a bucket, and says so
+    assert counting.forwards == 1
+
+
+def test_what_left_the_pool_is_formed_all_the_same():
+    shelf = Shelf()
+    drill, former, _ = loop_of(shelf)
+    for id in ("c0", "c1"):
+        drill.append(id)
+    former.flush()
+    shelf.open.clear()
+    drill.append("c2")
+    wanted = {name: np.asarray(value)[:, 0] for name, value in drill.model.find("c2").kv.items()}
+    antecedent = drill.window.antecedent("c2")
+    drill.evict("c2")
+    drill.append("c5")  # over its slots
+    rows = rows_of(drill.paged, drill.window)
+    shelf.open.set()
+    former.close()
+    assert not former.errors
+    patch = next(patch for patch in shelf.patches if patch.metadata.chunk == "c2")
+    chunk = shelf.chunks["c2"]
+    found = kvp.apply_patch(chunk, patch, 0, antecedent)
+    expected = kvp.to_engine(drill.backbone.layout, wanted, np.asarray(chunk.local)[: chunk.length], 0)
+    for name, value in expected.items():
+        given = np.asarray(found[name])[:, : chunk.length]
+        assert np.abs(given - value).max() <= 1e-4 * np.abs(np.asarray(value)).max()
+    for name, value in rows_of(drill.paged, drill.window).items():
+        assert (value == rows[name]).all()
+    former.close()
+    drill.append("c3")  # a closed one takes nothing
+    assert former.done.patches == 3
+
+
+def test_errors_stay_where_they_are_and_waiting_is_bounded():
+    shelf, told = Shelf(), []
+    drill, former, _ = loop_of(shelf, pending=1, on_error=told.append)
+    shelf.broken = True
+    drill.append("c0")
+    former.flush()
+    assert [type(error) for error in former.errors] == [OSError]
+    assert told == list(former.errors)
+    shelf.broken = False
+    shelf.open.clear()
+    for id in ("c1", "c2", "c3", "c4"):
+        drill.append(id)
+    shelf.open.set()
+    former.close()
+    done = former.done
+    assert done.dropped >= 2
+    assert (done.failed, done.dropped + done.patches) == (1, 4)
+    drill.compare()
+
+
+@pytest.mark.slow
+def test_texts_and_strangers_are_left_alone():
+    shelf = Shelf()
+    drill, former, counting = loop_of(shelf)
+    text = tokens_of(drill.backbone, 3, 8)
+    drill.paged.provide("t", tokens=text)
+    window, edits = drill.window.append(Entry.of_tokens("t", text))
+    drill.paged.run(window, edits)
+    # Another chunk is stored under this id.
+    drill.make("c1")
+    drill.make("c2")
+    shelf.chunks["c1"] = drill.chunks["c2"]
+    window, edits = window.append(Entry.of(drill.chunks["c1"]))
+    drill.paged.run(window, edits)
+    former.close()
+    assert former.done.skipped == 1
+    assert "c1" in str(former.errors[0])
+    assert counting.forwards == 0
+    with pytest.raises(InputError, match="pending"):
+        Former(counting, shelf, 4, pending=0)
+    with pytest.raises(InputError, match="expected the same"):
+        Former(backbone_of("mla"), shelf, 4).watch(drill.paged)
+
+
+@pytest.mark.slow
+def test_a_store_on_the_disk_recalls_what_traffic_formed(tmp_path):
+    with kvp.ChunkStore(tmp_path / "store") as store:
+        drill = Drill("gqa", host=False)
+        drill.paged.store = store
+        with Former(drill.backbone, store, 8) as former:
+            former.watch(drill.paged)
+            for id in ("c0", "c1", "c2"):
+                drill.append(id)
+            former.flush()
+            assert not former.errors
+        conditioned = rows_of(drill.paged, drill.window)
+        target = drill.window.target("c2")
+        drill.evict("c2")
+        drill.paged.forget("c2")
+        metadata = kvp.PatchMetadata(
+            "c2", "canonical", target, drill.backbone.fingerprint, drill.backbone.layout, (0, 1, 2)
+        )
+        (patch,) = store.get_patches(metadata)
+        window, edits = drill.window.recall("c2", "patch", patch)
+        drill.paged.run(window, edits)
+        for name, value in rows_of(drill.paged, window).items():
+            assert np.abs(value - conditioned[name]).max() <= 1e-4 * np.abs(conditioned[name]).max()
