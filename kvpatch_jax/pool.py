@@ -313,6 +313,10 @@ class SlotAllocator:
         """Owners of each slot, a copy."""
         return self._count.copy()
 
+    def owners(self, slots: Slots) -> Int[np.ndarray, " T"]:
+        """Owners of these slots, a copy."""
+        return self._count[np.asarray(slots)]
+
     @property
     def free(self) -> int:
         """Slots that `allocate` can still give without alignment."""

@@ -240,6 +240,7 @@ class ModelBackbone(Generating, Writing):
         image_grid_thw: Int[np.ndarray, "images 3"] | None = None,
         video_grid_thw: Int[np.ndarray, "videos 3"] | None = None,
         features: Features | None = None,
+        padded: bool = False,
         **more: Any,
     ) -> Tokens:
         """Runs the tower over the packed patches and puts its features at the placeholders.
@@ -251,6 +252,8 @@ class ModelBackbone(Generating, Writing):
         Args:
           features: the tower's output for this prompt, as `encode` gives it: the tower does not run, and
             `pixel_values` are not looked at.
+          padded: leave the tokens at their bucket's size, where cutting them would compile a small program for every
+            length. Those behind the prompt's are for nobody: callers say how many count.
 
         Raises:
           InputError: grids or features that do not match the patches or the placeholders, or images for a text family.
@@ -278,7 +281,10 @@ class ModelBackbone(Generating, Writing):
             input_ids = pad_ids(self.buckets, input_ids, placeholders(self.config))
             features = pad_features(features, input_ids.size)
         embeddings, deepstack = self.programs.embed(self.programs.state, input_ids, features)
-        if input_ids.shape[1] != length:
+        if padded:
+            room = [(0, input_ids.shape[1] - length if axis == 1 else 0) for axis in range(np.ndim(position_ids))]
+            position_ids = np.pad(np.asarray(position_ids), room)
+        elif input_ids.shape[1] != length:
             embeddings, deepstack = embeddings[:, :length], None if deepstack is None else deepstack[:, :length]
         return Tokens(embeddings, _host_positions(position_ids), deepstack)
 

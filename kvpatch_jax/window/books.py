@@ -146,7 +146,7 @@ class Books:
 
     def shared(self, held: Held) -> bool:
         """Whether another branch owns a piece's slots too."""
-        return bool((self.allocator.counts[held.slots] > 1).any())
+        return bool((self.allocator.owners(held.slots) > 1).any())
 
     def in_front(self, branch: str, start: int) -> list[Held]:
         """The pieces of a branch that stand before a place, in order."""

@@ -172,11 +172,12 @@ def _kv_bytes(chunk: Chunk) -> int:
 
 def _served(executor: Executor, window: Window, id: str) -> PatchMetadata:
     """What a store is asked for: patches of a piece behind what it stands behind."""
-    layout = executor.layout
+    layout, target = executor.layout, window.target(id)
     return PatchMetadata(
         chunk=id,
         base="canonical",
-        antecedent=window.target(id),  # pyright: ignore[reportArgumentType]
+        antecedent=target.ids,
+        members=target.members,
         backbone=executor.backbone.fingerprint,
         layout=layout,
         layers=tuple(range(layout.layers)),

@@ -205,6 +205,10 @@ class Executor:
                 self._current.pop(branch, None)
         self._current[window.branch] = window.pieces
 
+    def current(self, branch: str) -> tuple[PlacedPiece, ...]:
+        """The pieces of the window whose edits a branch ran last."""
+        return self._current.get(branch, ())
+
     def check_current(self, window: Window) -> None:
         """Refuses a window that is not the one whose edits its branch ran last.
 
@@ -212,8 +216,7 @@ class Executor:
           WindowError: another one, or one of another backbone.
         """
         self.check_backbone(window)
-        held = self._current.get(window.branch, ())
-        if window.pieces != held:
+        if window.pieces != self.current(window.branch):
             self.check_holds(self.pieces(window.branch), window)
             raise WindowError(
                 f"executor: branch {window.branch!r} serves its pieces in other states; expected a window whose edits "

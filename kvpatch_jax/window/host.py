@@ -204,7 +204,7 @@ class HostRun:
         if removal and there is not None:
             single = chunk.batch is None
             base = {name: value[:, 0] if single and value.ndim == 5 else value for name, value in there.kv.items()}
-        before = (patch.metadata.base_antecedent or ()) if patch is not None and removal else ()
+        before = (patch.metadata.base_behind or ()) if patch is not None and removal else ()
         call = operator_call(kind, chunk, patch, start, (), base, before, True, None)
         if there is not None and there.length != chunk.length:
             raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")

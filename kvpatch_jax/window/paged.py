@@ -19,6 +19,7 @@ from .books import Books, Held, all_slots, packing
 from .dispatch import plan
 from .edits import Compact, Edit
 from .executor import Executor
+from .growing import ANSWER, Answer, adopt, grow
 from .ledger import Ledger
 from .measure import row_bytes
 from .running import Run
@@ -57,7 +58,7 @@ class PagedExecutor(Executor):
         keep: Keep = "rotating",
         store: PatchStore | None = None,
         padded: bool = False,
-        gather: bool = True,
+        gather: bool = False,
     ):
         """Allocates the pool.
 
@@ -85,6 +86,7 @@ class PagedExecutor(Executor):
         source = {} if keep == "none" else {name: jnp.zeros_like(engine[name]) for name in kept}
         self.pools = programs.Pools(engine, source)
         self.books = Books(SlotAllocator(pages, page_size))
+        self.answers: dict[str, Answer] = {}
 
     @property
     def keeps_source(self) -> bool:
@@ -116,8 +118,12 @@ class PagedExecutor(Executor):
         """
         self.check_backbone(window)
         before, run = self.ledger, Run(self, window)
-        plan(self, run, window, edits)
+        if adopt(self, run, window, edits):
+            self.check_holds(run.standing(), window)
+        else:
+            plan(self, run, window, edits)
         run.execute()
+        self.answers.pop(window.branch, None)
         self.settle(window)
         return self.ledger - before
 
@@ -129,7 +135,9 @@ class PagedExecutor(Executor):
         """Lets go of all that a branch holds."""
         books = self.books.copy()
         books.let_go(branch)
+        books.let_go(branch + ANSWER)
         self.books = books
+        self.answers.pop(branch, None)
         self._current.pop(branch, None)
 
     def warm_up(
@@ -192,6 +200,37 @@ class PagedExecutor(Executor):
             return EngineKV({name: value[:, None] for name, value in rows.items()})
         return Paged.of(self.pools.engine, slots, self.buckets) if slots.size else None
 
+    def decode(self, window: Window, tokens: Tokens, id: str = "answer") -> Float[Array, "1 1 V"]:
+        """Runs tokens behind a window and behind what was decoded there before, and keeps their KV in the pool.
+
+            logits = executor.decode(window, question)
+            while …:
+                logits = executor.decode(window, next_token)
+            window, edits = window.append(Entry("answer", None, tokens, span, "text"))
+            executor.run(window, edits)      # no forward: what was decoded is the piece
+
+        An append of this id with as many tokens, right behind the window that was decoded behind, takes over what is
+        there; any other run of the branch lets go of it, and so does `discard`.
+
+        Args:
+          tokens: one row, at positions from 0; they are placed behind what was decoded before.
+          id: of the piece that it may become.
+
+        Returns:
+          Logits behind the last token, [1,1,V].
+
+        Raises:
+          WindowError: as `context`. PoolError: no room. InputError: another answer grows behind this branch.
+        """
+        return grow(self, window, id, tokens)
+
+    def discard(self, window: Window) -> None:
+        """Lets go of what was decoded behind a window; nothing where nothing was."""
+        books = self.books.copy()
+        books.let_go(window.branch + ANSWER)
+        self.books = books
+        self.answers.pop(window.branch, None)
+
     def turns(self, window: Window) -> dict[str, int]:
         """How many rotations, each from where the keys stood, lie behind each piece; 0 where a source is kept."""
         return {held.id: held.turns for held in self.books.ordered(window.branch)}
@@ -204,9 +243,15 @@ class PagedExecutor(Executor):
         engine = {name: trim(name, value) for name, value in rows.engine.items()}
         source = {name: trim(name, value) for name, value in rows.source.items()}
         if not self.keeps_source:
-            start = np.asarray(as_start(self.layout.rope, held.start))
-            source = placed(self.layout, engine, grown(held.local, 0, size), start, back=True)
+            source = self.turned_back(held, size)
         return PhaseFreeKV({**engine, **source})
+
+    def turned_back(self, held: Held, size: int) -> dict[str, Float[Array, "L T _ _"]]:
+        """The phase-free KV of a piece, padded to `size` tokens, of the keys as they stand."""
+        slots = np.asarray(grown(held.slots, 0, size))
+        rows = trimmed(self.layout, programs.read_rows(self.pools, slots).engine)
+        start = np.asarray(as_start(self.layout.rope, held.start))
+        return placed(self.layout, rows, grown(held.local, 0, size), start, back=True)
 
     def read(self, window: Window, id: str) -> PhaseFreeKV:
         """Copies a piece's phase-free KV out of the pool, {channel: [L,T,K,H]}.

@@ -194,7 +194,7 @@ class Run:
         patch = None if added is None else added.patch
         removal = patch is not None and patch.metadata.base == "conditioned"
         base = chunk.kv if removal else None  # of the right shapes; its numbers are read where the piece lies
-        before = (patch.metadata.base_antecedent or ()) if removal and patch is not None else ()
+        before = (patch.metadata.base_behind or ()) if removal and patch is not None else ()
         call = operator_call(kind, chunk, patch, start, (), base, before, True, None)
         options = {word: call.options[word] for word in ("layers", "heads") if word in call.options}
         local = np.asarray(chunk.local, np.float32)[: chunk.length]

@@ -125,9 +125,15 @@ class Former:
         executor.formers.append(self)
 
     def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
-        """Takes a prefill down, and returns at once."""
+        """Takes a prefill down, and returns at once; raises nothing."""
         if self._closed or id not in window:
             return
+        try:
+            self._take(window, id, tokens, length, kv)
+        except Exception as error:
+            self._failed(error)
+
+    def _take(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
         piece = window.piece(id)
         # The front must be the one that the forward saw, or the stamp would lie.
         seen = piece.state.kind == "conditioned" and piece.state.behind == piece.front
@@ -165,14 +171,14 @@ class Former:
             try:
                 self._form(job)
             except Exception as error:  # whatever goes wrong is reported, and is nobody's answer
-                self._count("failed")
-                self.errors.append(error)
-                self._report(error)
+                self._failed(error)
             finally:
                 self._waiting.task_done()
         self._waiting.task_done()
 
-    def _report(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
+        self._count("failed")
+        self.errors.append(error)
         if self._on_error is None:
             return
         try:

@@ -44,7 +44,7 @@ def warm_up(
             if steps:
                 backbone: Any = executor.backbone
                 lengths = np.array([sample.embeddings.shape[1]], np.int32)
-                backbone.generate(_behind(sample, context), steps, context, lengths=lengths)
+                backbone.generate(_behind(sample, context), steps, _now(executor, context), lengths=lengths)
     for count in sorted({executor.bucket(number) for number in range(1, keys + 1)}):
         _turns(executor, count)
 
@@ -73,12 +73,17 @@ def _contexts(executor: "PagedExecutor", keys: int) -> list[Paged | None]:
 
 
 def _behind(sample: Tokens, context: Paged | None) -> Tokens:
-    return sample.shift(0 if context is None else context.key_count)
+    return sample.shift(0 if context is None else 1)  # where it stands changes no program
 
 
 def _prefill(executor: "PagedExecutor", sample: Tokens, context: Paged | None) -> None:
     last = np.array([[sample.embeddings.shape[1] - 1]], np.int32)
-    executor.backbone.prefill(_behind(sample, context), context, logits=last)
+    executor.backbone.prefill(_behind(sample, context), _now(executor, context), logits=last)
+
+
+def _now(executor: "PagedExecutor", context: Paged | None) -> Paged | None:
+    """A context in the pool as it is now, which every launch gives anew."""
+    return None if context is None else context._replace(pool=executor.pools.engine)
 
 
 def _writes(executor: "PagedExecutor", sample: Tokens, ranks: Iterable[int]) -> None:

@@ -362,3 +362,39 @@ def test_rows_of_a_batch_are_windows_of_their_own():
         for row in range(2):
             wanted = np.asarray(found[row][name])[:, 0]
             assert np.abs(np.asarray(value)[:, row] - wanted).max() <= BAR * np.abs(wanted).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["rotating", "none"])
+def test_an_answer_grows_behind_the_window_and_becomes_a_piece(keep: str):
+    """Token by token; appended it needs no forward, and turns like any other."""
+    drill = Drill("gqa", host=False, keep=keep)
+    for id in ("c0", "c1", "c2"):
+        drill.append(id)
+    text = tokens_of(drill.backbone, 60, 6)
+    expected = drill.model.run(text, drill.window.next_start).logits
+    free = drill.paged.books.allocator.free
+    parts = [text.take(0, 3), *(text.take(place, place + 1) for place in range(3, 6))]
+    for part in parts:
+        logits = drill.paged.decode(drill.window, part.shift(-int(part.positions.min())), "said")
+    assert np.abs(np.asarray(logits - expected)).max() <= BAR * np.abs(np.asarray(expected)).max()
+    drill.ask()  # the window is as it was
+    with pytest.raises(InputError, match="'said' grows"):
+        drill.paged.decode(drill.window, parts[1].shift(-3), "another")
+    drill.paged.discard(drill.window)
+    assert drill.paged.books.allocator.free == free
+
+    for part in parts:
+        drill.paged.decode(drill.window, part.shift(-int(part.positions.min())), "said")
+    window, edits = drill.window.append(Entry.of_tokens("said", text))
+    counted = drill.paged.run(window, edits)
+    assert set(counted) == {"adopted"}
+    drill.tokens["said"] = text
+    drill.model.place("said", text, 3)
+    drill.windows[""] = window
+    drill.compare()
+    drill.evict("c1")
+    for part in parts[:2]:
+        drill.paged.decode(drill.window, part.shift(-int(part.positions.min())), "more")
+    drill.append("c4")  # lets go of it
+    assert not drill.paged.answers

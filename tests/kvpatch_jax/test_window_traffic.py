@@ -77,7 +77,7 @@ def test_a_prefill_gives_its_patch_and_needs_no_forward_where_the_canonical_is_s
         assert not former.errors
     assert set(shelf.chunks) == {"c0", "c1", "c2"}
     patch = next(patch for patch in shelf.patches if patch.metadata.chunk == "c2")
-    assert kvp.provenance.antecedent_of(patch.metadata.antecedent).digest == drill.window.antecedent("c2").digest
+    assert patch.metadata.behind.digest == drill.window.antecedent("c2").digest
     # Its rank is the whole deficit's, so that a recall by it is the prefill again.
     conditioned = rows_of(drill.paged, drill.window)
     drill.evict("c2")
@@ -182,9 +182,8 @@ def test_a_store_on_the_disk_recalls_what_traffic_formed(tmp_path):
         target = drill.window.target("c2")
         drill.evict("c2")
         drill.paged.forget("c2")
-        metadata = kvp.PatchMetadata(
-            "c2", "canonical", target, drill.backbone.fingerprint, drill.backbone.layout, (0, 1, 2)
-        )
+        model, layout = drill.backbone.fingerprint, drill.backbone.layout
+        metadata = kvp.PatchMetadata("c2", "canonical", target.ids, model, layout, (0, 1, 2), members=target.members)
         (patch,) = store.get_patches(metadata)
         window, edits = drill.window.recall("c2", "patch", patch)
         drill.paged.run(window, edits)

@@ -1,0 +1,98 @@
+"""Answers that grow in the pool: tokens decoded behind a window, until they become a piece of it or are let go of."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..backbone import Tokens, check_tokens
+from ..chunk import brief
+from ..errors import InputError
+from ..paging import Paged
+from . import programs
+from .books import Held, all_slots
+from .edits import Edit, Prefill
+from .entry import PlacedPiece
+from .running import Action, Run
+from .sources import bucket, grown
+from .window import Window
+
+if TYPE_CHECKING:
+    from .paged import PagedExecutor
+
+ANSWER = "\nanswer"
+"""Behind a branch's name: where the books keep what grows behind it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+    """What was decoded behind a window: as a piece that is none yet, and the pieces that it saw."""
+
+    held: Held
+    behind: tuple[PlacedPiece, ...]
+
+
+def grow(executor: "PagedExecutor", window: Window, id: str, tokens: Tokens) -> Float[Array, "1 1 V"]:
+    """See `PagedExecutor.decode`."""
+    executor.check_current(window)
+    check_tokens(tokens, "decode")
+    if len(tokens.embeddings) != 1:
+        raise InputError(f"decode: {len(tokens.embeddings)} rows of tokens; expected one")
+    answer = executor.answers.get(window.branch)
+    if answer is not None and (answer.held.id != id or answer.behind != window.pieces):
+        raise InputError(
+            f"decode: {brief(answer.held.id)!r} grows behind branch {window.branch!r}; expected it, or `discard` first"
+        )
+    before = None if answer is None else answer.held
+    offset = 0 if before is None else int(np.floor(before.local.max())) + 1
+    books, count = executor.books.copy(), tokens.embeddings.shape[1]
+    slots = books.allocate(count, False, f"decode of {brief(id)!r}")
+    front = [*executor.books.ordered(window.branch), *([] if before is None else [before])]
+    cache = Paged.of(executor.pools.engine, all_slots(front), executor.buckets)
+    step = executor.backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
+    assert isinstance(step.cache, Paged)
+
+    local = np.asarray(tokens.positions[0], np.float32) + offset
+    if before is not None:
+        slots, local = np.concatenate([before.slots, slots]), np.concatenate([before.local, local])
+    held = Held(id, None, slots, local, window.next_start)
+    books.put(window.branch + ANSWER, held)
+    executor.pools = programs.Pools(dict(step.cache.pool), executor.pools.source)
+    executor.books = books
+    executor.answers[window.branch] = Answer(held, window.pieces)
+    behind = sum(piece.length for piece in front)
+    executor.meter.asked(executor.pools.engine, (count, bucket(executor.buckets, count)), (behind, cache.key_count), 1)
+    return step.logits
+
+
+def adopt(executor: "PagedExecutor", run: Run, window: Window, edits: Sequence[Edit]) -> bool:
+    """Makes what grew behind a window the piece that these edits would prefill there, where it is that; lets go of it
+    where it is not. Returns whether the edits are planned so.
+    """
+    answer = executor.answers.get(window.branch)
+    if answer is None:
+        return False
+    run.books.branches.pop(window.branch + ANSWER, None)
+    held, one = answer.held, edits[0] if len(edits) == 1 else None
+    if isinstance(one, Prefill) and one.id == held.id and one.id in window:
+        piece = window.piece(one.id)
+        same = (piece.start, piece.entry.tokens) == (held.start, held.length)
+        if same and answer.behind == window.pieces[:-1] == executor.current(window.branch):
+            run.books.put(window.branch, dataclasses.replace(held, content=piece.entry.content))
+            run.actions.append(Action(lambda: _keep_source(executor, held)))
+            return True
+    run.books.allocator.release(held.slots)
+    return False
+
+
+def _keep_source(executor: "PagedExecutor", held: Held) -> None:
+    """Writes the phase-free source of keys that were decoded, which came turned."""
+    size = executor.bucket(held.length)
+    slots = np.asarray(grown(held.slots, 0, size))
+    if executor.pools.source:
+        kv = executor.turned_back(held, size)
+        rows = programs.SavedRows({}, {name: kv[name] for name in executor.pools.source})
+        executor.pools = programs.put_rows(executor.pools, slots, rows, np.int32(held.length))
+    executor.meter.moved("adopted", executor.pools.source, held.length, size, 1)

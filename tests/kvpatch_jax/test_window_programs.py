@@ -1,0 +1,108 @@
+"""How many programs a loop compiles: none after warming up, however many lengths its chunks have."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from window_oracle import tiny
+
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.window import Costs, Entry, Former, PagedExecutor, Window
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+LENGTHS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18)
+"""Buckets of 16 and of 32."""
+
+
+class Programs:
+    """How many programs were compiled while it counts."""
+
+    def __init__(self):
+        self.count, self.counting = 0, True
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, duration: float, **_: object) -> None:
+        self.count += self.counting and event == COMPILED
+
+
+@pytest.fixture
+def programs():
+    made = Programs()
+    yield made
+    made.counting = False
+
+
+class Shelf:
+    """A store in memory."""
+
+    def __init__(self):
+        self.chunks, self.patches = {}, {}
+
+    def get(self, id, backbone):
+        return self.chunks.get(id)
+
+    def put(self, chunk):
+        self.chunks[chunk.id] = chunk
+
+    def get_patches(self, served):
+        return [self.patches[served.chunk]] if served.chunk in self.patches else []
+
+    def put_patches(self, patches):
+        self.patches |= {patch.metadata.chunk: patch for patch in patches}
+
+
+def embedded(backbone, length: int):
+    return backbone.embed(np.arange(3, 3 + length)[None], padded=True)
+
+
+def loop(executor: PagedExecutor, lengths, shelf: Shelf, prefix: str = "") -> None:
+    """Slides, appends, asks; brings what left back by the patch that its prefill gave."""
+    backbone, window = executor.backbone, Window.empty(Costs.of(executor.backbone, jnp.float32))
+    with Former(backbone, shelf, 4) as former:
+        former.watch(executor)
+        for step, length in enumerate(lengths):
+            id = f"{prefix}{step}"
+            window, slid = window.slide(2)
+            window, placed = window.append(Entry(id, f"content {id}", length, length))
+            executor.provide(id, tokens=embedded(backbone, length), length=length, content=f"content {id}")
+            executor.run(window, (*slid, *placed))
+            former.flush()
+            question = embedded(backbone, 3 + step % 5)
+            executor.prefill(window, question, 3 + step % 5)
+            executor.generate(window, question, 2 + step % 3, 3 + step % 5)
+            if window.evicted and step % 2:
+                gone = window.evicted[-1].entry.id
+                window, recalled = window.recall(gone, "patch", shelf.patches[gone], allow_stale=True)
+                executor.run(window, recalled)
+        assert not former.errors
+    executor.formers.clear()
+
+
+def test_ten_lengths_compile_what_their_buckets_do(programs):
+    backbone = tiny("gqa")
+    lengths = [length for pair in zip(LENGTHS[:5], reversed(LENGTHS[5:]), strict=True) for length in pair]
+    executor = PagedExecutor(backbone, 24, 8, jnp.float32, store=Shelf())
+    executor.warm_up([16, 32], [4, 8], keys=6 * 16, ranks=(4,), steps=4)
+    before = executor.ledger
+    # Forming and storing are not the executor's: one chunk of each bucket shows what they compile.
+    loop(executor, (16, 17, 17), executor.store, "first ")
+    executor.release("")
+    assert before.total.launches == 0
+    counted = programs.count
+    loop(executor, lengths, executor.store)
+    assert programs.count == counted
+    with pytest.raises(InputError, match="expected 0 to 192"):
+        executor.warm_up([4], keys=193)
+
+
+@pytest.mark.slow
+def test_lengths_of_one_bucket_share_programs_without_warming_up(programs):
+    """Ten lengths compile what two of them do."""
+    counts = []
+    for lengths in ((16, 18) * 5, LENGTHS):
+        executor = PagedExecutor(tiny("gqa"), 24, 8, jnp.float32, store=Shelf())
+        begun = programs.count
+        loop(executor, lengths, executor.store)
+        counts.append(programs.count - begun)
+    assert counts[1] <= counts[0] + 4, counts  # contexts of other sums fall into other buckets
