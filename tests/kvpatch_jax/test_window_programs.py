@@ -79,6 +79,7 @@ def loop(executor: PagedExecutor, lengths, shelf: Shelf, prefix: str = "") -> No
     executor.formers.clear()
 
 
+@pytest.mark.slow
 def test_ten_lengths_compile_what_their_buckets_do(programs):
     backbone = tiny("gqa")
     lengths = [length for pair in zip(LENGTHS[:5], reversed(LENGTHS[5:]), strict=True) for length in pair]
