@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from ..errors import PoolError, WindowError
 from ..pool import SlotAllocator
+from .entry import PlacedPiece
 from .programs import SavedRows
 
 
@@ -57,6 +58,14 @@ class Held:
     def starts(self, start: int | None = None) -> Int[np.ndarray, "*positions"]:
         """A start for each token, and for each axis where positions have axes."""
         return np.full(self.local.shape, self.start if start is None else start, np.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+    """What was decoded behind a window: as a piece that is none yet, and the pieces that it saw."""
+
+    held: Held
+    behind: tuple[PlacedPiece, ...]
 
 
 class Books:

@@ -74,11 +74,11 @@ def plan(executor: Executor, run: Plan, window: Window, edits: Sequence[Edit]) -
     while place < len(edits):
         edit, after = edits[place], place + 1
         if isinstance(edit, Rotate):
-            turned = {edit.id}
-            while after < len(edits) and isinstance(edits[after], Rotate) and edits[after].id not in turned:
-                turned.add(edits[after].id)
+            turns = {edit.id: edit}
+            while after < len(edits) and isinstance(one := edits[after], Rotate) and one.id not in turns:
+                turns[one.id] = one
                 after += 1
-            run.rotate([(one.id, one.old, one.new) for one in edits[place:after] if isinstance(one, Rotate)])
+            run.rotate([(one.id, one.old, one.new) for one in turns.values()])
         else:
             _plan_one(executor, run, window, edit, edits[after:])
         place = after

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -12,29 +12,18 @@ from ..chunk import brief
 from ..errors import InputError
 from ..paging import Paged
 from . import programs
-from .books import Held, all_slots
+from .books import Answer, Held, all_slots
 from .edits import Edit, Prefill
-from .entry import PlacedPiece
+from .pooled import Pooled
 from .running import Action, Run
 from .sources import bucket, grown
 from .window import Window
-
-if TYPE_CHECKING:
-    from .paged import PagedExecutor
 
 ANSWER = "\nanswer"
 """Behind a branch's name: where the books keep what grows behind it."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Answer:
-    """What was decoded behind a window: as a piece that is none yet, and the pieces that it saw."""
-
-    held: Held
-    behind: tuple[PlacedPiece, ...]
-
-
-def grow(executor: "PagedExecutor", window: Window, id: str, tokens: Tokens) -> Float[Array, "1 1 V"]:
+def grow(executor: Pooled, window: Window, id: str, tokens: Tokens) -> Float[Array, "1 1 V"]:
     """See `PagedExecutor.decode`."""
     executor.check_current(window)
     check_tokens(tokens, "decode")
@@ -51,8 +40,8 @@ def grow(executor: "PagedExecutor", window: Window, id: str, tokens: Tokens) -> 
     slots = books.allocate(count, False, f"decode of {brief(id)!r}")
     front = [*executor.books.ordered(window.branch), *([] if before is None else [before])]
     cache = Paged.of(executor.pools.engine, all_slots(front), executor.buckets)
-    step = executor.backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
-    assert isinstance(step.cache, Paged)
+    backbone: Any = executor.backbone
+    step = backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
 
     local = np.asarray(tokens.positions[0], np.float32) + offset
     if before is not None:
@@ -67,7 +56,7 @@ def grow(executor: "PagedExecutor", window: Window, id: str, tokens: Tokens) -> 
     return step.logits
 
 
-def adopt(executor: "PagedExecutor", run: Run, window: Window, edits: Sequence[Edit]) -> bool:
+def adopt(executor: Pooled, run: Run, window: Window, edits: Sequence[Edit]) -> bool:
     """Makes what grew behind a window the piece that these edits would prefill there, where it is that; lets go of it
     where it is not. Returns whether the edits are planned so.
     """
@@ -87,7 +76,7 @@ def adopt(executor: "PagedExecutor", run: Run, window: Window, edits: Sequence[E
     return False
 
 
-def _keep_source(executor: "PagedExecutor", held: Held) -> None:
+def _keep_source(executor: Pooled, held: Held) -> None:
     """Writes the phase-free source of keys that were decoded, which came turned."""
     size = executor.bucket(held.length)
     slots = np.asarray(grown(held.slots, 0, size))

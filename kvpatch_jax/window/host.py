@@ -249,7 +249,7 @@ class HostRun:
             kv = {name: np.concatenate([_batched(below[name])[:start_layer], new]) for name, new in out.kv.items()}
         self._own[id] = HostPiece(id, PhaseFreeKV(kv), piece.local, piece.start)
         behind = sum(held.length for held in front)
-        executor.meter.ran(kind, kv, (piece.length,) * 2, (behind,) * 2, start_layer)
+        executor.meter.ran(kind, kv, (piece.length, piece.length), (behind, behind), start_layer)
         executor.tell(self.window, id, tokens, piece.length, out.kv)
 
 

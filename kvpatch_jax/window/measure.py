@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from ..backbone import Backbone
 from ..chunk import AnyArray
@@ -45,7 +45,7 @@ class Meter:
         numbers = sum(channel.heads * channel.rotary for channel in channels)
         return TURN_FLOPS * numbers * (self._layout.layers if layers is None else layers)
 
-    def placed(self, kind: str, vectors: Mapping[str, Array], tokens: int, size: int) -> None:
+    def placed(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Phase-free KV that was read, turned and written."""
         self._add(kind, tokens, size, (2 * row_bytes(vectors, self._layout), self.rotated()))
 
@@ -61,18 +61,18 @@ class Meter:
             flops += (2 * (patch.ranks[name] or 0) if is_low_rank(own) else 1) * features  # pyright: ignore
         self.ledger = self.ledger.add(kind, Tally(0, nbytes, flops * tokens, patch.nbytes, flops * size))
 
-    def turned(self, kind: str, vectors: Mapping[str, Array], tokens: int, size: int) -> None:
+    def turned(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Keys that were turned, read and written; the other channels stay."""
         self._add(kind, tokens, size, (2 * row_bytes(vectors, self._layout, turning=True), self.rotated()))
 
-    def moved(self, kind: str, vectors: Mapping[str, Array], tokens: int, size: int, times: int = 2) -> None:
+    def moved(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int, times: int = 2) -> None:
         """Vectors that were read and written as they are; `times` 1: only one of the two."""
         self._add(kind, tokens, size, (times * row_bytes(vectors, self._layout), 0))
 
     def ran(
         self,
         kind: str,
-        vectors: Mapping[str, Array],
+        vectors: Mapping[str, AnyArray],
         tokens: tuple[int, int],
         keys: tuple[int, int],
         start_layer: int = 0,
@@ -95,7 +95,9 @@ class Meter:
         self.ledger = self.ledger.add(kind, Tally(launches, nbytes[0], flops[0], nbytes[1], flops[1]))
         self.ledger = self.ledger.add("logits", Tally(0, 0, forward.logit, 0, forward.logit))
 
-    def asked(self, vectors: Mapping[str, Array], tokens: tuple[int, int], keys: tuple[int, int], logits: int) -> None:
+    def asked(
+        self, vectors: Mapping[str, AnyArray], tokens: tuple[int, int], keys: tuple[int, int], logits: int
+    ) -> None:
         """A question behind a window, whose KV is not kept."""
         forward, each = self._backbone.forward_costs, row_bytes(vectors, self._layout)
         flops = [forward.flops(run, behind) + logits * forward.logit for run, behind in zip(tokens, keys, strict=True)]

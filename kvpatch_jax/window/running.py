@@ -6,7 +6,7 @@ behind how it is undone: where one fails those before it are undone, and books a
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -23,11 +23,9 @@ from . import programs
 from .books import Aside, Books, Held, all_slots
 from .dispatch import Added
 from .executor import key_count
+from .pooled import Pooled
 from .sources import grown
 from .window import Window
-
-if TYPE_CHECKING:
-    from .paged import PagedExecutor
 
 Undo = Callable[[], None]
 
@@ -56,7 +54,7 @@ class Move:
 class Run:
     """Edits of one branch on their way into the pool."""
 
-    def __init__(self, executor: "PagedExecutor", window: Window):
+    def __init__(self, executor: Pooled, window: Window):
         """Nothing planned yet; `window` is what the edits lead to."""
         self.executor, self.window, self.branch = executor, window, window.branch
         self.books: Books = executor.books.copy()
@@ -341,8 +339,7 @@ class Run:
         executor = self.executor
         last = np.array([[held.length - 1]], np.int32)
         context = executor.context_of(front)
-        more = {"start_layer": start_layer} if start_layer else {}
-        out = executor.backbone.prefill(tokens.shift(held.start), context, logits=last, **more)
+        out = executor.backbone.prefill(tokens.shift(held.start), context, start_layer=start_layer, logits=last)
         if not np.isfinite(np.asarray(out.logits)).all():
             raise NotFiniteError(
                 f"{kind} of piece {brief(held.id)!r}: logits hold NaN or infinity; expected finite ones"
@@ -377,7 +374,7 @@ class Run:
         local = np.concatenate([move.new.local for move in moves])
         old, new = (np.concatenate([getattr(move, side).starts() for move in moves]) for side in ("old", "new"))
         size = executor.bucket(len(read))
-        arrays = [grown(array, 0, size) for array in (read, write, local, old, new)]
+        arrays = [np.asarray(grown(array, 0, size)) for array in (read, write, local, old, new)]
         undo = None
         if not whole and self._forwards_left:
             undo = self._unturn(arrays, len(read))

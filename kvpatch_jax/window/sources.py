@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Num
 
 from ..backbone import Tokens, check_tokens
@@ -237,7 +237,7 @@ class Sources:
         length = given if length is None else length
         if not 1 <= length <= given:
             raise ShapeError(f"provide: length {length} of {given} tokens; expected 1 to {given}")
-        if isinstance(tokens.positions, jax.core.Tracer):
+        if isinstance(tokens.positions, Tracer):
             raise InputError("provide: traced positions; expected arrays")
         if unit.chunk is not None and unit.chunk.length != length:
             raise ShapeError(

@@ -1,7 +1,7 @@
 """Compiling ahead of time what an executor's configuration will need: nothing is written, nothing is stored."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,17 +11,15 @@ from ..errors import InputError
 from ..layout import as_start
 from ..paging import Paged
 from . import programs
+from .pooled import Pooled
 from .sources import bucket, grown, padded_tokens
-
-if TYPE_CHECKING:
-    from .paged import PagedExecutor
 
 NONE = np.int32(0)
 """How many tokens are written."""
 
 
 def warm_up(
-    executor: "PagedExecutor",
+    executor: Pooled,
     tokens: Sequence[int | Tokens],
     questions: Sequence[int | Tokens],
     keys: int,
@@ -49,7 +47,7 @@ def warm_up(
         _turns(executor, count)
 
 
-def _samples(executor: "PagedExecutor", given: Sequence[int | Tokens]) -> list[Tokens]:
+def _samples(executor: Pooled, given: Sequence[int | Tokens]) -> list[Tokens]:
     """One set of tokens for each bucket and kind."""
     found: dict[Any, Tokens] = {}
     for one in given:
@@ -61,7 +59,7 @@ def _samples(executor: "PagedExecutor", given: Sequence[int | Tokens]) -> list[T
     return list(found.values())
 
 
-def _contexts(executor: "PagedExecutor", keys: int) -> list[Paged | None]:
+def _contexts(executor: Pooled, keys: int) -> list[Paged | None]:
     """No context, and one of each bucket of page tables up to so many tokens."""
     pages, size = executor.books.allocator.pages, executor.books.allocator.page_size
     found: dict[int, Paged | None] = {0: None}
@@ -76,17 +74,17 @@ def _behind(sample: Tokens, context: Paged | None) -> Tokens:
     return sample.shift(0 if context is None else 1)  # where it stands changes no program
 
 
-def _prefill(executor: "PagedExecutor", sample: Tokens, context: Paged | None) -> None:
+def _prefill(executor: Pooled, sample: Tokens, context: Paged | None) -> None:
     last = np.array([[sample.embeddings.shape[1] - 1]], np.int32)
     executor.backbone.prefill(_behind(sample, context), _now(executor, context), logits=last)
 
 
-def _now(executor: "PagedExecutor", context: Paged | None) -> Paged | None:
+def _now(executor: Pooled, context: Paged | None) -> Paged | None:
     """A context in the pool as it is now, which every launch gives anew."""
     return None if context is None else context._replace(pool=executor.pools.engine)
 
 
-def _writes(executor: "PagedExecutor", sample: Tokens, ranks: Iterable[int]) -> None:
+def _writes(executor: Pooled, sample: Tokens, ranks: Iterable[int]) -> None:
     """The launches that place a piece: prefilled, bare, and patched at each rank."""
     layout, size = executor.layout, sample.embeddings.shape[1]
     dtype = sample.embeddings.dtype
@@ -111,7 +109,7 @@ def _writes(executor: "PagedExecutor", sample: Tokens, ranks: Iterable[int]) -> 
         executor.pools = programs.write_piece(layout, executor.pools, slots, value, factors, *place)
 
 
-def _turns(executor: "PagedExecutor", size: int) -> None:
+def _turns(executor: Pooled, size: int) -> None:
     """The launches that turn, copy and read so many slots."""
     axes = () if executor.layout.rope.axes is None else (executor.layout.rope.axes,)
     slots, starts = np.zeros(size, np.int32), np.zeros((size, *axes), np.int32)

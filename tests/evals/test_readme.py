@@ -62,6 +62,15 @@ def test_agents_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_windows_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    space = run(python_blocks(ROOT / "docs" / "guides" / "windows.md"), "docs/guides/windows.md")
+    assert len(space["window"].pieces) == 4  # the pinned one, two that stayed, the new one
+    assert space["answer"].shape == (1, 1)
+
+
+@pytest.mark.slow
 def test_generation_page_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     space = run(python_blocks(ROOT / "docs" / "guides" / "generation.md"), "docs/guides/generation.md")

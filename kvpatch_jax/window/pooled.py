@@ -1,0 +1,112 @@
+"""The pool of an executor: vectors, the books of them, and reading pieces where they lie."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..backbone import Backbone
+from ..errors import InputError
+from ..frames import EngineKV, PhaseFreeKV
+from ..layout import as_start, placed
+from ..paging import Paged
+from ..pool import SlotAllocator, make_pool, trimmed
+from . import programs
+from .books import Answer, Books, Held, all_slots
+from .executor import Executor
+from .sources import PatchStore, grown
+
+Keep = Literal["all", "rotating", "none"]
+
+
+class Pooled(Executor):
+    """An executor's pool. `PagedExecutor` is what runs edits on it.
+
+    Attributes:
+      pools: the vectors. books: which piece of which branch lies where.
+      answers: what grows behind branches.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        pages: int,
+        page_size: int,
+        dtype: jax.typing.DTypeLike | None = None,
+        *,
+        aligned: bool = True,
+        keep: Keep = "rotating",
+        store: PatchStore | None = None,
+        padded: bool = False,
+        gather: bool = False,
+    ):
+        """Allocates the pool.
+
+        Args:
+          dtype: of the pool; None: bfloat16.
+          aligned: pieces begin on a page of their own, whose tail is masked; else they share pages, and `compact`
+            closes the holes that those leave who go.
+          keep: what is kept phase-free beside the pool, slot by slot: the channels that carry phase ("rotating"), from
+            which survivors turn, with one rounding however often; every channel ("all"), in the dtype of the tokens'
+            embeddings; or "none": survivors turn from where they stand, and roundings add up (`turns` counts).
+          store: where canonicals and patches are fetched from.
+          padded: rows of whole lanes, as TPUs want them.
+          gather: contexts are copied out of the pool, for a backbone that reads no page tables.
+
+        Raises:
+          PoolError: no pages, or an empty page. InputError: another word to keep.
+        """
+        if keep not in ("all", "rotating", "none"):
+            raise InputError(f"executor: keep {keep!r}; expected 'all', 'rotating' or 'none'")
+        super().__init__(backbone, store, padded=True)
+        self.aligned, self.keep, self.gather = aligned, keep, gather
+        self.dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
+        engine = make_pool(self.layout, pages, page_size, self.dtype, padded=padded)
+        kept = [channel.name for channel in self.layout.channels if keep == "all" or channel.rotates]
+        source = {} if keep == "none" else {name: jnp.zeros_like(engine[name]) for name in kept}
+        self.pools = programs.Pools(engine, source)
+        self.books = Books(SlotAllocator(pages, page_size))
+        self.answers: dict[str, Answer] = {}
+
+    @property
+    def keeps_source(self) -> bool:
+        """Whether keys turn from a phase-free source."""
+        return bool(self.pools.source)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool and of what is kept beside it."""
+        return sum(value.nbytes for value in jax.tree.leaves(self.pools))
+
+    def pieces(self, branch: str) -> Sequence[Held]:
+        """The pieces of a branch, in order."""
+        return self.books.ordered(branch)
+
+    def context_of(self, pieces: Sequence[Held]) -> Paged | EngineKV | None:
+        """The KV of some pieces where it lies."""
+        slots = all_slots(pieces)
+        if self.gather and slots.size:
+            rows = trimmed(self.layout, programs.read_rows(self.pools, slots).engine)
+            return EngineKV({name: value[:, None] for name, value in rows.items()})
+        return Paged.of(self.pools.engine, slots, self.buckets) if slots.size else None
+
+    def phase_free(self, held: Held, size: int) -> dict[str, Float[Array, "L T _ _"]]:
+        """The phase-free KV of a piece, padded to `size` tokens: from the source, or by turning keys back."""
+        slots = np.asarray(grown(held.slots, 0, size))
+        rows = programs.read_rows(self.pools, slots)
+        trim = lambda name, value: value[..., : self.layout.channel(name).width]
+        engine = {name: trim(name, value) for name, value in rows.engine.items()}
+        source = {name: trim(name, value) for name, value in rows.source.items()}
+        if not self.keeps_source:
+            source = self.turned_back(held, size)
+        return PhaseFreeKV({**engine, **source})
+
+    def turned_back(self, held: Held, size: int) -> dict[str, Float[Array, "L T _ _"]]:
+        """The phase-free KV of a piece, padded to `size` tokens, of the keys as they stand."""
+        slots = np.asarray(grown(held.slots, 0, size))
+        rows = trimmed(self.layout, programs.read_rows(self.pools, slots).engine)
+        start = np.asarray(as_start(self.layout.rope, held.start))
+        return placed(self.layout, rows, grown(held.local, 0, size), start, back=True)
