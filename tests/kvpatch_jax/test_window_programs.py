@@ -86,8 +86,8 @@ def test_ten_lengths_compile_what_their_buckets_do(programs):
     executor = PagedExecutor(backbone, 24, 8, jnp.float32, store=Shelf())
     executor.warm_up([16, 32], [4, 8], keys=6 * 16, ranks=(4,), steps=4)
     before = executor.ledger
-    # Forming and storing are not the executor's: one chunk of each bucket shows what they compile.
-    loop(executor, (16, 17, 17), executor.store, "first ")
+    # Forming, storing and digesting patches are not the executor's: chunks of each bucket show what they compile.
+    loop(executor, (16, 17) * 4, executor.store, "first ")
     executor.release("")
     assert before.total.launches == 0
     counted = programs.count
