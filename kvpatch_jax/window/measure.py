@@ -15,7 +15,7 @@ TURN_FLOPS = 3
 """Per rotated number: two products and a sum."""
 
 
-def row_bytes(vectors: Mapping[str, Float[AnyArray, "L P O _ _"]], layout: KVLayout, turning: bool = False) -> int:
+def row_bytes(vectors: Mapping[str, Float[AnyArray, "..."]], layout: KVLayout, turning: bool = False) -> int:
     """Bytes of one slot, all layers, without padding of lanes; of the channels that carry phase alone if `turning`."""
     channels = [channel for channel in layout.channels if channel.name in vectors]
     return sum(
