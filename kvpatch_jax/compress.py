@@ -84,7 +84,9 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
     factors: dict[str, ChannelFactors] = {}
     for name, own in patch.factors.items():
         if is_low_rank(own):
-            factors[name] = (convert(own[0], -2), convert(own[1], -1))  # pyright: ignore
+            u, v = own[0], own[1]  # pyright: ignore
+            # A shared basis stays as it is: others hold it too.
+            factors[name] = (convert(u, -2), v if patch.metadata.basis is not None else convert(v, -1))
         else:
             factors[name] = convert(own, -1)
     return Patch(finite_factors(factors, f"patch of chunk {patch.metadata.chunk!r} in {target}"), patch.metadata)

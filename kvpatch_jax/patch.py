@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from . import ops
+from .basis import Basis, form_in_basis
 from .chunk import AnyArray, Chunk, check_finite
 from .compress import Rank
 from .errors import InputError
@@ -53,6 +54,7 @@ def form_patch(
     start: Start | None = None,
     angles: Angles | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    basis: Basis | None = None,
 ) -> Patch:
     """Forms the patch of a chunk behind an antecedent: thin factors of KV(B|A) − KV(B|∅). Kamera App. A.
 
@@ -74,11 +76,21 @@ def form_patch(
       start: where the engine-frame patch is to be applied.
       angles: "exact" or "float32" in place of the layout's, for the engine frame.
       dtype: of the factors; None is the chunk's.
+      basis: directions that patches of this backbone share (`basis.fit_basis`): the patch has coefficients alone, of
+        the first `rank` of them. For joint heads in the phase-free frame; `method`, `key`, `dense` do not matter then.
 
     Raises:
       RankError: a rank below 1. LayoutError, ShapeError, DtypeError, NotFiniteError: `conditioned` or the chunk do not
-      fit. InputError: layers out of range, or an engine frame without start.
+      fit. InputError: layers out of range, an engine frame without start, or a basis with what it is not for.
+      PatchMismatchError: a basis of another backbone or layout.
     """
+    if basis is not None:
+        if (heads, frame, shared_left) != ("joint", "phase_free", False) or not isinstance(rank, int):
+            raise InputError(
+                f"patch: heads {heads!r}, frame {frame!r}, shared_left {shared_left}, rank {rank} with a basis; "
+                "expected 'joint', 'phase_free', no shared left factor, one rank"
+            )
+        return form_in_basis(chunk, conditioned, basis, antecedent, rank, layers=layers, dtype=dtype)
     check_conditioned(chunk, conditioned)
     behind = antecedent_of(antecedent)
     layout = chunk.layout.with_angles(angles)

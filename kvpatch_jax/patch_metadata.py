@@ -46,6 +46,7 @@ class PatchMetadata:
       members: the antecedent with contents and how each was served; None where the ids say all that is known.
       base_members: likewise of `base_antecedent`.
       lead: of the chunk (`Chunk.lead`): the digest of what its canonical was prefilled behind, or None.
+      basis: the digest of the shared basis that v is taken from (`basis.Basis`); None where v is the patch's own.
 
     Raises:
       InputError: a bare str in place of several ids, or members of other ids.
@@ -70,6 +71,7 @@ class PatchMetadata:
     members: tuple[Member, ...] | None = None
     base_members: tuple[Member, ...] | None = None
     lead: str | None = None
+    basis: str | None = None
 
     def __post_init__(self) -> None:
         for word, ids in (("members", self.antecedent), ("base_members", self.base_antecedent or ())):
@@ -173,12 +175,15 @@ class Patch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the factors, scales included; a shared left factor counts once.
+        """Bytes of the factors, scales included; a shared left factor counts once, a shared basis not at all.
 
         At rank m a channel takes m·(T + F) numbers where its KV takes T·F: rank 16 of a 480-token chunk at width 512 is
         as much as 31 of its 480 tokens.
         """
-        leaves = jax.tree.leaves(dict(self.factors))
+        own = dict(self.factors)
+        if self.metadata.basis is not None:
+            own = {name: factors[0] for name, factors in own.items() if is_low_rank(factors)}  # pyright: ignore
+        leaves = jax.tree.leaves(own)
         total = sum(int(leaf.nbytes) for leaf in leaves)
         if self.metadata.shared_left:
             lefts = [jax.tree.leaves(own[0]) for own in self.factors.values() if is_low_rank(own)]  # pyright: ignore
@@ -279,7 +284,7 @@ def same_storage(first: KVLayout, second: KVLayout) -> bool:
     return all(getattr(first.rope, name) == getattr(second.rope, name) for name in _STORED)
 
 
-_LATER = ("members", "base_members", "lead")
+_LATER = ("members", "base_members", "lead", "basis")
 
 
 def patch_digest(patch: Patch) -> str:

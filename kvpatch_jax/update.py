@@ -93,7 +93,7 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
         if merged is not None:
             factors[name] = merged
     metadata = dataclasses.replace(
-        old, antecedent=new.antecedent, members=new.members, orbit=False, layout=new.layout, asked=None
+        old, antecedent=new.antecedent, members=new.members, orbit=False, layout=new.layout, asked=None, basis=None
     )
     updated = Patch(factors, metadata)
     leaf = next(iter(jax.tree.leaves(dict(patch.factors))), None)

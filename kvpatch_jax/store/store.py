@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ..basis import Basis, check_in_basis
 from ..chunk import AnyArray, Chunk
 from ..errors import InputError
+from ..layout import KVLayout
 from ..patch_metadata import Patch, PatchMetadata, check_is_chunk
 from .disk.budget import Budget
 from .disk.quarantine import purge
 from .disk.tenant_disk import TenantDisk
-from .format.codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_of, patch_parts, with_encoder
+from .format.bases import basis_blobs, basis_id, basis_of, completed
+from .format.codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_parts, with_encoder
 from .format.expiry import Seconds, checked_ttl, expires_at
 from .format.naming import Encoding, Name, Names, Served
 from .format.objects import Blob
@@ -232,14 +235,15 @@ class ChunkStore:
         """Stores patches in one commit, durable when this returns. Raises as `put`; then none is acknowledged."""
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            self._commit(
-                [(self.names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in _all_of(Patch, patches)]
-            )
+            each = _all_of(Patch, patches)
+            self._check_bases(each)
+            self._commit([(self.names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in each])
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """Queues a patch, as `put_async` does a chunk; patches queued close together are committed together."""
         self.tenant_disk.expect_open()
         (patch,), began = _all_of(Patch, [patch]), time.perf_counter()
+        self._check_bases([patch])
         make = functools.partial(patch_blob, patch, self._expiry(ttl))
         return self._timed(self._writer.add(self.names.patch(patch), make, patch.nbytes), began)
 
@@ -268,7 +272,19 @@ class ChunkStore:
             # A canonical that does not say its content may have any: the patch is checked where it is applied.
             if wanted and None not in wanted:
                 found = [(own, metadata) for own, metadata in found if metadata.content in (None, *wanted)]
-        return sorted(map(patch_of, found), key=lambda patch: -patch.nbytes)
+        return sorted(completed(found, self.get_basis), key=lambda patch: -patch.nbytes)
+
+    def put_basis(self, basis: Basis, *, ttl: Seconds | None = None) -> None:
+        """Stores a basis that patches share, under its digest, before the patches that name it. Raises as `put`."""
+        self.tenant_disk.expect_open()
+        expires = self._expiry(ttl)
+        with self.counters.timed("put", "disk"):
+            self._commit([(self.names.encoder(basis.backbone, id), blob) for id, blob in basis_blobs(basis, expires)])
+
+    def get_basis(self, digest: str, layout: KVLayout, backbone: str) -> Basis | None:
+        """Reads a basis; None where there is none whose bits are those that the digest names."""
+        outputs = {name: self.get_encoder(basis_id(digest, name), backbone) for name in layout.names}
+        return basis_of(digest, layout, backbone, outputs)
 
     # ----------------------------------------------------------------------------------------------- keeping
 
@@ -333,6 +349,17 @@ class ChunkStore:
         self.close()
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _check_bases(self, patches: Sequence[Patch]) -> None:
+        """Refuses patches in a basis that is not stored, and patches that are not in the basis they name."""
+        for patch in patches:
+            metadata = patch.metadata
+            if metadata.basis is None:
+                continue
+            basis = self.get_basis(metadata.basis, metadata.layout, metadata.backbone)
+            if basis is None:
+                raise InputError(f"store: a patch in basis {metadata.basis}; expected it stored first, by put_basis")
+            check_in_basis(patch, basis)
 
     def _expiry(self, ttl: Seconds | None) -> float | None:
         return expires_at(self.tenant_disk.clock(), self._ttl if ttl is None else ttl, "store")

@@ -295,7 +295,9 @@ def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
     for name, factors in patch.factors.items():
         pair = is_low_rank(factors)
         forms[name] = ["u", "v"] if pair else ["dense"]
-        for part, leaf in zip(forms[name], factors if pair else (factors,), strict=True):  # pyright: ignore
+        if pair and patch.metadata.basis is not None:  # whose directions are stored once, under its digest
+            forms[name] = ["u"]
+        for part, leaf in zip(forms[name], factors if pair else (factors,), strict=False):  # pyright: ignore
             own = "shared.u" if part == "u" and patch.metadata.shared_left else f"{name}.{part}"
             values = leaf.values if isinstance(leaf, Quantised) else leaf
             arrays[own] = np.asarray(values)
@@ -317,6 +319,8 @@ def patch_of(parts: Parts) -> Patch:
 
 def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
     """Decodes the factors and the metadata that `patch_blob` encoded, the factors on the host.
+
+    The directions of a patch in a shared basis are NaN until they are put in (`basis.with_basis`).
 
     Raises:
       StoreCorruptError: a body that does not fit its arrays.
@@ -342,12 +346,20 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
         factors: dict[str, Any] = {}
         for name, parts in body["forms"].items():
             leaves = tuple(leaf(name, part, shared) for part in parts)
+            if metadata.get("basis") is not None:
+                leaves = (leaves[0], _absent(leaves[0], metadata, name))
             factors[name] = leaves if len(leaves) == 2 else leaves[0]
         made = PatchMetadata(**metadata)
         check_factors(factors, made, batched=False)
         return factors, made
 
     return _rebuilt(build, "patch")
+
+
+def _absent(u: Any, metadata: Mapping[str, Any], name: str) -> np.ndarray:
+    """Stands in for a channel's rows of a basis, in no memory, and spoils what is computed with it."""
+    rank, features = (u.values if isinstance(u, Quantised) else u).shape[-1], metadata["layout"].channel(name).features
+    return np.broadcast_to(np.float32(np.nan), (len(metadata["layers"]), rank, features))
 
 
 def _checked(blob: Blob) -> Blob:

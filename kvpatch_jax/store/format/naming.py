@@ -242,10 +242,10 @@ class Names:
 
 
 def _form(patch: Patch) -> list:
-    dtypes = sorted(
-        (name, [str(leaf.dtype) for leaf in jax.tree.leaves(factors)]) for name, factors in patch.factors.items()
-    )
     metadata = patch.metadata
+    # Of a patch in a shared basis the directions are not its own.
+    own = {name: each if metadata.basis is None else each[:1] for name, each in patch.factors.items()}  # pyright: ignore
+    dtypes = sorted((name, [str(leaf.dtype) for leaf in jax.tree.leaves(factors)]) for name, factors in own.items())
     form = [sorted(patch.ranks.items()), metadata.layers, metadata.heads, metadata.shared_left, dtypes]
     base = metadata.base_behind
     contents = [
@@ -254,6 +254,8 @@ def _form(patch: Patch) -> list:
     ]
     if any(content is not None for each in contents for content in each):
         form.append({"contents": contents})
+    if metadata.basis is not None:
+        form.append({"basis": metadata.basis})
     return form
 
 

@@ -15,13 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
+from ...basis import Basis
 from ...chunk import AnyArray, Chunk
 from ...errors import InputError, StoreCorruptError, StoreSnapshotError
+from ...layout import KVLayout
 from ...patch_metadata import Patch
 from ..disk.disk import Disk
 from ..disk.tenant_disk import TenantDisk, TenantStore
 from ..disk.unfinished import new_directory
-from ..format.codec import encoder_blob, patch_blob, patch_of, patch_parts
+from ..format.bases import basis_id, basis_of, completed
+from ..format.codec import encoder_blob, patch_blob, patch_parts
 from ..format.header import MALFORMED
 from ..format.naming import Encoding, name_at, part_of
 from ..format.objects import blob_of, file_size
@@ -81,6 +84,11 @@ def save_arrays(
         entries = [entry_of_chunk(chunk) for chunk in chunks]
         encoders = [encoder_blob(c.id, c.backbone, np.asarray(c.encoder)) for c in chunks if c.encoder is not None]
         entries += [entry_of(blob, "enc") for blob in encoders]
+        if any(patch.metadata.basis is not None for patch in patches):
+            raise InputError(
+                "save_arrays: a patch in a shared basis; expected directions of its own, or export_arrays of a store "
+                "that has the basis"
+            )
         entries += [entry_of(patch_blob(patch), "p") for patch in patches]
         if not entries:
             raise InputError("save_arrays: 0 chunks and patches; expected some")
@@ -138,7 +146,7 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
     by_kind = lambda kind: [entry for entry in entries if entry.about["kind"] == kind]
     try:
         canonicals = [chunk_of_entry(entry) for entry in by_kind("kv")]
-        patches = [patch_of(patch_parts(entry.about["body"], entry.host)) for entry in by_kind("patch")]
+        found = [patch_parts(entry.about["body"], entry.host) for entry in by_kind("patch")]
         resources = [_resource(entry) for entry in by_kind("entry")]
         encoders = {
             (e.about["body"]["backbone"], e.about["body"]["id"]): e.arrays["encoder"] for e in by_kind("encoder")
@@ -148,6 +156,13 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
     except MALFORMED as error:
         kind = type(error).__name__  # the error itself may hold content
         raise StoreSnapshotError(f"export {directory}: a body that makes no object ({kind}); expected one") from None
+
+    def basis(digest: str, layout: KVLayout, backbone: str) -> Basis | None:
+        rows = {name: encoders.get((backbone, basis_id(digest, name))) for name in layout.names}
+        directions = {name: None if value is None else np.asarray(value) for name, value in rows.items()}
+        return basis_of(digest, layout, backbone, directions)
+
+    patches = completed(found, basis)
     return Loaded(
         tuple(chunk for encoding, chunk in canonicals if encoding is None),
         tuple((encoding, chunk) for encoding, chunk in canonicals if encoding is not None),

@@ -1,0 +1,149 @@
+"""Directions that patches share: fitted, formed in, counted, stored once, refused for one another."""
+# pyright: reportArgumentType=false
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from operator_cases import chunk_of, conditioned_of
+
+import kvpatch_jax as kvp
+from kvpatch_jax.basis import Basis, check_in_basis, coefficients, fit_basis, with_basis
+from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, RankError, ShapeError
+from kvpatch_jax.patch_metadata import patch_digest
+from kvpatch_jax.provenance import Antecedent, Member
+from kvpatch_jax.store import ChunkStore, Served
+
+CHUNK = chunk_of("gqa", length=20)
+SERVED = Served(CHUNK.id, "tiny", ["A"])
+
+
+def behind(seed: int, chunk: kvp.Chunk = CHUNK) -> dict:
+    """Deficits within four directions of each layer that all seeds share."""
+    own, shared = np.random.default_rng(seed), np.random.default_rng(99)
+    found = {}
+    for channel in chunk.layout.channels:
+        v = shared.standard_normal((chunk.layout.layers, 4, channel.features))
+        u = own.standard_normal((chunk.layout.layers, chunk.tokens, 4)) * np.array([3, 2, 1, 0.5])
+        value = np.asarray(chunk.kv[channel.name])
+        found[channel.name] = jnp.asarray(value + (u @ v).reshape(value.shape).astype(np.float32))
+    return found
+
+
+@pytest.fixture(scope="module")
+def basis() -> Basis:
+    return fit_basis([(CHUNK, behind(seed)) for seed in range(3)], 4)
+
+
+def test_a_basis_is_what_the_deficits_have_in_common(basis):
+    """Against the singular vectors of all deficits one above the other, in float64."""
+    for name, found in basis.directions.items():
+        rows = [
+            np.asarray(behind(seed)[name] - CHUNK.kv[name], np.float64)[:, :20].reshape(3, 20, 32) for seed in range(3)
+        ]
+        for layer in range(3):
+            wanted = np.linalg.svd(np.concatenate([each[layer] for each in rows]))[2][:4]
+            np.testing.assert_allclose(np.abs(np.asarray(found[layer]) @ wanted.T), np.eye(4), atol=1e-3)
+
+
+def test_a_deficit_that_was_not_seen_is_recovered(basis):
+    unseen = behind(17)
+    patch = kvp.form_patch(CHUNK, unseen, 4, ["A"], basis=basis)
+    found = kvp.apply_patch(CHUNK, patch, 5, ["A"])
+    wanted = kvp.to_engine(CHUNK.layout, unseen, CHUNK.local, 5)
+    for name in wanted:
+        np.testing.assert_allclose(found[name][:, :20], wanted[name][:, :20], atol=1e-4)
+    pool = kvp.pool.splice(kvp.pool.make_pool(CHUNK.layout, 6, 8, jnp.float32), np.arange(24), CHUNK, patch, 5, ["A"])
+    np.testing.assert_allclose(pool["k"].reshape(3, -1, 2, 16)[:, :20], found["k"][:, :20], atol=1e-6)
+
+
+def test_bytes_are_those_of_the_coefficients(basis):
+    patch = kvp.form_patch(CHUNK, behind(17), 4, ["A"], basis=basis)
+    assert patch.nbytes == 2 * 3 * 24 * 4 * 4
+    assert basis.nbytes == 2 * 3 * 4 * 32 * 4
+    assert kvp.quantise(patch, jnp.int8).nbytes == 2 * 3 * 24 * 4 + 2 * 3 * 4 * 4  # and scales
+    assert patch.factors["k"][1] is basis.directions["k"]  # no copy
+    assert kvp.keep_layers(patch, (1,)).nbytes == patch.nbytes // 3
+    assert kvp.truncate(patch, 2).nbytes == patch.nbytes // 2
+
+
+def test_smaller_patches_stay_in_their_basis(basis):
+    patch = kvp.form_patch(CHUNK, behind(17), 4, [Member("A", "one")], basis=basis)
+    small = [kvp.truncate(patch, 2), kvp.keep_layers(patch, (0, 2)), patch.pad(32)]
+    small += [kvp.quantise(patch, dtype) for dtype in ("int8", "float8_e4m3fn", "bfloat16")]
+    small += [kvp.form_patch(CHUNK, behind(17), 3, ["A"], basis=basis, layers=[1, 2])]
+    for each in small:
+        check_in_basis(each, basis)
+        assert each.metadata.basis == basis.digest
+        assert with_basis(coefficients(each), each.metadata, basis).ranks == each.ranks
+    assert small[0].metadata.behind == Antecedent.of(Member("A", "one"))
+    correction = kvp.correction_patch(CHUNK, patch, behind(18), 4, ["C"])
+    assert kvp.update_patch(patch, correction).metadata.basis is None
+
+
+def test_another_basis_is_refused(basis):
+    other = fit_basis([(CHUNK, conditioned_of(CHUNK))], 4)
+    patch = kvp.form_patch(CHUNK, behind(17), 4, ["A"], basis=basis)
+    assert other.digest != basis.digest
+    with pytest.raises(PatchMismatchError, match=rf"formed in basis {basis.digest}; expected {other.digest}"):
+        with_basis(coefficients(patch), patch.metadata, other)
+    moved = {name: (u, -v) for name, (u, v) in patch.factors.items()}
+    with pytest.raises(PatchMismatchError, match="directions of 'k'"):
+        check_in_basis(kvp.Patch(moved, patch.metadata), basis)
+    with pytest.raises(PatchMismatchError, match="basis: backbone"):
+        kvp.form_patch(dataclasses.replace(CHUNK, backbone="other"), behind(17), 4, ["A"], basis=basis)
+    deep = chunk_of("blocked")
+    with pytest.raises(PatchMismatchError, match="basis: layout"):
+        kvp.form_patch(deep, conditioned_of(deep), 4, ["A"], basis=basis)
+
+
+def test_what_makes_no_basis_is_refused(basis, unchecked: None):
+    pair = (CHUNK, behind(0))
+    for error, call in (
+        (InputError, lambda: fit_basis([], 4)),
+        (RankError, lambda: fit_basis([pair], 0)),
+        (RankError, lambda: fit_basis([pair], 33)),
+        (LayoutError, lambda: fit_basis([pair], {"q": 4})),
+        (ShapeError, lambda: Basis({"k": np.zeros((3, 4, 31))}, CHUNK.layout, "tiny")),
+        (RankError, lambda: kvp.form_patch(CHUNK, behind(0), 0, ["A"], basis=basis)),
+        (InputError, lambda: kvp.form_patch(CHUNK, behind(0), 4, ["A"], basis=basis, heads="separate")),
+        (InputError, lambda: kvp.form_patch(CHUNK, behind(0), {"k": 2}, ["A"], basis=basis)),
+    ):
+        with pytest.raises(error, match="expected"):
+            call()
+    assert fit_basis([pair], {"k": 2}).ranks == {"k": 2}
+
+
+# ------------------------------------------------------------------------------------------------------------ store
+
+
+def test_a_basis_is_stored_once(basis, tmp_path):
+    patches = [kvp.form_patch(CHUNK, behind(seed), 4, [id], basis=basis) for seed, id in ((17, "A"), (18, "C"))]
+    small = kvp.quantise(kvp.keep_layers(kvp.truncate(patches[0], 2), (1, 2)), jnp.int8)
+    with ChunkStore(tmp_path / "root") as store:
+        with pytest.raises(InputError, match=r"expected it stored first, by put_basis"):
+            store.put_patches(patches)
+        store.put_basis(basis)
+        before = sum(entry.size for entry in store.disk.scan())
+        store.put_patches([*patches, small])
+        files = [entry for entry in store.disk.scan() if entry.part.startswith("p.")]
+        assert len(files) == 3
+        assert before > 0
+        plain = kvp.form_patch(CHUNK, behind(17), 4, ["A"], method="exact", dense=False)
+        store.put_patches([plain])
+    with ChunkStore(tmp_path / "root") as store:
+        found = store.get_patches(SERVED)
+        assert {patch_digest(patch) for patch in found} == {patch_digest(each) for each in (plain, patches[0], small)}
+        (other,) = store.get_patches(dataclasses.replace(SERVED, antecedent=["C"]))
+        wanted = kvp.apply_patch(CHUNK, patches[1], 0, ["C"])
+        for name, value in kvp.apply_patch(CHUNK, other, 0, ["C"]).items():
+            np.testing.assert_array_equal(value, wanted[name])
+        held = store.get_basis(basis.digest, CHUNK.layout, "tiny")
+        assert held is not None
+        assert held.digest == basis.digest
+        assert store.get_basis("0" * 32, CHUNK.layout, "tiny") is None
+        store.put_encoder(f"basis {basis.digest} k", "tiny", np.zeros((3, 4, 32), np.float32))  # other bits
+        assert [patch.metadata.basis for patch in store.get_patches(SERVED)] == [None]
+        store.delete(f"basis {basis.digest} k", "tiny")
+        assert [patch.metadata.basis for patch in store.get_patches(SERVED)] == [None]
