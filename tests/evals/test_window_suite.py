@@ -63,13 +63,13 @@ def test_an_order_that_is_tested_is_not_in_its_orbit():
     """The sum without one order is the mean over the others, taken one by one in float64."""
     rng = np.random.default_rng(0)
     page = image(rng, "page").chunk
-    orders = [image(rng, "x").chunk.kv for _ in range(4)]
+    orders = [image(rng, "x").canonical for _ in range(4)]
     total = None
     for kv in orders:
         total = kvp.accumulate(total, kv, page, ("a", "b"))
     assert total is not None
     for held in range(4):
-        left = without(total, dict(orders[held]))
+        left = without(total, orders[held])
         assert left.count == 3
         for name in LAYOUT.names:
             others = [np.asarray(kv[name], np.float64) for number, kv in enumerate(orders) if number != held]
@@ -171,7 +171,7 @@ def test_masks_are_bands_of_whole_images():
 def test_a_gate_reuses_the_nearest_and_says_how_often_that_is_wrong():
     rng = np.random.default_rng(6)
     a, b = rng.integers(0, 5, 40).astype(float), rng.normal(size=40)
-    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
+    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b)[0], abs=1e-12)
     assert rank_correlation(a, np.ones(40)) == 0
     assert sorted(a[lowest(a, 0.25)]) == sorted(a)[:10]
 
@@ -268,7 +268,7 @@ def test_a_loop_is_the_model_under_the_band(tmp_path: Path):
             np.testing.assert_allclose(value, together[number][name], atol=2e-5 * scale)
         loop.append(each)
     questions = small_task.ask(contexts, np.random.default_rng(9), {"chain": 3, "page": 2})
-    assert read_in_one(Line(backbone, history), questions, band, sees).log_probabilities.shape[:2] == (2, 5)
+    assert read_in_one(Line(backbone, history), questions, band, sees.tolist()).log_probabilities.shape[:2] == (2, 5)
 
 
 @pytest.mark.slow

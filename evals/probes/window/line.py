@@ -39,10 +39,19 @@ class Image:
         """Tokens of it."""
         return self.chunk.length
 
+    @property
+    def canonical(self) -> KV:
+        """Its phase-free KV alone."""
+        return {name: jnp.asarray(value) for name, value in self.chunk.kv.items()}
+
     def of_others(self, by: int) -> "Image":
         """Gives each context the image that the context `by` further on has in this place."""
-        turn = lambda value: None if value is None else jnp.roll(value, -by, axis=0)
-        tokens = Tokens(turn(self.tokens.embeddings), self.tokens.positions, turn(self.tokens.deepstack))
+        deepstack = self.tokens.deepstack
+        tokens = Tokens(
+            jnp.roll(self.tokens.embeddings, -by, axis=0),
+            self.tokens.positions,
+            None if deepstack is None else jnp.roll(deepstack, -by, axis=0),
+        )
         kv = {name: jnp.roll(value, -by, axis=1) for name, value in self.chunk.kv.items()}
         name = f"{self.chunk.id}+{by}"
         return Image(tokens, dataclasses.replace(self.chunk, kv=kv, id=name, content=name))

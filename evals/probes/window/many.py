@@ -60,7 +60,7 @@ def measure_many(
         loop = loop.only([*range(len(front)), *range(len(front) + full, len(loop.held))])
         loop.append(image)
     blind = loop.only(range(len(loop.held) - 1))
-    blind.held = [(image, dict(image.chunk.kv)) for image, _ in blind.held]
+    blind.held = [(image, image.canonical) for image, _ in blind.held]
 
     caches = {name: scenes.joined(served) for name, served in pieces.items()}
     caches["re-prefill"] = line.engine(parts)

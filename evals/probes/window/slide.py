@@ -83,7 +83,7 @@ def _removal(chunk: kvp.Chunk, target: KV, base: KV, left: Sequence[str], before
 def _behind_lead(stock: Stock, left: Line) -> list[KV]:
     """Canonicals that were prefilled right behind the lead, the lead's own first."""
     behind = lambda image: Line(stock.backbone, [stock.lead, image]).prefill()[-1]
-    return [dict(left.images[0].chunk.kv), *(behind(image) for image in left.images[1:])]
+    return [left.images[0].canonical, *(behind(image) for image in left.images[1:])]
 
 
 def slide_questions(contexts: Contexts, rng: np.random.Generator, gone: int) -> tuple[Questions, np.ndarray]:
