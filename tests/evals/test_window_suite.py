@@ -16,11 +16,11 @@ import kvpatch_jax as kvp
 from evals import run, small_task
 from evals.probes.results_table import ResultsTable
 from evals.probes.window import QUICK, steps_of
-from evals.probes.window.drift import Safety
-from evals.probes.window.gate import gate_rows, lowest, rank_correlation
+from evals.probes.window.drift import Safety, pooled_rows
+from evals.probes.window.gate import gate_rows, rank_correlation
 from evals.probes.window.line import Image, Line, Loop, read_in_one
 from evals.probes.window.recall import bands
-from evals.probes.window.reorder import orders_of, without
+from evals.probes.window.reorder import without
 from evals.probes.window.slide import SLIDE_KINDS, slide_questions
 from evals.probes.window.stock import irrelevant, load_stock, with_foreign
 from evals.report import window, window_paper
@@ -29,6 +29,7 @@ from evals.results.rows import Rows, as_row
 from evals.small_task import KINDS, LEGENDS, VOCABULARY
 from evals.trained import shipped
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.gate import pooled_canonical
 from kvpatch_jax.rope import Rope
 from models import ModelBackbone, load
 
@@ -47,16 +48,6 @@ def image(rng: np.random.Generator, name: str, tokens: int = 3, rows: int = 2) -
 @pytest.fixture(scope="module")
 def contexts() -> small_task.Contexts:
     return small_task.sample_contexts(np.random.default_rng(3), 6)
-
-
-def test_orders_are_all_or_a_sample_without_repeats():
-    for count in (3, 4):
-        assert sorted(orders_of(count, 24, 0)) == sorted(itertools.permutations(range(count)))
-    drawn = orders_of(6, 24, 0)
-    assert len(set(drawn)) == 24
-    assert drawn[0] == tuple(range(6))
-    assert all(sorted(order) == list(range(6)) for order in drawn)
-    assert drawn == orders_of(6, 24, 0)
 
 
 def test_an_order_that_is_tested_is_not_in_its_orbit():
@@ -168,12 +159,18 @@ def test_masks_are_bands_of_whole_images():
     assert line.antecedent(2) == ("a", "b")
 
 
+def test_a_batch_is_pooled_as_its_chunks_are():
+    own = image(np.random.default_rng(7), "legend", rows=3)
+    for row, vector in enumerate(pooled_rows(own)):
+        kv = {name: value[:, row] for name, value in own.chunk.kv.items()}
+        np.testing.assert_allclose(vector, pooled_canonical(dataclasses.replace(own.chunk, kv=kv)), atol=1e-6)
+
+
 def test_a_gate_reuses_the_nearest_and_says_how_often_that_is_wrong():
     rng = np.random.default_rng(6)
     a, b = rng.integers(0, 5, 40).astype(float), rng.normal(size=40)
     assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b)[0], abs=1e-12)
     assert rank_correlation(a, np.ones(40)) == 0
-    assert sorted(a[lowest(a, 0.25)]) == sorted(a)[:10]
 
     safety = Safety(
         divergence=[0.1, 0.2, 0.3, 0.4], kl=[0.0, 2.0, 0.1, 3.0], blind=[1.0] * 4, flipped=[0.0] * 4,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
+from kvpatch_jax.gate import divergence
 
 from ... import small_task
 from ...small_task import KINDS, LEGENDS, Contexts, scenes
@@ -161,30 +162,33 @@ def _note(
     count = np.maximum(asked.sum(axis=1), 1)
     mean = lambda values: (values * asked).sum(axis=1) / count
     reference = said["re-prefill"]
-    divergence = antecedent_divergence(before, line)
+    apart = antecedent_divergence(before, line)
     for values, into in (
-        (divergence, safety.divergence),
+        (apart, safety.divergence),
         (mean(said["stored"].divergence_from(reference)), safety.kl),
         (mean(said["blind"].divergence_from(reference)), safety.blind),
         (mean(said["stored"].predicted != reference.predicted), safety.flipped),
         (stock.clusters, safety.cluster),
     ):
         into.extend(np.asarray(values).tolist())
-    safety.name.extend([name] * len(divergence))
+    safety.name.extend([name] * len(apart))
 
 
 def antecedent_divergence(before: Line, now: Line) -> np.ndarray:
-    """Computes how far the images in front moved, [B]: 1 − cosine of their mean embeddings, place by place.
+    """Computes how far the images in front moved, [B], as a gate would see it: `kvpatch_jax.gate.divergence`.
 
-    Places are counted from the page; one that was not there before counts as 1.
+    Each image is one vector, its canonical's channels without phase averaged over tokens.
     """
-    first, second = before.images[:-1][::-1], now.images[:-1][::-1]
-    total = np.zeros(len(before.tokens.embeddings))
-    for place in range(max(len(first), len(second))):
-        if place >= len(first) or place >= len(second):
-            total = total + 1.0
-            continue
-        a, b = (np.asarray(line[place].tokens.embeddings, np.float64).mean(axis=1) for line in (first, second))
-        cosine = (a * b).sum(axis=-1) / np.sqrt((a * a).sum(axis=-1) * (b * b).sum(axis=-1))
-        total = total + 1.0 - cosine
-    return total / max(len(first), len(second))
+    pooled = {image.chunk.id: pooled_rows(image) for line in (before, now) for image in line.images[:-1]}
+    ids = [line.antecedent(len(line) - 1) for line in (before, now)]
+    rows = len(before.tokens.embeddings)
+    return np.array(
+        [divergence(*ids, pooled={name: each[row] for name, each in pooled.items()}) for row in range(rows)]
+    )
+
+
+def pooled_rows(image: Image) -> np.ndarray:
+    """Averages a batch of canonicals over tokens, [B, D], as `kvpatch_jax.gate.pooled_canonical` does one."""
+    still = [channel.name for channel in image.chunk.layout.channels if not channel.rotates]
+    means = [np.asarray(image.chunk.kv[name], np.float32).mean(axis=2) for name in still]
+    return np.concatenate([np.moveaxis(mean, 1, 0).reshape(mean.shape[1], -1) for mean in means], axis=1)

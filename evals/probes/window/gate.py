@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from kvpatch_jax.gate import reuse_curve
+
 from ...results import intervals
 from ..results_table import ResultsTable
 from .drift import Safety
@@ -14,7 +16,8 @@ def gate_rows(table: ResultsTable, safety: Safety) -> None:
     """Adds rows "window.gate": false reuse at each coverage, medians of divergence, and their rank correlation.
 
     A reuse is safe where the stored patch removes at least half of what blind reuse loses in that context
-    (η ≥ 0.5); the gate reuses the share of lowest divergence. Contexts in which blind reuse loses nothing are left out.
+    (η ≥ 0.5); the gate reuses the share of lowest divergence (those as near
+    as the last one too). Contexts in which blind reuse loses nothing are left out.
     """
     divergence, kl, blind = (np.array(values) for values in (safety.divergence, safety.kl, safety.blind))
     cluster, name = np.array(safety.cluster), np.array(safety.name)
@@ -22,14 +25,15 @@ def gate_rows(table: ResultsTable, safety: Safety) -> None:
     divergence, kl, blind, cluster, name = (values[kept] for values in (divergence, kl, blind, cluster, name))
     if not kept.any():
         return
-    safe = kl <= SAFE_SHARE * blind
+    curve = reuse_curve(divergence.tolist(), (kl / blind).tolist(), SAFE_SHARE)
+    safe = kl / blind <= SAFE_SHARE
     for coverage in COVERAGES:
-        reused = lowest(divergence, coverage)
+        reused = divergence <= curve.threshold[np.argmax(curve.coverage >= coverage)]
         wrong = intervals.mean((~safe[reused]).astype(float), cluster[reused])
         table.row("window.gate", f"coverage={coverage:g}", "false_reuse", wrong)
-    for word, which in (("safe", safe), ("unsafe", ~safe)):
-        if which.any():
-            table.value("window.gate", word, "divergence_median", float(np.median(divergence[which])), int(which.sum()))
+    for word, median, count in (("safe", curve.safe, safe.sum()), ("unsafe", curve.unsafe, (~safe).sum())):
+        if count:
+            table.value("window.gate", word, "divergence_median", median, int(count))
     table.value("window.gate", "all", "unsafe_share", float((~safe).mean()), len(safe))
     table.value("window.gate", "all", "rank_correlation", rank_correlation(divergence, kl), len(safe))
     for each in dict.fromkeys(name.tolist()):
@@ -37,11 +41,6 @@ def gate_rows(table: ResultsTable, safety: Safety) -> None:
         table.row("window.gate", each, "divergence", intervals.mean(divergence[here], cluster[here]))
         table.row("window.gate", each, "stored_kl", intervals.mean(kl[here], cluster[here]))
         table.row("window.gate", each, "unsafe_share", intervals.mean((~safe[here]).astype(float), cluster[here]))
-
-
-def lowest(divergence: np.ndarray, coverage: float) -> np.ndarray:
-    """Chooses the share `coverage` of lowest divergence, at least one: their indices."""
-    return np.argsort(divergence, kind="stable")[: max(1, round(coverage * len(divergence)))]
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:

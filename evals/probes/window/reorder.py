@@ -1,11 +1,9 @@
 """Reorder: one orbit patch against the order's own patch and another order's, K = 3, 4 and 6 images in front."""
 
-import itertools
-
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.orbit import Accumulated
+from kvpatch_jax.orbit import Accumulated, orders_of
 
 from ... import small_task
 from ...small_task import LEGENDS
@@ -21,15 +19,6 @@ ORBIT_RANK = 16
 QUESTIONS = {"chain": 4, "aggregate": 3, "override": 4, "page": 1}
 
 
-def orders_of(count: int, most: int, seed: int) -> list[tuple[int, ...]]:
-    """Lists all orders of `count` images, or `most` of them drawn without repeats; the first is 0, 1, 2, …"""
-    every = list(itertools.permutations(range(count)))
-    if len(every) <= most:
-        return every
-    drawn = np.random.default_rng([seed, count]).choice(len(every) - 1, most - 1, replace=False) + 1
-    return [every[0], *(every[number] for number in sorted(drawn))]
-
-
 def measure_reorder(
     table: ResultsTable, stock: Stock, count: int, most: int, lead: bool, rng: np.random.Generator, step: Step
 ) -> None:
@@ -42,7 +31,7 @@ def measure_reorder(
     """
     part, front = setting(k=count, lead=lead), stock.front(lead)
     images = [*stock.legends, *stock.distractors][:count]
-    orders = orders_of(count, most, 0)
+    orders = orders_of(count, most)
     lines = [Line(stock.backbone, [*front, *(images[i] for i in order), stock.page]) for order in orders]
     conditioned = [line.prefill() for line in lines]
     members = lines[0].antecedent(len(lines[0]) - 1)
