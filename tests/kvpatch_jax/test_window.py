@@ -137,7 +137,8 @@ def test_reorder_moves_order_free_chunks_alone():
     window = window_of(*"ABCD", free="AC")
     moved, edits = window.reorder(["C", "A"])
     assert list(moved.ids) == ["system", "C", "B", "A", "D"]
-    assert [edit.id for edit in edits] == ["C", "A"]
+    assert [edit.id for edit in edits if isinstance(edit, Rotate)] == ["C", "A"]
+    assert len(edits) == 2
     assert [piece.fidelity for piece in moved.pieces[1:]] == ["survivor", "approximate", "approximate", "approximate"]
     assert [piece.fidelity for piece in moved.reorder(["A", "C"])[0].pieces] == ["exact"] * 5
     assert moved.reorder(["C", "A"]) == (moved, ())
