@@ -77,7 +77,7 @@ class Entry:
     @classmethod
     def of(cls, chunk: Chunk, *, order_free: bool = False) -> "Entry":
         """Describes a chunk. Its content is computed where it came without one."""
-        return cls(chunk.id, content_of(chunk), chunk.length, max(chunk.span, 1), "chunk", order_free)
+        return cls(chunk.id, content_of(chunk), int(chunk.length), max(int(chunk.span), 1), "chunk", order_free)
 
     @classmethod
     def of_tokens(
