@@ -1,6 +1,7 @@
 """Programs of released models at their real sizes, as shapes: what the compiler says they need, nothing allocated."""
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 import models
 from evals.bench.released_configs import RELEASED
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.paging import Paged
 from models.attention import using
 from models.families.family import abstract, placeholders
 from models.forward import Forward
@@ -28,10 +30,11 @@ PLANS: Mapping[str, Callable[..., dict[str, np.ndarray]]] = {
 
 
 class Program(NamedTuple):
-    """A function and the shapes of its arguments."""
+    """A function, the shapes of its arguments, and which of these it is given for good."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -56,6 +59,36 @@ def prefill_program(
             return forward._prefill(state, prompt, None, None, rows, start_layer=0, hidden_at=(), chunk=chunk)
 
     return Program(run, (forward.state, prompt, shape((1, 1), jnp.int32)))
+
+
+def paged_programs(keys: int, pool_slots: int, *, layers: int, page_size: int = 64) -> dict[str, Program]:
+    """Qwen2.5-VL-7B in bf16 behind so many keys in pages of a pool: a prefill of 512 tokens, and a step.
+
+    The step's pool is its third argument, and donated.
+    """
+    config, forward = forward_of("Qwen/Qwen2.5-VL-7B-Instruct", layers)
+    shape: Any = jax.ShapeDtypeStruct
+    layout, pages = config.text.layout, keys // page_size
+    prompt = lambda tokens: Tokens(
+        shape((1, tokens, config.text.width), jnp.bfloat16), shape((1, tokens, 3), jnp.int32)
+    )
+    pool = {
+        channel.name: shape((layers, pool_slots // page_size, page_size, channel.heads, channel.width), jnp.bfloat16)
+        for channel in layout.channels
+    }
+    paged = Paged(pool, shape((1, pages), jnp.int32), shape((1, keys), bool), shape((1, keys), jnp.int32))
+    one = shape((1, 1), jnp.int32)
+
+    def prefill(state: Any, prompt: Tokens, paged: Paged, rows: Any) -> Any:
+        return forward._prefill(state, prompt, paged, None, rows, start_layer=0, hidden_at=())
+
+    def step(state: Any, prompt: Tokens, pool: Any, paged: Paged, slots: Any) -> Any:
+        return forward._recompute_in_pages(state, prompt, pool, paged, slots, (slots, slots), None, None, None)
+
+    return {
+        "prefill": Program(prefill, (forward.state, prompt(512), paged, one)),
+        "step": Program(step, (forward.state, prompt(1), pool, paged._replace(pool={}), one), (2,)),
+    }
 
 
 def tower_program(name: str, grid: tuple[int, int], implementation: tuple[str, ...] = ()) -> Program:
@@ -83,4 +116,17 @@ def temporaries(compiled: jax.stages.Compiled) -> float:
 
 def temporaries_here(program: Program) -> float:
     """The same for this process's devices."""
-    return temporaries(jax.jit(program.function).lower(*program.arguments).compile())
+    return temporaries(compiled_here(program))
+
+
+def compiled_here(program: Program) -> jax.stages.Compiled:
+    """A program compiled for this process's devices."""
+    return jax.jit(program.function, donate_argnums=program.donate).lower(*program.arguments).compile()
+
+
+def pool_copies(compiled: jax.stages.Compiled, pool_slots: int) -> list[str]:
+    """Instructions that make another array of all of a pool's slots: copies, converted ones included."""
+    whole = re.compile(
+        rf"= \w+\[\d+,(?:{pool_slots}|{pool_slots // 64},64),4,128\]\S* (copy|convert|transpose|concatenate)\("
+    )
+    return [line.strip() for line in (compiled.as_text() or "").splitlines() if whole.search(line)]

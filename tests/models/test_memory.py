@@ -4,7 +4,18 @@ import itertools
 
 import pytest
 
-from tests.models.compiled_memory import PLANS, TWELVE_MEGAPIXELS, prefill_program, temporaries_here, tower_program
+from tests.models.compiled_memory import (
+    GIB,
+    PLANS,
+    TWELVE_MEGAPIXELS,
+    compiled_here,
+    paged_programs,
+    pool_copies,
+    prefill_program,
+    temporaries,
+    temporaries_here,
+    tower_program,
+)
 
 
 def test_a_prefill_of_16k_tokens():
@@ -34,3 +45,19 @@ def test_a_tower_over_12_megapixels(name):
     small, large = (temporaries_here(tower_program(name, grid)) for grid in ((height // 4 * 2, width), (height, width)))
     assert large < 4
     assert large < 2.2 * small
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prefill", "step"])
+def test_a_pool_is_read_and_written_where_it_lies(name):
+    """Temporaries are those of the window's keys and of one layer's weights, and do not grow with the pool."""
+    compiled = {slots: compiled_here(paged_programs(4096, slots, layers=2)[name]) for slots in (65536, 131072)}
+    for slots, program in compiled.items():
+        assert pool_copies(program, slots) == []
+    small, large = (temporaries(program) for program in compiled.values())
+    assert large - small < 0.001
+    if name == "step":
+        analysis = compiled[65536].memory_analysis()
+        assert analysis is not None
+        assert analysis.alias_size_in_bytes >= 2 * 2 * 65536 * 4 * 128 * 2
+        assert small < 0.5, small * GIB

@@ -9,7 +9,15 @@ import importlib.util
 import pytest
 
 from pallas_kernels._ahead_of_time import compile_for_h200, compile_for_tpu
-from tests.models.compiled_memory import TWELVE_MEGAPIXELS, Program, prefill_program, temporaries, tower_program
+from tests.models.compiled_memory import (
+    TWELVE_MEGAPIXELS,
+    Program,
+    paged_programs,
+    pool_copies,
+    prefill_program,
+    temporaries,
+    tower_program,
+)
 from tests.pallas_kernels.ahead_of_time import without_the_compilation_cache  # noqa: F401
 
 LAYERS = 4
@@ -28,10 +36,14 @@ devices = pytest.mark.parametrize(
 )
 
 
-def temporaries_on(device: str, program: Program) -> float:
+def compiled_on(device: str, program: Program):
     if device == "h200":
-        return temporaries(compile_for_h200(program.function, program.arguments))
-    return temporaries(compile_for_tpu("v5e:2x2", program.function, program.arguments))
+        return compile_for_h200(program.function, program.arguments, program.donate)
+    return compile_for_tpu("v5e:2x2", program.function, program.arguments, program.donate)
+
+
+def temporaries_on(device: str, program: Program) -> float:
+    return temporaries(compiled_on(device, program))
 
 
 @devices
@@ -40,6 +52,19 @@ def test_prefills(device):
     how = {"layers": LAYERS, "implementation": ("xla",)}
     assert temporaries_on(device, prefill_program(16384, **how)) < 3
     assert temporaries_on(device, prefill_program(65536, 2048, **how)) < 4
+
+
+@devices
+@pytest.mark.parametrize("name", ["prefill", "step"])
+def test_a_pool_is_read_and_written_where_it_lies(device, name):
+    """The layout that attention likes is made of the window's pages, not of the pool."""
+    compiled = compiled_on(device, paged_programs(4096, 65536, layers=2)[name])
+    assert pool_copies(compiled, 65536) == []
+    assert temporaries(compiled) < 0.6
+    if name == "step":
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        assert analysis.alias_size_in_bytes >= 2 * 2 * 65536 * 4 * 128 * 2
 
 
 @devices
