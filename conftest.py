@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import checking
+
 # Small batched factorisations lose to their own threads; read when the library is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".cache" / "jax"))
@@ -17,6 +19,7 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Many small programs are compiled by several files, and by both of two processes.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
+checking.install()
 # Imports and tracing allocate much that lives on.
 gc.set_threshold(50_000, 20, 20)
 
