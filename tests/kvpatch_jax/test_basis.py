@@ -1,5 +1,5 @@
 """Directions that patches share: fitted, formed in, counted, stored once, refused for one another."""
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 
 import dataclasses
 
