@@ -61,11 +61,6 @@ class Recipe:
 
 def initialise(config: Any, recipe: Recipe) -> Any:
     """Draws parameters: unit embeddings, cell tokens as the mean of their row and tag, tied query and key kernels."""
-    # One program: drawn eagerly, each shape would be compiled alone.
-    return nnx.jit(lambda: _draw(config, recipe))()
-
-
-def _draw(config: Any, recipe: Recipe) -> Any:
     model = config.family.module(config, nnx.Rngs(recipe.seed))
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
     # A cell's token names its row and its tag: it starts as their mean, of unit variance again.
