@@ -184,9 +184,9 @@ class Forward:
         keys, places = written
         stand = jnp.where(context.seen, context.places_of_keys(), NOWHERE)
         found = Mask(causal=mask is None, query_places=places, key_places=stand, allowed=mask)
-        paged = context._replace(pool=self._spread(pool))
-        step = self._rewrite(state, tokens, paged, keys, keep, found, rows)
-        return Step(step.logits, self._spread(written_into_pages(paged.pool, step.cache, slots, keep)))
+        held = self._spread(pool)
+        step = self._rewrite(state, tokens, context._replace(pool=held), keys, keep, found, rows)
+        return Step(step.logits, self._spread(written_into_pages(held, step.cache, slots, keep)))
 
     def _rewrite(
         self, state: Any, tokens: Tokens, cache: Context, slots: Array, keep: Any, mask: Any, rows: Array | None

@@ -95,7 +95,7 @@ def read_pages(paged: Paged, layout: KVLayout, layer: Int[Array, "..."] | int) -
     layer = jnp.asarray(layer, jnp.int32)
     found = {}
     for channel in layout.channels:
-        value = paged.pool[channel.name]
+        value = jnp.asarray(paged.pool[channel.name])
         layers, pages, size, heads, width = value.shape
         at = layer[..., None, None] * pages + jnp.maximum(paged.table, 0)
         taken = value.reshape(layers * pages, size, heads, width).at[at].get(mode="clip")

@@ -173,7 +173,7 @@ class Decoder(nnx.Module):
         sliding = dataclasses.replace(step.mask, window=self.config.window)
         deep = 0 if deepstack is None else deepstack.shape[0]
         taps = {start_layer: hidden} if start_layer in hidden_at else {}
-        contiguous = None if paged is not None or context is None else dict(context)
+        contiguous = None if isinstance(context, Paged) or context is None else dict(context)
         cache, cached = (None, contiguous) if slots is None else (contiguous, None)
         front, edges = None if earlier is None else earlier.kv, (self.config.dense_layers, deep)
         pieces, loads, owns = [], [], []

@@ -1,5 +1,5 @@
 """Chunks in engines' own pages, and keys turned in place: as in a pool of ours, and no other slot touched."""
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,5 +1,6 @@
 """Contexts in a paged pool: forwards over pages equal those over the same KV side by side, and compile few programs."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalOperand=false, reportOptionalSubscript=false
 
 import functools
 
