@@ -50,8 +50,9 @@ class Pooled(Executor):
           aligned: pieces begin on a page of their own, whose tail is masked; else they share pages, and `compact`
             closes the holes that those leave who go.
           keep: what is kept phase-free beside the pool, slot by slot: the channels that carry phase ("rotating"), from
-            which survivors turn, with one rounding however often; every channel ("all"), in the dtype of the tokens'
-            embeddings; or "none": survivors turn from where they stand, and roundings add up (`turns` counts).
+            which survivors turn, with one rounding however often; every channel ("all"), which
+            is more bytes for the same keys; or "none": survivors turn from where they stand, and roundings add up
+            (`turns` counts). In the pool's dtype.
           store: where canonicals and patches are fetched from.
           padded: rows of whole lanes, as TPUs want them.
           gather: contexts are copied out of the pool, for a backbone that reads no page tables.
