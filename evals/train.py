@@ -35,9 +35,9 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, folder: Path):
         self.recipe, self.folder = recipe, folder
+        self.config, self.images = instance(recipe.backbone)
         folder.mkdir(parents=True, exist_ok=True)
         self._check_recipe()
-        self.config, self.images = instance(recipe.backbone)
         self.graph, state = nnx.split(initialise(self.config, recipe))
         self.optimiser = make_optimiser(recipe)
         # Placed as what a checkpoint gives is, so that a resumed run shares the program of one begun here.

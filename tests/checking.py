@@ -10,8 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxtyping
+from beartype import BeartypeConf, beartype
 
 _jaxtyped = jaxtyping.jaxtyped
+# With the error that jaxtyping raises: a TypeError, which readers of hostile files turn into their own.
+_CHECK: Callable[[Any], Any] = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 
 
 def jaxtyped(function: Any = None, *, typechecker: Any) -> Any:
@@ -20,7 +23,7 @@ def jaxtyped(function: Any = None, *, typechecker: Any) -> Any:
         return functools.partial(jaxtyped, typechecker=typechecker)
     if not inspect.isfunction(function) or _names_arrays(function):
         return _jaxtyped(function, typechecker=typechecker)
-    return _when_called(function, typechecker)
+    return _when_called(function)
 
 
 def _names_arrays(function: Callable[..., Any]) -> bool:
@@ -28,7 +31,7 @@ def _names_arrays(function: Callable[..., Any]) -> bool:
     return any(isinstance(hint, str) or "jaxtyping" in repr(hint) for hint in function.__annotations__.values())
 
 
-def _when_called(function: Callable[..., Any], typechecker: Callable[[Any], Any]) -> Callable[..., Any]:
+def _when_called(function: Callable[..., Any]) -> Callable[..., Any]:
     checked = None
 
     @functools.wraps(function)
@@ -37,7 +40,7 @@ def _when_called(function: Callable[..., Any], typechecker: Callable[[Any], Any]
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
         if checked is None:
-            checked = typechecker(function)
+            checked = _CHECK(function)
         return checked(*args, **kwargs)
 
     return call
