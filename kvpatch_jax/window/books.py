@@ -74,6 +74,7 @@ class Books:
     Attributes:
       branches: {branch: {id: Held}}.
       allocator: owners of slots.
+      answers: what grows behind branches.
       joined: branches that were joined into another, and let go of.
     """
 
@@ -82,14 +83,16 @@ class Books:
         allocator: SlotAllocator,
         branches: Mapping[str, Mapping[str, Held]] | None = None,
         joined: Iterable[str] = (),
+        answers: Mapping[str, Answer] | None = None,
     ):
         self.allocator = allocator
         self.branches = {name: dict(pieces) for name, pieces in (branches or {}).items()}
         self.joined = set(joined)
+        self.answers = dict(answers or {})
 
     def copy(self) -> "Books":
         """Books that change without these; what they say of pieces is shared."""
-        return Books(copy.deepcopy(self.allocator), self.branches, self.joined)
+        return Books(copy.deepcopy(self.allocator), self.branches, self.joined, self.answers)
 
     def pieces(self, branch: str) -> dict[str, Held]:
         """The pieces of a branch, {} of one that has none yet."""
@@ -136,9 +139,16 @@ class Books:
         return held
 
     def let_go(self, branch: str) -> None:
-        """Takes every piece out of a branch; one that holds nothing stays so."""
+        """Takes every piece out of a branch, and what grows behind it; one that holds nothing stays so."""
         for id in list(self.branches.get(branch, {})):
             self.drop(branch, id)
+        self.discard(branch)
+
+    def discard(self, branch: str) -> None:
+        """Lets go of what grows behind a branch; nothing where nothing does."""
+        answer = self.answers.pop(branch, None)
+        if answer is not None:
+            self.allocator.release(answer.held.slots)
 
     def share(self, parent: str, child: str, ids: Iterable[str]) -> None:
         """Lets a branch own what another one has, slot by slot the same.
@@ -166,16 +176,22 @@ class Books:
         return sorted(self.branches.get(branch, {}).values(), key=lambda held: held.start)
 
     def rename(self, mapping: Int[np.ndarray, " S"]) -> None:
-        """Follows a compaction: every piece's slots by their new numbers."""
+        """Follows a compaction: every piece's and answer's slots by their new numbers."""
+        moved = lambda held: dataclasses.replace(held, slots=mapping[held.slots])
         for name, pieces in self.branches.items():
-            moved = {id: dataclasses.replace(held, slots=mapping[held.slots]) for id, held in pieces.items()}
-            self.branches[name] = moved
+            self.branches[name] = {id: moved(held) for id, held in pieces.items()}
+        for name, answer in self.answers.items():
+            self.answers[name] = dataclasses.replace(answer, held=moved(answer.held))
+
+    def together(self) -> list[list[Held]]:
+        """What lies together: each branch's pieces in order, and each answer."""
+        return [*map(self.ordered, self.branches), *([answer.held] for answer in self.answers.values())]
 
     def owners(self) -> Int[np.ndarray, " S"]:
-        """How many pieces of all branches lie at each slot: what the allocator's counts must be."""
+        """How many pieces and answers of all branches lie at each slot: what the allocator's counts must be."""
         counts = np.zeros_like(self.allocator.counts)
-        for pieces in self.branches.values():
-            for held in pieces.values():
+        for pieces in self.together():
+            for held in pieces:
                 counts[held.slots] += 1
         return counts
 
@@ -200,9 +216,9 @@ def packing(books: Books) -> tuple[int, int]:
 
 
 def _idle(books: Books) -> int:
-    """Slots on the pages of each branch that are not the branch's own."""
+    """Slots on the pages of each branch, or answer, that are not its own."""
     size, idle = books.allocator.page_size, 0
-    for branch in books.branches:
-        slots = all_slots(books.ordered(branch))
+    for pieces in books.together():
+        slots = all_slots(pieces)
         idle += np.unique(slots // size).size * size - slots.size
     return idle

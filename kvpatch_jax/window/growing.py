@@ -19,9 +19,6 @@ from .running import Action, Run
 from .sources import bucket, grown
 from .window import Window
 
-ANSWER = "\nanswer"
-"""Behind a branch's name: where the books keep what grows behind it."""
-
 
 def grow(executor: Pooled, window: Window, id: str, tokens: Tokens) -> Float[Array, "1 1 V"]:
     """See `PagedExecutor.decode`."""
@@ -29,7 +26,7 @@ def grow(executor: Pooled, window: Window, id: str, tokens: Tokens) -> Float[Arr
     check_tokens(tokens, "decode")
     if len(tokens.embeddings) != 1:
         raise InputError(f"decode: {len(tokens.embeddings)} rows of tokens; expected one")
-    answer = executor.answers.get(window.branch)
+    answer = executor.books.answers.get(window.branch)
     if answer is not None and (answer.held.id != id or answer.behind != window.pieces):
         raise InputError(
             f"decode: {brief(answer.held.id)!r} grows behind branch {window.branch!r}; expected it, or `discard` first"
@@ -47,10 +44,9 @@ def grow(executor: Pooled, window: Window, id: str, tokens: Tokens) -> Float[Arr
     if before is not None:
         slots, local = np.concatenate([before.slots, slots]), np.concatenate([before.local, local])
     held = Held(id, None, slots, local, window.next_start)
-    books.put(window.branch + ANSWER, held)
+    books.answers[window.branch] = Answer(held, window.pieces)
     executor.pools = programs.Pools(dict(step.cache.pool), executor.pools.source)
     executor.books = books
-    executor.answers[window.branch] = Answer(held, window.pieces)
     behind = sum(piece.length for piece in front)
     executor.meter.asked(executor.pools.engine, (count, bucket(executor.buckets, count)), (behind, cache.key_count), 1)
     return step.logits
@@ -60,19 +56,19 @@ def adopt(executor: Pooled, run: Run, window: Window, edits: Sequence[Edit]) -> 
     """Makes what grew behind a window the piece that these edits would prefill there, where it is that; lets go of it
     where it is not. Returns whether the edits are planned so.
     """
-    answer = executor.answers.get(window.branch)
+    answer = run.books.answers.get(window.branch)
     if answer is None:
         return False
-    run.books.branches.pop(window.branch + ANSWER, None)
     held, one = answer.held, edits[0] if len(edits) == 1 else None
     if isinstance(one, Prefill) and one.id == held.id and one.id in window:
         piece = window.piece(one.id)
         same = (piece.start, piece.entry.tokens) == (held.start, held.length)
         if same and answer.behind == window.pieces[:-1] == executor.current(window.branch):
+            del run.books.answers[window.branch]
             run.books.put(window.branch, dataclasses.replace(held, content=piece.entry.content))
             run.actions.append(Action(lambda: _keep_source(executor, held)))
             return True
-    run.books.allocator.release(held.slots)
+    run.books.discard(window.branch)
     return False
 
 

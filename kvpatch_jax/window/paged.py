@@ -10,7 +10,7 @@ from ..paging import Paged
 from .books import packing
 from .dispatch import plan
 from .edits import Compact, Edit
-from .growing import ANSWER, adopt, grow
+from .growing import adopt, grow
 from .ledger import Ledger
 from .measure import row_bytes
 from .pooled import Pooled
@@ -59,7 +59,6 @@ class PagedExecutor(Pooled):
         else:
             plan(self, run, window, edits)
         run.execute()
-        self.answers.pop(window.branch, None)
         self.settle(window)
         return self.ledger - before
 
@@ -67,9 +66,7 @@ class PagedExecutor(Pooled):
         """Lets go of all that a branch holds."""
         books = self.books.copy()
         books.let_go(branch)
-        books.let_go(branch + ANSWER)
         self.books = books
-        self.answers.pop(branch, None)
         self._current.pop(branch, None)
 
     def warm_up(
@@ -151,9 +148,8 @@ class PagedExecutor(Pooled):
     def discard(self, window: Window) -> None:
         """Lets go of what was decoded behind a window; nothing where nothing was."""
         books = self.books.copy()
-        books.let_go(window.branch + ANSWER)
+        books.discard(window.branch)
         self.books = books
-        self.answers.pop(window.branch, None)
 
     def turns(self, window: Window) -> dict[str, int]:
         """How many rotations, each from where the keys stood, lie behind each piece; 0 where a source is kept."""

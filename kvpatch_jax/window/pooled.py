@@ -15,7 +15,7 @@ from ..layout import as_start, placed
 from ..paging import Paged
 from ..pool import SlotAllocator, make_pool, trimmed
 from . import programs
-from .books import Answer, Books, Held, all_slots
+from .books import Books, Held, all_slots
 from .executor import Executor
 from .sources import PatchStore, grown
 
@@ -26,8 +26,7 @@ class Pooled(Executor):
     """An executor's pool. `PagedExecutor` is what runs edits on it.
 
     Attributes:
-      pools: the vectors. books: which piece of which branch lies where.
-      answers: what grows behind branches.
+      pools: the vectors. books: which piece of which branch lies where, and what grows behind branches.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Pooled(Executor):
         source = {} if keep == "none" else {name: jnp.zeros_like(engine[name]) for name in kept}
         self.pools = programs.Pools(engine, source)
         self.books = Books(SlotAllocator(pages, page_size))
-        self.answers: dict[str, Answer] = {}
 
     @property
     def keeps_source(self) -> bool:

@@ -396,4 +396,29 @@ def test_an_answer_grows_behind_the_window_and_becomes_a_piece(keep: str):
     for part in parts[:2]:
         drill.paged.decode(drill.window, part.shift(-int(part.positions.min())), "more")
     drill.append("c4")  # lets go of it
-    assert not drill.paged.answers
+    assert not drill.paged.books.answers
+
+
+@pytest.mark.slow
+def test_an_answer_follows_a_compaction_of_another_branch_and_ends_with_its_own():
+    """What grows behind one branch is moved with the pool, and is given up where its branch is joined."""
+    drill = Drill("gqa", host=False, aligned=False)
+    drill.append("c0")
+    drill.fork("side")
+    drill.append("c1")
+    paged, root = drill.paged, drill.windows[""]
+    text = tokens_of(drill.backbone, 60, 6)
+    expected = drill.naive[""].run(text, root.next_start).logits
+    paged.decode(root, text.take(0, 5), "said")
+    for window, edits in (side := drill.window.evict("c1"), side[0].compact()):
+        paged.run(window, edits)
+    assert (paged.books.owners() == paged.books.allocator.counts).all()
+    logits = paged.decode(root, text.take(5, 6).shift(-5), "said")
+    assert np.abs(np.asarray(logits - expected)).max() <= BAR * np.abs(np.asarray(expected)).max()
+
+    paged.decode(side[0].compact()[0], text.take(0, 5), "tried")
+    paged.run(*root.join(side[0]))
+    assert not paged.books.answers
+    assert set(paged.books.branches) == {""}
+    assert (paged.books.owners() == paged.books.allocator.counts).all()
+    assert (paged.books.allocator.counts > 0).sum() == root.tokens
