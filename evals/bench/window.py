@@ -1,16 +1,20 @@
 """Whether the window pays: the loop beside re-prefill and prefix caches, break-even of a patch, cost against length.
 
 Parts are measured one by one and kept in `--out` as they are finished (`window_parts.json`): the same command goes on
-from there, and measures again what was deleted.
+from there, and measures again what was deleted. Parts of another seed, number of repeats or size are refused.
 """
 
 import functools
 import json
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvpatch_jax.errors import InputError
+
+from ..command_line import errors_as_one_line
 from ..results.environment import environment
 from ..results.tables import markdown_table
 from . import window_break_even, window_lengths, window_loop
@@ -18,6 +22,7 @@ from .checkpoints import tiny_config
 from .window_material import Material, largest_shipped, random_material, shipped_material
 
 IMAGES, WINDOWS = 40, (4, 16)
+PARTS = "window_parts.json"
 FLOPS_BAR, HIT_BAR, FASTER_BAR, REMEMBER_BAR = 1.05, 1.3, 3.0, 1e-4
 """FLOPs over the image's prefill behind the window and the question's; seconds over a prefix hit's; re-prefill's
 seconds over ours, at 16 images on Qwen2-0.5B's shape; nats to what the window promises."""
@@ -34,18 +39,49 @@ def run(*, repeats: int = 5, seed: int = 0, out: str | None = None, large: bool 
       quick: a tiny random model and short windows: shows that it runs.
     """
     folder = None if out is None else Path(out)
-    kept = folder / "window_parts.json" if folder is not None else None
-    parts: dict[str, Part] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    config = {"seed": seed, "repeats": repeats, "quick": quick}
+    with errors_as_one_line():
+        parts = {} if folder is None else kept_parts(folder, config)
     for name, measure in _parts(repeats, seed, large, quick).items():
-        if name not in parts:
-            parts[name] = measure() | {"environment": environment()}
-            print(f"{name}: measured", flush=True)
-        if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(parts, indent=1) + "\n")
+        if name in parts:
+            continue
+        parts[name] = measure() | {"environment": environment()}
+        print(f"{name}: measured", flush=True)
+        if folder is not None:
+            keep_parts(folder, config, parts)
     if folder is not None:
         window_lengths.draw(parts["lengths"], folder / "window_lengths.png")
-    return {"config": {"seed": seed, "repeats": repeats}, "environment": environment(), "parts": parts}
+    return {"config": config, "environment": environment(), "parts": parts}
+
+
+def kept_parts(folder: Path, config: Mapping[str, Any]) -> dict[str, Part]:
+    """Reads the parts that a folder has, and makes the folder.
+
+    Raises:
+      InputError: `folder` is a file, or holds parts of another `config`, or a file that is not of parts.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(f"--out={folder} is or lies below a file; expected a folder") from error
+    file = folder / PARTS
+    if not file.exists():
+        return {}
+    try:
+        kept = json.loads(file.read_bytes())
+        found, parts = kept["config"], dict(kept["parts"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} is not a file of parts ({error!r}): delete it, or choose another --out") from error
+    if found != config:
+        raise InputError(f"{file} holds parts of {found}; expected {dict(config)}: choose another --out")
+    return parts
+
+
+def keep_parts(folder: Path, config: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+    """Writes all parts: whole, or not at all."""
+    new = folder / f"{PARTS}.new"
+    new.write_text(json.dumps({"config": config, "parts": parts}, indent=1) + "\n")
+    os.replace(new, folder / PARTS)
 
 
 def _parts(repeats: int, seed: int, large: bool, quick: bool) -> dict[str, Callable[[], Part]]:

@@ -9,6 +9,7 @@ from evals.bench.window_break_even import break_even
 from evals.bench.window_loop import PrefixCache, divergence
 from evals.bench.window_oracle import banded_mask, history
 from evals.bench.window_slides import Slides, Trial
+from kvpatch_jax.errors import InputError
 from models import FAMILIES, ModelBackbone
 from models.decoder.costs import forward_costs
 
@@ -199,6 +200,29 @@ def test_rows_judge_the_worst_flops_and_leave_out_what_warms_up():
     assert "within" not in found["time of re-prefill over ours"]  # judged at 16 images of the 0.5B shape alone
     assert found["warm loop: MB of KV moved"]["value"] == 2.0
     assert "| loop, tiny | time over a prefix hit's | 1.5 |" in window.table({"parts": {"loop, tiny": part}})
+
+
+def test_parts_of_a_quick_look_are_no_measurement(tmp_path):
+    config = {"seed": 0, "repeats": 5, "quick": True}
+    assert window.kept_parts(tmp_path / "new" / "folder", config) == {}
+    window.keep_parts(tmp_path, config, {"lengths": {"rows": []}})
+    assert window.kept_parts(tmp_path, config) == {"lengths": {"rows": []}}
+    for other in ({"quick": False}, {"seed": 1}, {"repeats": 3}):
+        with pytest.raises(InputError, match="choose another --out"):
+            window.kept_parts(tmp_path, config | other)
+
+    file = tmp_path / window.PARTS
+    whole = file.read_bytes()
+    for broken in (whole[: len(whole) // 2], b"", b"[]", b"\xff", b'{"lengths": {}}'):
+        file.write_bytes(broken)
+        with pytest.raises(InputError, match="not a file of parts"):
+            window.kept_parts(tmp_path, config)
+        assert file.read_bytes() == broken  # whatever it is, it is not ours to delete
+    for name in (window.PARTS, f"{window.PARTS}/below"):
+        with pytest.raises(InputError, match="expected a folder"):
+            window.kept_parts(tmp_path / name, config)
+    with pytest.raises(SystemExit, match=r"error: .*choose another --out"):
+        window.run(out=str(tmp_path), quick=True)
 
 
 @pytest.mark.slow
