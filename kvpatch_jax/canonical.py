@@ -122,7 +122,7 @@ def conditioned(
     front = [] if lead is None else [_repeated(_lead_tokens(backbone, lead), rows)]
     parts = _placed_in_turn([*front, *own])
 
-    kv = backbone.prefill(_one_behind_the_other(parts)).kv
+    kv = backbone.prefill(one_behind_the_other(parts)).kv
     found, begin = [], sum(tokens.embeddings.shape[1] for tokens in front)
     for unit, tokens in zip(units, own, strict=True):
         end = begin + tokens.embeddings.shape[1]
@@ -167,7 +167,8 @@ def _placed_in_turn(units: Sequence[Tokens]) -> list[Tokens]:
     return parts
 
 
-def _one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
+def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
+    """Joins tokens that were placed already to one prompt; what has no deepstack features gets zeros."""
     deepstack = None
     known = [part.deepstack for part in parts if part.deepstack is not None]
     if known:

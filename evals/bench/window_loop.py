@@ -23,9 +23,10 @@ from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.canonical import one_behind_the_other
 from kvpatch_jax.window import Costs, Entry, PagedExecutor, Window
 
-from .window_material import Material, one_behind_the_other, span, wait
+from .window_material import Material, span, wait
 from .window_oracle import banded_mask, history
 
 BLOCK = 16

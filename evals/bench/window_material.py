@@ -97,19 +97,6 @@ def span(tokens: Tokens) -> int:
     return int(np.asarray(tokens.positions).max()) + 1
 
 
-def one_behind_the_other(parts: list[Tokens]) -> Tokens:
-    """Joins tokens that were placed already."""
-    deepstack = None
-    known = [part.deepstack for part in parts if part.deepstack is not None]
-    if known:
-        none = lambda part: jnp.zeros((*part.embeddings.shape[:2], *known[0].shape[2:]), known[0].dtype)
-        deepstack = jnp.concatenate(
-            [none(part) if part.deepstack is None else part.deepstack for part in parts], axis=1
-        )
-    embeddings = jnp.concatenate([part.embeddings for part in parts], axis=1)
-    return Tokens(embeddings, np.concatenate([np.asarray(part.positions) for part in parts], axis=1), deepstack)
-
-
 def wait(value: Any) -> Any:
     """Waits for arrays and returns them."""
     return jax.block_until_ready(value)

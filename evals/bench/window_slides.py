@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.canonical import one_behind_the_other
 
 from .window_oracle import Segment, banded_mask, history
 
@@ -257,9 +258,3 @@ def together(pieces: Sequence[KV]) -> KV:
         )
         for name in pieces[0]
     }
-
-
-def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
-    """Joins tokens that were placed already."""
-    embeddings = jnp.concatenate([part.embeddings for part in parts], axis=1)
-    return Tokens(embeddings, np.concatenate([np.asarray(part.positions) for part in parts], axis=1))

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.canonical import one_behind_the_other
 from models import ModelBackbone
 
 from ...small_task import Questions, scenes, sequences
@@ -85,7 +86,9 @@ class Line:
     @functools.cached_property
     def tokens(self) -> Tokens:
         """All images as one prompt."""
-        return together([image.tokens.shift(start) for image, start in zip(self.images, self.starts, strict=True)])
+        return one_behind_the_other(
+            [image.tokens.shift(start) for image, start in zip(self.images, self.starts, strict=True)]
+        )
 
     def antecedent(self, place: int) -> tuple[str, ...]:
         """Ids of what stands in front of a place."""
@@ -141,19 +144,6 @@ PIECE = 512
 """Tokens that are run at a time where many images stand in the window."""
 
 
-def together(parts: Sequence[Tokens]) -> Tokens:
-    """Joins tokens at their positions to one prompt; what has no deepstack features has zeros."""
-    deepstack = None
-    known = next((part.deepstack for part in parts if part.deepstack is not None), None)
-    if known is not None:
-        none = lambda part: jnp.zeros((*part.embeddings.shape[:2], *known.shape[2:]), known.dtype)
-        each = [none(part) if part.deepstack is None else part.deepstack for part in parts]
-        deepstack = jnp.concatenate(each, axis=1)
-    embeddings = jnp.concatenate([part.embeddings for part in parts], axis=1)
-    positions = np.concatenate([np.asarray(part.positions) for part in parts], axis=1)
-    return Tokens(embeddings, positions, deepstack)
-
-
 def read(line: Line, cache: KV, questions: Questions, sees: Sequence[bool] | None = None) -> Answers:
     """Asks every question behind the line, over an engine-frame cache of it.
 
@@ -173,7 +163,7 @@ def read_in_one(
     It is the model that remembers: positions are those at which everything was first seen.
     """
     asked, tail, mask = _asked(line, questions, sees)
-    tokens = together([line.tokens, line.backbone.embed(tail.ids, tail.positions)])
+    tokens = one_behind_the_other([line.tokens, line.backbone.embed(tail.ids, tail.positions)])
     none = np.zeros((*mask.shape[:2], line.size, mask.shape[2]), bool)
     whole = np.concatenate([np.concatenate([line.band(band), none], axis=3), mask], axis=2)
     return _answers(line.backbone.prefill(tokens, mask=whole, logits=line.size + asked).logits)
