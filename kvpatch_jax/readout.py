@@ -20,7 +20,7 @@ def attention_with_lse(
     k: Float[Array, "*batch S K H"],
     v: Float[Array, "*batch S K E"],
     mask: Bool[Array, "..."] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "*batch T N E"], Float[Array, "*batch T N"]]:
     """Computes attention of queries over one segment, with the log of its softmax mass.
 
@@ -40,12 +40,12 @@ def attention_with_lse(
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if heads % kv_heads:
         raise ShapeError(f"attention: {heads} query heads over {kv_heads} KV heads; expected a multiple")
-    return _attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    return _attention(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 # Inlined where the caller is traced; called eagerly it is one program, not one for every operation.
-@functools.partial(jax.jit, static_argnames=("factor",), inline=True)
-def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: float) -> tuple[Array, Array]:
+@functools.partial(jax.jit, inline=True)
+def _attention(q: Array, k: Array, v: Array, mask: Array | None, factor: Array | float) -> tuple[Array, Array]:
     kv_heads, heads = k.shape[-2], q.shape[-2]
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     spoilt = None

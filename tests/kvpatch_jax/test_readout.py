@@ -54,6 +54,12 @@ def test_empty_is_the_identity_and_never_nan():
     assert np.isfinite(gradient).all()
 
 
+def test_a_scale_may_be_traced():
+    found = jax.jit(lambda scale: kvp.attention_with_lse(Q, K, V, scale=scale))(0.3)
+    for own, wanted in zip(found, kvp.attention_with_lse(Q, K, V, scale=0.3), strict=True):
+        np.testing.assert_allclose(own, wanted, atol=2e-6)
+
+
 def test_refuses(unchecked):
     with pytest.raises(ShapeError, match="3 query heads"):
         kvp.attention_with_lse(Q[:, :, :3], K, V)
