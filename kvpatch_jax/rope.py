@@ -222,7 +222,7 @@ def rope_tables(
     Raises:
       PositionError: shapes that the rope does not take, or integers beyond int32.
     """
-    return _tables(rope, _held(positions), np.int32(start) if isinstance(start, int | np.integer) else start)
+    return _tables(rope, _held(positions), start if isinstance(start, jax.Array) else np.asarray(start, np.int32))
 
 
 # Inlined where the caller is traced; called eagerly it is one program in place of thirty.

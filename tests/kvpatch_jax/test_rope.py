@@ -154,6 +154,14 @@ def test_batched_starts_and_positions():
     assert kvp.rope.rotate(x, cos, cos).shape == x.shape
 
 
+def test_starts_in_a_tuple(unchecked):
+    rope, local = ROPES["blocked"], np.zeros((4, 3), np.float32)
+    for found, wanted in zip(
+        *(kvp.rope.rope_tables(rope, local, start) for start in ((1, 2, 3), np.r_[1:4])), strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_scalings():
     plain = kvp.Rope(1e4, 64).inverse_frequencies
     linear = kvp.Rope(1e4, 64, scaling=kvp.rope.Scaling("linear", factor=2)).inverse_frequencies
