@@ -68,6 +68,10 @@ def test_bytes_are_those_of_the_coefficients(basis):
     assert kvp.truncate(patch, 2).nbytes == patch.nbytes // 2
 
 
+def test_a_rank_may_be_of_numpy(basis, unchecked):
+    assert kvp.form_patch(CHUNK, behind(17), np.int64(2), ["A"], basis=basis).ranks == {"k": 2, "v": 2}
+
+
 def test_smaller_patches_stay_in_their_basis(basis):
     patch = kvp.form_patch(CHUNK, behind(17), 4, [Member("A", "one")], basis=basis)
     small = [kvp.truncate(patch, 2), kvp.keep_layers(patch, (0, 2)), patch.pad(32)]
