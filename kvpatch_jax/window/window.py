@@ -158,13 +158,16 @@ class Window(WindowChanges):
           name: of the branch, behind its parent's and a slash; drawn at random when None.
 
         Raises:
-          WindowError: an empty name, or one with a slash.
+          WindowError: an empty name, one with a slash, or that of a branch that was joined, which no other could be.
         """
         name = secrets.token_hex(4) if name is None else name
         if not isinstance(name, str) or not name or "/" in name:
             raise WindowError(f"fork: name {name!r:.80}; expected one without a slash")
-        branch = dataclasses.replace(self, branch=f"{self.branch}/{name}", origin=self.digest, joined=())
-        return branch, tuple(Copy(piece.entry.id, "shared", self.branch) for piece in self.pieces)
+        branch = f"{self.branch}/{name}"
+        if branch in self.joined:
+            raise WindowError(f"fork: branch {branch!r} was joined already; expected another name")
+        there = dataclasses.replace(self, branch=branch, origin=self.digest, joined=())
+        return there, tuple(Copy(piece.entry.id, "shared", self.branch) for piece in self.pieces)
 
     def join(self, branch: "Window") -> "tuple[Window, Edits]":
         """Takes over what a branch did since it was forked from this very window: the branch that is committed.

@@ -355,6 +355,8 @@ def test_a_fork_is_joined_once_and_into_the_window_that_it_was_forked_from(used)
     assert (joined.branch, joined.joined) == ("", ("/first",))
     with pytest.raises(WindowError, match="'/first' was joined already"):
         joined.join(first)
+    with pytest.raises(WindowError, match="fork: branch '/first' was joined already"):
+        joined.fork("first")
     with pytest.raises(WindowError, match="it changed since the fork"):
         joined.join(second)
     inner, _ = first.fork("inner")
