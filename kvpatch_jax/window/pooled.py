@@ -48,10 +48,10 @@ class Pooled(Executor):
           dtype: of the pool; None: bfloat16.
           aligned: pieces begin on a page of their own, whose tail is masked; else they share pages, and `compact`
             closes the holes that those leave who go.
-          keep: what is kept phase-free beside the pool, slot by slot: the channels that carry phase ("rotating"), from
-            which survivors turn, with one rounding however often; every channel ("all"), which
-            is more bytes for the same keys; or "none": survivors turn from where they stand, and roundings add up
-            (`turns` counts). In the pool's dtype.
+          keep: what is kept phase-free beside the pool, slot by slot, in its dtype: the channels that carry phase
+            ("rotating"), from which survivors turn, with one rounding however often; every channel ("all"), which is
+            more bytes for the same keys; or "none": survivors turn from where they stand, and roundings add up
+            (`turns` counts).
           store: where canonicals and patches are fetched from.
           padded: rows of whole lanes, as TPUs want them.
           gather: contexts are copied out of the pool, for a backbone that reads no page tables.
@@ -94,14 +94,10 @@ class Pooled(Executor):
 
     def phase_free(self, held: Held, size: int) -> dict[str, Float[Array, "L T _ _"]]:
         """The phase-free KV of a piece, padded to `size` tokens: from the source, or by turning keys back."""
-        slots = np.asarray(grown(held.slots, 0, size))
-        rows = programs.read_rows(self.pools, slots)
-        trim = lambda name, value: value[..., : self.layout.channel(name).width]
-        engine = {name: trim(name, value) for name, value in rows.engine.items()}
-        source = {name: trim(name, value) for name, value in rows.source.items()}
         if not self.keeps_source:
-            source = self.turned_back(held, size)
-        return PhaseFreeKV({**engine, **source})
+            return PhaseFreeKV(self.turned_back(held, size))
+        rows = programs.read_rows(self.pools, np.asarray(grown(held.slots, 0, size)))
+        return PhaseFreeKV(trimmed(self.layout, {**rows.engine, **rows.source}))
 
     def turned_back(self, held: Held, size: int) -> dict[str, Float[Array, "L T _ _"]]:
         """The phase-free KV of a piece, padded to `size` tokens, of the keys as they stand."""
