@@ -8,9 +8,20 @@ import jax.numpy as jnp
 
 from ..backbone import Backbone, ForwardCosts
 from ..content import fingerprint_of
+from ..patch_metadata import Patch
 
 ROTATION = 3
 """FLOPs per rotated number: two products and a sum."""
+
+
+def adding_flops(patch: Patch) -> int:
+    """FLOPs per token of multiplying a patch's factors and adding them."""
+    metadata, flops = patch.metadata, 0
+    for name in patch.factors:
+        rank = patch.ranks[name]
+        each = 1 if rank is None else 2 * rank
+        flops += each * metadata.layout.channel(name).features * len(metadata.layers)
+    return flops
 
 
 @dataclasses.dataclass(frozen=True)

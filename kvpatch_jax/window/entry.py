@@ -15,9 +15,9 @@ from ..backbone import Tokens
 from ..chunk import Chunk, brief, content_of
 from ..chunk_ids import encoded
 from ..errors import WindowError
-from ..ops import is_low_rank
 from ..patch_metadata import Patch, patch_digest
 from ..provenance import EXACT, Antecedent, Member
+from .costs import adding_flops
 
 Kind = Literal["chunk", "text"]
 How = Literal["prefill", "patch", "bare"]
@@ -232,11 +232,6 @@ class PatchNote:
                 f"patch of chunk {brief(metadata.chunk)!r}: base {metadata.base!r}, frame {metadata.frame!r}; expected "
                 "'canonical' or 'conditioned', and 'phase_free'"
             )
-        flops = 0
-        for name, factors in patch.factors.items():
-            rank, features = patch.ranks[name], metadata.layout.channel(name).features
-            each = 2 * (rank or 0) if is_low_rank(factors) else 1
-            flops += each * features * len(metadata.layers)
         return cls(
             digest=patch_digest(patch),
             chunk=metadata.chunk,
@@ -247,7 +242,7 @@ class PatchNote:
             orbit=metadata.orbit,
             rank=max((rank or 0 for rank in patch.ranks.values()), default=0),
             nbytes=patch.nbytes,
-            flops=flops,
+            flops=adding_flops(patch),
         )
 
     def state(self) -> State:

@@ -32,7 +32,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Tally))
 
 @dataclasses.dataclass(frozen=True)
 class Ledger(Mapping[str, Tally]):
-    """Tallies by kind of edit, and of what is done beside edits ("question", "undo", "warm_up"): an immutable value.
+    """Tallies by kind of edit, and of what is done beside edits ("question", "undo"): an immutable value.
 
     `after - before` is what happened between two ledgers.
     """

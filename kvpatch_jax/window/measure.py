@@ -7,12 +7,9 @@ from jaxtyping import Float
 from ..backbone import Backbone
 from ..chunk import AnyArray
 from ..layout import KVLayout
-from ..ops import is_low_rank
 from ..patch_metadata import Patch
+from .costs import ROTATION, adding_flops
 from .ledger import Ledger, Tally
-
-TURN_FLOPS = 3
-"""Per rotated number: two products and a sum."""
 
 
 def row_bytes(vectors: Mapping[str, Float[AnyArray, "..."]], layout: KVLayout, turning: bool = False) -> int:
@@ -39,11 +36,10 @@ class Meter:
         tally = Tally(launches, nbytes * tokens, flops * tokens, nbytes * size, flops * size)
         self.ledger = self.ledger.add(kind, tally)
 
-    def rotated(self, layers: int | None = None) -> int:
+    def rotated(self) -> int:
         """FLOPs of turning one token's keys."""
-        channels = self._layout.channels
-        numbers = sum(channel.heads * channel.rotary for channel in channels)
-        return TURN_FLOPS * numbers * (self._layout.layers if layers is None else layers)
+        numbers = sum(channel.heads * channel.rotary for channel in self._layout.channels)
+        return ROTATION * numbers * self._layout.layers
 
     def placed(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
         """Phase-free KV that was read, turned and written."""
@@ -55,10 +51,7 @@ class Meter:
         Args:
           patch: as it was run, padded. nbytes: of the patch as it was given.
         """
-        flops = 0
-        for name, own in patch.factors.items():
-            features = self._layout.channel(name).features * len(patch.metadata.layers)
-            flops += (2 * (patch.ranks[name] or 0) if is_low_rank(own) else 1) * features  # pyright: ignore
+        flops = adding_flops(patch)
         self.ledger = self.ledger.add(kind, Tally(0, nbytes, flops * tokens, patch.nbytes, flops * size))
 
     def turned(self, kind: str, vectors: Mapping[str, AnyArray], tokens: int, size: int) -> None:
