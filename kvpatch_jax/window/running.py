@@ -196,12 +196,11 @@ class Run:
         call = operator_call(kind, chunk, patch, start, (), base, before, True, None)
         options = {word: call.options[word] for word in ("layers", "heads") if word in call.options}
         local = np.asarray(chunk.local, np.float32)[: chunk.length]
-        there = books.pieces(self.branch).get(id)
-        if removal and patch is not None:
+        if removal:
             self._bring_base(id, start, kind)
-            there = books.held(self.branch, id)
-            if there.patch is not None:
-                return  # kept aside as it was served
+        there = books.pieces(self.branch).get(id)
+        if removal and there is not None and there.patch is not None:
+            return  # kept aside as it was served
         if there is None:
             slots = books.allocate(chunk.length, executor.aligned, f"{kind} of piece {brief(id)!r}")
             held = Held(id, chunk.content, slots, local, start)
@@ -277,10 +276,6 @@ class Run:
             return lambda: self._copy(new, old, "undo")
 
         self.actions.append(Action(run))
-
-    def aside_of(self, id: str) -> Aside | None:
-        """What is kept aside of a piece."""
-        return self.books.held(self.branch, id).aside
 
     def _own(self, old: Held, copied: bool) -> Held:
         """The piece at slots that this branch alone owns: others, where another branch owns them too.
@@ -408,10 +403,9 @@ class Run:
 
     def _copy(self, old: Int[np.ndarray, " N"], new: Int[np.ndarray, " N"], kind: str) -> None:
         executor = self.executor
-        size = executor.bucket(len(old))
-        read, write = grown(old, 0, size), grown(new, 0, size)
-        executor.pools = programs.copy_slots(executor.pools, read, write, np.int32(len(old)))
-        executor.meter.moved(kind, executor.pools.engine, len(old), size)
+        (read, length), (write, _) = self._slots(old), self._slots(new)
+        executor.pools = programs.copy_slots(executor.pools, read, write, length)
+        executor.meter.moved(kind, executor.pools.engine, len(old), len(read))
 
     def _save(self, slots: Int[np.ndarray, " T"]) -> Undo | None:
         """Keeps what lies at slots that lived when the run began, where a forward is still to come that may fail."""
