@@ -20,7 +20,7 @@ from pallas_kernels.splice import check_slots, padded_width
 from .buckets import Buckets
 from .chunk import AnyArray
 from .errors import DtypeError, KernelSlotError, LayoutError, PoolError, PositionError, ShapeError
-from .layout import Channel, KVLayout, Positions, Start
+from .layout import Channel, KVLayout, Positions, Start, on_device
 from .rope import Rope, check_positions
 
 Slots = Int[AnyArray, " T"]
@@ -248,6 +248,16 @@ def check_held(pool: Mapping[str, Any]) -> None:
             raise DtypeError(f"pool[{name!r}] of type {kind}; expected an array [L, P, O, K, H] of NumPy or jax")
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
             raise PoolError(f"pool[{name!r}] was donated, and is gone; expected the pool that the last operation gave")
+
+
+def held_arrays(layout: KVLayout, pool: Pool) -> dict[str, Float[Array, "L P O _ _"]]:
+    """A pool of this layout as what programs take: one kind of pytree, of jax arrays."""
+    return {name: on_device(pool[name]) for name in layout.names}
+
+
+def flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:
+    """A pool's pages one behind the other, a view: by slots."""
+    return value.reshape(value.shape[0], -1, *value.shape[-2:])
 
 
 def check_paged(layout: KVLayout, context: Paged, rows: int, what: str) -> None:

@@ -18,8 +18,19 @@ from pallas_kernels.splice import check_slots
 from . import ops
 from .chunk import AnyArray, Chunk
 from .errors import DtypeError, PoolError, ShapeError
-from .layout import KVLayout, Positions, Start, on_device
-from .paging import Pool, Slots, check_held, check_pool, padded_slots, pool_widths, token_offsets, trimmed
+from .layout import KVLayout, Positions, Start
+from .paging import (
+    Pool,
+    Slots,
+    check_held,
+    check_pool,
+    flat,
+    held_arrays,
+    padded_slots,
+    pool_widths,
+    token_offsets,
+    trimmed,
+)
 from .patch import operator_call
 from .patch_metadata import Patch, check_is_chunk
 from .provenance import Behind
@@ -85,7 +96,7 @@ def splice(
     if allocator is not None:
         allocator.check_sole_owner(slots[: chunk.length], pool)
     call = operator_call("splice", chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles)
-    own = {name: on_device(pool[name]) for name in chunk.layout.names}
+    own = held_arrays(chunk.layout, pool)
     slots = slots.astype(np.int32, copy=False)
     length = np.int32(chunk.length)
     return jitted_splice(
@@ -137,7 +148,7 @@ jitted_splice = jax.jit(_splice, static_argnames=("layout", "layers", "heads", "
 
 @jax.jit
 def _rows_at(pool: Pool, slots: Slots) -> dict[str, Float[Array, "L T _ _"]]:
-    return {name: _flat(jnp.asarray(value))[:, slots] for name, value in pool.items()}
+    return {name: flat(jnp.asarray(value))[:, slots] for name, value in pool.items()}
 
 
 def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:
@@ -183,7 +194,7 @@ def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L 
 
 
 def _move(pool, old, new, length):
-    return {name: splice_kernel(value, new, _flat(value)[:, old], length=length) for name, value in pool.items()}
+    return {name: splice_kernel(value, new, flat(value)[:, old], length=length) for name, value in pool.items()}
 
 
 _jitted_move = jax.jit(_move, donate_argnames=("pool",))
@@ -219,7 +230,7 @@ def rotate_slots(
     offsets = token_offsets(
         layout.rope, offset, int(length), len(padded), "rotate_slots", "iu" if source is None else "iuf"
     )
-    own = {name: on_device(pool[name]) for name in layout.names}
+    own = held_arrays(layout, pool)
     turning, kept = [channel for channel in layout.channels if channel.rotates], None
     if source is not None:
         kept = {}
@@ -236,7 +247,7 @@ def rotate_slots(
 def _turn(layout, pool, slots, source, offset, length):
     if source is None:
         cos, sin = relocation_tables(layout.rope, jnp.zeros_like(offset), offset)
-        scale, source = 1.0, {name: _flat(value)[:, slots] for name, value in pool.items()}
+        scale, source = 1.0, {name: flat(value)[:, slots] for name, value in pool.items()}
     else:
         cos, sin = rope_tables(layout.rope, offset)
         scale = layout.rope.attention_scaling
@@ -257,10 +268,6 @@ def _turn(layout, pool, slots, source, offset, length):
 
 
 _jitted_turn = jax.jit(_turn, static_argnames="layout", donate_argnames="pool")
-
-
-def _flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:
-    return value.reshape(value.shape[0], -1, *value.shape[-2:])
 
 
 def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:

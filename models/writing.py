@@ -12,8 +12,8 @@ from kvpatch_jax.backbone import Context, Logits, Step, Tokens, check_cached, ch
 from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import ShapeError
 from kvpatch_jax.frames import EngineKV
-from kvpatch_jax.layout import KVLayout, on_device
-from kvpatch_jax.paging import Paged
+from kvpatch_jax.layout import KVLayout
+from kvpatch_jax.paging import DEFAULT, Paged, held_arrays
 from pallas_kernels.splice import check_slots
 
 from .forward import Forward, key_count
@@ -74,13 +74,14 @@ class Writing:
             raise ShapeError(f"{what}: slots of shape {np.shape(slots)}; expected {tokens.embeddings.shape[:2]}")
         self._check_regime(tokens.positions)
         rows, length = logit_rows(tokens, logits, what), tokens.embeddings.shape[1]
-        state = self.programs.state_for(len(slots) * self._padded(length))
+        if self.buckets is not None:
+            tokens = pad_tokens(self.buckets, tokens)
+        state = self.programs.state_for(tokens.embeddings.shape[0] * tokens.embeddings.shape[1])
         if isinstance(cache, Paged):
             step = self._write_pages(state, tokens, cache, slots, keep, mask, rows, what)
         else:
             slots = jnp.asarray(slots)
             if self.buckets is not None:
-                tokens = pad_tokens(self.buckets, tokens)
                 slots, keep, mask = pad_slots(self.buckets, slots, keep, mask, key_count(cache))
             step = self.programs.recompute(state, tokens, dict(cache), slots, keep, mask, rows)
             # A loop's carry must come out as the pytree that went in: its frame is kept, if it has one.
@@ -94,12 +95,11 @@ class Writing:
         total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
         check_slots(slots.reshape(-1), total)
-        cache = cache.extended(slots) if self.buckets is None else cache.extended(slots, self.buckets)
+        cache = cache.extended(slots, self.buckets or DEFAULT)
         check_mask_over(mask, (*slots.shape, cache.key_count), what)
         after, written = cache.written(slots)
-        pool = in_pages(self.layout, None, after).pool
+        pool = held_arrays(self.layout, cache.pool)
         if self.buckets is not None:
-            tokens = pad_tokens(self.buckets, tokens)
             keys, places = written
             written = (
                 pad_slots(self.buckets, keys, None, None, cache.key_count)[0],
@@ -111,12 +111,8 @@ class Writing:
         )
         return Step(step.logits, after._replace(pool=step.cache))
 
-    def _padded(self, length: int) -> int:
-        """How many tokens a forward runs over for so many."""
-        return length if self.buckets is None else self.buckets.round_up(length)
-
 
 def in_pages(layout: KVLayout, window: int | None, context: Paged) -> Paged:
     """A paged context as one kind of pytree: the layout's channels, and places only where layers slide."""
-    pool = {name: on_device(context.pool[name]) for name in layout.names}
+    pool = held_arrays(layout, context.pool)
     return Paged(pool, context.table, context.seen, None if window is None else context.places_of_keys())

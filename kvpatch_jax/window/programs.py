@@ -18,6 +18,7 @@ from pallas_kernels import rotate_patch, splice
 
 from .. import ops
 from ..layout import KVLayout
+from ..paging import flat
 from ..rope import relocation_tables, rope_tables
 
 Vectors = dict[str, Float[Array, "L P O _ _"]]
@@ -40,13 +41,9 @@ class SavedRows(NamedTuple):
     source: Rows
 
 
-def _flat(value: Float[Array, "L P O K H"]) -> Float[Array, "L S K H"]:
-    return value.reshape(value.shape[0], -1, *value.shape[-2:])
-
-
 def _read(pools: Pools, slots: Int[Array, " N"]) -> SavedRows:
     """What lies at slots, padding of lanes included."""
-    return SavedRows(*({name: _flat(value)[:, slots] for name, value in pool.items()} for pool in pools))
+    return SavedRows(*({name: flat(value)[:, slots] for name, value in pool.items()} for pool in pools))
 
 
 def _put(pools: Pools, slots: Int[Array, " N"], rows: SavedRows, length: Int[Array, ""]) -> Pools:
@@ -114,11 +111,11 @@ def _write_layers(
         rows = kv[name][:, 0].astype(value.dtype)
         if turned and layout.channel(name).rotates:
             rows = rotate_patch(rows, cos, sin, layout=cached, scale=scale)
-        flat = _flat(value)
+        whole = flat(value)
         tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
-        places = jnp.where(tokens < length, slots, flat.shape[1] + tokens)
-        flat = flat.at[first:, places, :, : rows.shape[-1]].set(rows, mode="drop", unique_indices=True)
-        return flat.reshape(value.shape)
+        places = jnp.where(tokens < length, slots, whole.shape[1] + tokens)
+        whole = whole.at[first:, places, :, : rows.shape[-1]].set(rows, mode="drop", unique_indices=True)
+        return whole.reshape(value.shape)
 
     return Pools(
         {name: written(name, value, True) for name, value in pools.engine.items()},
@@ -159,10 +156,10 @@ def _turn(
             continue
         turning = {"cos": cos, "sin": sin, "scale": scale} if channel.rotates else {}
         begun = source.get(name, engine[name]) if channel.rotates else engine[name]
-        rows = _flat(begun)[:, read, :, : channel.width].astype(engine[name].dtype)
+        rows = flat(begun)[:, read, :, : channel.width].astype(engine[name].dtype)
         engine[name] = splice(engine[name], write, rows, layout=rope.cached, length=length, **turning)
         if whole and name in source:
-            source[name] = splice(source[name], write, _flat(source[name])[:, read], length=length)
+            source[name] = splice(source[name], write, flat(source[name])[:, read], length=length)
     return Pools(engine, source)
 
 

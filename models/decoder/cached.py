@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.layout import KVLayout
-from kvpatch_jax.paging import Paged
+from kvpatch_jax.paging import Paged, flat
 
 KV = dict[str, Array]
 
@@ -75,14 +75,13 @@ def written_into_pages(
     written = {}
     for name, new in own.items():
         whole = pool[name]
-        layers, pages, size, heads, width = whole.shape
-        flat = whole.reshape(layers, pages * size, heads, width)
+        layers, pages, size, _, width = whole.shape
         places = slots if keep is None else jnp.where(keep, slots, pages * size)
         places = jnp.broadcast_to(places, new.shape[:3])
         room = [(0, 0)] * (new.ndim - 1) + [(0, width - new.shape[-1])]
         row = jnp.pad(new.astype(whole.dtype), room)
         at = (jnp.arange(layers)[:, None, None], places)
-        written[name] = flat.at[at].set(row, mode="drop").reshape(whole.shape)
+        written[name] = flat(whole).at[at].set(row, mode="drop").reshape(whole.shape)
     return written
 
 
