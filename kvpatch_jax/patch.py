@@ -4,7 +4,7 @@ Kamera §3 and App. A, with one change: the deficit is taken and added before th
 that one patch serves every position at a lower rank. ``frame="engine"`` keeps the paper's order as a control.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +85,7 @@ def form_patch(
       PatchMismatchError: a basis of another backbone or layout.
     """
     if basis is not None:
-        if (heads, frame, shared_left) != ("joint", "phase_free", False) or isinstance(rank, Mapping):
+        if (heads, frame, shared_left) != ("joint", "phase_free", False) or not isinstance(rank, int | np.integer):
             raise InputError(
                 f"patch: heads {heads!r}, frame {frame!r}, shared_left {shared_left}, rank {rank} with a basis; "
                 "expected 'joint', 'phase_free', no shared left factor, one rank"

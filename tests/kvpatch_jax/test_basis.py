@@ -70,6 +70,8 @@ def test_bytes_are_those_of_the_coefficients(basis):
 
 def test_a_rank_may_be_of_numpy(basis, unchecked):
     assert kvp.form_patch(CHUNK, behind(17), np.int64(2), ["A"], basis=basis).ranks == {"k": 2, "v": 2}
+    with pytest.raises(InputError, match="one rank"):
+        kvp.form_patch(CHUNK, behind(17), None, ["A"], basis=basis)
 
 
 def test_smaller_patches_stay_in_their_basis(basis):
