@@ -4,6 +4,7 @@ import os
 import re
 from importlib.metadata import version as installed
 from pathlib import Path
+from typing import NamedTuple
 
 from sphinx.addnodes import pending_xref
 
@@ -50,12 +51,15 @@ ROOT_PAGES = {
 SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Note|Raises|Returns|Yields|Warning):\n")
 VERBATIM = re.compile(r"\n  .*\S {3,}\S|^(def|for|with) .*:\n")  # columns, or code
 PACKAGES = ("kvpatch_jax", "pallas_kernels", "models")
+TUPLE_FIELD = type(NamedTuple("OneField", [("field", int)]).field)
+"""What autodoc would call "Alias for field number 0", a second time."""
 
 
 def from_elsewhere(app, what, name, obj, skip, options):
-    """Leaves out what a module only imports from other libraries."""
+    """Leaves out what a module only imports from other libraries, and fields of tuples, which the class describes."""
     home = getattr(obj, "__module__", None)
-    return skip or (what == "module" and isinstance(home, str) and not home.startswith(PACKAGES))
+    foreign = what == "module" and isinstance(home, str) and not home.startswith(PACKAGES)
+    return skip or foreign or isinstance(obj, TUPLE_FIELD)
 
 
 def as_rst(app, what, name, obj, options, lines):

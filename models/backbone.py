@@ -240,7 +240,6 @@ class ModelBackbone(Generating, Writing):
         image_grid_thw: Int[np.ndarray, "images 3"] | None = None,
         video_grid_thw: Int[np.ndarray, "videos 3"] | None = None,
         features: Features | None = None,
-        padded: bool = False,
         **more: Any,
     ) -> Tokens:
         """Runs the tower over the packed patches and puts its features at the placeholders.
@@ -252,21 +251,32 @@ class ModelBackbone(Generating, Writing):
         Args:
           features: the tower's output for this prompt, as `encode` gives it: the tower does not run, and
             `pixel_values` are not looked at.
-          padded: leave the tokens at their bucket's size, where cutting them would compile a small program for every
-            length. Those behind the prompt's are for nobody: callers say how many count.
 
         Raises:
           InputError: grids or features that do not match the patches or the placeholders, or images for a text family.
           ShapeError: no rows, and no `position_ids` for them. RopeRegimeError: positions outside the regime that the
           rope is pinned to.
         """
+        given = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
+        tokens, length = self._embed(input_ids, position_ids, features, given | more)
+        return tokens if tokens.embeddings.shape[1] == length else tokens.take(0, length)
+
+    def embed_padded(self, input_ids: Int[Array | np.ndarray, "B T"], **arrays: Any) -> tuple[Tokens, int]:
+        """Embeds a prompt and leaves it at its bucket's size, with how many of the tokens count: the first ones.
+
+        Cutting them to their length, as `embed` does, compiles a small program for every length. Takes and raises what
+        `embed` does.
+        """
+        return self._embed(input_ids, arrays.pop("position_ids", None), arrays.pop("features", None), arrays)
+
+    def _embed(
+        self,
+        input_ids: Array | np.ndarray,
+        position_ids: Array | np.ndarray | None,
+        features: Features | None,
+        given: Mapping[str, Any],
+    ) -> tuple[Tokens, int]:
         input_ids = check_ids(input_ids, self.config.text.vocabulary, placeholders(self.config))
-        given = {
-            "pixel_values": pixel_values,
-            "image_grid_thw": image_grid_thw,
-            "video_grid_thw": video_grid_thw,
-            **more,
-        }
         arrays = {name: value for name, value in given.items() if value is not None}
         if features is None:
             features = self._encode(input_ids, arrays)
@@ -281,12 +291,11 @@ class ModelBackbone(Generating, Writing):
             input_ids = pad_ids(self.buckets, input_ids, placeholders(self.config))
             features = pad_features(features, input_ids.size)
         embeddings, deepstack = self.programs.embed(self.programs.state, input_ids, features)
-        if padded:
-            room = [(0, input_ids.shape[1] - length if axis == 1 else 0) for axis in range(np.ndim(position_ids))]
-            position_ids = np.pad(np.asarray(position_ids), room)
-        elif input_ids.shape[1] != length:
-            embeddings, deepstack = embeddings[:, :length], None if deepstack is None else deepstack[:, :length]
-        return Tokens(embeddings, _host_positions(position_ids), deepstack)
+        positions = _host_positions(position_ids)
+        if input_ids.shape[1] != length:
+            room = [(0, input_ids.shape[1] - length if axis == 1 else 0) for axis in range(positions.ndim)]
+            positions = np.pad(np.asarray(positions), room)
+        return Tokens(embeddings, positions, deepstack), length
 
     def _encode(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Features | None:
         """The tower's output for a prompt whose ids were checked."""

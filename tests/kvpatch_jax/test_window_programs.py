@@ -53,7 +53,7 @@ class Shelf:
 
 
 def embedded(backbone, length: int):
-    return backbone.embed(np.arange(3, 3 + length)[None], padded=True)
+    return backbone.embed_padded(np.arange(3, 3 + length)[None])[0]
 
 
 def loop(executor: PagedExecutor, lengths, shelf: Shelf, prefix: str = "") -> None:
