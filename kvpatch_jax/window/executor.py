@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from ..backbone import Backbone, Output, Tokens, check_tokens
 from ..chunk import AnyArray, Chunk, brief
-from ..errors import InputError, WindowError
+from ..errors import InputError, NotFiniteError, WindowError
 from ..frames import EngineKV
 from ..paging import Paged
 from ..patch_metadata import Patch
@@ -228,6 +228,11 @@ class Executor:
         own = self.backbone.fingerprint
         if window.backbone != own:
             raise WindowError(f"executor: a window of backbone {window.backbone[:16]!r}; expected {own[:16]!r}")
+
+    def check_finite(self, kind: str, id: str, logits: Float[Array, "B P V"]) -> None:
+        """Raises NotFiniteError for a forward of a piece that gave NaN or infinity."""
+        if not np.isfinite(np.asarray(logits)).all():
+            raise NotFiniteError(f"{kind} of piece {brief(id)!r}: logits hold NaN or infinity; expected finite ones")
 
     def _question(self, window: Window, tokens: Tokens, length: int | None) -> tuple[Tokens, int]:
         """A question behind a window, padded."""

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from .. import ops
 from ..backbone import Backbone, joined
 from ..chunk import AnyArray, Chunk, brief
-from ..errors import InputError, NotFiniteError, WindowError
+from ..errors import WindowError
 from ..forming import arrays_of
 from ..frames import EngineKV, PhaseFreeKV
 from ..layout import KVLayout, as_start, placed
@@ -169,9 +169,7 @@ class HostRun:
         """Runs a piece behind those in front of its start."""
         if id in self._own:
             raise WindowError(f"prefill: branch {self.branch!r} holds piece {brief(id)!r}; expected one without it")
-        local = self.executor.sources[id].local
-        if local is None:
-            raise InputError(f"prefill: no tokens of piece {brief(id)!r}; expected provide({brief(id)!r}, tokens=…)")
+        _, local = self.executor.sources.forward(id, "prefill")
         self._forward("Prefill", HostPiece(id, {}, local, start), 0)
 
     def recompute(self, id: str, start_layer: int) -> None:
@@ -229,19 +227,12 @@ class HostRun:
 
     def _forward(self, kind: str, piece: HostPiece, start_layer: int) -> None:
         executor, id = self.executor, piece.id
-        unit = executor.sources[id]
-        if unit.tokens is None or (start_layer and start_layer not in unit.hidden):
-            wanted = f"hidden={{{start_layer}: …}}" if start_layer else "tokens=…"
-            raise InputError(f"{kind}: piece {brief(id)!r}; expected provide({brief(id)!r}, {wanted}) first")
+        tokens, _ = executor.sources.forward(id, kind.lower(), start_layer)
         check_positions(executor.layout.rope, piece.local, np.asarray(piece.start, np.int32))
-        tokens = unit.tokens
-        if start_layer:
-            tokens = tokens._replace(embeddings=unit.hidden[start_layer])
         front = [held for held in self.standing() if held.start < piece.start]
         context = executor.context_of(front)
         out = executor.backbone.prefill(tokens.shift(piece.start), context, start_layer=start_layer)
-        if not np.isfinite(np.asarray(out.logits)).all():
-            raise NotFiniteError(f"{kind} of piece {brief(id)!r}: logits hold NaN or infinity; expected finite ones")
+        executor.check_finite(kind, id, out.logits)
 
         kv = dict(out.kv)
         if start_layer:

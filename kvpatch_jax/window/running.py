@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from ..backbone import Tokens
 from ..chunk import Chunk, brief
-from ..errors import InputError, NotFiniteError, WindowError
+from ..errors import WindowError
 from ..layout import as_start
 from ..ops import Factors
 from ..patch import operator_call
@@ -98,15 +98,13 @@ class Run:
           PositionError: a start out of range.
         """
         executor, books = self.executor, self.books
-        unit = executor.sources[id]
-        if unit.tokens is None or unit.local is None:
-            raise InputError(f"prefill: no tokens of piece {brief(id)!r}; expected provide({brief(id)!r}, tokens=…)")
+        tokens, local = executor.sources.forward(id, "prefill")
         if id in books.pieces(self.branch):
             raise WindowError(f"prefill: branch {self.branch!r} holds piece {brief(id)!r}; expected one without it")
-        check_positions(executor.layout.rope, unit.local, np.asarray(start, np.int32))
-        tokens, front = unit.tokens, books.in_front(self.branch, start)
-        slots = books.allocate(unit.length, executor.aligned, f"prefill of piece {brief(id)!r}")
-        held = Held(id, content, slots, unit.local, start)
+        check_positions(executor.layout.rope, local, np.asarray(start, np.int32))
+        front = books.in_front(self.branch, start)
+        slots = books.allocate(len(local), executor.aligned, f"prefill of piece {brief(id)!r}")
+        held = Held(id, content, slots, local, start)
         books.put(self.branch, held)
 
         def run() -> Undo | None:
@@ -125,13 +123,9 @@ class Run:
           InputError: tokens, or the residual entering `start_layer`, that were not given. Else as `Books.held`.
         """
         executor, books = self.executor, self.books
-        old, unit = books.held(self.branch, id), executor.sources[id]
-        if unit.tokens is None or (start_layer and start_layer not in unit.hidden):
-            wanted = f"hidden={{{start_layer}: …}}" if start_layer else "tokens=…"
-            raise InputError(f"recompute: piece {brief(id)!r}; expected provide({brief(id)!r}, {wanted}) first")
-        tokens, front = unit.tokens, books.in_front(self.branch, old.start)
-        if start_layer:
-            tokens = tokens._replace(embeddings=unit.hidden[start_layer])
+        old = books.held(self.branch, id)
+        tokens, _ = executor.sources.forward(id, "recompute", start_layer)
+        front = books.in_front(self.branch, old.start)
         held = dataclasses.replace(self._own(old, copied=start_layer > 0), turns=0, aside=None, patch=None)
         books.put(self.branch, held)
 
@@ -335,10 +329,7 @@ class Run:
         last = np.array([[held.length - 1]], np.int32)
         context = executor.context_of(front)
         out = executor.backbone.prefill(tokens.shift(held.start), context, start_layer=start_layer, logits=last)
-        if not np.isfinite(np.asarray(out.logits)).all():
-            raise NotFiniteError(
-                f"{kind} of piece {brief(held.id)!r}: logits hold NaN or infinity; expected finite ones"
-            )
+        executor.check_finite(kind, held.id, out.logits)
         behind = sum(piece.length for piece in front), key_count(context)
         ran = held.length, tokens.embeddings.shape[1]
         executor.meter.ran(kind, executor.pools.engine, ran, behind, start_layer)

@@ -187,6 +187,24 @@ class Sources:
         """Lets go of all that is known of a piece."""
         self._units.pop(id, None)
 
+    def forward(self, id: str, kind: str, start_layer: int = 0) -> tuple[Tokens, Float[np.ndarray, "*positions"]]:
+        """What a forward of a piece runs, from a layer up, and the positions of what counts of it.
+
+        Args:
+          kind: of the edit, for the message.
+
+        Raises:
+          InputError: tokens, or the residual entering `start_layer`, that were not given.
+        """
+        unit = self[id]
+        local = unit.local
+        if unit.tokens is None or local is None or (start_layer and start_layer not in unit.hidden):
+            wanted = f"hidden={{{start_layer}: …}}" if start_layer else "tokens=…"
+            raise InputError(f"{kind}: piece {brief(id)!r}; expected provide({brief(id)!r}, {wanted}) first")
+        if start_layer:
+            return unit.tokens._replace(embeddings=unit.hidden[start_layer]), local
+        return unit.tokens, local
+
     def patch(self, id: str, digest: str) -> tuple[Patch, int]:
         """A patch that was given, by its digest, and its bytes without padding.
 
