@@ -240,6 +240,15 @@ class Loop:
         """Prefills an image behind the window and keeps what that gave."""
         self.held.append((image, self.prefill(image)))
 
+    def slid(self, images: Sequence[Image], most: int, pinned: int) -> "Loop":
+        """Gives the window after more images: at most `most` behind those `pinned`, the oldest leaving for each."""
+        loop = self
+        for image in images:
+            full = len(loop.held) - pinned >= most
+            loop = loop.only([*range(pinned), *range(pinned + full, len(loop.held))])
+            loop.append(image)
+        return loop
+
 
 def _filled(array: np.ndarray, size: int, axis: int) -> np.ndarray:
     widths = [(0, 0)] * array.ndim

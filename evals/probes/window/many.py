@@ -54,11 +54,7 @@ def measure_many(
     history = [*earlier, *others, *own]
     windows = [history[max(0, last - count) : last] for last in range(1, len(history) + 1)]
     room = max(sum(image.size for image in [*front, *window]) for window in windows)
-    loop = Loop(stock.backbone, room, stock.lead if lead else None)
-    for image in history:
-        full = len(loop.held) - len(front) >= count
-        loop = loop.only([*range(len(front)), *range(len(front) + full, len(loop.held))])
-        loop.append(image)
+    loop = Loop(stock.backbone, room, stock.lead if lead else None).slid(history, count, len(front))
     blind = loop.only(range(len(loop.held) - 1))
     blind.held = [(image, image.canonical) for image, _ in blind.held]
 

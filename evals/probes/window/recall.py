@@ -1,14 +1,12 @@
 """Recall: the evicted page comes back after 0 to 3 of the window's three legends were replaced by new ones."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ... import small_task
 from ...small_task import LEGENDS
 from ..results_table import ResultsTable
 from .common import Step, add, patch_of, setting
-from .line import Image, Line, Loop, read, read_in_one
+from .line import Line, Loop, read, read_in_one
 from .stock import Stock, foreign_legends, with_foreign
 
 QUESTIONS = {"chain": 6, "override": 4, "aggregate": 4, "page": 2}
@@ -32,13 +30,13 @@ def measure_recall(table: ResultsTable, stock: Stock, lead: bool, rng: np.random
     loop = Loop(stock.backbone, room, stock.lead if lead else None)
     for image in older:
         loop.append(image)
-    loop = _slid(loop, front, stock.legends)
+    loop = loop.slid(stock.legends, LEGENDS, len(front))
     behind = _ids(loop)
     stale = patch_of(stock.page, loop.prefill(stock.page), behind)
 
     for turnover in range(LEGENDS + 1):
         part = setting(turnover=turnover, lead=lead)
-        now = _slid(loop, front, newer[:turnover])
+        now = loop.slid(newer[:turnover], LEGENDS, len(front))
         line = Line(stock.backbone, [*now.line.images, stock.page])
         place, ids = len(line) - 1, _ids(now)
         remaining = now.only(range(len(front) + LEGENDS - turnover))
@@ -88,15 +86,6 @@ def bands(count: int, front: int, window: int) -> tuple[np.ndarray, np.ndarray]:
     reach = np.where(number == count - 1, window, window - 1)[:, None]
     band = (apart >= 0) & ((apart <= reach) | (number < front)[None, :])
     return band, band[-1]
-
-
-def _slid(loop: Loop, front: Sequence[Image], images: Sequence[Image]) -> Loop:
-    """Appends images to a window of three legends, the oldest leaving for each."""
-    for image in images:
-        full = len(loop.held) - len(front) >= LEGENDS
-        loop = loop.only([*range(len(front)), *range(len(front) + full, len(loop.held))])
-        loop.append(image)
-    return loop
 
 
 def _ids(loop: Loop) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """`python -m evals.run --suite=window`: every operation of the window, with a pinned lead and without."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,10 @@ from .many import measure_many
 from .recall import measure_recall
 from .reorder import measure_reorder
 from .slide import measure_slide
-from .stock import Stock, load_stock
+from .stock import load_stock
 
-Probe = Callable[[ResultsTable, Stock, np.random.Generator, Step], None]
+Probe = Callable[..., None]
+"""Measures one batch: (table, stock, rng=…, step=…)."""
 PAIRS = {
     "window.reorder": ("orbit", "oracle"),
     "window.slide": ("keep", "blind"),
@@ -52,28 +54,16 @@ FULL = WindowSizes()
 QUICK = WindowSizes(contexts=8, batch=8, orders=6, counts=(3, 4), chunks=(8,))
 
 
-def probes_of(sizes: WindowSizes, first: bool, safety: Safety) -> Iterator[tuple[str, Probe]]:
-    """Yields what is run on a batch: its name and the probe. `first`: whether it is the first batch."""
+def probes_of(sizes: WindowSizes, first: bool, safety: Safety) -> Iterator[Probe]:
+    """Yields what is run on a batch. `first`: whether it is the first one."""
     for lead in (False, True):
         for count in sizes.counts if first else sizes.counts[:1]:
-            yield f"reorder {count} {lead}", partial(_reorder, count=count, most=sizes.orders, lead=lead)
-        yield f"slide {lead}", lambda table, stock, rng, step, lead=lead: measure_slide(table, stock, lead, rng, step)
-        yield f"recall {lead}", lambda table, stock, rng, step, lead=lead: measure_recall(table, stock, lead, rng, step)
-        yield f"drift {lead}", partial(_drift, lead=lead, safety=None if lead else safety)
+            yield partial(measure_reorder, count=count, most=sizes.orders, lead=lead)
+        yield partial(measure_slide, lead=lead)
+        yield partial(measure_recall, lead=lead)
+        yield partial(measure_drift, lead=lead, safety=None if lead else safety)
         for count in sizes.chunks if first else ():
-            yield f"many {count} {lead}", partial(_many, count=count, lead=lead)
-
-
-def _reorder(table, stock, rng, step, count: int, most: int, lead: bool) -> None:
-    measure_reorder(table, stock, count, most, lead, rng, step)
-
-
-def _drift(table, stock, rng, step, lead: bool, safety: Safety | None) -> None:
-    measure_drift(table, stock, lead, rng, step, safety)
-
-
-def _many(table, stock, rng, step, count: int, lead: bool) -> None:
-    measure_many(table, stock, count, lead, rng, step)
+            yield partial(measure_many, count=count, lead=lead)
 
 
 def measure_window(
@@ -89,8 +79,8 @@ def measure_window(
         contexts = small_task.sample_contexts(np.random.default_rng([seed, number]), sizes.batch)
         clusters = number * sizes.batch + np.arange(sizes.batch)
         stock = load_stock(backbone, contexts, clusters, seed, folder)
-        for place, (_, probe) in enumerate(probes_of(sizes, number == 0, safety)):
-            probe(table, stock, np.random.default_rng([seed, int(clusters[0]), 100 + place]), step)
+        for place, probe in enumerate(probes_of(sizes, number == 0, safety)):
+            probe(table, stock, rng=np.random.default_rng([seed, int(clusters[0]), 100 + place]), step=step)
     for (probe, part), items in list(table.probes.items()):
         if probe.startswith("window."):
             _flips(table, items)
@@ -100,7 +90,7 @@ def measure_window(
 
 def steps_of(sizes: WindowSizes) -> int:
     """Counts how often a run of the suite calls `step`."""
-    orders = [min(sizes.orders, int(np.prod(np.arange(1, count + 1)))) for count in sizes.counts]
+    orders = [min(sizes.orders, math.factorial(count)) for count in sizes.counts]
     each = orders[0] + small_task.LEGENDS + (small_task.LEGENDS + 1) + 2 * (small_task.LEGENDS + 1)
     batches = -(-sizes.contexts // sizes.batch)
     return 2 * (batches * each + sum(orders[1:]) + len(sizes.chunks))
