@@ -6,29 +6,22 @@ Where the chunk was prefilled in the window anyway (formed from traffic), the fa
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.window import Costs, Entry, PagedExecutor, PatchNote, Window
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.window import PatchNote
+from models import ModelBackbone
 
-from .window_loop import PAGE
-from .window_material import Material, span, wait
+from .timing import timed
+from .window_loop import AgentWindow
+from .window_material import Material, span
 
 RANK = 32
 BARS = {"canonical stored": 2.0, "no canonical yet": 3.0}
-Pair = tuple[float, float]
-
-
-def timed(call: Callable[[], object]) -> Pair:
-    """Seconds on the clock and CPU seconds of a call, its arrays awaited."""
-    begin, spent = time.perf_counter(), time.process_time()
-    wait(jax.tree.leaves(call()))
-    return time.perf_counter() - begin, time.process_time() - spent
 
 
 def measure(material: Material, size: int, repeats: int, rank: int = RANK) -> dict[str, Any]:
@@ -38,41 +31,23 @@ def measure(material: Material, size: int, repeats: int, rank: int = RANK) -> di
       size: images in the window. repeats: turns that count, after one that warms up.
 
     Returns:
-      {"seconds", "cpu": medians by what was done, "flops": the same as arithmetic, "reuses": what break-even takes, by
-      measure and case}.
+      {"config", "patch_bytes", "chunk_bytes", "measured": medians by what was done, "flops": the same as arithmetic,
+      "reuses": what break-even takes, by measure and case}.
     """
-    backbone, plain = material.backbone, material.plain
-    costs = Costs.of(backbone, material.images[0].embeddings.dtype)
-    longest = max(image.embeddings.shape[1] for image in material.images)
-    executor = PagedExecutor(backbone, (size + 2) * -(-longest // PAGE), PAGE, material.images[0].embeddings.dtype)
-    window = Window.empty(costs, lead=int(material.lead is not None))
-    pieces: list[tuple[str, Any, Any]] = [] if material.lead is None else [("lead", material.lead, "text")]
-    pieces += [(f"image {number}", image, "chunk") for number, image in enumerate(material.images[:size])]
-    for id, tokens, kind in pieces:
-        executor.provide(id, tokens=tokens, content=id)
-        window, edits = window.append(Entry.of_tokens(id, tokens, id, kind=kind))
-        executor.run(window, edits)
+    plain, agent = material.plain, AgentWindow(material, size)
+    for number, image in enumerate(material.images[:size]):
+        agent.append(f"image {number}", image, "chunk")
+    window, executor, costs = agent.window, agent.executor, agent.window.costs
 
     id, tokens = f"image {size - 1}", material.images[size - 1]
-    canonical: Any = plain.prefill(tokens)
-    chunk = kvp.Chunk(
-        kv={name: value[:, 0] for name, value in canonical.kv.items()},
-        local=np.asarray(tokens.positions)[0],
-        span=span(tokens),
-        length=tokens.embeddings.shape[1],
-        id=id,
-        layout=plain.layout,
-        backbone=plain.fingerprint,
-        content=id,
-    )
+    chunk = canonical_of(plain, tokens, id)
     conditioned, antecedent = executor.read(window, id), window.antecedent(id)
     form = lambda: kvp.form_patch(chunk, conditioned, rank, antecedent)
     patch = form()
     note = PatchNote.of(patch)
     executor.provide(id, chunk=chunk, patch=patch)
-    behind = window.behind(id)
-    without, edits = window.evict(id)
-    executor.run(without, edits)
+    without, gone = window.evict(id)
+    executor.run(without, gone)
 
     def back(**how: Any) -> Callable[[], object]:
         def recall() -> object:
@@ -82,31 +57,22 @@ def measure(material: Material, size: int, repeats: int, rank: int = RANK) -> di
 
         return recall
 
+    def clear() -> None:
+        if id in [held.id for held in executor.pieces("")]:
+            executor.run(without, gone)
+
     calls = {
         "prefill behind the window": back(how="prefill"),
         "patch placed": back(patch=note),
         "canonical": lambda: plain.prefill(tokens).kv,
         "factors formed": lambda: form().factors,
     }
-    turns: dict[str, list[Pair]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            taken = timed(call)
-            if turn:
-                turns[name].append(taken)
-            if id in [held.id for held in executor.pieces("")]:
-                executor.run(without, window.evict(id)[1])
-
-    count = tokens.embeddings.shape[1]
-    placing = costs.patch(count, note.nbytes, note.flops)["flops"]
+    medians = medians_in_turns(calls, clear, repeats)
+    count, behind = tokens.embeddings.shape[1], window.behind(id)
     flops = {
         "prefill behind the window": costs.prefill(count, behind, logits=1)["flops"],
-        "patch placed": placing,
+        "patch placed": costs.patch(count, note.nbytes, note.flops)["flops"],
         "canonical": costs.prefill(count, 0, logits=1)["flops"],
-    }
-    medians = {
-        name: {"seconds": statistics.median(each[0] for each in own), "cpu": statistics.median(each[1] for each in own)}
-        for name, own in turns.items()
     }
     reuses = {}
     for unit in ("seconds", "cpu"):
@@ -119,6 +85,36 @@ def measure(material: Material, size: int, repeats: int, rank: int = RANK) -> di
         "flops": flops,
         "reuses": reuses,
     }
+
+
+def canonical_of(backbone: ModelBackbone, tokens: Tokens, id: str) -> kvp.Chunk:
+    """Prefills tokens alone: their canonical, whose content is its id."""
+    return kvp.Chunk(
+        kv={name: value[:, 0] for name, value in backbone.prefill(tokens).kv.items()},
+        local=np.asarray(tokens.positions)[0],
+        span=span(tokens),
+        length=tokens.embeddings.shape[1],
+        id=id,
+        layout=backbone.layout,
+        backbone=backbone.fingerprint,
+        content=id,
+    )
+
+
+def medians_in_turns(
+    calls: Mapping[str, Callable[[], object]], clear: Callable[[], None], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Times calls in turns, after one that warms up, `clear` undoing each: {name: {"seconds", "cpu": medians}}."""
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            turns[name].append(timed(call)[1:])
+            clear()
+    found = {}
+    for name, taken in turns.items():
+        seconds, cpu = zip(*taken[1:], strict=True)
+        found[name] = {"seconds": statistics.median(seconds), "cpu": statistics.median(cpu)}
+    return found
 
 
 def break_even(cost: Mapping[str, float]) -> dict[str, float]:

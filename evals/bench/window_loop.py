@@ -26,6 +26,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.canonical import one_behind_the_other
 from kvpatch_jax.window import Costs, Entry, PagedExecutor, Window
 
+from .timing import timed
 from .window_material import Material, span, wait
 from .window_oracle import banded_mask, history
 
@@ -76,7 +77,7 @@ class AgentWindow:
         self.window = Window.empty(Costs.of(backbone, dtype), lead=int(material.lead is not None))
         self.forwards = 0
         if material.lead is not None:
-            self._append("lead", material.lead, "text")
+            self.append("lead", material.lead, "text")
 
     def step(self, number: int) -> Taken:
         """Slides, appends an image and asks: one run of edits, two forwards."""
@@ -85,7 +86,7 @@ class AgentWindow:
         begin, spent = time.perf_counter(), time.process_time()
         self.window, edits = self.window.slide(self.size - 1)
         planned = time.perf_counter() - begin
-        self._append(f"image {number}", material.images[number], "chunk", edits)
+        self.append(f"image {number}", material.images[number], "chunk", edits)
         logits = np.asarray(executor.prefill(self.window, material.questions[number]).logits)[0, -1]
         seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
         self.forwards += 1
@@ -102,7 +103,8 @@ class AgentWindow:
         )
         return Taken(logits, seconds, cpu, done.total.flops)
 
-    def _append(self, id: str, tokens: Tokens, kind: Any, edits: Sequence[Any] = ()) -> None:
+    def append(self, id: str, tokens: Tokens, kind: Any, edits: Sequence[Any] = ()) -> None:
+        """Prefills tokens behind the window, after other edits in the same run."""
         self.executor.provide(id, tokens=tokens, content=id)
         self.window, more = self.window.append(Entry.of_tokens(id, tokens, id, kind=kind))
         self.executor.run(self.window, (*edits, *more))
@@ -163,39 +165,37 @@ class Engine:
 
     def re_prefill(self, tokens: Tokens) -> Taken:
         """Runs the whole prompt, and keeps its KV for the ways below."""
-        begin, spent = time.perf_counter(), time.process_time()
-        out = self.material.plain.prefill(tokens)
-        logits = np.asarray(out.logits)[0, -1]
-        self.kv = wait(out.kv)
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
-        return Taken(logits, seconds, cpu, self.flops(tokens.embeddings.shape[1], 0))
+        taken, self.kv = self._run(tokens)
+        return taken
 
     def behind(self, tokens: Tokens, hit: int) -> Taken:
         """Runs what stands behind the first `hit` tokens, over their KV as a contiguous cache has it."""
         if not hit:
             return self.re_prefill(tokens)
-        plain, length = self.material.plain, tokens.embeddings.shape[1]
         assert self.kv is not None
         front = {name: value[:, :, :hit] for name, value in self.kv.items()}
-        context = wait(kvp.to_engine(plain.layout, front, np.asarray(tokens.positions)[:, :hit], 0))
-        rest = tokens.take(hit, length)
-        begin, spent = time.perf_counter(), time.process_time()
-        logits = np.asarray(wait(plain.prefill(rest, context=context)).logits)[0, -1]
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
-        return Taken(logits, seconds, cpu, self.flops(length - hit, hit))
+        layout = self.material.plain.layout
+        context = wait(kvp.to_engine(layout, front, np.asarray(tokens.positions)[:, :hit], 0))
+        return self._run(tokens.take(hit, tokens.embeddings.shape[1]), hit, context)[0]
+
+    def canonical(self, number: int) -> Taken:
+        """Prefills an image alone, which storing its canonical takes."""
+        return self._run(self.material.images[number])[0]
+
+    def _run(self, tokens: Tokens, behind: int = 0, context: Any = None) -> tuple[Taken, Mapping[str, Array]]:
+        """Times one forward: what it took, and its KV."""
+
+        def forward() -> tuple[Logits, Mapping[str, Array]]:
+            out = self.material.plain.prefill(tokens, context=context)
+            return np.asarray(out.logits)[0, -1], out.kv
+
+        (logits, kv), seconds, cpu = timed(forward)
+        return Taken(logits, seconds, cpu, self.flops(tokens.embeddings.shape[1], behind)), kv
 
     def flops(self, tokens: int, behind: int) -> int:
         """FLOPs of a forward with one token's logits."""
         costs = self.material.plain.forward_costs
         return costs.flops(tokens, behind) + costs.logit
-
-    def canonical(self, number: int) -> Taken:
-        """Prefills an image alone, which storing its canonical takes."""
-        tokens = self.material.images[number]
-        begin, spent = time.perf_counter(), time.process_time()
-        out = wait(self.material.plain.prefill(tokens))
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
-        return Taken(np.asarray(out.logits)[0, -1], seconds, cpu, self.flops(tokens.embeddings.shape[1], 0))
 
 
 def remembered(material: Material, size: int, asked: Sequence[int]) -> dict[int, Logits]:
