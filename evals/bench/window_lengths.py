@@ -17,6 +17,8 @@ from kvpatch_jax.layout import Channel, KVLayout
 from kvpatch_jax.rope import Rope
 from kvpatch_jax.window import Costs, Edit, Entry, PagedExecutor, PatchNote, Window
 
+from ..results.rows import verdict
+
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 COMPUTE_BAR = 5e-3
 """CPU seconds (one thread of Python) in which the edits of any operation on 256 chunks are computed."""
@@ -165,18 +167,14 @@ def judged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     survivors = {count: nbytes / (count - 1) for count, nbytes in slide.items() if count > 1}
     slowest = max((row for row in rows if "compute_seconds" in row), key=lambda row: row["compute_seconds"])
     return [
-        _bar("slide: largest over least bytes per survivor", max(survivors.values()) / min(survivors.values()), 1.0),
-        _bar("recall: most over fewest bytes", max(recall.values()) / min(recall.values()), 1.0),
-        _bar(
+        verdict("slide: largest over least bytes per survivor", max(survivors.values()) / min(survivors.values()), 1.0),
+        verdict("recall: most over fewest bytes", max(recall.values()) / min(recall.values()), 1.0),
+        verdict(
             f"computing edits, the slowest ({slowest['operation']}, {slowest['chunks']} chunks), seconds",
             slowest["compute_seconds"],
             COMPUTE_BAR,
         ),
     ]
-
-
-def _bar(what: str, value: float, bar: float) -> dict[str, Any]:
-    return {"what": what, "value": value, "at_most": bar, "within": value <= bar}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

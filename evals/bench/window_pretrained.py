@@ -19,7 +19,7 @@ from models import load
 
 from ..results import intervals
 from ..results.environment import environment
-from ..results.rows import measured_row, without_nan
+from ..results.rows import measured_row, verdict, without_nan
 from ..results.tables import markdown_table
 from . import window_texts
 from .window_slides import Record, Slides, Trial
@@ -143,9 +143,9 @@ def summary(records: Sequence[Record], config: Mapping[str, Any]) -> dict[str, A
             rows.append(row | {"largest": float(values.max())})
         value = [record["kl"] for record in own]
         if (arm, against) == ("kept", "remember"):
-            judged.append(_verdict(f"kept, {front}, against the banded mask: largest KL", max(value), REMEMBER_BAR))
+            judged.append(verdict(f"kept, {front}, against the banded mask: largest KL", max(value), REMEMBER_BAR))
         if (front, arm, against) == ("pinned lead", "kept", "forget"):
-            judged.append(_verdict("kept, pinned lead, against re-prefill: mean KL", float(np.mean(value)), FORGET_BAR))
+            judged.append(verdict("kept, pinned lead, against re-prefill: mean KL", float(np.mean(value)), FORGET_BAR))
 
     # The first step of a part compiles, or loads what was compiled.
     timed = [record for record in records if "append_seconds" in record and record["step"] > 1]
@@ -163,10 +163,6 @@ def _by_arm(records: Sequence[Record]) -> Iterator[tuple[str, str, str, list[Rec
             record for record in scored if (record["front"], record["arm"], record["against"]) == (front, arm, against)
         ]
         yield front, arm, against, own
-
-
-def _verdict(what: str, value: float, bar: float) -> dict[str, Any]:
-    return {"what": what, "value": value, "at_most": bar, "within": value <= bar}
 
 
 def table(result: Mapping[str, Any]) -> str:

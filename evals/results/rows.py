@@ -34,6 +34,11 @@ def without_nan(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     return cleaned
 
 
+def verdict(what: str, value: float, at_most: float) -> dict[str, Any]:
+    """Holds a figure against its bar: {"what", "value", "at_most", "within"}."""
+    return {"what": what, "value": value, "at_most": at_most, "within": value <= at_most}
+
+
 class Rows:
     """The rows of a results dictionary by (probe, arm, metric) for one model. What is missing reads as UNDEFINED.
 
