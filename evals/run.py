@@ -13,6 +13,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,11 +268,13 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def write_results(results: dict[str, Any], tables: list[ResultsTable], folder: Path) -> None:
-    """Writes results.json (NaN as null) and items.jsonl."""
+    """Writes results.json (NaN as null) and items.jsonl; a table that an earlier run left there goes."""
     rows = without_nan(results["rows"])
     (folder / "results.json").write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
     items = folder / "items.jsonl"
     items.unlink(missing_ok=True)
+    # Not every suite writes one.
+    (folder / "table.md").unlink(missing_ok=True)
     for table in tables:
         table.write_items(items)
 
@@ -283,16 +286,24 @@ def _suites_of(name: str, suite: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for part in suite if part != "control")
 
 
+def asked_suites(names: Sequence[str]) -> tuple[str, ...]:
+    """Checks --suite and writes out "all", of which the window's suite is no part. Raises app.UsageError."""
+    expected = ", ".join((*SUITES, WINDOW))
+    if not names:
+        raise app.UsageError(f"--suite names nothing; expected all, or some of {expected}")
+    unknown = [name for name in names if name not in (*SUITES, WINDOW, "all")]
+    if unknown:
+        raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {expected}")
+    if "all" in names:
+        return (*SUITES, *([WINDOW] if WINDOW in names else []))
+    return tuple(names)
+
+
 def main(arguments: list[str]) -> None:
     """Parses flags, measures, writes, prints."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
-    unknown = [name for name in _SUITE.value if name not in (*SUITES, WINDOW, "all")]
-    if unknown:
-        raise app.UsageError(f"--suite names {unknown[0]!r}; expected all, or some of {', '.join((*SUITES, WINDOW))}")
-    suite = tuple(_SUITE.value)
-    if "all" in suite:
-        suite = (*SUITES, *([WINDOW] if WINDOW in suite else []))
+    suite = asked_suites(_SUITE.value)
     small: dict[str, Any] = {}
     if _QUICK.value:
         small = {"contexts": 32, "window_contexts": 32, "batch": 32, "window": QUICK}

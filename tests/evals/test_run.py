@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from absl import app
 
 from evals import probes, run, small_task
 from evals.report import side_by_side
@@ -310,6 +311,21 @@ def test_an_unknown_suite_is_refused(tmp_path: Path):
     for word in (*run.SUITES, "'repairs'"):
         assert word in done.stdout + done.stderr
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_suites_are_what_was_asked_for():
+    assert run.asked_suites(["all"]) == run.SUITES
+    assert run.asked_suites(["window", "all"]) == (*run.SUITES, "window")
+    assert run.asked_suites(["window", "repair"]) == ("window", "repair")
+    for names in ([], ["window", "repairs"]):
+        with pytest.raises(app.UsageError, match="--suite names"):
+            run.asked_suites(names)
+
+
+def test_an_earlier_runs_table_does_not_stay_beside_other_results(tmp_path: Path):
+    (tmp_path / "table.md").write_text("| of another suite |")
+    run.write_results({"rows": []}, [], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_unknown_backbone_is_typed():
