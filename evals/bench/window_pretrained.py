@@ -119,13 +119,13 @@ def _kept(folder: Path | None, config: dict[str, Any]) -> tuple[list[Record], se
         return [], set()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / PARTS
-    if not file.exists():
-        file.write_text(json.dumps({"config": config}) + "\n")
-    whole = file.read_text().rpartition("\n")[0] + "\n"
-    file.write_text(whole)  # without a line that was cut off
+    text = file.read_text() if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # without a line that was cut off
+    whole = whole or json.dumps({"config": config}) + "\n"
     first, *parts = (json.loads(line) for line in whole.splitlines())
     if first != {"config": config}:
         raise ValueError(f"{file} holds {first}; expected {config}: choose another --out")
+    file.write_text(whole)
     done = {(front, stream) for front, stream in (part["part"] for part in parts)}
     return [record for part in parts for record in part["records"]], done
 

@@ -90,6 +90,7 @@ def test_parts_are_gone_on_from_and_others_refused(monkeypatch, tmp_path):
     texts = {f"{number}.py": np.full(4, number) for number in range(3)}
     config = {"rows": 2, "model": "tiny"}
     arguments = (None, texts, np.array([7, 8], np.int32), TRIAL)
+    (tmp_path / window_pretrained.PARTS).write_text('{"config": {"ro')  # stopped before the first part
     first = window_pretrained.measured(*arguments, config, tmp_path, 1)
     with (tmp_path / window_pretrained.PARTS).open("a") as file:
         file.write('{"part": ["no lead", 0], "records": [{"fro')  # stopped while it was written
