@@ -1,8 +1,9 @@
 """The main comparison: the page reused behind legends, by every arm, read with and without the legends in view."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.chunk import AnyArray
 from kvpatch_jax.repair import REPAIRS, SplicedCache, count_of_equal_bytes, fraction_to_count
 
+from ..results.costs import ArmCost, ChunkCosts
 from ..small_task import KINDS, Questions, scenes
 from ..small_task.scenes import KV, Scene
 from .results_table import ResultsTable
@@ -46,6 +48,14 @@ class PageReuse:
         self.page_conditioned = scenes.cut(self.conditioned, scene.page)
         # The legends in front stand there as re-prefill has them: they did not move, only the page is reused.
         self.engine = scenes.engine(scene, self.conditioned, self.tokens)
+
+    @functools.cached_property
+    def costs(self) -> ChunkCosts:
+        """What the arms' costs are shares of."""
+        deeper = 0 if self.tokens.deepstack is None else self.tokens.deepstack.shape[2]
+        width = self.tokens.embeddings.shape[-1] * (1 + deeper)
+        backbone, page = self.scene.backbone, self.scene.page
+        return ChunkCosts(backbone.forward_costs, backbone.layout, page.stop - page.start, page.start, width)
 
     @property
     def delta(self) -> KV:
@@ -122,26 +132,36 @@ def token_arms(reuse: PageReuse) -> Iterator[tuple[str, str, int]]:
             yield f"{method}.bytes_of_rank={rank}", method, count
 
 
-def arm_caches(reuse: PageReuse, arms: Iterable[str] | None = None) -> Iterator[tuple[str, float, KV]]:
-    """Yields the arms asked for (all for None): name, extra bytes as a share of the page's KV, cache of the prefix."""
-    wanted = lambda name: arms is None or name in arms
+class Arm(NamedTuple):
+    """One way of reuse, made: its name, what it costs, its bytes as a share of the page's KV, the prefix's cache."""
+
+    name: str
+    cost: ArmCost
+    share: float
+    cache: KV
+
+
+def made_arms(reuse: PageReuse, arms: Iterable[str] | None = None) -> Iterator[Arm]:
+    """Makes the arms asked for (all for None)."""
+    wanted, costs = lambda name: arms is None or name in arms, reuse.costs
     if wanted("re-prefill"):
-        yield "re-prefill", 1.0, reuse.engine
+        yield Arm("re-prefill", costs.of_reprefill(), 1.0, reuse.engine)
     if wanted("blind"):
-        yield "blind", 0.0, reuse.cache()
+        yield Arm("blind", costs.of_blind(), 0.0, reuse.cache())
     for name, patch in patch_arms(reuse):
         if wanted(name):
-            yield name, patch.nbytes / reuse.page.nbytes, reuse.cache(patch)
+            yield Arm(name, costs.of_patch(patch), patch.nbytes / reuse.page.nbytes, reuse.cache(patch))
 
     splice = reuse.splice()
     for name, method, count in token_arms(reuse):
         if wanted(name):
             repaired = REPAIRS[method](reuse.scene.backbone, splice, count)
-            yield name, count / reuse.page.tokens, dict(repaired.cache)
+            cost = costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots))
+            yield Arm(name, cost, count / reuse.page.tokens, dict(repaired.cache))
 
 
 def arm_count(layout: kvp.KVLayout) -> int:
-    """Counts the arms that `arm_caches` yields."""
+    """Counts the arms that `made_arms` yields."""
     patches = len(RANKS) + 1 + len(layout.channels) + len(ROTATED_RANKS)
     return 2 + patches + len(REPAIRS) * (len(BUDGETS) + len(BYTE_RANKS))
 
@@ -161,12 +181,15 @@ def compare_repairs(
     """
     reuse = PageReuse(scene)
     answers: dict[str, dict[str, scenes.Answers]] = {probe: {} for probe in SETTINGS}
-    for name, share, cache in arm_caches(reuse, arms):
+    for name, cost, share, cache in made_arms(reuse, arms):
         for probe, sees in SETTINGS.items():
             answers[probe][name] = scenes.read(scene, cache, questions, sees_legends=sees)
-        # Every batch has the same shapes, so the first one says how many bytes an arm takes.
+        # Every batch has the same shapes, so the first one says what an arm takes.
         if not any(row["arm"] == name and row["metric"] == "bytes" for row in table.plain):
             table.value("repair.visible", name, "bytes", share, len(scene))
+            for probe in SETTINGS:
+                for metric, value in reuse.costs.shares(cost).items():
+                    table.value(probe, name, metric, value, len(scene))
         tick(name)
     answers["repair.visible"]["mask_4d"] = _mask_control(table, reuse, questions, answers["repair.visible"]["blind"])
     for probe in SETTINGS:

@@ -20,6 +20,7 @@ from evals.report.figures import draw_all
 from evals.report.page import write_report
 from evals.report.summary import TOKEN_METHODS
 from evals.report.wording import number
+from evals.results.costs import METRICS as COSTS
 from evals.results.environment import environment
 from evals.results.rows import COLUMNS
 from evals.small_task import COLOURS, KINDS, VOCABULARY
@@ -144,6 +145,7 @@ def test_every_repair_arm_is_there(job: Job, probe: str):
     arms = [*REPAIR_ARMS, "mask_4d"] if probe == "repair.visible" else REPAIR_ARMS
     expected = {(arm, f"{metric}.{kind}") for arm in arms for metric in PER_ITEM for kind in kinds}
     found = {(row["arm"], row["metric"]) for row in job.rows if row["probe"] == probe}
+    expected |= {(arm, metric) for arm in REPAIR_ARMS for metric in COSTS}
     if probe == "repair.visible":
         expected |= {(arm, "bytes") for arm in REPAIR_ARMS}
     assert found == expected

@@ -1,0 +1,191 @@
+"""What an arm costs, on two axes that are never added: bytes that lie stored, and work that is done while serving.
+
+Every arm of the main comparison has these rows (probe "repair.visible" and "repair.evicted", metric as named), all of
+them shares, none with an interval:
+
+* `stored_bytes`: what is kept of the chunk for one antecedent, over the chunk's KV: beside the canonical (a patch), or
+  in its place (KV(B|A) in fewer bits). 0 for ways that keep nothing but the canonical, and for re-prefill.
+* `canonical_bytes`: what is read of the canonical, which is kept once for all antecedents: 1 or 0, or its lower layers.
+  A way that is kept in the canonical's place has 0 here; whoever keeps one antecedent compares the sum of the two.
+* `input_bytes`: embeddings of the tokens that may be run again while serving (of an image, whose tower would have to
+  run again otherwise). 0 for a chunk of text, whose ids are nothing beside its KV.
+* `shared_bytes`: what one backbone's chunks share (a pooled basis), over one chunk's KV.
+* `serving_flops`: FLOPs of one reuse that is asked one question, over re-prefilling the chunk behind the same context:
+  tokens run again, layer by layer (CacheBlend's check layer with all tokens), the question's own pass that chooses
+  tokens, a patch's thin product, rotation, bringing back from fewer bits.
+* `question_flops`: the part of it that every further question costs again. 0 but for ways that choose by the question.
+* `serving_flops.reuses=N`: the same with what was computed once, ahead, spread over N reuses: the canonical's own
+  prefill, the prefill in context that a patch or KV(B|A) is made of, and factorising.
+
+Bytes count numbers at 16 bits, as KV is served; fewer bits count with their scales. FLOPs are two for each
+multiplication with its addition, of forwards by the backbone's own `forward_costs`. Softmax, norms and the question's
+answer itself, which every arm pays alike, are not counted.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from kvpatch_jax import KVLayout, Patch
+from kvpatch_jax.backbone import ForwardCosts
+from kvpatch_jax.ops import Quantised
+from kvpatch_jax.window.costs import ROTATION, adding_flops
+
+AXES = ("stored_bytes", "serving_flops")
+REUSES = (1, 3, 10)
+NUMBER_BITS = 16
+SCALE_BITS = 32
+AMORTISED = tuple(f"serving_flops.reuses={count}" for count in REUSES)
+METRICS = (*AXES, "canonical_bytes", "input_bytes", "shared_bytes", "question_flops", *AMORTISED)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArmCost:
+    """What one arm costs; FLOPs and bits are of one chunk and one antecedent.
+
+    Attributes:
+      stored: bits kept for this antecedent. canonical: share of the canonical that is read. inputs: tokens whose
+        embeddings are kept, or numbers that stand for them. shared: bits that a backbone's chunks share.
+      serving: FLOPs of placing the chunk once. question: FLOPs that every question adds to it.
+      forming: FLOPs before the first reuse.
+    """
+
+    stored: float = 0.0
+    canonical: float = 1.0
+    inputs: float = 0.0
+    shared: float = 0.0
+    serving: float = 0.0
+    question: float = 0.0
+    forming: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkCosts:
+    """The one chunk that shares are of.
+
+    Attributes:
+      forward: FLOPs of the backbone's forwards. layout: of its KV.
+      tokens: of the chunk. behind: in front of it where it is reused.
+      input_width: numbers of one token's embedding, those of deeper layers included.
+    """
+
+    forward: ForwardCosts
+    layout: KVLayout
+    tokens: int
+    behind: int
+    input_width: int
+
+    @property
+    def prefill(self) -> int:
+        """FLOPs of re-prefilling the chunk behind its context."""
+        return self.forward.flops(self.tokens, self.behind)
+
+    @property
+    def alone(self) -> int:
+        """FLOPs of prefilling it alone."""
+        return self.forward.flops(self.tokens)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers its KV has."""
+        return self.layout.layers * self.tokens * sum(channel.features for channel in self.layout.channels)
+
+    @property
+    def rotation(self) -> int:
+        """FLOPs of turning its keys to their place."""
+        turning = sum(channel.heads * channel.rotary for channel in self.layout.channels if channel.rotates)
+        return ROTATION * self.layout.layers * self.tokens * turning
+
+    def factorising(self, names: tuple[str, ...] | None = None) -> int:
+        """FLOPs of full thin SVDs of the chunk's channels, layer by layer.
+
+        Counted as in Golub and Van Loan, Matrix Computations, 4th edition, section 8.6: the lesser of 14 m n² + 8 n³
+        and 6 m n² + 20 n³ for U, Σ and V of m × n. No compiler sees into LAPACK.
+        """
+        total = 0
+        for channel in self.layout.channels:
+            if names is None or channel.name in names:
+                m, n = max(self.tokens, channel.features), min(self.tokens, channel.features)
+                total += min(14 * m * n**2 + 8 * n**3, 6 * m * n**2 + 20 * n**3)
+        return self.layout.layers * total
+
+    def rerun(self, chosen: Bool[np.ndarray, "L B T"], slots: Int[np.ndarray, "B T"]) -> float:
+        """FLOPs of running tokens again in context, the mean over rows.
+
+        Args:
+          chosen: which tokens at which layer, as `repair.Repaired` has them. slots: where they stand in the sequence.
+        """
+        chosen = np.asarray(chosen)
+        seen = np.asarray(slots)[None] + 1
+        windows = np.asarray(self.forward.window)[:, None, None]
+        pairs = np.where(windows > 0, np.minimum(seen, windows), seen)
+        pair, token = (np.asarray(values, float) for values in (self.forward.pair, self.forward.token))
+        by_layer = token * chosen.sum(axis=(1, 2)) + pair * (pairs * chosen).sum(axis=(1, 2))
+        return float(by_layer.sum() / chosen.shape[1])
+
+    def reading(self, tokens: int, behind: int, layers: int | None = None) -> int:
+        """FLOPs of a question of some tokens through the lowest `layers`, each seeing all that is in front."""
+        whole = self.forward.flops(tokens, behind)
+        return whole if layers is None else whole - self.forward.flops(tokens, behind, layers)
+
+    def shares(self, cost: ArmCost) -> dict[str, float]:
+        """Computes the rows of an arm, {metric: share}."""
+        bits = NUMBER_BITS * self.numbers
+        serving = (cost.serving + cost.question) / self.prefill
+        spread = {
+            metric: serving + cost.forming / count / self.prefill
+            for metric, count in zip(AMORTISED, REUSES, strict=True)
+        }
+        return {
+            "stored_bytes": cost.stored / bits,
+            "serving_flops": serving,
+            "canonical_bytes": cost.canonical,
+            "input_bytes": NUMBER_BITS * self.input_width * cost.inputs / bits,
+            "shared_bytes": cost.shared / bits,
+            "question_flops": cost.question / self.prefill,
+            **spread,
+        }
+
+    # ------------------------------------------------------------------------------------------- kinds of arms
+
+    def of_reprefill(self) -> ArmCost:
+        """Re-prefill: nothing of the chunk is kept but what goes into the decoder."""
+        return ArmCost(canonical=0.0, inputs=self.tokens, serving=self.prefill)
+
+    def of_blind(self) -> ArmCost:
+        """The canonical, turned."""
+        return ArmCost(serving=self.rotation, forming=self.alone)
+
+    def of_patch(self, patch: Patch) -> ArmCost:
+        """The canonical and a patch of it, or of a batch of such chunks."""
+        each = adding_flops(patch) * self.tokens
+        forming = self.alone + self.prefill + self.factorising(tuple(patch.factors))
+        rows = patch.batch or 1
+        return ArmCost(stored=stored_bits(patch) / rows, serving=self.rotation + each, forming=forming)
+
+    def of_tokens(self, chosen: Bool[np.ndarray, "L B T"], slots: Int[np.ndarray, "B T"]) -> ArmCost:
+        """The canonical, some of whose tokens are run again; any of them may be, so that all embeddings are kept."""
+        serving = self.rotation + self.rerun(chosen, slots)
+        return ArmCost(inputs=self.tokens, serving=serving, forming=self.alone)
+
+    def of_conditioned(self, stored: float, bringing_back: float, factorised: tuple[str, ...] = ()) -> ArmCost:
+        """KV(B|A) kept in the canonical's place.
+
+        Args:
+          stored: bits. bringing_back: FLOPs of making numbers of them. factorised: channels that are kept as factors.
+        """
+        forming = self.prefill + self.factorising(factorised)
+        return ArmCost(stored=stored, canonical=0.0, serving=self.rotation + bringing_back, forming=forming)
+
+
+def stored_bits(patch: Patch) -> int:
+    """Counts the bits of a patch's factors: 16 a number, those of 8 bits with their float32 scales."""
+    bits = 0
+    for leaf in jax.tree.leaves(dict(patch.factors), is_leaf=lambda leaf: isinstance(leaf, Quantised)):
+        if isinstance(leaf, Quantised):
+            bits += 8 * leaf.values.size + SCALE_BITS * leaf.scale.size
+        else:
+            bits += NUMBER_BITS * leaf.size
+    return bits
