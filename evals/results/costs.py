@@ -52,13 +52,13 @@ class ArmCost:
       forming: FLOPs before the first reuse.
     """
 
-    stored: float = 0.0
-    canonical: float = 1.0
-    inputs: float = 0.0
-    shared: float = 0.0
-    serving: float = 0.0
-    question: float = 0.0
-    forming: float = 0.0
+    stored: int | float = 0.0
+    canonical: int | float = 1.0
+    inputs: int | float = 0.0
+    shared: int | float = 0.0
+    serving: int | float = 0.0
+    question: int | float = 0.0
+    forming: int | float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class ChunkCosts:
         serving = self.rotation + self.rerun(chosen, slots)
         return ArmCost(inputs=self.tokens, serving=serving, forming=self.alone)
 
-    def of_conditioned(self, stored: float, bringing_back: float, factorised: tuple[str, ...] = ()) -> ArmCost:
+    def of_conditioned(self, stored: int | float, bringing_back: int | float, factorised: tuple[str, ...] = ()) -> ArmCost:
         """KV(B|A) kept in the canonical's place.
 
         Args:
