@@ -170,7 +170,9 @@ class ChunkCosts:
         serving = self.rotation + self.rerun(chosen, slots)
         return ArmCost(inputs=self.tokens, serving=serving, forming=self.alone)
 
-    def of_conditioned(self, stored: int | float, bringing_back: int | float, factorised: tuple[str, ...] = ()) -> ArmCost:
+    def of_conditioned(
+        self, stored: int | float, bringing_back: int | float, factorised: tuple[str, ...] = ()
+    ) -> ArmCost:
         """KV(B|A) kept in the canonical's place.
 
         Args:
