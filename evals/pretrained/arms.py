@@ -1,0 +1,166 @@
+"""Every way of serving a passage, with what it stores and what it computes while serving.
+
+`core` is what every passage gets, `more` what a named subset gets beside it. Shares are of the passage's own: stored
+bytes of its KV (16 bits a number; the canonical itself is not counted, every way but re-prefill needs it or replaces
+it), FLOPs of re-prefilling it behind its antecedent. `forming`: FLOPs that are paid once and shared by all reuses.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import kvpatch_jax as kvp
+from kvpatch_jax.repair import first_k, fraction_to_count, oracle_delta
+from kvpatch_jax.repair._common import deviation, largest, live_tokens, read_slots, recompute_tokens
+
+from .attention import read_and_look
+from .passages import KV, Passages, cut
+
+CORE_RANKS, MORE_RANKS = (8, 16, 32), (4, 64)
+BUDGET, LARGE_BUDGET = 0.15, 0.50
+CHECK_LAYER = 1
+BITS = (2, 4, 8)
+LAYER_SHARES = {"deep_half": 0.5, "deep_three_quarters": 0.25}
+"""Where the layers that keep their patch begin."""
+
+
+class Arm(NamedTuple):
+    """A name, the cache it serves, and shares: stored bytes, FLOPs while serving, FLOPs of forming.
+
+    logits: where the arm was read already.
+    """
+
+    name: str
+    cache: KV
+    stored: float = 0.0
+    serving: float = 0.0
+    forming: float = 0.0
+    logits: Array | None = None
+
+
+class Arms:
+    """The arms of one batch of passages. Patches are slices of one SVD."""
+
+    def __init__(self, passages: Passages):
+        self.of = passages
+        layout = passages.backbone.layout
+        self.most = min(passages.length, *(channel.features for channel in layout.channels))
+        self.whole = passages.patch(min(max(MORE_RANKS), self.most))
+        self.splice = passages.splice()
+        self.blind, self.mass = read_and_look(passages.backbone, passages.after, self.splice.cache)
+
+    def core(self) -> Iterator[Arm]:
+        """Blind reuse, patches, and one budget of each token repair that a server could run."""
+        yield Arm("blind", self.splice.cache, logits=self.blind)
+        for rank in self.ranks(CORE_RANKS):
+            yield self.patched(f"patch.rank={rank}", kvp.truncate(self.whole, rank))
+        for name in ("first_k", "cacheblend", "query_aware"):
+            yield self.repaired(name, BUDGET)
+
+    def more(self) -> Iterator[Arm]:
+        """Other ranks, dtypes and layers; oracles, random tokens and half of all tokens; KV(B|A) at few bits."""
+        for rank in self.ranks(MORE_RANKS):
+            yield self.patched(f"patch.rank={rank}", kvp.truncate(self.whole, rank))
+        for rank in self.ranks(CORE_RANKS[1:2]):
+            for dtype in ("bfloat16", "int8"):
+                patch = kvp.quantise(kvp.truncate(self.whole, rank), dtype)
+                yield self.patched(f"patch.{dtype}.rank={rank}", patch)
+        for rank in self.ranks(CORE_RANKS[1:]):
+            for name, share in LAYER_SHARES.items():
+                layers = self.of.backbone.layout.layers
+                kept = kvp.keep_layers(kvp.truncate(self.whole, rank), range(round(share * layers), layers))
+                yield self.patched(f"patch.{name}.rank={rank}", kept)
+        for name in ("oracle_delta", "random"):
+            yield self.repaired(name, BUDGET)
+        for name in ("first_k", "cacheblend", "oracle_delta", "query_aware"):
+            yield self.repaired(name, LARGE_BUDGET)
+        for bits in BITS:
+            yield self.quantised(bits)
+
+    def ranks(self, asked: tuple[int, ...]) -> list[int]:
+        """Those that these passages have room for."""
+        return [rank for rank in asked if rank <= self.most]
+
+    def patched(self, name: str, patch: kvp.Patch) -> Arm:
+        """A patch: u v for every token, layer and channel while serving; a prefill behind the antecedent to form it."""
+        of, products = self.of, 0
+        for channel, rank in patch.ranks.items():
+            products += (rank or 0) * of.backbone.layout.channel(channel).features
+        products *= len(patch.metadata.layers) * of.length
+        # KV at 16 bits a number: factors in float32 are the same share of KV in float32, narrower ones are counted.
+        narrow = any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(dict(patch.factors)))
+        stored = patch.nbytes / of.chunk.nbytes * (2 if narrow else 1)
+        return Arm(name, of.serve(patch), stored, 2 * products / self.flops(of.length), 1.0)
+
+    def repaired(self, method: str, budget: float) -> Arm:
+        """A token repair at a share of the tokens; queries are read once over the blind cache to choose by them."""
+        of = self.of
+        count = fraction_to_count(budget, of.length)
+        cache = REPAIRED[method](self, count)
+        serving = self.flops(count)
+        if method == "cacheblend":
+            whole, layers = self.flops(of.length), of.backbone.layout.layers
+            serving = whole * (CHECK_LAYER + 1) / layers + serving * (layers - CHECK_LAYER - 1) / layers
+        if method == "query_aware":
+            serving += self.flops(self.of.ids.shape[1])
+        return Arm(f"{method}.budget={budget:g}", cache, 0.0, serving / self.flops(of.length), 0.0)
+
+    def flops(self, tokens: int) -> int:
+        """Of a forward over some of the passage's tokens, that see on average what all of them see."""
+        of, costs = self.of, self.of.backbone.forward_costs
+        return costs.flops(of.length, of.start) * tokens // of.length
+
+    def quantised(self, bits: int) -> Arm:
+        """KV(B|A) itself at few bits, in place of the canonical: keys by feature, values by token, as KIVI has it."""
+        of = self.of
+        kv = {name: rounded(value, bits, 2 if name == "k" else 4) for name, value in of.conditioned.items()}
+        scales = sum(2 * value.size // value.shape[2 if name == "k" else 4] for name, value in of.conditioned.items())
+        numbers = sum(value.size for value in of.conditioned.values())
+        stored = (bits * numbers + 16 * scales) / (16 * numbers)
+        return Arm(f"kv.bits={bits}", of.cache(of.turned(kv, of.start)), stored, 0.0, 1.0)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "axis"))
+def rounded(value: Float[Array, "L B T K H"], bits: int, axis: int) -> Float[Array, "L B T K H"]:
+    """Rounds to 2^bits levels between the least and the largest value along an axis."""
+    least = value.min(axis, keepdims=True)
+    step = jnp.maximum((value.max(axis, keepdims=True) - least) / (2**bits - 1), 1e-12)
+    return least + jnp.round((value - least) / step) * step
+
+
+def _cacheblend(arms: Arms, count: int) -> KV:
+    """`repair.cacheblend`, whose first step is known here: behind an exact antecedent the lower layers, recomputed
+    whole, are the conditioned KV's own."""
+    of, splice = arms.of, arms.splice
+    true = of.turned(of.conditioned, of.start)
+    layers = jnp.arange(of.backbone.layout.layers)[:, None, None, None, None] <= CHECK_LAYER
+    own = {name: jnp.where(layers, true[name], cut(splice.cache, of.start, of.length)[name]) for name in true}
+    lower = splice._replace(cache=of.cache(own))
+    checked = lambda cache: read_slots(cache, splice.slots, CHECK_LAYER)
+    score = deviation(checked(lower.cache), checked(splice.cache), live_tokens(splice))
+    return recompute_tokens(of.backbone, lower, largest(score, count))
+
+
+def _query_aware(arms: Arms, count: int) -> KV:
+    of = arms.of
+    own = arms.mass[:, of.start : of.start + of.length]
+    return recompute_tokens(of.backbone, arms.splice, largest(own, count))
+
+
+def _random(arms: Arms, count: int) -> KV:
+    score = np.random.default_rng([arms.of.length, count]).random((arms.of.rows, arms.of.length), np.float32)
+    return recompute_tokens(arms.of.backbone, arms.splice, largest(jnp.asarray(score), count))
+
+
+REPAIRED: dict[str, Callable[[Arms, int], Mapping[str, Array]]] = {
+    "first_k": lambda arms, count: first_k(arms.of.backbone, arms.splice, count).cache,
+    "cacheblend": _cacheblend,
+    "query_aware": _query_aware,
+    "oracle_delta": lambda arms, count: oracle_delta(arms.of.backbone, arms.splice, count).cache,
+    "random": _random,
+}

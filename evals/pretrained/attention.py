@@ -1,0 +1,53 @@
+"""Which cached tokens a query looks at: what query-aware repairs choose by.
+
+Source: InfoFlow KV (Information-Flow-Aware KV Recomputation for Long Context): attention of the query over the cached
+chunks at their global positions. Here of a few layers, all heads, over the blind cache; the query is the text that is
+scored, so it is known better than a server would know it.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.rope import rope_tables, rotate
+
+
+def layers_of(backbone: Any) -> tuple[int, ...]:
+    """The layers whose attention is looked at: at a quarter, a half, three quarters, and the last."""
+    count = backbone.layout.layers
+    return tuple(sorted({count // 4, count // 2, 3 * count // 4, count - 1}))
+
+
+def read_and_look(
+    backbone: Any, tokens: Tokens, cache: Mapping[str, Array]
+) -> tuple[Float[Array, "B n V"], Float[Array, "B S"]]:
+    """Reads tokens behind a cache: their logits, and the attention that each cached token got, summed.
+
+    Of grouped and multi-head attention alone.
+    """
+    out = backbone.prefill(tokens, context=cache, logits="all", hidden_at=layers_of(backbone))
+    mass = _mass(backbone.programs.graph, backbone.programs.state, out.hidden, tokens.positions, cache["k"])
+    return out.logits, mass
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _mass(graph: Any, state: Any, hidden: Mapping[int, Array], positions: Array, keys: Float[Array, "L B S K H"]):
+    decoder = nnx.merge(graph, state).decoder
+    rope = decoder.config.rope
+    cos, sin = rope_tables(rope, positions)
+    kind, stack = nnx.split(decoder.layers)
+    total = jnp.zeros(keys.shape[1:3])
+    for layer, residual in hidden.items():
+        own = nnx.merge(kind, jax.tree.map(lambda leaf, layer=layer: leaf[layer], stack))
+        query, _ = own.attention.project(own.input_norm(residual))
+        turned = rotate(query["turning"], cos, sin, rope.cached, rope.attention_scaling)
+        grouped = turned.reshape(*turned.shape[:2], keys.shape[3], -1, keys.shape[4])
+        scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys[layer]) * keys.shape[4] ** -0.5
+        total = total + jax.nn.softmax(scores, axis=-1).sum((1, 2, 3))
+    return total

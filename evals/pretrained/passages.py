@@ -1,0 +1,136 @@
+"""A batch of passages behind their antecedents: canonical, conditioned KV and the reference, from two forwards.
+
+Axis letters: B passages, A tokens in front, T tokens of a passage, n tokens that are read behind it, L layers, K KV
+heads, H head width, V vocabulary.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.repair import SplicedCache
+
+KV = Mapping[str, Array]
+
+
+def placed(tokens: Tokens, start: int) -> Tokens:
+    """Tokens with the positions start, start+1, … in every row."""
+    rows, count = tokens.embeddings.shape[:2]
+    positions = np.repeat(np.arange(start, start + count, dtype=np.int32)[None], rows, axis=0)
+    return tokens._replace(positions=positions)
+
+
+def cut(kv: KV, start: int, count: int) -> dict[str, Array]:
+    """The tokens start … start+count-1 of KV [L,B,T,K,H]."""
+    return {name: value[:, :, start : start + count] for name, value in kv.items()}
+
+
+class Passages:
+    """Passages, each behind its own antecedent.
+
+    Attributes:
+      chunk: the canonicals, a batch. front: KV of what stands in front, engine frame. conditioned: KV(B|A), phase-free.
+      logits: what a re-prefill says of the tokens behind, float32 [B,n,V].
+      ids: the tokens behind, [B,n].
+    """
+
+    def __init__(
+        self,
+        backbone: Any,
+        front: KV,
+        canonical: KV,
+        ids: Int[np.ndarray, "B T"],
+        behind: Int[np.ndarray, "B n"],
+    ):
+        """Takes KV of what stands in front and of the passages alone, phase-free, and prefills the passages behind."""
+        self.backbone, self.ids = backbone, np.asarray(behind)
+        self.rows, self.length = ids.shape
+        self.start = next(iter(front.values())).shape[2]
+        self.front = self.turned(front, 0)
+        self.chunk = kvp.Chunk(
+            kv=dict(canonical),
+            local=np.arange(self.length, dtype=np.int32),
+            span=self.length,
+            length=self.length,
+            id="passage",
+            layout=backbone.layout,
+            backbone=backbone.fingerprint,
+        )
+        text = backbone.embed(np.concatenate([ids, behind], axis=1))
+        self.tokens = placed(text.take(0, self.length), self.start)
+        self.after = placed(text.take(self.length, self.length + behind.shape[1]), self.start + self.length)
+
+        asked = np.repeat(np.arange(self.length, self.length + behind.shape[1])[None], self.rows, axis=0)
+        out = backbone.prefill(placed(text, self.start), context=self.front, logits=asked)
+        self.logits = out.logits
+        self.conditioned = cut(out.kv, 0, self.length)
+
+    @property
+    def antecedent(self) -> tuple[str, ...]:
+        """Its one name: every row has its own."""
+        return ("in front",)
+
+    def turned(self, kv: KV, start: int) -> dict[str, Array]:
+        """Phase-free KV in the engine frame, from `start` on."""
+        count = next(iter(kv.values())).shape[2]
+        return dict(kvp.to_engine(self.backbone.layout, kv, np.arange(count, dtype=np.int32), start))
+
+    def cache(self, own: KV) -> dict[str, Array]:
+        """A cache of antecedent and passage, whose engine-frame KV is given."""
+        return joined(dict(self.front), dict(own))
+
+    def serve(self, patch: kvp.Patch | None = None, stale: bool = False) -> dict[str, Array]:
+        """The cache with the canonicals moved and patched."""
+        return self.cache(kvp.apply_patch(self.chunk, patch, self.start, self.antecedent, allow_stale=stale))
+
+    def patch(self, rank: int, conditioned: KV | None = None) -> kvp.Patch:
+        """The passages' patch by a full SVD, of this conditioned KV or of their own; smaller ranks are its slices."""
+        kv = self.conditioned if conditioned is None else dict(conditioned)
+        return kvp.form_patch(self.chunk, kv, rank, self.antecedent, method="exact", dense=False)
+
+    def splice(self) -> SplicedCache:
+        """What token repairs begin with."""
+        slots = np.repeat(np.arange(self.start, self.start + self.length)[None], self.rows, axis=0)
+        return SplicedCache(self.tokens, self.serve(), jnp.asarray(slots), conditioned=self.conditioned)
+
+    def read(self, cache: KV, behind: Tokens | None = None) -> Float[Array, "B n V"]:
+        """Reads the text behind a cache: its logits."""
+        return self.backbone.prefill(self.after if behind is None else behind, context=cache, logits="all").logits
+
+    def scored(self, logits: Float[Array, "B n V"]) -> list[dict[str, float]]:
+        """KL in nats, flips and loss of each passage, for an arm's logits."""
+        return scores(self.logits, logits, self.ids)
+
+
+@jax.jit
+def joined(front: KV, own: KV) -> dict[str, Array]:
+    """Joins KV along its tokens."""
+    return {name: jnp.concatenate([front[name], own[name].astype(front[name].dtype)], axis=2) for name in front}
+
+
+def scores(
+    reference: Float[Array, "B n V"], logits: Float[Array, "B n V"], ids: Int[np.ndarray, "B n"]
+) -> list[dict[str, float]]:
+    """Means over a row's n tokens: KL(reference‖logits), flips of the best token, loss on the tokens that follow."""
+    columns = {name: np.asarray(value) for name, value in _compared(reference, logits, jnp.asarray(ids)).items()}
+    return [{name: float(value[row]) for name, value in columns.items()} for row in range(len(ids))]
+
+
+@functools.partial(jax.jit)
+def _compared(
+    reference: Float[Array, "B n V"], logits: Float[Array, "B n V"], ids: Int[Array, "B n"]
+) -> dict[str, Float[Array, " B"]]:
+    own, true = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
+    said = jnp.take_along_axis(own[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
+    return {
+        "kl": (jnp.exp(true) * (true - own)).sum(-1).mean(-1),
+        "flips": (reference.argmax(-1) != logits.argmax(-1)).astype(jnp.float32).mean(-1),
+        "loss": -said.mean(-1),
+    }

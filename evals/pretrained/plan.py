@@ -1,0 +1,88 @@
+"""What the suite measures: sizes, and its parts, each of which is kept when it is done.
+
+A part is one call of a few programs over one document or one batch of questions, half a minute of a core or so.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+DOMAINS = ("prose", "code", "tables", "transcripts")
+TASKS = ("copy", "retrieve from what stands in front", "retrieve from the reused chunk", "coreference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes. Tokens: chunk, scored, greedy, answer, long. The rest are counts.
+
+    chunk: tokens of a passage, and of what stands in front of it. scored: the text's next tokens, that every arm reads.
+    documents: per domain, of `passages` passages each; every `wide`-th has all arms, spectra and greedy continuations.
+    long: longer passages, (tokens, how many). windows: per domain, documents whose antecedents are varied.
+    slides: batches of documents whose first antecedent leaves. items, batch: questions per task, and at a time.
+    facts: tokens of a chunk that is asked about.
+    """
+
+    chunk: int = 192
+    scored: int = 32
+    passages: int = 4
+    documents: int = 24
+    wide: int = 8
+    long: tuple[tuple[int, int], ...] = ((512, 10), (1024, 4), (2048, 2))
+    windows: int = 2
+    slides: int = 3
+    greedy: int = 32
+    items: int = 40
+    batch: int = 8
+    facts: int = 64
+
+    @property
+    def piece(self) -> int:
+        """Tokens of one of the three antecedents of a window."""
+        return self.chunk // 3
+
+
+FULL = Plan()
+QUICK = Plan(chunk=48, scored=8, documents=1, wide=1, long=(), windows=0, slides=1, greedy=8, items=4, batch=4)
+
+
+class Part(NamedTuple):
+    """One piece of work: what kind, of which domain, length or task, and its number there.
+
+    share: where it stands among its kind, 0 … 1; parts of all kinds are done evenly. tokens: that it runs, about.
+    """
+
+    kind: str
+    of: str
+    number: int
+    share: float
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """Its key in the file of parts."""
+        return f"{self.kind}, {self.of}, {self.number}"
+
+
+def parts(plan: Plan) -> list[Part]:
+    """Lists all parts, kinds interleaved, so that what was measured when one stops is a picture of the whole."""
+    found = []
+    size, scored = plan.chunk, plan.scored
+    base = (2 * plan.passages + 1) * size + 9 * plan.passages * scored + plan.passages * size // 2
+    for number in range(plan.documents):
+        wide = 0 if number % plan.wide else plan.passages * (25 * scored + 11 * plan.greedy + 2 * size)
+        for place, domain in enumerate(DOMAINS):
+            share = (number + (place + 0.5) / len(DOMAINS)) / plan.documents
+            found.append(Part("text", domain, number, share, base + wide))
+    for length, count in plan.long:
+        cost = size + 2 * length + 9 * scored + length // 2
+        found += [Part("long", str(length), number, (number + 0.5) / count, cost) for number in range(count)]
+    for number in range(plan.windows):
+        cost = 8 * (2 * size + scored) + 32 * scored
+        found += [Part("window", domain, number, (number + 0.5) / plan.windows, cost) for domain in DOMAINS]
+    for number in range(plan.slides):
+        cost = plan.passages * (4 * size + 6 * scored)
+        found.append(Part("slide", "all", number, (number + 0.5) / plan.slides, cost))
+    batches = -(-plan.items // plan.batch)
+    for task in TASKS:
+        cost = plan.batch * (3 * plan.facts + 9 * 24)
+        found += [Part("behaviour", task, number, (number + 0.5) / batches, cost) for number in range(batches)]
+    return sorted(found, key=lambda part: (part.share, part.kind, part.of))

@@ -1,0 +1,248 @@
+"""The suite's own pages: table.md, three figures, report.html."""
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..results.intervals import Interval
+from ..results.rows import Rows
+from ..results.tables import markdown_table
+from .plan import TASKS
+
+matplotlib.use("Agg")
+Results = Mapping[str, Any]
+METRICS = {
+    "stored": "stored, % of KV",
+    "serving": "served FLOPs, % of re-prefill",
+    "kl": "KL, nats",
+    "eta": "η",
+    "flips": "flips, %",
+    "loss_difference": "loss above re-prefill's, nats",
+}
+PERCENT = ("stored", "serving", "flips")
+FAMILIES = {
+    "patch.rank=": ("patch", "C0", "o"),
+    "first_k": ("first-k", "C1", "s"),
+    "cacheblend": ("CacheBlend-style", "C2", "^"),
+    "query_aware": ("query-aware tokens", "C3", "D"),
+    "oracle_delta": ("oracle Δ tokens", "C4", "v"),
+    "random": ("random tokens", "C5", "x"),
+    "kv.bits=": ("KV(B|A) at few bits", "C6", "P"),
+    "patch.int8": ("patch, int8", "C7", "*"),
+}
+
+
+def write_report(results: Results, out: Path) -> Path:
+    """Writes table.md, figures/ and report.html; returns the last."""
+    rows = Rows(results)
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    figures = [draw(rows, out / "figures" / f"{name}.png") for name, draw in FIGURES.items()]
+    tables = all_tables(rows)
+    text = [f"## {title}\n\n{markdown_table(head, lines)}" for title, (head, lines) in tables.items()]
+    (out / "table.md").write_text("\n\n".join([verdict(rows), *text]) + "\n", encoding="utf-8")
+    page = out / "report.html"
+    page.write_text(_page(results, verdict(rows), tables, [path for path in figures if path]), encoding="utf-8")
+    return page
+
+
+def show(interval: Interval, scale: float = 1.0, places: int = 3) -> str:
+    """A number with its interval, or a dash."""
+    value, low, high = (number * scale for number in interval[:3])
+    if not np.isfinite(value):
+        return "–"
+    return f"{value:.{places}f}" + (f" [{low:.{places}f}, {high:.{places}f}]" if np.isfinite(low) else "")
+
+
+def verdict(rows: Rows) -> str:
+    """What the rows say, in sentences that are made of them."""
+    blind = rows.get("text", "blind", "loss_difference")
+    if not np.isfinite(blind.value):
+        return "Nothing was measured yet."
+    loss = rows.get("text", "re-prefill", "loss")
+    arms = [arm for arm in rows.arms("text") if arm not in ("re-prefill", "blind") and rows.get("text", arm, "eta").n]
+    limited = [arm for arm in arms if rows.get("text", arm, "stored").value <= 0.5]
+    best = max(limited or arms, key=lambda arm: rows.get("text", arm, "eta").value)
+    sentences = [
+        f"Over {blind.n} passages of text that nobody trained the model for, blind reuse raises the loss on the text's "
+        f"next tokens from {loss.value:.3f} by {show(blind)} nats: on plain text the practical loss is small, as the "
+        "paper says, which calls text a negative control.",
+        f"It changes {show(rows.get('text', 'blind', 'flips'), 100, 1)} % of the next tokens that the model would "
+        "choose.",
+        f"Of the arms that store at most half of the passage's KV, {best} removes most of blind reuse's KL: "
+        f"η {show(rows.get('text', best, 'eta'))}.",
+    ]
+    return " ".join(sentences)
+
+
+def all_tables(rows: Rows) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Every table by its title: the head, and lines of text."""
+    found = {"Every way of reuse": _arms_table(rows, "text")}
+    parts = [probe for probe in dict.fromkeys(probe for probe, _, _ in rows.table) if probe.startswith("text.")]
+    if parts:
+        arms = [arm for arm in rows.arms("text") if rows.get(parts[0], arm, "eta").n and arm != "re-prefill"]
+        head = ["passages", "n", "blind: KL", "blind: loss above re-prefill's", *(f"η, {arm}" for arm in arms[1:])]
+        lines = []
+        for probe in parts:
+            get = lambda arm, metric, probe=probe: rows.get(probe, arm, metric)
+            first = [probe.removeprefix("text."), str(get("blind", "kl").n)]
+            first += [show(get("blind", "kl")), show(get("blind", "loss_difference"))]
+            lines.append([*first, *(show(get(arm, "eta"), places=2) for arm in arms[1:])])
+        found["By domain, antecedent and length"] = (head, lines)
+    if rows.arms("greedy"):
+        lines = [
+            [arm, *(show(rows.get("greedy", arm, metric), 100, 1) for metric in ("greedy_tokens", "greedy_all")),
+             str(rows.get("greedy", arm, "greedy_all").n)]
+            for arm in rows.arms("greedy")
+        ]
+        head = ["arm", "tokens up to the first that differs, %", "continuations that agree whole, %", "n"]
+        found["Greedy continuations, against re-prefill's"] = (head, lines)
+    for task in TASKS:
+        probe = f"behaviour.{task}"
+        if rows.arms(probe):
+            names = [name for name in ("right", "chosen", "tokens", "agrees") if rows.get(probe, "blind", name).n]
+            lines = [
+                [arm, *(show(rows.get(probe, arm, name), places=2) for name in names), str(rows.get(probe, arm, "kl").n)]
+                for arm in rows.arms(probe)
+            ]
+            found[f"Behaviour: {task}"] = (["arm", *names, "n"], lines)
+    for probe in dict.fromkeys(probe for probe, _, _ in rows.table):
+        if probe in ("reorder", "slide") or probe.startswith("drift."):
+            found[probe.replace(".", ": ")] = _arms_table(rows, probe)
+    return found
+
+
+def _arms_table(rows: Rows, probe: str) -> tuple[list[str], list[list[str]]]:
+    used = [name for name in METRICS if any(np.isfinite(rows.get(probe, arm, name).value) for arm in rows.arms(probe))]
+    lines = []
+    for arm in rows.arms(probe):
+        if not np.isfinite(rows.get(probe, arm, "kl").value):
+            continue
+        cells = [show(rows.get(probe, arm, name), *((100, 1) if name in PERCENT else (1, 3))) for name in used]
+        lines.append([arm, *cells, str(rows.get(probe, arm, "kl").n)])
+    return ["arm", *(METRICS[name] for name in used), "n"], lines
+
+
+def _pareto(rows: Rows, path: Path) -> Path | None:
+    """η against stored bytes, and against FLOPs while serving with a patch's forming shared by 1, 3 and 10 reuses."""
+    arms = [arm for arm in rows.arms("text") if np.isfinite(rows.get("text", arm, "stored").value)]
+    if not arms:
+        return None
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for prefix, (label, colour, marker) in FAMILIES.items():
+        own = [arm for arm in arms if arm.startswith(prefix)]
+        if not own:
+            continue
+        points = [rows.get("text", arm, "eta") for arm in own]
+        cost = lambda name, own=own: np.array([rows.get("text", arm, name).value for arm in own])
+        _points(left, cost("stored"), points, colour, marker, label)
+        for reuses in (1, 3, 10):
+            spent = cost("serving") + cost("forming") / reuses
+            fading = {1: 0.3, 3: 0.6, 10: 1.0}[reuses]
+            _points(right, spent, points, colour, marker, label if reuses == 10 else None, fading)
+    left.set(xlabel="stored, share of the passage's KV", ylabel="η: share of blind's KL removed", ylim=(-0.05, 1.05))
+    right.set(xlabel="FLOPs per reuse, share of re-prefill (pale: formed for 1 or 3 reuses; full: 10)")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _points(
+    axes: Axes,
+    x: np.ndarray,
+    points: Sequence[Interval],
+    colour: str,
+    marker: str,
+    label: str | None,
+    fading: float = 1.0,
+) -> None:
+    order = np.argsort(x, kind="stable")
+    y = np.array([point.value for point in points])[order]
+    ends = np.array([[point.value - point.low, point.high - point.value] for point in points])[order].T
+    ends = np.maximum(np.nan_to_num(ends), 0)
+    look = {"color": colour, "marker": marker, "label": label, "alpha": fading, "lw": 1, "ms": 5, "capsize": 2}
+    axes.errorbar(x[order], y, yerr=ends, **look)
+
+
+def _depth(rows: Rows, path: Path) -> Path | None:
+    return _by_layer(rows, path, "relative_norm", "‖Δ‖ / ‖KV‖")
+
+
+def _spectra(rows: Rows, path: Path) -> Path | None:
+    return _by_layer(rows, path, "e90", "directions with 90 % of ‖Δ‖²")
+
+
+def _by_layer(rows: Rows, path: Path, metric: str, label: str) -> Path | None:
+    """A metric of the deficit by layer, a line per channel."""
+    found: dict[str, list[tuple[int, Interval]]] = {}
+    for arm in rows.arms("deficit", "layer="):
+        layer, channel = arm.removeprefix("layer=").split(".")
+        interval = rows.get("deficit", arm, metric)
+        if np.isfinite(interval.value):
+            found.setdefault(channel, []).append((int(layer), interval))
+    if not found:
+        return None
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    for place, (channel, points) in enumerate(found.items()):
+        points.sort(key=lambda point: point[0])
+        layers = [layer for layer, _ in points]
+        axes.plot(layers, [point.value for _, point in points], color=f"C{place}", label=channel)
+        low, high = [point.low for _, point in points], [point.high for _, point in points]
+        axes.fill_between(layers, low, high, color=f"C{place}", alpha=0.2)
+    axes.set(xlabel="layer", ylabel=label)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+FIGURES = {"repairs": _pareto, "depth": _depth, "spectra": _spectra}
+
+_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:auto;padding:1rem;color:#222}
+table{border-collapse:collapse;font-size:.85rem}td,th{padding:.25rem .6rem;text-align:left;border-bottom:1px solid #ddd;
+white-space:nowrap}td:first-child,th:first-child{position:sticky;left:0;background:#fff}div.wide{overflow-x:auto}
+img{max-width:100%}pre{overflow-x:auto}"""
+
+
+def _page(results: Results, said: str, tables: Mapping[str, Any], figures: Sequence[Path]) -> str:
+    """One HTML page that opens offline."""
+    config = results["config"]
+    licences = "; ".join(f"{package}: {licence}" for package, licence in config["licences"].items())
+    note = ""
+    if config["parts_done"] < config["parts"]:
+        note = f"<p><b>Not finished: {config['parts_done']} of {config['parts']} parts.</b></p>"
+    pictures = "".join(
+        f'<p><img alt="{path.stem}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></p>'
+        for path in figures
+    )
+    body = "".join(
+        f"<details{' open' if place == 0 else ''}><summary><b>{html.escape(title)}</b></summary>{_table(*table)}</details>"
+        for place, (title, table) in enumerate(tables.items())
+    )
+    settings = html.escape("\n".join(f"{name}: {value}" for name, value in config.items() if name != "documents"))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Reuse on real weights</title><style>{_STYLE}</style></head><body>"
+        f"<h1>Reuse on real weights: {html.escape(config['model'])}</h1><p>{html.escape(said)}</p>{note}{pictures}{body}"
+        f"<p>Intervals: 95 %, whole documents resampled. Stored and served shares: of the passages of the most frequent "
+        f"length; arms that only a subset of passages has say so by their n. Text: {html.escape(licences)}.</p>"
+        f"<details><summary>Settings</summary><pre>{settings}</pre></details></body></html>\n"
+    )
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    cells = lambda tag, line: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line)
+    body = "".join(f"<tr>{cells('td', line)}</tr>" for line in lines)
+    return f'<div class="wide"><table><tr>{cells("th", head)}</tr>{body}</table></div>'

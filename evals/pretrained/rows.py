@@ -1,0 +1,131 @@
+"""Rows of results.json out of the records of finished parts: every interval over documents."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..results import intervals
+from ..results.intervals import Interval
+from ..results.rows import Row, measured_row
+from .plan import TASKS
+
+Record = Mapping[str, Any]
+GROUPS = ("domain", "antecedent", "length")
+
+
+def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
+    """All rows of all parts."""
+    by_kind: dict[str, list[Record]] = defaultdict(list)
+    for part in parts:
+        kind, of, _ = (*part["part"].split(", "), "", "")[:3]
+        for record in part["records"]:
+            by_kind[kind].append({**record, "of": of})
+    found: list[tuple[str, str, str, Interval]] = []
+    everything = [*by_kind["text"], *by_kind["long"]]
+    scored = [record for record in everything if "kl" in record]
+    found += _compared("text", scored)
+    for group in GROUPS:
+        for value in dict.fromkeys(record[group] for record in scored):
+            own = [record for record in scored if record[group] == value]
+            found += _compared(f"text.{group}={value}", own, ("eta", "kl", "flips", "loss_difference"))
+    found += _costs(scored)
+    found += _greedy([record for record in everything if "greedy_all" in record])
+    found += _profiles([record for record in everything if "profile" in record])
+    found += _windows(by_kind["window"])
+    found += _compared("slide", by_kind["slide"])
+    for task in TASKS:
+        found += _behaviour(task, [record for record in by_kind["behaviour"] if record["of"] == task])
+    return [measured_row(probe, model, arm, metric, interval) for probe, arm, metric, interval in found]
+
+
+Found = Iterator[tuple[str, str, str, Interval]]
+
+
+def _key(record: Record) -> tuple[Any, ...]:
+    return tuple(record.get(name) for name in ("document", "length", "passage", "case"))
+
+
+def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = ()) -> Found:
+    """KL, η, flips and loss of every arm, over the items that it has."""
+    reference = {_key(record): record for record in scored if record["arm"] == "re-prefill"}
+    blind = {_key(record): record for record in scored if record["arm"] == "blind"}
+    for arm in dict.fromkeys(record["arm"] for record in scored):
+        own = [record for record in scored if record["arm"] == arm]
+        cluster = np.array([record["document"] for record in own])
+        column = lambda name, own=own: np.array([record[name] for record in own])
+        of_blind = np.array([blind[_key(record)]["kl"] for record in own])
+        of_reference = np.array([reference[_key(record)]["loss"] for record in own])
+        measured: dict[str, Callable[[], Interval]] = {
+            "kl": lambda: intervals.mean(column("kl"), cluster),
+            "eta": lambda: intervals.eta(column("kl"), of_blind, cluster),
+            "flips": lambda: intervals.mean(column("flips"), cluster),
+            "loss": lambda: intervals.mean(column("loss"), cluster),
+            "loss_difference": lambda: intervals.paired_difference(column("loss"), of_reference, cluster),
+        }
+        for metric in metrics or measured:
+            yield probe, arm, metric, measured[metric]()
+
+
+def _costs(scored: Sequence[Record]) -> Found:
+    """What every arm stores and computes, as shares, of the passages of the most frequent length."""
+    lengths = [record["length"] for record in scored]
+    common = max(set(lengths), key=lengths.count) if lengths else None
+    seen = set()
+    for record in scored:
+        if record["length"] == common and "stored" in record and record["arm"] not in seen:
+            seen.add(record["arm"])
+            for name in ("stored", "serving", "forming"):
+                yield "text", record["arm"], name, Interval(record[name], float("nan"), float("nan"), 1)
+
+
+def _greedy(records: Sequence[Record]) -> Found:
+    for arm in dict.fromkeys(record["arm"] for record in records):
+        own = [record for record in records if record["arm"] == arm]
+        cluster = np.array([record["document"] for record in own])
+        for metric in ("greedy_tokens", "greedy_all"):
+            yield "greedy", arm, metric, intervals.mean(np.array([record[metric] for record in own]), cluster)
+
+
+def _profiles(records: Sequence[Record]) -> Found:
+    """The deficit by layer and channel: means over passages."""
+    for metric in dict.fromkeys(metric for record in records for metric in record["profile"]):
+        own = [record for record in records if metric in record["profile"]]
+        cluster = np.array([record["document"] for record in own])
+        for channel in own[0]["profile"][metric]:
+            values = np.array([record["profile"][metric][channel] for record in own])
+            for layer in range(values.shape[1]):
+                interval = intervals.mean(values[:, layer], cluster)
+                yield "deficit", f"layer={layer}.{channel}", metric, interval
+
+
+def _windows(records: Sequence[Record]) -> Found:
+    """Reorder over its orders; drift by what was changed."""
+    effects = [record for record in records if "relative_order_effect" in record]
+    if effects:
+        cluster = np.array([record["document"] for record in effects])
+        values = np.array([record["relative_order_effect"] for record in effects])
+        yield "reorder", "order", "relative_order_effect", intervals.mean(values, cluster)
+    scored = [record for record in records if "kl" in record]
+    yield from _compared("reorder", [record for record in scored if record["probe"] == "reorder"])
+    drift = [record for record in scored if record["probe"] == "drift"]
+    for case in dict.fromkeys(record["case"] for record in drift):
+        yield from _compared(f"drift.{case}", [record for record in drift if record["case"] == case])
+
+
+def _behaviour(task: str, records: Sequence[Record]) -> Found:
+    """Shares of right answers, of right tokens, of answers that re-prefill gives; differences from re-prefill."""
+    reference = {record["row"]: record for record in records if record["arm"] == "re-prefill"}
+    for arm in dict.fromkeys(record["arm"] for record in records):
+        own = [record for record in records if record["arm"] == arm]
+        cluster = np.array([record["row"] for record in own])
+        for metric in ("right", "tokens", "agrees", "kl", "chosen"):
+            if metric not in own[0]:
+                continue
+            values = np.array([record[metric] for record in own])
+            yield f"behaviour.{task}", arm, metric, intervals.mean(values, cluster)
+            if metric in ("right", "chosen"):
+                true = np.array([reference[record["row"]][metric] for record in own])
+                difference = intervals.paired_difference(values, true, cluster)
+                yield f"behaviour.{task}", arm, f"{metric}_difference", difference

