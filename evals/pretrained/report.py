@@ -97,8 +97,11 @@ def all_tables(rows: Rows) -> dict[str, tuple[list[str], list[list[str]]]]:
         found["By domain, antecedent and length"] = (head, lines)
     if rows.arms("greedy"):
         lines = [
-            [arm, *(show(rows.get("greedy", arm, metric), 100, 1) for metric in ("greedy_tokens", "greedy_all")),
-             str(rows.get("greedy", arm, "greedy_all").n)]
+            [
+                arm,
+                *(show(rows.get("greedy", arm, metric), 100, 1) for metric in ("greedy_tokens", "greedy_all")),
+                str(rows.get("greedy", arm, "greedy_all").n),
+            ]
             for arm in rows.arms("greedy")
         ]
         head = ["arm", "tokens up to the first that differs, %", "continuations that agree whole, %", "n"]
@@ -108,7 +111,11 @@ def all_tables(rows: Rows) -> dict[str, tuple[list[str], list[list[str]]]]:
         if rows.arms(probe):
             names = [name for name in ("right", "chosen", "tokens", "agrees") if rows.get(probe, "blind", name).n]
             lines = [
-                [arm, *(show(rows.get(probe, arm, name), places=2) for name in names), str(rows.get(probe, arm, "kl").n)]
+                [
+                    arm,
+                    *(show(rows.get(probe, arm, name), places=2) for name in names),
+                    str(rows.get(probe, arm, "kl").n),
+                ]
                 for arm in rows.arms(probe)
             ]
             found[f"Behaviour: {task}"] = (["arm", *names, "n"], lines)
@@ -227,7 +234,8 @@ def _page(results: Results, said: str, tables: Mapping[str, Any], figures: Seque
         for path in figures
     )
     body = "".join(
-        f"<details{' open' if place == 0 else ''}><summary><b>{html.escape(title)}</b></summary>{_table(*table)}</details>"
+        f"<details{' open' if place == 0 else ''}><summary><b>{html.escape(title)}</b></summary>{_table(*table)}"
+        "</details>"
         for place, (title, table) in enumerate(tables.items())
     )
     settings = html.escape("\n".join(f"{name}: {value}" for name, value in config.items() if name != "documents"))
@@ -235,9 +243,9 @@ def _page(results: Results, said: str, tables: Mapping[str, Any], figures: Seque
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Reuse on real weights</title><style>{_STYLE}</style></head><body>"
-        f"<h1>Reuse on real weights: {html.escape(config['model'])}</h1><p>{html.escape(said)}</p>{note}{pictures}{body}"
-        f"<p>Intervals: 95 %, whole documents resampled. Stored and served shares: of the passages of the most frequent "
-        f"length; arms that only a subset of passages has say so by their n. Text: {html.escape(licences)}.</p>"
+        f"<h1>Reuse on real weights: {html.escape(config['model'])}</h1><p>{html.escape(said)}</p>{note}{pictures}"
+        f"{body}<p>Intervals: 95 %, whole documents resampled. Stored and served shares: of the passages of the most "
+        f"frequent length; arms of a subset of passages say so by their n. Text: {html.escape(licences)}.</p>"
         f"<details><summary>Settings</summary><pre>{settings}</pre></details></body></html>\n"
     )
 

@@ -1,7 +1,7 @@
 """Rows of results.json out of the records of finished parts: every interval over documents."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from .plan import TASKS
 
 Record = Mapping[str, Any]
 GROUPS = ("domain", "antecedent", "length")
+METRICS = ("kl", "eta", "flips", "loss", "loss_difference")
 
 
 def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
@@ -47,25 +48,26 @@ def _key(record: Record) -> tuple[Any, ...]:
     return tuple(record.get(name) for name in ("document", "length", "passage", "case"))
 
 
-def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = ()) -> Found:
+def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = METRICS) -> Found:
     """KL, η, flips and loss of every arm, over the items that it has."""
     reference = {_key(record): record for record in scored if record["arm"] == "re-prefill"}
     blind = {_key(record): record for record in scored if record["arm"] == "blind"}
     for arm in dict.fromkeys(record["arm"] for record in scored):
         own = [record for record in scored if record["arm"] == arm]
+        items = {name: np.array([record[name] for record in own]) for name in ("kl", "flips", "loss")}
+        items["blind"] = np.array([blind[_key(record)]["kl"] for record in own])
+        items["reference"] = np.array([reference[_key(record)]["loss"] for record in own])
         cluster = np.array([record["document"] for record in own])
-        column = lambda name, own=own: np.array([record[name] for record in own])
-        of_blind = np.array([blind[_key(record)]["kl"] for record in own])
-        of_reference = np.array([reference[_key(record)]["loss"] for record in own])
-        measured: dict[str, Callable[[], Interval]] = {
-            "kl": lambda: intervals.mean(column("kl"), cluster),
-            "eta": lambda: intervals.eta(column("kl"), of_blind, cluster),
-            "flips": lambda: intervals.mean(column("flips"), cluster),
-            "loss": lambda: intervals.mean(column("loss"), cluster),
-            "loss_difference": lambda: intervals.paired_difference(column("loss"), of_reference, cluster),
-        }
-        for metric in metrics or measured:
-            yield probe, arm, metric, measured[metric]()
+        for metric in metrics:
+            yield probe, arm, metric, _statistic(metric, items, cluster)
+
+
+def _statistic(metric: str, items: Mapping[str, np.ndarray], cluster: np.ndarray) -> Interval:
+    if metric == "eta":
+        return intervals.eta(items["kl"], items["blind"], cluster)
+    if metric == "loss_difference":
+        return intervals.paired_difference(items["loss"], items["reference"], cluster)
+    return intervals.mean(items[metric], cluster)
 
 
 def _costs(scored: Sequence[Record]) -> Found:

@@ -180,8 +180,10 @@ def records(file: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     lines = [json.loads(line) for line in whole.splitlines()]
     other = [name for name in config if lines[0].get("config", {}).get(name) != config[name]]
     if other:
-        raise InputError(f"{file} holds parts of another {', '.join(other)}; expected {config['model']}'s of this plan "
-                         "and text: choose another --out")
+        raise InputError(
+            f"{file} holds parts of another {', '.join(other)}; expected {config['model']}'s of this plan "
+            "and text: choose another --out"
+        )
     if whole != kept:
         file.write_text(whole, encoding="utf-8")
     yield from lines[1:]

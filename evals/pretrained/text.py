@@ -10,18 +10,26 @@ from jaxtyping import Array, Float
 from kvpatch_jax import deficit
 
 from .arms import Arms
-from .passages import KV, Passages, cut, placed
+from .passages import KV, Passages, placed
 from .plan import Plan
 from .texts import Document
 
 Record = dict[str, Any]
-GREEDY_ARMS = ("blind", "patch.rank=8", "patch.rank=16", "patch.rank=32", "first_k.budget=0.15", "cacheblend.budget=0.15",
-               "query_aware.budget=0.15", "patch.rank=4", "patch.rank=64", "oracle_delta.budget=0.15")
+GREEDY_ARMS = (
+    "blind",
+    "patch.rank=8",
+    "patch.rank=16",
+    "patch.rank=32",
+    "first_k.budget=0.15",
+    "cacheblend.budget=0.15",
+    "query_aware.budget=0.15",
+    "patch.rank=4",
+    "patch.rank=64",
+    "oracle_delta.budget=0.15",
+)
 
 
-def compared(
-    backbone: Any, plan: Plan, document: Document, other: Document, wide: bool
-) -> Iterator[Record]:
+def compared(backbone: Any, plan: Plan, document: Document, other: Document, wide: bool) -> Iterator[Record]:
     """A document's passages: every second one behind the text before it, the others behind another document's.
 
     Args:
@@ -93,7 +101,11 @@ def _profile(of: Passages, spectra: bool) -> Sequence[Record]:
     found = _shape(delta, dict(of.chunk.kv), spectra)
     whole = {metric: {name: np.asarray(value) for name, value in own.items()} for metric, own in found.items()}
     return [
-        {"profile": {metric: {name: _short(value[row]) for name, value in own.items()} for metric, own in whole.items()}}
+        {
+            "profile": {
+                metric: {name: _short(value[row]) for name, value in own.items()} for metric, own in whole.items()
+            }
+        }
         for row in range(of.rows)
     ]
 

@@ -80,9 +80,7 @@ def _reordered(of: Passages) -> Iterator[tuple[str, Array]]:
     yield "blind", of.read(of.serve())
     first = {name: jnp.repeat(value[:, :1], of.rows, axis=1) for name, value in of.conditioned.items()}
     # The mean of the others' conditioned KV has the mean of their deficits.
-    others = {
-        name: (value.sum(1, keepdims=True) - value) / (of.rows - 1) for name, value in of.conditioned.items()
-    }
+    others = {name: (value.sum(1, keepdims=True) - value) / (of.rows - 1) for name, value in of.conditioned.items()}
     for arm, kv in {"transfer": first, "orbit": others, "oracle": of.conditioned}.items():
         yield f"{arm}.rank={RANK}", of.read(of.serve(of.patch(rank_of(of), kv)))
 

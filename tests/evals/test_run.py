@@ -15,7 +15,7 @@ import pytest
 from absl import app
 
 from evals import probes, run, small_task
-from evals.report import side_by_side
+from evals.report import coverage, side_by_side
 from evals.report.figures import draw_all
 from evals.report.page import write_report
 from evals.report.summary import TOKEN_METHODS
@@ -110,6 +110,10 @@ def test_rows_are_long_form(job: Job):
         assert row["n"] >= 0
         if math.isfinite(row["low"]):
             assert row["low"] <= row["value"] <= row["high"], row
+
+
+def test_rows_that_the_page_of_coverage_names_are_there(job: Job):
+    assert coverage.missing("default", job.rows) == []
 
 
 def test_numbers_are_finite_where_they_must_be(job: Job):

@@ -1,0 +1,316 @@
+"""What five papers show, and which of our rows show the same: the page docs/reference/coverage.md.
+
+    python -m evals.report.coverage                              # writes the page anew
+    python -m evals.report.coverage default=out/run/results.json # says which of the rows named here a run lacks
+
+Rows are named (suite, probe, arm, metric), as results.json names them.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..results.tables import markdown_table
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
+SUITES = {
+    "default": "`python -m evals.run`",
+    "window": "`--suite=window`",
+    "pretrained": "`--suite=pretrained`",
+}
+RowName = tuple[str, str, str, str]
+
+
+class Item(NamedTuple):
+    """A table or figure. rows: ours, none where it is not covered; note: how ours differs, or why there is none."""
+
+    where: str
+    shows: str
+    rows: tuple[RowName, ...]
+    note: str
+
+
+def _rows(suite: str, probe: str, metric: str, *arms: str) -> tuple[RowName, ...]:
+    return tuple((suite, probe, arm, metric) for arm in arms)
+
+
+_VISIBLE = "repair.visible"
+_SCALE = "needs GPUs and large checkpoints, which are not at hand"
+_PATCHES = ("patch.rank=8", "patch.rank=16", "patch.rank=32")
+
+PAPERS: Mapping[str, tuple[Item, ...]] = {
+    "Kamera: Unified Position-Invariant Multimodal KV Cache for Training-Free Reuse (arXiv 2606.23581)": (
+        Item("Fig. 1, 2", "the idea, drawn", (), "diagrams, no measurement"),
+        Item(
+            "Fig. 3",
+            "structure of the deficit: rank, depth",
+            (
+                *_rows("default", "deficit", "relative_norm", "layer=0.v", "layer=5.v"),
+                *_rows("default", "deficit", "e90", "layer=5.k", "layer=5.v"),
+                *_rows("pretrained", "deficit", "relative_norm", "layer=0.v", "layer=1.v"),
+                *_rows("pretrained", "deficit", "e90", "layer=1.k", "layer=1.v"),
+            ),
+            "every layer has its rows",
+        ),
+        Item(
+            "Table 1",
+            "eviction: recall needs a fresh patch, survivors the rotation alone",
+            (
+                *_rows("default", "recall", "eta.aggregate", "stale.turnover=3", "fresh.turnover=3"),
+                *_rows("default", "slide", "kl.survivor", "keep", "removal", "blind"),
+                *_rows("window", "window.recall", "kl.aggregate", "stale.turnover=3.lead=1", "fresh.turnover=3.lead=1"),
+                *_rows("window", "window.slide", "kl.survivor", "keep.gone=1.lead=0", "keep.gone=1.lead=1"),
+                *_rows("pretrained", "slide", "kl", "keep", "removal.rank=16", "blind"),
+                *_rows("pretrained", "drift.replaced 3", "eta", "stored.rank=16", "oracle.rank=16"),
+            ),
+            "small models and text, not video",
+        ),
+        Item("Table 2", "a menu of operating points", (), "a list of cases, no measurement"),
+        Item(
+            "Fig. 4",
+            "no cheap signal says where the deficit is",
+            _rows("window", "window.gate", "rank_correlation", "all"),
+            "one signal alone, the gate's divergence of antecedents; attention mass and motion are not measured as "
+            "predictors of Δ",
+        ),
+        Item(
+            "Table 3",
+            "accuracy of answers that need both chunks",
+            _rows("default", _VISIBLE, "accuracy.chain", "re-prefill", "blind", *_PATCHES, "cacheblend.budget=0.15"),
+            "a task of ours in place of MM-NIAH, which needs large vision-language checkpoints",
+        ),
+        Item(
+            "Table 4",
+            "patch against token methods at one budget",
+            (
+                *_rows("default", _VISIBLE, "accuracy.aggregate", "patch.rank=16", "first_k.bytes_of_rank=16"),
+                *_rows("default", _VISIBLE, "bytes", "patch.rank=16", "patch.rank=64"),
+                *_rows("pretrained", "text", "eta", "patch.rank=16", "first_k.budget=0.15", "query_aware.budget=0.15"),
+            ),
+            "document QA is not covered: it needs large checkpoints",
+        ),
+        Item(
+            "Fig. 5",
+            "KL against rank",
+            (
+                *_rows("default", _VISIBLE, "kl.chain", "patch.rank=4", *_PATCHES, "patch.rank=64"),
+                *_rows("pretrained", "text", "kl", "patch.rank=4", *_PATCHES, "patch.rank=64"),
+            ),
+            "widths 128 and 192; no model of width 1024",
+        ),
+        Item(
+            "Fig. 6",
+            "choosing tokens, layers or heads misses",
+            (
+                *_rows("default", _VISIBLE, "eta.chain", "oracle_delta.budget=0.5", "patch.deepest_half.rank=16"),
+                *_rows("default", "deficit", "head_share_max", "layer=5.k", "layer=5.v"),
+                *_rows("pretrained", "text", "eta", "oracle_delta.budget=0.5", "patch.deep_half.rank=16"),
+                *_rows("pretrained", "deficit", "token_share_90", "layer=1.k", "layer=1.v"),
+            ),
+            "injection of single layers is not covered",
+        ),
+        Item(
+            "Fig. 7, Table 5",
+            "flipped answers that come back",
+            (
+                *_rows("default", _VISIBLE, "flip_recover.chain", "patch.rank=64", "cacheblend.budget=0.15"),
+                *_rows("pretrained", "text", "flips", "blind", "patch.rank=32", "cacheblend.budget=0.15"),
+            ),
+            "tasks of ours and text in place of MuirBench and MileBench",
+        ),
+        Item(
+            "Table 6",
+            "at the bytes of rank 16 and 64",
+            _rows(
+                "default",
+                _VISIBLE,
+                "eta.chain",
+                "patch.rank=16",
+                "first_k.bytes_of_rank=16",
+                "cacheblend.bytes_of_rank=16",
+                "oracle_delta.bytes_of_rank=16",
+            ),
+            "at the bytes of ranks 8 and 16; low-rank keys (ShadowKV) are not in these rows",
+        ),
+        Item(
+            "Fig. 8",
+            "shallow layers are reused as they are",
+            _rows("pretrained", "deficit", "relative_norm", "layer=0.k", "layer=1.k"),
+            "norms by layer, not a map of features by tokens",
+        ),
+        Item(
+            "Table 7, Fig. 9",
+            "the deficit by a mask, over six backbones",
+            (
+                *_rows("default", "mask", "probability_difference", "mask_4d"),
+                *_rows("default", _VISIBLE, "kl.chain", "blind"),
+            ),
+            "over our small models of five architectures with `--backbone=all`; released checkpoints are not covered",
+        ),
+        Item(
+            "Table 8",
+            "repair frontier: layers re-prefilled, tokens recomputed",
+            (
+                *_rows("default", _VISIBLE, "eta.chain", "patch.rank=64", "cacheblend.budget=0.5"),
+                *_rows(
+                    "window", "window.drift", "eta.aggregate", "deep.replaced=1.lead=0", "shallow.replaced=1.lead=0"
+                ),
+            ),
+            "layers are re-prefilled in drift alone",
+        ),
+        Item(
+            "Fig. 10",
+            "modalities: text is a negative control",
+            _rows("pretrained", "text", "loss_difference", "blind", "patch.rank=16"),
+            "text alone; audio and video are not covered: no such checkpoint is at hand",
+        ),
+        Item("Fig. 11", "roofline and time to the first token on an H100", (), f"not covered: {_SCALE}"),
+        Item("Fig. 12", "inside SGLang's kernel and pool", (), "not covered: pages are tested, no live engine runs"),
+        Item(
+            "App. D",
+            "drift: what a stored patch survives",
+            (
+                *_rows(
+                    "window", "window.drift", "kl.aggregate", "transfer.replaced=1.lead=0", "update.replaced=1.lead=0"
+                ),
+                *_rows("pretrained", "drift.replaced 1", "eta", "stored.rank=16", "oracle.rank=16"),
+                *_rows("pretrained", "drift.dropped and doubled", "eta", "stored.rank=16"),
+                *_rows("pretrained", "reorder", "eta", "transfer.rank=16", "orbit.rank=16", "oracle.rank=16"),
+            ),
+            "more context in front: the window's suite alone",
+        ),
+    ),
+    "MPIC: position-independent multimodal context caching": (
+        Item("Fig. 1 to 3, 5 to 7", "the system, drawn, and its prefix baseline's time", (), "no row of ours"),
+        Item(
+            "Fig. 4, 8, 11, 12",
+            "attention is on the first tokens of an image",
+            _rows("pretrained", "text", "eta", "first_k.budget=0.15", "random.budget=0.15"),
+            "what recomputing the first tokens brings, against random ones; no map of attention",
+        ),
+        Item(
+            "Fig. 9, 13",
+            "score and time to the first token, by number of images",
+            (
+                *_rows("default", _VISIBLE, "accuracy.chain", "first_k.budget=0.15", "first_k.budget=0.5"),
+                *_rows("window", "window.many", "accuracy.chain", "blind.chunks=8.lead=0", "kept.chunks=8.lead=0"),
+            ),
+            f"scores; time to the first token is not covered: {_SCALE}",
+        ),
+        Item("Fig. 10", "throughput under load", (), f"not covered: {_SCALE}"),
+    ),
+    "VLCache: computing 2 % of the vision tokens": (
+        Item("Fig. 1, 4", "the system, drawn", (), "diagrams, no measurement"),
+        Item(
+            "Fig. 2, 3, 5",
+            "earlier tokens and layers correct more than later ones",
+            (
+                *_rows("default", _VISIBLE, "eta.chain", "first_k.budget=0.1", "first_k.budget=0.25"),
+                *_rows("pretrained", "text", "eta", "first_k.budget=0.15", "first_k.budget=0.5"),
+            ),
+            "budgets that change by layer are not covered by these rows",
+        ),
+        Item("Tables 1, 2, 6, 8, 10", "speedup", (), f"not covered: {_SCALE}"),
+        Item("Tables 3, 4, 7, 9, 11", "accuracy on released checkpoints", (), f"not covered: {_SCALE}"),
+        Item(
+            "Table 5",
+            "against CacheBlend (KV distance) and KVShare (attention distance)",
+            _rows("pretrained", "text", "eta", "first_k.budget=0.15", "cacheblend.budget=0.15"),
+            "KVShare is not in these rows: attention there is the query's own",
+        ),
+    ),
+    "InfoFlow KV: information-flow-aware recomputation for long context": (
+        Item("Fig. 1", "the method, drawn", (), "a diagram, no measurement"),
+        Item("Tables 1, 2", "geometries of positions", (), "not covered: chunks always stand at their true positions"),
+        Item(
+            "Tables 3, 4, Fig. 2",
+            "tokens chosen by the query's attention, by budget",
+            (
+                *_rows("pretrained", "text", "eta", "query_aware.budget=0.15", "query_aware.budget=0.5"),
+                *_rows("pretrained", "text", "serving", "query_aware.budget=0.15", "patch.rank=16"),
+            ),
+            "on text and questions of ours, one model",
+        ),
+        Item("Tables 5, 6", "sequence parallelism on four H100s", (), f"not covered: {_SCALE}"),
+        Item(
+            "Fig. 3, 4",
+            "a needle in long contexts",
+            _rows(
+                "pretrained",
+                "behaviour.retrieve from what stands in front",
+                "right",
+                "re-prefill",
+                "blind",
+                "query_aware.budget=0.15",
+            ),
+            "a fact among 64 tokens, not among tens of thousands: the model is small",
+        ),
+    ),
+    "Cross-query KV segment reuse for template-heavy agents": (
+        Item(
+            "§5 (announced, no table or figure)",
+            "quality against exact prefixes, of text at a moved place",
+            _rows("pretrained", "text", "loss_difference", "blind", "first_k.budget=0.15"),
+            "the paper has no figures of its own to set beside these",
+        ),
+        Item("§5, int8", "cached values at 8 bits", _rows("pretrained", "text", "eta", "kv.bits=8"), ""),
+        Item("§5, agents", "ReAct and ToolBench", (), f"not covered: {_SCALE}"),
+    ),
+}
+
+
+def names(suite: str) -> list[RowName]:
+    """All rows of a suite that the table names."""
+    every = [row for items in PAPERS.values() for item in items for row in item.rows]
+    return [row for row in dict.fromkeys(every) if row[0] == suite]
+
+
+def missing(suite: str, rows: Iterable[Mapping[str, Any]]) -> list[RowName]:
+    """Those that a run of the suite does not have; of its results' rows."""
+    have = {(row["probe"], row["arm"], row["metric"]) for row in rows}
+    return [row for row in names(suite) if row[1:] not in have]
+
+
+def markdown() -> str:
+    """Makes the page."""
+    covered = sum(bool(item.rows) for items in PAPERS.values() for item in items)
+    count = sum(len(items) for items in PAPERS.values())
+    lines = [
+        "# What the papers show, and where ours is",
+        "",
+        f"{covered} of {count} lines have rows of ours; the others say why not. Rows are named as in `results.json`:",
+        "probe, metric, arm. Suites: " + ", ".join(f"*{name}* is {command}" for name, command in SUITES.items()) + ".",
+        "Written by `python -m evals.report.coverage`.",
+    ]
+    for paper, items in PAPERS.items():
+        table = [[item.where, item.shows, _ours(item.rows), item.note] for item in items]
+        lines += ["", f"## {paper}", "", markdown_table(["there", "shows", "our rows", "what differs"], table)]
+    return "\n".join(lines) + "\n"
+
+
+def _ours(rows: Iterable[RowName]) -> str:
+    """Rows of one probe and metric together."""
+    together: dict[tuple[str, str, str], list[str]] = {}
+    for suite, probe, arm, metric in rows:
+        together.setdefault((suite, probe, metric), []).append(f"`{arm}`")
+    said = [f"*{suite}* `{probe}`, `{metric}`: {', '.join(arms)}" for (suite, probe, metric), arms in together.items()]
+    return "; ".join(said) or "not covered"
+
+
+def main(arguments: list[str]) -> None:
+    """Writes the page, or says which of its rows some results lack."""
+    if not arguments:
+        PAGE.write_text(markdown(), encoding="utf-8")
+        print(PAGE)
+    for argument in arguments:
+        suite, _, path = argument.partition("=")
+        lacking = missing(suite, json.loads(Path(path).read_text())["rows"])
+        count = len(names(suite))
+        print(f"{path}: {count - len(lacking)} of the {count} rows of {suite} that the page names are there")
+        print("".join(f"  not: {', '.join(row[1:])}\n" for row in lacking), end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
