@@ -26,7 +26,7 @@ from models import Buckets, ModelBackbone, load
 from . import probes, small_task
 from .command_line import errors_as_one_line
 from .probes.results_table import ResultsTable
-from .probes.window import FULL, QUICK, WindowSizes, measure_window, steps_of
+from .probes.window import FULL, QUICK, Parts, WindowSizes, measure_window, work_of
 from .report import side_by_side
 from .report.figures import draw_all, example_figure
 from .report.page import write_report
@@ -138,11 +138,19 @@ class Progress:
     def __init__(self, total: int):
         from tqdm import tqdm
 
-        self.bar = tqdm(total=total, unit="arm", mininterval=0.5, file=sys.stderr)
+        # A log gets a line now and then. Time left is by the pace of the whole run: steps differ.
+        seldom = 0.5 if sys.stderr.isatty() else 30
+        self.bar = tqdm(total=total, unit="arm", mininterval=seldom, smoothing=0, file=sys.stderr)
 
-    def __call__(self, name: str) -> None:
-        self.bar.set_description_str(name[:28].ljust(28))
-        self.bar.update()
+    def __call__(self, name: str, work: int = 1) -> None:
+        self.bar.set_description_str(name[:28].ljust(28), refresh=False)
+        self.bar.update(work)
+
+    def skip(self, work: int) -> None:
+        """Takes what an earlier run has measured out of what lies ahead."""
+        assert self.bar.total is not None
+        self.bar.total -= work
+        self.bar.refresh()
 
 
 def _ticks(config: RunConfig, arms: int) -> int:
@@ -151,12 +159,17 @@ def _ticks(config: RunConfig, arms: int) -> int:
     window = -(-config.window_contexts // config.batch)
     per = {"repair": batches * arms, "reorder": 6 * window, "slide": window, "recall": 4 * window}
     per["control"] = window * len(CONTROL_ARMS)
-    per[WINDOW] = steps_of(config.window)
+    per[WINDOW] = work_of(config.window)
     return sum(per.get(suite, 0) for suite in config.suite)
 
 
-def measure(backbone: ModelBackbone, config: RunConfig, folder: Path, progress: Progress) -> ResultsTable:
-    """Runs the probes of a backbone, scene by scene: what was cached and asked, by every arm."""
+def measure(
+    backbone: ModelBackbone, config: RunConfig, folder: Path, progress: Progress, parts: Parts | None = None
+) -> ResultsTable:
+    """Runs the probes of a backbone, scene by scene: what was cached and asked, by every arm.
+
+    parts: of the window's suite, where an earlier run left some.
+    """
     table = ResultsTable(Path(config.backbone).name)
     images = folder / "images"
     reuses = []
@@ -189,8 +202,15 @@ def measure(backbone: ModelBackbone, config: RunConfig, folder: Path, progress: 
     if WINDOW in config.suite:
         # Windows of many sizes: padded to a few, so that few programs are compiled.
         padded = load(shipped(config.backbone), dtype="float32", buckets=Buckets())
-        measure_window(table, padded, config.window, config.seed, images, progress)
+        measure_window(table, padded, config.window, config.seed, images, progress, parts)
     return table
+
+
+def kept_parts(config: RunConfig, backbone: ModelBackbone, folder: Path) -> Parts:
+    """Finds what the window's suite has finished in a folder; ends the program where that is of another run."""
+    about = {"model": Path(config.backbone).name, "fingerprint": backbone.fingerprint, "seed": config.seed}
+    with errors_as_one_line():
+        return Parts(folder, {**about, **dataclasses.asdict(config.window)})
 
 
 def measure_control(config: RunConfig, folder: Path, progress: Progress) -> ResultsTable:
@@ -239,11 +259,12 @@ def draw_example(backbone: ModelBackbone, folder: Path, seed: int) -> Path:
 
 def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Measures one backbone and writes everything about it; returns what results.json holds."""
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     backbone = load(shipped(config.backbone), dtype="float32")
+    parts = kept_parts(config, backbone, folder) if WINDOW in config.suite else None
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
     progress = Progress(_ticks(config, probes.arm_count(backbone.layout)))
-    tables = [measure(backbone, config, folder, progress)]
+    tables = [measure(backbone, config, folder, progress, parts)]
     if "control" in config.suite:
         tables.append(measure_control(config, folder, progress))
     progress.bar.close()
@@ -310,6 +331,14 @@ def asked_suites(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def make_out(folder: Path) -> None:
+    """Makes the folder of --out. Raises app.UsageError for one that is or lies below a file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise app.UsageError(f"--out={folder} is or lies below a file; expected a folder") from error
+
+
 def main(arguments: list[str]) -> None:
     """Parses flags, measures, writes, prints."""
     if len(arguments) > 1:
@@ -328,18 +357,22 @@ def main(arguments: list[str]) -> None:
             pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
         return
     folder, name = Path(_OUT.value), _BACKBONE.value
+    if name != "all":
+        with errors_as_one_line():
+            shipped(name)
+    make_out(folder)
     if name == "all":
-        results = {}
-        for each in backbone_names():
+        results, names, began = {}, backbone_names(), time.perf_counter()
+        for number, each in enumerate(names):
             config = RunConfig(each, _suites_of(each, suite), _SEED.value, **small)
             results[each] = run_backbone(config, folder / each)
+            left = (time.perf_counter() - began) / (number + 1) * (len(names) - number - 1)
+            print(f"{number + 1} of {len(names)} backbones; about {left / 60:.0f} minutes left", flush=True)
         if set(suite) & set(SUITES):
             print(f"side by side: {side_by_side.write(results, folder)}")
         if WINDOW in suite:
             print(f"windows side by side: {write_windows(results, folder)}")
     else:
-        with errors_as_one_line():
-            shipped(name)
         run_backbone(RunConfig(name, _suites_of(name, suite), _SEED.value, **small), folder)
 
 

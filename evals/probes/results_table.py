@@ -129,6 +129,17 @@ class ResultsTable:
         """Adds one batch of a number measured per context [B]; its row is the mean over all batches."""
         self.samples.setdefault((probe, arm, metric), []).append((np.asarray(values, float), np.asarray(clusters)))
 
+    def take(self, other: "ResultsTable") -> None:
+        """Adds the items and samples of another table of the same model, as if they had been measured here."""
+        for (probe, part), items in other.probes.items():
+            own = self.items(probe, part, items.reference, items.blind)
+            own.kinds = items.kinds
+            for column in ("asked", "predicted", "divergence"):
+                for name, batches in getattr(items, column).items():
+                    getattr(own, column).setdefault(name, []).extend(batches)
+        for name, batches in other.samples.items():
+            self.samples.setdefault(name, []).extend(batches)
+
     def rows(self) -> list[Row]:
         """Makes every row, long-form; what is undefined is NaN."""
         rows = []

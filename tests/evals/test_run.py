@@ -80,8 +80,8 @@ def job(tmp_path_factory: pytest.TempPathFactory, backbone: ModelBackbone) -> Jo
         def __init__(self) -> None:
             self.names: Counter[str] = Counter()
 
-        def __call__(self, name: str) -> None:
-            self.names[name] += 1
+        def __call__(self, name: str, work: int = 1) -> None:
+            self.names[name] += work
 
     progress = Count()
     ledger = run.measure(backbone, CONFIG, folder, progress)

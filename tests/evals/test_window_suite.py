@@ -5,7 +5,9 @@ import itertools
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,8 @@ from scipy.stats import spearmanr
 import kvpatch_jax as kvp
 from evals import run, small_task
 from evals.probes.results_table import ResultsTable
-from evals.probes.window import QUICK, steps_of
+from evals.probes.window import QUICK, parts, suite, work_of
+from evals.probes.window.common import add
 from evals.probes.window.drift import Safety, pooled_rows
 from evals.probes.window.gate import gate_rows, rank_correlation
 from evals.probes.window.line import Image, Line, Loop, read_in_one
@@ -27,8 +30,10 @@ from evals.report import window, window_paper
 from evals.results.intervals import Interval
 from evals.results.rows import Rows, as_row
 from evals.small_task import KINDS, LEGENDS, VOCABULARY
+from evals.small_task.scenes import Answers
 from evals.trained import shipped
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.gate import pooled_canonical
 from kvpatch_jax.rope import Rope
 from models import ModelBackbone, load
@@ -235,7 +240,104 @@ def test_the_default_run_does_not_have_it():
     config = run.RunConfig(run.MAIN, run.SUITES, 1)
     assert run._ticks(config, 5) == run._ticks(dataclasses.replace(config, window=QUICK), 5)
     with_window = dataclasses.replace(config, suite=(run.WINDOW,), window=QUICK)
-    assert run._ticks(with_window, 5) == steps_of(QUICK)
+    assert run._ticks(with_window, 5) == work_of(QUICK)
+
+
+def stub_probe(table: ResultsTable, stock: object, rng: np.random.Generator, step: Callable[[str], None], **more: Any):
+    """Adds random answers, an effect and, where it is told the gate, what a gate would see."""
+    shape = (4, 3)
+    columns = {name: rng.integers(0, 5, shape) for name in ("kind", "ask", "argument", "answer", "row", "cell")}
+    questions = small_task.Questions(**columns, valid=rng.random(shape) < 0.8)
+    clusters = np.arange(4) + 4 * int(rng.integers(0, 9))
+    said = lambda: Answers(np.log(rng.dirichlet(np.ones(len(VOCABULARY)), shape)).astype(np.float32))
+    arms = {name: said() for name in ("re-prefill", "blind", "orbit", "oracle")}
+    add(table, "reorder", "k=3.lead=0", questions, clusters, arms)
+    table.sample("window.reorder", "order", "relative_order_effect", rng.random(4), clusters)
+    if "safety" in more:
+        more["safety"].take(Safety([0.5], [1.0], [2.0], [0.25], [int(clusters[0])], ["reorder"]))
+    step("stub")
+
+
+class Watched(Counter):
+    """Counts what a run tells of."""
+
+    def __call__(self, name: str, work: int = 1) -> None:
+        self[name] += work
+
+    def skip(self, work: int) -> None:
+        self["skipped"] += work
+
+
+@pytest.fixture
+def stubbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ResultsTable, Watched]]:
+    """Runs the suite with three stubs per batch in place of probes; `fails`: how many come before one that fails."""
+    monkeypatch.setattr(suite, "load_stock", lambda backbone, *more: backbone)
+
+    def run_suite(folder: Path | None, fails: int | None = None, seed: int = 1) -> tuple[ResultsTable, Watched]:
+        left = itertools.count()
+
+        def probe(*arguments: Any, **more: Any) -> None:
+            if next(left) == fails:
+                raise KeyboardInterrupt
+            stub_probe(*arguments, **more)
+
+        plan = lambda sizes, batch: [suite.Planned(f"{batch}.{n}", probe, 1, n + 1, n == 2) for n in range(3)]
+        monkeypatch.setattr(suite, "planned", plan)
+        table, watch = ResultsTable("m"), Watched()
+        parts = suite.Parts(folder, {"seed": seed})
+        nobody = object.__new__(ModelBackbone)
+        sizes = dataclasses.replace(QUICK, contexts=8, batch=4)
+        suite.measure_window(table, nobody, sizes, seed, Path("unused"), watch, parts)
+        return table, watch
+
+    return run_suite
+
+
+def test_a_run_that_was_stopped_goes_on(stubbed: Callable[..., tuple[ResultsTable, Watched]], tmp_path: Path):
+    """Stopped anywhere, the same command gives the rows of a run in one go, and measures nothing twice."""
+    whole, watch = stubbed(None)
+    assert watch == {"stub": 12}
+    rows = json.dumps(whole.rows())
+    assert "window.gate" in rows
+    for fails in range(6):
+        folder = tmp_path / str(fails)
+        with pytest.raises(KeyboardInterrupt):
+            stubbed(folder, fails)
+        table, watch = stubbed(folder)
+        done = sum((number % 3) + 1 for number in range(fails))
+        assert (watch["skipped"], watch["stub"]) == (done, 12 - done)
+        assert json.dumps(table.rows()) == rows
+    again, watch = stubbed(tmp_path / "3")
+    assert watch == {"skipped": 12}
+    assert json.dumps(again.rows()) == rows
+    for name, table in (("one.jsonl", whole), ("other.jsonl", again)):
+        table.write_items(tmp_path / name)
+    assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "other.jsonl").read_text()
+
+
+def test_parts_of_another_run_are_refused(stubbed: Callable[..., tuple[ResultsTable, Watched]], tmp_path: Path):
+    """Another seed, another version of what is measured, parts and settings that were cut off, a file for a folder."""
+    stubbed(tmp_path)
+    with pytest.raises(InputError, match=r"seed 1 \(now 2\); choose another --out"):
+        stubbed(tmp_path, seed=2)
+    folder = tmp_path / parts.FOLDER
+    part, about = folder / "0.1.npz", folder / "config.json"
+    for size in (0, 10, part.stat().st_size - 1):
+        part.write_bytes(part.read_bytes()[:size])
+        with pytest.raises(InputError, match=r"0\.1\.npz is not a whole part .*delete it"):
+            stubbed(tmp_path)
+    part.unlink()
+    assert stubbed(tmp_path)[1] == {"skipped": 10, "stub": 2}
+
+    about.write_text(about.read_text().replace('"version": 1', '"version": 0'))
+    with pytest.raises(InputError, match=r"version 0 \(now 1\)"):
+        stubbed(tmp_path)
+    about.write_text(about.read_text()[:9])
+    with pytest.raises(InputError, match=r"config\.json .*delete"):
+        stubbed(tmp_path)
+    for out in (about, about / "below"):
+        with pytest.raises(InputError, match="is or lies below a file"):
+            stubbed(out)
 
 
 # ------------------------------------------------------------------------------------------------------- slow

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
@@ -48,6 +47,11 @@ class Safety:
     flipped: list[float] = dataclasses.field(default_factory=list)
     cluster: list[int] = dataclasses.field(default_factory=list)
     name: list[str] = dataclasses.field(default_factory=list)
+
+    def take(self, other: "Safety") -> None:
+        """Adds what another one saw."""
+        for field in dataclasses.fields(self):
+            getattr(self, field.name).extend(getattr(other, field.name))
 
 
 def changes(stock: Stock) -> list[Change]:
@@ -105,7 +109,7 @@ def measure_drift(
         true = scenes.cut(whole, line.slices[place])
         quarter = max(1, round(backbone.layout.layers / 4))
         pages["shallow"] = {
-            name: jnp.concatenate([true[name][:quarter], value[quarter:]]) for name, value in pages["stored"].items()
+            name: np.concatenate([true[name][:quarter], value[quarter:]]) for name, value in pages["stored"].items()
         }
         for name, layer in {"deep": quarter, "deepest": 1}.items():
             pages[name] = deep_refresh(line, whole, pages["blind"], layer)
@@ -114,7 +118,7 @@ def measure_drift(
 
         shown = np.broadcast_to(change.shown, (len(change.contexts), LEGENDS))
         questions = small_task.ask(change.contexts, rng, QUESTIONS, shown)
-        said = {name: read(line, cache, questions) for name, cache in caches.items()}
+        said = read(line, caches, questions)
         part = f"{change.name}.{setting(lead=lead)}"
         add(table, "drift", part, questions, stock.clusters, said)
         if safety is not None:
@@ -142,9 +146,9 @@ def deep_refresh(line: Line, whole: KV, alone: KV, layer: int) -> KV:
     tokens = image.tokens._replace(embeddings=hidden).shift(line.starts[place])
     context = {name: value[:, :, : where.start] for name, value in whole.items()}
     upper = backbone.prefill(tokens, context, start_layer=layer).kv
-    full = {name: jnp.concatenate([jnp.zeros_like(alone[name][:layer]), value]) for name, value in upper.items()}
+    full = {name: np.concatenate([np.zeros_like(alone[name][:layer]), value]) for name, value in upper.items()}
     turned = kvp.to_engine(backbone.layout, full, image.tokens.positions, line.starts[place])
-    return {name: jnp.concatenate([alone[name][:layer], value[layer:]]) for name, value in turned.items()}
+    return {name: np.concatenate([alone[name][:layer], value[layer:]]) for name, value in turned.items()}
 
 
 def _updated(stock: Stock, stored: kvp.Patch, conditioned: KV, ids: tuple[str, ...]) -> kvp.Patch:

@@ -1,26 +1,37 @@
 """Images one behind the other, as a window has them: placed, prefilled, served piece by piece, asked about.
 
 Everything is a batch of contexts that share all but their pixels. KV of images is phase-free; what is read is in the
-engine frame. Axis letters as in `small_task.scenes`.
+engine frame. Axis letters as in `small_task.scenes`. Between forwards everything lies on the host, where cutting,
+joining and padding compile nothing: a line in another order, or of another length in a bucket, runs programs that are
+there.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.canonical import one_behind_the_other
 from models import ModelBackbone
 
 from ...small_task import Questions, scenes, sequences
 from ...small_task.scenes import KV, Answers
+
+
+def on_host(tree: Any) -> Any:
+    """Brings the arrays of a pytree to the host; on a CPU that copies none."""
+    return jax.tree.map(np.asarray, tree)
+
+
+def joined(parts: Sequence[KV]) -> KV:
+    """Joins pieces of KV behind one another, along their tokens."""
+    return {name: np.concatenate([np.asarray(part[name]) for part in parts], axis=2) for name in parts[0]}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,17 +54,13 @@ class Image:
     @property
     def canonical(self) -> KV:
         """Its phase-free KV alone."""
-        return {name: jnp.asarray(value) for name, value in self.chunk.kv.items()}
+        return on_host(dict(self.chunk.kv))
 
     def of_others(self, by: int) -> "Image":
         """Gives each context the image that the context `by` further on has in this place."""
-        deepstack = self.tokens.deepstack
-        tokens = Tokens(
-            jnp.roll(self.tokens.embeddings, -by, axis=0),
-            self.tokens.positions,
-            None if deepstack is None else jnp.roll(deepstack, -by, axis=0),
-        )
-        kv = {name: jnp.roll(value, -by, axis=1) for name, value in self.chunk.kv.items()}
+        rolled = jax.tree.map(lambda array: np.roll(np.asarray(array), -by, axis=0), self.tokens)
+        tokens = rolled._replace(positions=self.tokens.positions)
+        kv = {name: np.roll(np.asarray(value), -by, axis=1) for name, value in self.chunk.kv.items()}
         name = f"{self.chunk.id}+{by}"
         return Image(tokens, dataclasses.replace(self.chunk, kv=kv, id=name, content=name))
 
@@ -86,7 +93,7 @@ class Line:
     @functools.cached_property
     def tokens(self) -> Tokens:
         """All images as one prompt."""
-        return one_behind_the_other(
+        return _one_behind_the_other(
             [image.tokens.shift(start) for image, start in zip(self.images, self.starts, strict=True)]
         )
 
@@ -101,7 +108,7 @@ class Line:
           sees: which image looks at which (its own tokens causally); all in front when None.
         """
         mask = None if sees is None else self.band(sees)
-        return self.parts(dict(self.backbone.prefill(self.tokens, mask=mask, chunk=PIECE).kv))
+        return self.parts(on_host(dict(self.backbone.prefill(self.tokens, mask=mask, chunk=PIECE).kv)))
 
     def parts(self, kv: KV) -> list[KV]:
         """Cuts KV of the line into its images."""
@@ -109,8 +116,7 @@ class Line:
 
     def engine(self, parts: Sequence[KV]) -> KV:
         """Turns phase-free KV of every image to its place and joins it."""
-        kv = scenes.joined(list(parts))
-        return dict(kvp.to_engine(self.backbone.layout, kv, self.tokens.positions, 0))
+        return on_host(dict(kvp.to_engine(self.backbone.layout, joined(parts), self.tokens.positions, 0)))
 
     def band(self, sees: Bool[np.ndarray, "n n"]) -> Bool[np.ndarray, "B 1 T T"]:
         """Makes the mask [B,1,T,T] under which image i looks at image j where `sees[i, j]`."""
@@ -132,27 +138,31 @@ class Line:
         """
         chunk, start = self.images[place].chunk, self.starts[place]
         more = {} if base is None else {"base": base, "base_antecedent": base_antecedent}
-        return dict(kvp.apply_patch(chunk, patch, start, self.antecedent(place), allow_stale=True, **more))
+        return on_host(dict(kvp.apply_patch(chunk, patch, start, self.antecedent(place), allow_stale=True, **more)))
 
     def with_served(self, cache: KV, pieces: dict[int, KV]) -> KV:
         """Replaces some images of an engine-frame cache of the line."""
         parts = self.parts(cache)
-        return scenes.joined([pieces.get(place, part) for place, part in enumerate(parts)])
+        return joined([pieces.get(place, part) for place, part in enumerate(parts)])
 
 
 PIECE = 512
 """Tokens that are run at a time where many images stand in the window."""
 
 
-def read(line: Line, cache: KV, questions: Questions, sees: Sequence[bool] | None = None) -> Answers:
-    """Asks every question behind the line, over an engine-frame cache of it.
-
-    Args:
-      sees: which images the questions look at; all when None.
-    """
-    asked, tail, mask = _asked(line, questions, sees)
+def read(line: Line, caches: Mapping[str, KV], questions: Questions) -> dict[str, Answers]:
+    """Asks every question behind the line, over each of its engine-frame caches; answers by the caches' names."""
+    asked, tail, mask = _asked(line, questions, None)
     tokens = line.backbone.embed(tail.ids, tail.positions)
-    return _answers(line.backbone.prefill(tokens, cache, mask, logits=asked).logits)
+    # Padded here, and not by the backbone, which would compile that for every length.
+    room = _bucket(line.backbone, line.size)
+    padding = [(0, 0), (0, 0), (0, 0), (0, room - line.size)]
+    mask = np.concatenate([np.pad(mask[..., : line.size], padding), mask[..., line.size :]], axis=3)
+    said = {}
+    for name, cache in caches.items():
+        held = {channel: _filled(np.asarray(value), room, 2) for channel, value in cache.items()}
+        said[name] = _answers(line.backbone.prefill(tokens, held, mask, logits=asked).logits, questions)
+    return said
 
 
 def read_in_one(
@@ -161,19 +171,28 @@ def read_in_one(
     """Asks every question in one forward over images and questions, under the mask of `Line.band`: nothing is cached.
 
     It is the model that remembers: positions are those at which everything was first seen.
+
+    Args:
+      sees: which images the questions look at; all when None.
     """
     asked, tail, mask = _asked(line, questions, sees)
-    tokens = one_behind_the_other([line.tokens, line.backbone.embed(tail.ids, tail.positions)])
+    tokens = _one_behind_the_other([line.tokens, line.backbone.embed(tail.ids, tail.positions)])
     none = np.zeros((*mask.shape[:2], line.size, mask.shape[2]), bool)
     whole = np.concatenate([np.concatenate([line.band(band), none], axis=3), mask], axis=2)
-    return _answers(line.backbone.prefill(tokens, mask=whole, logits=line.size + asked).logits)
+    return _answers(line.backbone.prefill(tokens, mask=whole, logits=line.size + asked).logits, questions)
 
 
 def _asked(line: Line, questions: Questions, sees: Sequence[bool] | None):
-    """The last token of each question [B,Q], the questions' tokens, and their mask [B,1,2Q,S+2Q]."""
-    backbone, count = line.backbone, len(questions.answer)
+    """The last token of each question [B,Q'], the questions' tokens, and their mask [B,1,2Q',S+2Q'].
+
+    The last question is repeated until there are as many as a bucket of tokens holds.
+    """
+    backbone, (count, number) = line.backbone, questions.answer.shape
+    per = sequences.QUESTION_TOKENS
+    more = _bucket(backbone, per * number) // per - number
+    repeated = jax.tree.map(lambda column: np.pad(column, [(0, 0), (0, more)], mode="edge"), vars(questions))
     form = scenes.form_of(backbone.config, backbone.image_config)
-    tail = sequences.question_tokens(form, questions, np.full(count, line.end))
+    tail = sequences.question_tokens(form, Questions(**repeated), np.full(count, line.end))
     looks = np.ones(len(line), bool) if sees is None else np.asarray(sees, bool)
     seen = np.repeat(looks, [image.size for image in line.images])
     prefix = np.broadcast_to(seen, (count, 1, len(tail.among), line.size))
@@ -181,8 +200,24 @@ def _asked(line: Line, questions: Questions, sees: Sequence[bool] | None):
     return np.broadcast_to(tail.asked, (count, len(tail.asked))), tail, np.concatenate([prefix, among], axis=3)
 
 
-def _answers(logits: Float[Array, "B Q V"]) -> Answers:
-    return Answers(np.asarray(jax.nn.log_softmax(logits, axis=-1)))
+def _answers(logits: Float[Array, "B Q V"], questions: Questions) -> Answers:
+    said = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    return Answers(said[:, : questions.answer.shape[1]])
+
+
+def _bucket(backbone: ModelBackbone, size: int) -> int:
+    """What the backbone would pad a size to."""
+    return size if backbone.buckets is None else backbone.buckets.round_up(size)
+
+
+def _one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
+    """Joins tokens on the host as `kvpatch_jax.canonical.one_behind_the_other` does on the device."""
+    known = [part.deepstack for part in parts if part.deepstack is not None]
+    joined: list[Any] = [on_host(part) for part in parts]
+    if known:
+        none = lambda part: np.zeros((*part.embeddings.shape[:2], *known[0].shape[2:]), known[0].dtype)
+        joined = [part if part.deepstack is not None else part._replace(deepstack=none(part)) for part in joined]
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays, axis=1), *joined)
 
 
 class Loop:
@@ -220,21 +255,20 @@ class Loop:
     def prefill(self, image: Image) -> KV:
         """Prefills an image behind what is held, which stays as it is; phase-free KV."""
         if not self.held:
-            return dict(self.backbone.prefill(image.tokens).kv)
+            return on_host(dict(self.backbone.prefill(image.tokens).kv))
         line = self.line
         if line.size > self.room:
             raise ValueError(f"a window of {line.size} tokens; expected at most the room of {self.room}")
-        fill = lambda array, axis: _filled(array, self.room, axis)
-        names = self.backbone.layout.names
-        held = {name: fill(np.concatenate([np.asarray(kv[name]) for _, kv in self.held], axis=2), 2) for name in names}
-        context = kvp.to_engine(self.backbone.layout, held, fill(np.asarray(line.tokens.positions), 1), 0)
+        held = {name: _filled(kv, self.room, 2) for name, kv in joined(self.parts).items()}
+        places = _filled(np.asarray(line.tokens.positions), self.room, 1)
+        context = kvp.to_engine(self.backbone.layout, held, places, 0)
 
         size = image.size
         mask = np.concatenate([np.arange(self.room) < line.size, np.zeros(size, bool)])[None] | np.pad(
             np.tri(size, dtype=bool), [(0, 0), (self.room, 0)]
         )
         mask = np.broadcast_to(mask, (len(image.tokens.embeddings), 1, *mask.shape))
-        return dict(self.backbone.prefill(image.tokens.shift(np.int32(line.end)), context, mask).kv)
+        return on_host(dict(self.backbone.prefill(image.tokens.shift(np.int32(line.end)), context, mask).kv))
 
     def append(self, image: Image) -> None:
         """Prefills an image behind the window and keeps what that gave."""

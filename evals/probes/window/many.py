@@ -1,13 +1,14 @@
 """Many chunks: 8, 16 and 32 images in the window, every one served from the cache and moved, not the page alone."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ... import small_task
-from ...small_task import scenes
 from ...small_task.scenes import KV
 from ..results_table import ResultsTable
 from .common import Step, add, patch_of, setting
-from .line import Image, Line, Loop, read
+from .line import Image, Line, Loop, joined, read
 from .stock import Stock
 
 RANK = 16
@@ -36,7 +37,6 @@ def measure_many(
     others = images_in_front(stock, count - len(own))
     line = Line(stock.backbone, [*front, *others, *own])
     parts = line.prefill()
-    pieces: dict[str, list[KV]] = {"blind": [line.serve(place) for place in range(len(line))]}
 
     # The same images, those of others turned by half and the own legends by one: every chunk but the lead has moved.
     half = len(others) // 2
@@ -45,10 +45,6 @@ def measure_many(
     formed = {}
     for place, (image, kv) in enumerate(zip(turned, arranged.prefill(), strict=True)):
         formed[image.chunk.id] = patch_of(image, kv, arranged.antecedent(place), RANK)
-    pieces["transfer"], pieces["oracle"] = [], []
-    for place, (image, kv) in enumerate(zip(line.images, parts, strict=True)):
-        pieces["transfer"].append(line.serve(place, formed[image.chunk.id]))
-        pieces["oracle"].append(line.serve(place, patch_of(image, kv, line.antecedent(place), RANK)))
 
     earlier = images_in_front(stock, count // 2, first=1 + len(others) // len(own))
     history = [*earlier, *others, *own]
@@ -58,11 +54,20 @@ def measure_many(
     blind = loop.only(range(len(loop.held) - 1))
     blind.held = [(image, image.canonical) for image, _ in blind.held]
 
-    caches = {name: scenes.joined(served) for name, served in pieces.items()}
-    caches["re-prefill"] = line.engine(parts)
-    caches["kept"] = line.engine(loop.parts)
-    caches["blind_fresh_page"] = line.engine([*blind.parts, blind.prefill(stock.page)])
+    places = range(len(line))
+    own_patch = lambda place: patch_of(line.images[place], parts[place], line.antecedent(place), RANK)
+    # Made one by one: a cache of 32 images as large as pages takes most of a gigabyte.
+    caches: dict[str, Callable[[], KV]] = {
+        "re-prefill": lambda: line.engine(parts),
+        "blind": lambda: joined([line.serve(place) for place in places]),
+        "transfer": lambda: joined([line.serve(place, formed[line.images[place].chunk.id]) for place in places]),
+        "oracle": lambda: joined([line.serve(place, own_patch(place)) for place in places]),
+        "kept": lambda: line.engine(loop.parts),
+        "blind_fresh_page": lambda: line.engine([*blind.parts, blind.prefill(stock.page)]),
+    }
     questions = small_task.ask(stock.contexts, rng, QUESTIONS)
-    said = {name: read(line, cache, questions) for name, cache in caches.items()}
+    said = {}
+    for name, make in caches.items():
+        said |= read(line, {name: make()}, questions)
     add(table, "many", part, questions, stock.clusters, said)
     step(f"many {part}")

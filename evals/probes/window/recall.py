@@ -57,7 +57,7 @@ def measure_recall(table: ResultsTable, stock: Stock, lead: bool, rng: np.random
         # New legends stand behind the old ones that stayed: the order is turned with them.
         contexts = contexts.reordered(np.roll(np.arange(LEGENDS), -turnover))
         questions = small_task.ask(contexts, rng, QUESTIONS)
-        said = {name: read(line, cache, questions) for name, cache in caches.items()}
+        said = read(line, caches, questions)
         add(table, "recall", part, questions, stock.clusters, said)
 
         history = Line(stock.backbone, [*front, *older, *stock.legends, *newer[:turnover], stock.page])

@@ -62,7 +62,7 @@ def measure_reorder(
         }
         contexts = stock.contexts.reordered(np.array([image for image in order if image < LEGENDS]))
         questions = small_task.ask(contexts, rng, QUESTIONS)
-        said = {name: read(line, cache, questions) for name, cache in caches.items()}
+        said = read(line, caches, questions)
         add(table, "reorder", part, questions, stock.clusters, said)
         step(f"reorder {part}")
 

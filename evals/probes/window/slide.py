@@ -59,7 +59,7 @@ def measure_slide(table: ResultsTable, stock: Stock, lead: bool, rng: np.random.
             caches["blind_behind_lead"] = left.engine(_behind_lead(stock, left))
 
         questions, kind = slide_questions(stock.contexts, rng, gone)
-        said = {name: read(left, cache, questions) for name, cache in caches.items()}
+        said = read(left, caches, questions)
         add(table, "slide", part, questions, stock.clusters, said, kind=kind, kinds=SLIDE_KINDS)
 
         # Nothing is cached here, and nothing moves: an independent account of what remembering means.

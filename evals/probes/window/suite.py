@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,17 +14,18 @@ from models import ModelBackbone
 from ... import small_task
 from ...results import intervals
 from ..results_table import ProbeItems, ResultsTable
-from .common import Step
+from .common import setting
 from .drift import Safety, measure_drift
 from .gate import gate_rows
 from .many import measure_many
+from .parts import Part, Parts
 from .recall import measure_recall
 from .reorder import measure_reorder
 from .slide import measure_slide
 from .stock import load_stock
 
 Probe = Callable[..., None]
-"""Measures one batch: (table, stock, rng=…, step=…)."""
+"""Measures one batch: (table, stock, rng=…, step=…), and safety=… where the gate is told."""
 PAIRS = {
     "window.reorder": ("orbit", "oracle"),
     "window.slide": ("keep", "blind"),
@@ -54,33 +56,91 @@ FULL = WindowSizes()
 QUICK = WindowSizes(contexts=8, batch=8, orders=6, counts=(3, 4), chunks=(8,))
 
 
-def probes_of(sizes: WindowSizes, first: bool, safety: Safety) -> Iterator[Probe]:
-    """Yields what is run on a batch. `first`: whether it is the first one."""
+class Planned(NamedTuple):
+    """One probe on one batch of contexts.
+
+    name: of its part on disk. run: measures it. steps: how often it tells what was done. work: of each step, in about
+    equal amounts of time. gated: whether it tells the gate what it saw.
+    """
+
+    name: str
+    run: Probe
+    steps: int
+    work: int
+    gated: bool = False
+
+
+@runtime_checkable
+class Watch(Protocol):
+    """Is told what was done, and what need not be done."""
+
+    def __call__(self, name: str, work: int = 1) -> None:
+        """Takes note of a step."""
+        ...
+
+    def skip(self, work: int) -> None:
+        """Takes note of steps that an earlier run has done."""
+        ...
+
+
+def planned(sizes: WindowSizes, batch: int) -> list[Planned]:
+    """Lists what is run on a batch of contexts, by its number."""
+    listed = []
+
+    def plan(name: str, run: Probe, *more: int) -> None:
+        listed.append(Planned(f"batch={batch}.{name}", run, *more))
+
+    first = batch == 0
     for lead in (False, True):
+        last = setting(lead=lead)
         for count in sizes.counts if first else sizes.counts[:1]:
-            yield partial(measure_reorder, count=count, most=sizes.orders, lead=lead)
-        yield partial(measure_slide, lead=lead)
-        yield partial(measure_recall, lead=lead)
-        yield partial(measure_drift, lead=lead, safety=None if lead else safety)
+            run = partial(measure_reorder, count=count, most=sizes.orders, lead=lead)
+            plan(f"reorder.k={count}.{last}", run, min(sizes.orders, math.factorial(count)), 2)
+        plan(f"slide.{last}", partial(measure_slide, lead=lead), small_task.LEGENDS, 4)
+        plan(f"recall.{last}", partial(measure_recall, lead=lead), small_task.LEGENDS + 1, 4)
+        plan(f"drift.{last}", partial(measure_drift, lead=lead), 2 * (small_task.LEGENDS + 1), 4, not lead)
         for count in sizes.chunks if first else ():
-            yield partial(measure_many, count=count, lead=lead)
+            plan(f"many.chunks={count}.{last}", partial(measure_many, count=count, lead=lead), 1, 2 * count)
+    return listed
 
 
 def measure_window(
-    table: ResultsTable, backbone: ModelBackbone, sizes: WindowSizes, seed: int, folder: Path, step: Step
+    table: ResultsTable,
+    backbone: ModelBackbone,
+    sizes: WindowSizes,
+    seed: int,
+    folder: Path,
+    watch: Watch,
+    parts: Parts | None = None,
 ) -> None:
     """Runs every window probe on a backbone and adds its items and rows, all named "window.…".
 
     Args:
-      seed: of the contexts and questions. folder: where images are written. step: is told what was done.
+      seed: of the contexts and questions. folder: where images are written. watch: is told what was done.
+      parts: what an earlier run has finished is taken from there, the rest is kept there.
     """
+    parts = Parts(None, {}) if parts is None else parts
     safety = Safety()
     for number in range(-(-sizes.contexts // sizes.batch)):
-        contexts = small_task.sample_contexts(np.random.default_rng([seed, number]), sizes.batch)
-        clusters = number * sizes.batch + np.arange(sizes.batch)
-        stock = load_stock(backbone, contexts, clusters, seed, folder)
-        for place, probe in enumerate(probes_of(sizes, number == 0, safety)):
-            probe(table, stock, rng=np.random.default_rng([seed, int(clusters[0]), 100 + place]), step=step)
+        first = number * sizes.batch
+        stock = None
+        for place, probe in enumerate(planned(sizes, number)):
+            if parts.has(probe.name):
+                found = parts.read(probe.name, table.model)
+                watch.skip(probe.steps * probe.work)
+            else:
+                if stock is None:
+                    contexts = small_task.sample_contexts(np.random.default_rng([seed, number]), sizes.batch)
+                    stock = load_stock(backbone, contexts, first + np.arange(sizes.batch), seed, folder)
+                found = Part(ResultsTable(table.model), Safety())
+                step = lambda name, work=probe.work: watch(name, work)
+                # A generator per probe, so that a probe draws the same questions whichever others are run.
+                rng = np.random.default_rng([seed, first, 100 + place])
+                gate = {"safety": found.safety} if probe.gated else {}
+                probe.run(found.table, stock, rng=rng, step=step, **gate)
+                parts.keep(probe.name, found)
+            table.take(found.table)
+            safety.take(found.safety)
     for (probe, part), items in list(table.probes.items()):
         if probe.startswith("window."):
             _flips(table, items)
@@ -88,12 +148,10 @@ def measure_window(
     gate_rows(table, safety)
 
 
-def steps_of(sizes: WindowSizes) -> int:
-    """Counts how often a run of the suite calls `step`."""
-    orders = [min(sizes.orders, math.factorial(count)) for count in sizes.counts]
-    each = orders[0] + small_task.LEGENDS + (small_task.LEGENDS + 1) + 2 * (small_task.LEGENDS + 1)
-    batches = -(-sizes.contexts // sizes.batch)
-    return 2 * (batches * each + sum(orders[1:]) + len(sizes.chunks))
+def work_of(sizes: WindowSizes) -> int:
+    """Adds up the work that a run of the suite tells of."""
+    batches = range(-(-sizes.contexts // sizes.batch))
+    return sum(probe.steps * probe.work for number in batches for probe in planned(sizes, number))
 
 
 def _flips(table: ResultsTable, items: ProbeItems) -> None:

@@ -1,0 +1,140 @@
+"""Finished probes of the window's suite on disk, so that a run goes on where it was stopped."""
+
+import dataclasses
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.errors import InputError
+
+from ..results_table import ProbeItems, ResultsTable
+from .drift import Safety
+
+VERSION = 1
+"""Of what the probes measure: raised where an arm, a question or a number changes, so that old parts are refused."""
+FOLDER = "window_parts"
+
+
+@dataclasses.dataclass
+class Part:
+    """What one probe found on one batch of contexts: items, samples, and what a gate would see."""
+
+    table: ResultsTable
+    safety: Safety
+
+
+class Parts:
+    """The finished probes in a folder; None for a run that keeps nothing.
+
+    Args:
+      folder: is made; parts lie in its `FOLDER`.
+      config: what the parts depend on, JSON; `VERSION` is added.
+
+    Raises:
+      InputError: `folder` is a file, or holds parts of another configuration or version.
+    """
+
+    def __init__(self, folder: Path | None, config: Mapping[str, Any]):
+        self.folder = None if folder is None else folder / FOLDER
+        if self.folder is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise InputError(f"--out={folder} is or lies below a file; expected a folder") from error
+        wanted = json.loads(json.dumps({"version": VERSION, **config}))
+        about = self.folder / "config.json"
+        if not about.exists():
+            _replaced(about, (json.dumps(wanted, indent=1) + "\n").encode())
+            return
+        try:
+            found = json.loads(about.read_bytes())
+        except ValueError as error:
+            raise InputError(
+                f"{about} is not whole ({error}): delete {self.folder}, or choose another --out"
+            ) from error
+        if not isinstance(found, dict):
+            found = {}
+        if found != wanted:
+            apart = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
+            said = ", ".join(f"{key} {found.get(key)!r} (now {wanted.get(key)!r})" for key in apart)
+            raise InputError(f"{self.folder} holds parts of another run: {said}; choose another --out, or delete it")
+
+    def has(self, name: str) -> bool:
+        """Whether a part was finished."""
+        return self.folder is not None and self._file(name).exists()
+
+    def keep(self, name: str, part: Part) -> None:
+        """Writes a part: whole, or not at all."""
+        if self.folder is None:
+            return
+        file = self._file(name)
+        new = file.with_suffix(".new")
+        with new.open("wb") as stream:
+            np.savez_compressed(stream, **_arrays(part))
+        os.replace(new, file)
+
+    def read(self, name: str, model: str) -> Part:
+        """Reads a part that `has` knows of.
+
+        Raises:
+          InputError: the file is not one that `keep` wrote.
+        """
+        file = self._file(name)
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                return _part(arrays, model)
+        except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise InputError(f"{file} is not a whole part ({error!r}): delete it, it is then measured again") from error
+
+    def _file(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{name}.npz"
+
+
+def _replaced(file: Path, content: bytes) -> None:
+    new = file.with_suffix(".new")
+    new.write_bytes(content)
+    os.replace(new, file)
+
+
+def _arrays(part: Part) -> dict[str, Any]:
+    """Writes a part as named arrays, of which "about" (JSON) says what they are."""
+    arrays: dict[str, Any] = {}
+    probes, samples = [], []
+    for number, ((probe, name), items) in enumerate(part.table.probes.items()):
+        arms = list(items.predicted)
+        probes.append([probe, name, items.reference, items.blind, list(items.kinds), arms])
+        for column in items.asked:
+            arrays[f"{column}.{number}"] = items.column(column)
+        answers = [items.arm(arm) for arm in arms]
+        arrays[f"predicted.{number}"] = np.stack([predicted for predicted, _ in answers])
+        arrays[f"divergence.{number}"] = np.stack([divergence for _, divergence in answers])
+    for number, (name, batches) in enumerate(part.table.samples.items()):
+        samples.append(name)
+        for column, values in zip(("value", "of"), zip(*batches, strict=True), strict=True):
+            arrays[f"{column}.{number}"] = np.concatenate(values)
+    about = {"probes": probes, "samples": samples, "safety": dataclasses.asdict(part.safety)}
+    return {"about": np.array(json.dumps(about)), **arrays}
+
+
+def _part(arrays: Mapping[str, np.ndarray], model: str) -> Part:
+    about = json.loads(str(arrays["about"]))
+    part = Part(ResultsTable(model), Safety(**about["safety"]))
+    for number, (probe, name, reference, blind, kinds, arms) in enumerate(about["probes"]):
+        items = ProbeItems(probe, reference, blind)
+        items.kinds = tuple(kinds)
+        for column, batches in items.asked.items():
+            batches.append(arrays[f"{column}.{number}"])
+        predicted, divergence = (arrays[f"{column}.{number}"] for column in ("predicted", "divergence"))
+        items.predicted = {arm: [row] for arm, row in zip(arms, predicted, strict=True)}
+        items.divergence = {arm: [row] for arm, row in zip(arms, divergence, strict=True)}
+        part.table.probes[probe, name] = items
+    for number, (probe, arm, metric) in enumerate(about["samples"]):
+        part.table.sample(probe, arm, metric, arrays[f"value.{number}"], arrays[f"of.{number}"])
+    return part
