@@ -11,6 +11,9 @@ from ..results.rows import Row, measured_row
 from ..small_task import KINDS, VOCABULARY, Questions
 from ..small_task.scenes import Answers
 
+DAMAGE = 1e-3
+"""Nats per question that blind reuse must lose for η to mean something: below, it would be a quotient of rounding."""
+
 
 class ProbeItems:
     """The items of one probe, question by question: what was asked, and every arm's prediction and KL.
@@ -64,13 +67,15 @@ class ProbeItems:
         blind_predicted, blind_divergence = (values[here] for values in self.arm(self.blind))
         reference_predicted = self.arm(self.reference)[0][here]
 
+        harmed = len(blind_divergence) > 0 and blind_divergence.mean() >= DAMAGE
+        eta = intervals.eta(divergence, blind_divergence, cluster) if harmed else intervals.UNDEFINED
         right = (predicted == answer).astype(float)
         reference_right = (reference_predicted == answer).astype(float)
         return {
             "accuracy": intervals.mean(right, cluster),
             "difference": intervals.paired_difference(right, reference_right, cluster),
             "kl": intervals.mean(divergence, cluster),
-            "eta": intervals.eta(divergence, blind_divergence, cluster),
+            "eta": eta._replace(n=len(divergence)),
             "flip_recover": intervals.flip_recover(reference_predicted, blind_predicted, predicted, cluster),
         }
 

@@ -80,7 +80,8 @@ def measure_drift(
 
     Arms: "blind"; "stored", the stored patch; "rebuilt" and "update", a new patch and the stored one corrected,
     formed as a window would: of a prefill of the page behind kept legends, those that are new prefilled in their places
-    and the others left as they were; "oracle" and "oracle_update", the same of the re-prefill they are scored against;
+    and the others left as they were (where every kept legend stands behind the same as before, that is the re-prefill,
+    and they are left out); "oracle" and "oracle_update", the same of the re-prefill they are scored against;
     "deep" and "deepest", layers recomputed from a quarter and from the first up, out of the residual that the page had
     alone; "shallow", the lowest quarter recomputed and the stored patch above. Adds items "window.drift".
     """
@@ -96,15 +97,16 @@ def measure_drift(
         line = Line(backbone, [*front, *change.images, stock.page])
         parts, place = line.prefill(), len(line) - 1
         ids, whole = line.antecedent(place), line.engine(parts)
-        served = as_kept(stock, line, known, room)
         patches = {
             "blind": None,
             "stored": stored,
-            "rebuilt": patch_of(stock.page, served, ids),
-            "update": _updated(stock, stored, served, ids),
             "oracle": patch_of(stock.page, parts[-1], ids),
             "oracle_update": _updated(stock, stored, parts[-1], ids),
         }
+        if not kept_is_exact(before, line):
+            served = as_kept(stock, line, known, room)
+            patches["rebuilt"] = patch_of(stock.page, served, ids)
+            patches["update"] = _updated(stock, stored, served, ids)
         pages = {name: line.serve(place, patch) for name, patch in patches.items()}
         true = scenes.cut(whole, line.slices[place])
         quarter = max(1, round(backbone.layout.layers / 4))
@@ -124,6 +126,13 @@ def measure_drift(
         if safety is not None:
             _note(safety, stock, before, line, change.name, said, questions)
         step(f"drift {part}")
+
+
+def kept_is_exact(before: Line, now: Line) -> bool:
+    """Whether every image in front of the page that was there before stands behind the same images as it did."""
+    stood = {image.chunk.id: before.antecedent(place) for place, image in enumerate(before.images)}
+    ahead = [(image.chunk.id, now.antecedent(place)) for place, image in enumerate(now.images[:-1])]
+    return all(stood.get(name, front) == front for name, front in ahead)
 
 
 def as_kept(stock: Stock, line: Line, known: dict[int, KV], room: int) -> KV:

@@ -1,5 +1,7 @@
 """The reuse-or-rebuild gate of Kamera App. D: what divergence of antecedents says about loss, and how often it lies."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvpatch_jax.gate import reuse_curve
@@ -31,16 +33,33 @@ def gate_rows(table: ResultsTable, safety: Safety) -> None:
         reused = divergence <= curve.threshold[np.argmax(curve.coverage >= coverage)]
         wrong = intervals.mean((~safe[reused]).astype(float), cluster[reused])
         table.row("window.gate", f"coverage={coverage:g}", "false_reuse", wrong)
-    for word, median, count in (("safe", curve.safe, safe.sum()), ("unsafe", curve.unsafe, (~safe).sum())):
-        if count:
-            table.value("window.gate", word, "divergence_median", median, int(count))
-    table.value("window.gate", "all", "unsafe_share", float((~safe).mean()), len(safe))
-    table.value("window.gate", "all", "rank_correlation", rank_correlation(divergence, kl), len(safe))
+    for word, which in (("safe", safe), ("unsafe", ~safe)):
+        if which.any():
+            median = resampled(np.median, cluster[which], divergence[which])
+            table.row("window.gate", word, "divergence_median", median)
+    table.row("window.gate", "all", "unsafe_share", intervals.mean((~safe).astype(float), cluster))
+    table.row("window.gate", "all", "rank_correlation", resampled(rank_correlation, cluster, divergence, kl))
     for each in dict.fromkeys(name.tolist()):
         here = name == each
         table.row("window.gate", each, "divergence", intervals.mean(divergence[here], cluster[here]))
         table.row("window.gate", each, "stored_kl", intervals.mean(kl[here], cluster[here]))
         table.row("window.gate", each, "unsafe_share", intervals.mean((~safe[here]).astype(float), cluster[here]))
+
+
+def resampled(
+    statistic: Callable[..., float], cluster: np.ndarray, *columns: np.ndarray, draws: int = 500
+) -> intervals.Interval:
+    """Estimates any statistic of columns [items], with a 95 % interval over resampled contexts."""
+    value, names = float(statistic(*columns)), np.unique(cluster)
+    if len(names) < 2:
+        return intervals.Interval(value, np.nan, np.nan, len(cluster))
+    members, rng = {name: np.flatnonzero(cluster == name) for name in names}, np.random.default_rng(0)
+    drawn = []
+    for _ in range(draws):
+        items = np.concatenate([members[name] for name in rng.choice(names, len(names))])
+        drawn.append(float(statistic(*(column[items] for column in columns))))
+    low, high = np.percentile(drawn, [intervals.LOW, intervals.HIGH])
+    return intervals.Interval(value, float(low), float(high), len(cluster))
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:

@@ -25,9 +25,10 @@ def measure_slide(table: ResultsTable, stock: Stock, lead: bool, rng: np.random.
 
     Arms: "keep", survivors' KV as it is, only turned; "removal", with a patch formed in another context (the same
     chunk behind other legends, as many of which left); "oracle", with the removal patch of the context that is scored;
-    "blind", canonicals; "blind_behind_lead", canonicals that were prefilled behind the lead. Probe "window.slide" is
-    scored against a re-prefill of what is left (forget), "window.slide.remember" against one forward over everything
-    in which the questions do not see what left. Adds items of both.
+    "blind", canonicals; "blind_behind_lead", canonicals that were prefilled behind the lead (where the page alone is
+    left, that is the re-prefill, and left out). Probe "window.slide" is scored against a re-prefill of what is left
+    (forget), "window.slide.remember" against one forward over everything in which the questions do not see what left.
+    Adds items of both.
     """
     front, backbone = stock.front(lead), stock.backbone
     full = Line(backbone, [*front, *stock.legends, stock.page])
@@ -55,7 +56,7 @@ def measure_slide(table: ResultsTable, stock: Stock, lead: bool, rng: np.random.
             pieces["blind"][place] = left.serve(place)
         whole = left.engine(target)
         caches = {"re-prefill": whole, **{name: left.with_served(whole, served) for name, served in pieces.items()}}
-        if lead:
+        if lead and gone < LEGENDS:
             caches["blind_behind_lead"] = left.engine(_behind_lead(stock, left))
 
         questions, kind = slide_questions(stock.contexts, rng, gone)
