@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from ..results.rows import Rows
 from .figures import COLOURS, STYLE, Results, arm_label, family, save
-from .window_paper import beside_the_paper
+from .window_paper import beside_the_paper, enough
 from .wording import number, show
 
 PREFIX = "window."
@@ -137,11 +137,7 @@ def _series(panel: Axes, rows: Rows, probe: str, drawn: Drawn, kind: str) -> Non
     ]
     for number_, name in enumerate(drawn.arms):
         for lead in LEADS:
-            own = [
-                (x, y)
-                for arm, its, x, y in points
-                if (arm, its) == (name, lead) and math.isfinite(y.value) and y.n >= FEWEST
-            ]
+            own = [(x, y) for arm, its, x, y in points if (arm, its) == (name, lead) and enough(y)]
             if not own:
                 continue
             dashed = lead == "lead=1"
@@ -169,8 +165,6 @@ def _series(panel: Axes, rows: Rows, probe: str, drawn: Drawn, kind: str) -> Non
         panel.tick_params(axis="x", rotation=60)
 
 
-FEWEST = 8
-"""Points that rest on fewer questions are not drawn."""
 FLOOR = -1.0
 """η is drawn down to here; what is worse than that is drawn at the edge."""
 
@@ -212,11 +206,15 @@ def _gate(rows: Rows, path: Path) -> Path:
 
 
 class WindowTable(NamedTuple):
-    """One window probe as the report shows it: its name, metrics across, and a line per arm of (value, interval)."""
+    """One window probe as the report shows it: its name, metrics across, a line per arm of (value, interval).
+
+    questions: on how many of each kind an arm rests, from and to.
+    """
 
     probe: str
     metrics: list[str]
     lines: list[tuple[str, list[tuple[str, str]]]]
+    questions: str
 
 
 SHOWN = ("accuracy", "kl", "eta", "flips")
@@ -232,11 +230,18 @@ def _table(rows: Rows, probe: str) -> WindowTable:
     kept = [metric for metric in every if metric.split(".")[0] in SHOWN or "_minus_" in metric or "." not in metric]
     lines = []
     for arm in rows.arms(probe):
-        cells = [show(rows.get(probe, arm, metric)).partition(" ") for metric in kept]
+        found = [rows.get(probe, arm, metric) for metric in kept]
+        cells = [(show(got) if enough(got) else "–").partition(" ") for got in found]
         name, varied, lead = split_arm(arm)
         words = [arm_label(name), varied.replace("=", " "), LEADS.get(lead, lead)]
         lines.append((", ".join(word for word in words if word), [(value, rest) for value, _, rest in cells]))
-    return WindowTable(probe.removeprefix(PREFIX), [metric.replace(".", ", ") for metric in kept], lines)
+    counts = []
+    for kind in rows.kinds(probe):
+        each = [got.n for got in (rows.get(probe, arm, f"accuracy.{kind}") for arm in rows.arms(probe)) if got.n]
+        span = {min(each), max(each)} if each else set()
+        counts.append(f"{kind} " + " to ".join(str(n) for n in sorted(span)))
+    metrics = [metric.replace(".", ", ") for metric in kept]
+    return WindowTable(probe.removeprefix(PREFIX), metrics, lines, ", ".join(counts))
 
 
 def window_lines(results: Results) -> list[str]:

@@ -19,14 +19,15 @@ from evals import run, small_task
 from evals.probes.results_table import ResultsTable
 from evals.probes.window import QUICK, parts, suite, work_of
 from evals.probes.window.common import add
-from evals.probes.window.drift import Safety, pooled_rows
-from evals.probes.window.gate import gate_rows, rank_correlation
+from evals.probes.window.drift import Safety, kept_is_exact, pooled_rows
+from evals.probes.window.gate import gate_rows, rank_correlation, resampled
 from evals.probes.window.line import Image, Line, Loop, read_in_one
 from evals.probes.window.recall import bands
 from evals.probes.window.reorder import without
 from evals.probes.window.slide import SLIDE_KINDS, slide_questions
 from evals.probes.window.stock import irrelevant, load_stock, with_foreign
 from evals.report import window, window_paper
+from evals.results import intervals
 from evals.results.intervals import Interval
 from evals.results.rows import Rows, as_row
 from evals.small_task import KINDS, LEGENDS, VOCABULARY
@@ -192,25 +193,69 @@ def test_a_gate_reuses_the_nearest_and_says_how_often_that_is_wrong():
     assert value["y", "unsafe_share"] == 0.5
 
 
+def test_an_interval_of_any_statistic_resamples_contexts():
+    """Of a mean, it is what `intervals.mean` gives, up to the draws; one context has none."""
+    rng = np.random.default_rng(9)
+    cluster = np.repeat(np.arange(30), 4)
+    values = rng.normal(size=30)[cluster] + 0.1 * rng.normal(size=120)
+    got, expected = resampled(np.mean, cluster, values), intervals.mean(values, cluster)
+    assert (got.value, got.n) == (pytest.approx(expected.value), 120)
+    assert (got.low, got.high) == (pytest.approx(expected.low, abs=0.06), pytest.approx(expected.high, abs=0.06))
+    assert math.isnan(resampled(np.median, np.zeros(3), np.arange(3)).low)
+
+
+def test_a_prefill_behind_kept_legends_is_the_re_prefill_where_nothing_moved():
+    """Found image by image: replaced behind what stays, the kept ones stand as they stood; else some do not."""
+    rng, nobody = np.random.default_rng(10), object.__new__(ModelBackbone)
+    a, b, c, page, x, y, z = (image(rng, name) for name in ("a", "b", "c", "page", "x", "y", "z"))
+    before = Line(nobody, [a, b, c, page])
+    exact = lambda *front: kept_is_exact(before, Line(nobody, [*front, page]))
+    assert exact(a, x, y)
+    assert exact(x, y, z)
+    assert exact(a, b, c, x)
+    for front in ((b, c, a), (a, b, b), (a, x, c), (x, a, b, c), (b,)):
+        assert not exact(*front)
+
+
+def test_eta_is_undefined_where_blind_reuse_loses_nothing():
+    """A quotient of rounding is no share of damage."""
+    rng = np.random.default_rng(11)
+    columns = {name: np.zeros((4, 3), int) for name in ("kind", "ask", "argument", "answer", "row", "cell")}
+    questions = small_task.Questions(**columns, valid=np.ones((4, 3), bool))
+    reference = rng.dirichlet(np.ones(len(VOCABULARY)), (4, 3))
+    other = rng.dirichlet(np.ones(len(VOCABULARY)), (4, 3))
+    near = lambda share: Answers(np.log((1 - share) * reference + share * other).astype(np.float32))
+    for share, defined in ((1e-4, False), (0.5, True)):
+        table = ResultsTable("m")
+        add(table, "p", "s", questions, np.arange(4), {"re-prefill": near(0), "blind": near(share), "arm": near(0.1)})
+        found = [row for row in table.rows() if row["arm"] == "arm.s" and row["metric"].startswith("eta")]
+        assert [(math.isfinite(row["value"]), row["n"]) for row in found] == [(defined, 12)]
+
+
 def test_the_paper_stands_beside_rows_and_differences_are_said():
     """Verdicts and words are computed: within, above and below the paper's range, and across its edge."""
     made = {
         ("window.reorder", "orbit.k=3.lead=0", "eta.chain"): Interval(0.95, 0.9, 0.99, 50),
         ("window.reorder", "orbit.k=4.lead=0", "eta.chain"): Interval(0.5, 0.4, 0.6, 50),
         ("window.slide", "keep.gone=1.lead=1", "kl.aggregate"): Interval(1.0, 0.8, 1.2, 50),
-        ("window.drift", "deep.replaced=3.lead=0", "eta.chain"): Interval(0.88, 0.8, 0.95, 50),
+        ("window.drift", "deep.replaced=3.lead=0", "eta.chain"): Interval(0.88, 0.75, 0.95, 50),
+        ("window.drift", "stored.replaced=3.lead=0", "eta.chain"): Interval(-3.4, -3.9, -2.9, 50),
+        ("window.drift", "stored.distractors=3.lead=0", "flip_recover.chain"): Interval(0.17, 0.1, 0.2, 7),
     }
     rows = [as_row(probe, "small", arm, metric, interval) for (probe, arm, metric), interval in made.items()]
     results = {"config": {"model": "small", "backbone": "small", "kv": {"k": 1, "v": 1}}, "rows": rows}
     found = {each.about: each for each in window_paper.beside_the_paper(results)}
-    assert len(found) == 4
+    assert len(found) == 5  # seven flips say nothing
     said = [(each.verdict, each.how) for each in found.values()]
     assert said == [
         ("within", ""),
-        ("differs", "0.330 below the range"),
-        ("differs", "0.985 above the range"),
-        ("undecided", "0.020 below the range, but the interval reaches it"),
+        ("differs", "0.430 below the paper's"),
+        ("differs", "0.985 above the paper's"),
+        ("undecided", "0.100 above the paper's, but the interval reaches it"),
+        ("undecided", "the value agrees, its interval does not"),
     ]
+    # What is quoted is what the paper prints, whatever ours is held against.
+    assert [each.paper.split(" (")[0] for each in found.values()] == ["0.920", "0.930", "0.015", "−3.500", "0.900"]
     results["config"]["kv"] = {"ckv": 1}
     assert len(window_paper.beside_the_paper(results)) == 3  # the deep refresh has no figure for latent attention
     assert window.split_arm("orbit.k=3.lead=0") == ("orbit", "k=3", "lead=0")
@@ -394,6 +439,9 @@ def test_a_quick_run_of_the_suite(tmp_path: Path):
         assert oracle < keep
     assert value["window.recall", "fresh.turnover=3.lead=0", "kl.chain"] < 0.5
     assert value["window.recall", "stale.turnover=3.lead=0", "kl.chain"] > 1
+    drifted = {arm.rpartition(".")[0] for probe, arm, _ in value if probe == "window.drift"}
+    assert {"rebuilt.replaced=1", "update.reorder", "oracle.replaced=3", "oracle_update.replaced=2"} <= drifted
+    assert not {f"{arm}.replaced={n}" for arm in ("rebuilt", "update") for n in (2, 3)} & drifted
     arms = {arm.split(".")[0] for probe, arm, _ in value if probe == "window.recall.remember"}
     assert "fresh" not in arms, "a patch made of what the reference is made of is called oracle"
     assert all(math.isfinite(value["window.gate", f"coverage={c}", "false_reuse"]) for c in (0.25, 0.5, 0.75))
