@@ -24,8 +24,8 @@ from . import sequences, task
 from .sequences import Form, form_of
 from .task import Contexts, Questions
 
-KV = dict[str, Float[Array | np.ndarray, "L B _ _ _"]]
-"""{channel: [L, B, T, K, H]}, on the device or on the host."""
+KV = dict[str, Float[Array, "L B _ _ _"]]
+"""{channel: [L, B, T, K, H]}."""
 
 
 class Answers(NamedTuple):

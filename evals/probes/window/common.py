@@ -8,9 +8,9 @@ import numpy as np
 import kvpatch_jax as kvp
 
 from ...small_task import KINDS, Contexts, Questions
-from ...small_task.scenes import KV, Answers
+from ...small_task.scenes import Answers
 from ..results_table import ResultsTable
-from .line import Image
+from .line import KV, Image
 
 RANK = 32
 """Of every patch but the orbit's and the many chunks'; as in the paper's recall."""

@@ -1,7 +1,7 @@
 """Drift (Kamera App. D): how far may the legends change before the page's stored patch must go, and what mends it?"""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,11 +9,11 @@ import kvpatch_jax as kvp
 from kvpatch_jax.gate import divergence
 
 from ... import small_task
-from ...small_task import KINDS, LEGENDS, Contexts, scenes
-from ...small_task.scenes import KV, Answers
+from ...small_task import KINDS, LEGENDS, Contexts
+from ...small_task.scenes import Answers
 from ..results_table import ResultsTable
 from .common import RANK, Step, add, patch_of, setting
-from .line import Image, Line, Loop, read
+from .line import KV, Image, Line, Loop, cut, read
 from .stock import Stock, foreign_legends, with_foreign
 
 CORRECTION_RANK = 16
@@ -108,7 +108,7 @@ def measure_drift(
             patches["rebuilt"] = patch_of(stock.page, served, ids)
             patches["update"] = _updated(stock, stored, served, ids)
         pages = {name: line.serve(place, patch) for name, patch in patches.items()}
-        true = scenes.cut(whole, line.slices[place])
+        true = cut(whole, line.slices[place])
         quarter = max(1, round(backbone.layout.layers / 4))
         pages["shallow"] = {
             name: np.concatenate([true[name][:quarter], value[quarter:]]) for name, value in pages["stored"].items()
@@ -153,7 +153,7 @@ def deep_refresh(line: Line, whole: KV, alone: KV, layer: int) -> KV:
     hidden = backbone.prefill(image.tokens, hidden_at=(layer,)).hidden[layer]
     # The residual at the boundary already holds what was added below it; above, features are added again.
     tokens = image.tokens._replace(embeddings=hidden).shift(line.starts[place])
-    context = {name: value[:, :, : where.start] for name, value in whole.items()}
+    context: dict[str, Any] = {name: value[:, :, : where.start] for name, value in whole.items()}
     upper = backbone.prefill(tokens, context, start_layer=layer).kv
     full = {name: np.concatenate([np.zeros_like(alone[name][:layer]), value]) for name, value in upper.items()}
     turned = kvp.to_engine(backbone.layout, full, image.tokens.positions, line.starts[place])

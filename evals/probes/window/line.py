@@ -21,12 +21,20 @@ from kvpatch_jax.backbone import Tokens
 from models import ModelBackbone
 
 from ...small_task import Questions, scenes, sequences
-from ...small_task.scenes import KV, Answers
+from ...small_task.scenes import Answers
+
+KV = dict[str, Float[Array | np.ndarray, "L B _ _ _"]]
+"""{channel: [L, B, T, K, H]}, mostly on the host."""
 
 
 def on_host(tree: Any) -> Any:
     """Brings the arrays of a pytree to the host; on a CPU that copies none."""
     return jax.tree.map(np.asarray, tree)
+
+
+def cut(kv: KV, where: slice) -> KV:
+    """Cuts some tokens out."""
+    return {name: value[:, :, where] for name, value in kv.items()}
 
 
 def joined(parts: Sequence[KV]) -> KV:
@@ -112,7 +120,7 @@ class Line:
 
     def parts(self, kv: KV) -> list[KV]:
         """Cuts KV of the line into its images."""
-        return [scenes.cut(kv, where) for where in self.slices]
+        return [cut(kv, where) for where in self.slices]
 
     def engine(self, parts: Sequence[KV]) -> KV:
         """Turns phase-free KV of every image to its place and joins it."""
@@ -160,7 +168,7 @@ def read(line: Line, caches: Mapping[str, KV], questions: Questions) -> dict[str
     mask = np.concatenate([np.pad(mask[..., : line.size], padding), mask[..., line.size :]], axis=3)
     said = {}
     for name, cache in caches.items():
-        held = {channel: _filled(np.asarray(value), room, 2) for channel, value in cache.items()}
+        held: dict[str, Any] = {channel: _filled(value, room, 2) for channel, value in cache.items()}
         said[name] = _answers(line.backbone.prefill(tokens, held, mask, logits=asked).logits, questions)
     return said
 
@@ -260,7 +268,7 @@ class Loop:
         if line.size > self.room:
             raise ValueError(f"a window of {line.size} tokens; expected at most the room of {self.room}")
         held = {name: _filled(kv, self.room, 2) for name, kv in joined(self.parts).items()}
-        places = _filled(np.asarray(line.tokens.positions), self.room, 1)
+        places = _filled(line.tokens.positions, self.room, 1)
         context = kvp.to_engine(self.backbone.layout, held, places, 0)
 
         size = image.size
@@ -284,7 +292,8 @@ class Loop:
         return loop
 
 
-def _filled(array: np.ndarray, size: int, axis: int) -> np.ndarray:
+def _filled(values: Array | np.ndarray, size: int, axis: int) -> np.ndarray:
+    array = np.asarray(values)
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, size - array.shape[axis])
     return np.pad(array, widths)

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ... import small_task
-from ...small_task.scenes import KV
 from ..results_table import ResultsTable
 from .common import Step, add, patch_of, setting
-from .line import Image, Line, Loop, joined, read
+from .line import KV, Image, Line, Loop, joined, read
 from .stock import Stock
 
 RANK = 16

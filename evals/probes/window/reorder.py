@@ -7,12 +7,9 @@ from kvpatch_jax.orbit import Accumulated, orders_of
 
 from ... import small_task
 from ...small_task import LEGENDS
-from ...small_task.scenes import KV
-from ..repair import difference
 from ..results_table import ResultsTable
-from .basic import squared
 from .common import Step, add, patch_of, setting
-from .line import Line, read
+from .line import KV, Line, read
 from .stock import Stock
 
 ORBIT_RANK = 16
@@ -76,6 +73,12 @@ def without(total: Accumulated, conditioned: KV) -> Accumulated:
 
 def _effect(stock: Stock, page: list[KV]) -> np.ndarray:
     """How far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
-    first = squared(difference(page[0], stock.page.chunk.kv))
-    apart = [squared(difference(kv, page[0])) / first for kv in page[1:]]
+    first = _apart(page[0], stock.page.canonical)
+    apart = [_apart(kv, page[0]) / first for kv in page[1:]]
     return np.sqrt(np.stack(apart, axis=1)).mean(axis=1)
+
+
+def _apart(a: KV, b: KV) -> np.ndarray:
+    """Squared distance per context, [B]."""
+    change = [np.asarray(a[name], np.float64) - np.asarray(b[name], np.float64) for name in a]
+    return np.sum([(each**2).sum(axis=(0, 2, 3, 4)) for each in change], axis=0)

@@ -10,10 +10,9 @@ import kvpatch_jax as kvp
 
 from ... import small_task
 from ...small_task import KINDS, LEGENDS, VOCABULARY, Contexts, Questions
-from ...small_task.scenes import KV
 from ..results_table import ResultsTable
 from .common import RANK, Step, add, asked_through, setting
-from .line import Line, read, read_in_one
+from .line import KV, Line, read, read_in_one
 from .stock import Stock, foreign_legends
 
 SLIDE_KINDS = ("page", "legend", "survivor", "evicted", "aggregate")

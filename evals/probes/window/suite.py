@@ -87,8 +87,8 @@ def planned(sizes: WindowSizes, batch: int) -> list[Planned]:
     """Lists what is run on a batch of contexts, by its number."""
     listed = []
 
-    def plan(name: str, run: Probe, *more: int) -> None:
-        listed.append(Planned(f"batch={batch}.{name}", run, *more))
+    def plan(name: str, run: Probe, steps: int, work: int, gated: bool = False) -> None:
+        listed.append(Planned(f"batch={batch}.{name}", run, steps, work, gated))
 
     first = batch == 0
     for lead in (False, True):
