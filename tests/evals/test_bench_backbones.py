@@ -30,6 +30,7 @@ def alone():
     return backbones.run(repeats=2, threads=1, architectures=["InternVLForConditionalGeneration"])
 
 
+@pytest.mark.slow
 def test_ours_alone_has_every_row(alone):
     assert [row["metric"] for row in alone["rows"]] == [*METRICS, "embed"]
     for row in alone["rows"]:
@@ -44,6 +45,7 @@ def test_ours_alone_has_every_row(alone):
     assert set(alone["environment"]) >= {"jax", "cores"}
 
 
+@pytest.mark.slow
 def test_every_core_is_given_back(alone):
     before = os.sched_getaffinity(0)
     with backbones.pinned(1) as count:
@@ -51,6 +53,7 @@ def test_every_core_is_given_back(alone):
     assert os.sched_getaffinity(0) == before
 
 
+@pytest.mark.slow
 def test_table_of_ours_alone(alone):
     lines = backbones.table(alone).splitlines()
     assert len(lines) == 1 + 4 + 1

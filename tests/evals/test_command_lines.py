@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
     ("program", "flag", "known"),
     [
         ("evals.run", "--backbone=nope", "qwen2_5_vl_no_window"),
-        ("evals.train", "--backbone=nope", "qwen3_vl_moe"),
+        pytest.param("evals.train", "--backbone=nope", "qwen3_vl_moe", marks=pytest.mark.slow),
         ("evals.bench", "--architectures=nope", "LlavaForConditionalGeneration"),
     ],
 )

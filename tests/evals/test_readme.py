@@ -77,8 +77,23 @@ def test_generation_page_runs(monkeypatch: pytest.MonkeyPatch):
     assert space["both"].shape == (2, 4)
 
 
+OPERATORS = ROOT / "docs" / "guides" / "operators.md"
+
+
+def test_operators_page_runs_as_far_as_patches_are_applied():
+    """Frames, forming, applying, and what is refused; the rest of the page is read as a program."""
+    before, _ = OPERATORS.read_text("utf-8").split("\n## Bytes\n")
+    blocks = python_blocks(OPERATORS)
+    first = len(re.findall(r"^```python\n", before, re.MULTILINE))
+    assert 0 < first < len(blocks)
+    space = run(blocks[:first], "docs/guides/operators.md")
+    assert space["patch"].ranks == {"k": 12, "v": 12}
+    compile("\n".join(blocks[first:]), "docs/guides/operators.md", "exec")
+
+
+@pytest.mark.slow
 def test_operators_page_runs():
-    space = run(python_blocks(ROOT / "docs" / "guides" / "operators.md"), "docs/guides/operators.md")
+    space = run(python_blocks(OPERATORS), "docs/guides/operators.md")
     assert space["kvp"].__name__ == "kvpatch_jax"
 
 

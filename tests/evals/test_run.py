@@ -87,11 +87,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, backbone: ModelBackbone) -> Jo
     ledger = run.measure(backbone, CONFIG, folder, progress)
     rows = ledger.rows()
     config = {**dataclasses.asdict(CONFIG), "command": "python -m evals.run --seed=77"}
-    results = {"config": config, "environment": environment(run.PACKAGES), "rows": rows}
-    run.write_results(results, [ledger], folder)
-    example = run.draw_example(backbone, folder, CONFIG.seed)
-    figures = [example, *draw_all(results, folder / "figures")]
-    write_report(results, figures, folder / "report.html", run.NOTES)
+    run.write_results({"config": config, "environment": environment(run.PACKAGES), "rows": rows}, [ledger], folder)
     strict = lambda text: json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     items = [strict(line) for line in (folder / "items.jsonl").read_text().splitlines()]
     return Job(folder, rows, strict((folder / "results.json").read_text()), items, progress.names)
@@ -248,8 +244,12 @@ def test_items_are_one_line_per_valid_question(job: Job):
     assert right == pytest.approx(job.value("repair.visible", "patch.rank=8", "accuracy.chain"), abs=1e-12)
 
 
-def test_report_and_figures_are_written(job: Job):
-    """report.html holds every figure inline and nothing from outside; no NaN is shown."""
+@pytest.mark.slow
+def test_report_and_figures_are_written(job: Job, backbone: ModelBackbone):
+    """report.html holds every figure inline and nothing from outside; no NaN is shown. (Of made-up rows: reports.)"""
+    results = {**job.written, "rows": job.rows}
+    figures = [run.draw_example(backbone, job.folder, CONFIG.seed), *draw_all(results, job.folder / "figures")]
+    write_report(results, figures, job.folder / "report.html", run.NOTES)
     page = (job.folder / "report.html").read_text()
     figures = sorted((job.folder / "figures").glob("*.png"))
     assert len(figures) >= 5
@@ -258,6 +258,9 @@ def test_report_and_figures_are_written(job: Job):
     assert page.count("data:image/png;base64,") == len(figures)
     assert not re.search(r"(src|href)=\"(?!data:|#)", page)
     assert str(job.folder) not in page
+
+
+def test_images_are_kept(job: Job):
     images = list((job.folder / "images").glob("*.png"))
     assert len(images) >= CONTEXTS * (small_task.LEGENDS + 1)
 
@@ -310,6 +313,7 @@ def test_help_explains():
         assert word in done.stdout
 
 
+@pytest.mark.slow
 def test_an_unknown_suite_is_refused(tmp_path: Path):
     """It ends the program, naming it and the known ones, before anything is measured. (Backbones: command lines.)"""
     done = call("--suite=repairs", f"--out={tmp_path / 'out'}")

@@ -207,6 +207,7 @@ def excess(look: Look, answers: Answers, kind: str, chance: np.ndarray | float) 
     return float(above.mean()), float(above.std(ddof=1) / len(above) ** 0.5)
 
 
+@pytest.mark.slow
 def test_without_the_tower_chance_is_left(look: Look):
     """All weights of the tower zero: every kind at (or below) 1/16 for glyphs, 1/8 for colours, + 3 standard errors."""
     backbone = look.scene.backbone

@@ -45,9 +45,27 @@ def assert_same(found, expected, tolerance: float = 2e-5):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance * size)
 
 
-@pytest.mark.parametrize("options", PLAN_OPTIONS.values(), ids=PLAN_OPTIONS)
-@pytest.mark.parametrize("name", ["gqa", "mla", "blocked"])
-def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
+FORMS = {
+    ("gqa", "joint"),
+    ("mla", "joint"),
+    ("blocked", "joint"),
+    ("gqa", "separate"),
+    ("mla", "shared"),
+    ("gqa", "layers"),
+}
+"""Every layout and every option once; together they are slow."""
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(name, form, marks=() if (name, form) in FORMS else pytest.mark.slow)
+        for name in ("gqa", "mla", "blocked")
+        for form in PLAN_OPTIONS
+    ],
+)
+def test_a_batch_is_patched_as_each_of_its_chunks(name: str, form: str):
+    options = PLAN_OPTIONS[form]
     batch = batch_of(name, length=20)
     conditioned = conditioned_batch(batch)
     patch = kvp.form_patch(batch, conditioned, 4, A, method="exact", **options)
@@ -58,7 +76,9 @@ def test_a_batch_is_patched_as_each_of_its_chunks(name: str, options: dict):
         assert_same(item(found, number), kvp.apply_patch(one, own, 7, A))
 
 
-@pytest.mark.parametrize("name", ["gqa", "mha", "mla", "interleaved"])
+@pytest.mark.parametrize(
+    "name", ["mla", "interleaved", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gqa", "mha"))]
+)
 def test_a_batch_is_what_the_mapped_core_gives(name: str):
     """Applying given factors is bit for bit the vmapped core; factors are its own to rounding."""
     batch = batch_of(name)

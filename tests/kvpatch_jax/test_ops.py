@@ -46,21 +46,24 @@ def test_vmap_over_chunks_of_unequal_length():
         np.testing.assert_allclose(both["k"][index], alone["k"], atol=2e-5)
 
 
-def test_batches_between_layers_and_tokens():
+HEADS = pytest.mark.parametrize("heads", ["joint", pytest.param("separate", marks=pytest.mark.slow)])
+
+
+@HEADS
+def test_batches_between_layers_and_tokens(heads):
     kv, conditioned, chunks = stacked()
     inner = lambda tree: {name: placed(np.moveaxis(value, 0, 1)) for name, value in tree.items()}
     form = jax.jit(functools.partial(ops.form, LAYOUT), static_argnames=("plan",))
     apply = jax.jit(functools.partial(ops.apply, LAYOUT), static_argnames=("heads",))
     local, key = placed(chunks[0].local), jax.random.key(0)
     start = jnp.array([5, 70], jnp.int32)
-    for heads in ("joint", "separate"):
-        plan = ops.FormPlan(ranks=(("k", 4), ("v", 4)), heads=heads, method="exact")
-        factors = form(inner(conditioned), inner(kv), jnp.array([24, 17]), key, local, start, plan=plan)
-        found = apply(inner(kv), factors, jnp.stack([local, local]), start, heads=heads)
-        one, other = ({name: np.asarray(value)[1] for name, value in tree.items()} for tree in (kv, conditioned))
-        other = form(other, one, 17, key, local, start[1], plan=plan)
-        alone = apply(one, other, local, start[1], heads=heads)
-        np.testing.assert_allclose(found["k"][:, 1], alone["k"], atol=2e-5)
+    plan = ops.FormPlan(ranks=(("k", 4), ("v", 4)), heads=heads, method="exact")
+    factors = form(inner(conditioned), inner(kv), jnp.array([24, 17]), key, local, start, plan=plan)
+    found = apply(inner(kv), factors, jnp.stack([local, local]), start, heads=heads)
+    one, other = ({name: np.asarray(value)[1] for name, value in tree.items()} for tree in (kv, conditioned))
+    other = form(other, one, 17, key, local, start[1], plan=plan)
+    alone = apply(one, other, local, start[1], heads=heads)
+    np.testing.assert_allclose(found["k"][:, 1], alone["k"], atol=2e-5)
 
 
 def test_gradients_reach_keys_and_factors():
@@ -119,7 +122,7 @@ def energy_and_gradient(conditioned, base, length, heads):
     return jax.value_and_grad(energy)(conditioned)
 
 
-@pytest.mark.parametrize("heads", ["joint", "separate"])
+@HEADS
 @pytest.mark.parametrize("case", ["zero", "padded", "one token"])
 def test_form_can_be_differentiated_where_the_deficit_is_zero_or_padded(case: str, heads):
     layout = LAYOUTS["gqa"]

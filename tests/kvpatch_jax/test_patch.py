@@ -27,8 +27,13 @@ def error(found: dict, expected: dict) -> float:
     return max(float(np.abs(widen(found[name]) - widen(expected[name])).max()) for name in expected)
 
 
-@pytest.mark.parametrize("method", ["randomised", "exact"])
-@pytest.mark.parametrize("name", LAYOUTS)
+METHODS = [
+    *((name, "randomised") for name in LAYOUTS),
+    *(pytest.param(name, "exact", marks=[] if name == "mla" else [pytest.mark.slow]) for name in LAYOUTS),
+]
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS)
 def test_restores_a_low_rank_deficit_anywhere(name: str, method: str):
     chunk = chunk_of(name)
     conditioned = conditioned_of(chunk)

@@ -109,7 +109,13 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+COMBINED = ("all", "window", "slots", "any")
+"""Rules that "everything" and the others combine: a structure is two programs."""
+
+
+@pytest.mark.parametrize(
+    "structure", [pytest.param(name, marks=pytest.mark.slow if name in COMBINED else ()) for name in STRUCTURES]
+)
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_every_structure(structure, seed):
@@ -126,8 +132,15 @@ def test_every_structure(structure, seed):
     assert not np.asarray(found_blockwise(*arrays, mask))[empty].any()
 
 
-@pytest.mark.parametrize("heads", ["mha", "latent"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        ("mha", "float32"),
+        ("latent", "bfloat16"),
+        pytest.param("latent", "float32", marks=pytest.mark.slow),
+        pytest.param("mha", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_heads_and_types(heads, dtype):
     arrays = drawn((ROWS, QUERIES, KEYS), HEADS[heads], 3, dtype)
     mask = Mask(causal=True, offset=KEYS - QUERIES, window=11)

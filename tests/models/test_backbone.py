@@ -220,7 +220,14 @@ def test_generate_equals_the_argmax_of_the_whole_forward(backbone):
     assert np.array_equal(found, expected)
     for fewer in (0, 1):
         assert np.array_equal(backbone.generate(tokens, fewer), expected[:, :fewer])
-    cut = 9
+
+
+@pytest.mark.slow
+def test_generate_behind_a_context_equals_generate_of_all(backbone):
+    gold = golden_arrays(FAMILY, "text")
+    ids = np.stack([gold["input_ids"], gold["input_ids"][::-1]])
+    tokens, steps, cut = text_of(backbone, ids), 4, 9
+    expected = np.asarray(backbone.generate(tokens, steps))
     context = {
         name: value[:, :, :cut]
         for name, value in to_engine(backbone.layout, backbone.prefill(tokens).kv, tokens.positions, 0).items()

@@ -94,15 +94,27 @@ def test_image_sizes_of_one_bucket_share_programs(family: str, tmp_path):
             each.prefill(given, hidden_at=(1,), logits="all") for each, given in ((padded, found), (plain, expected))
         )
         jax.tree.map(close, ours, theirs)
-        np.testing.assert_array_equal(padded.generate(found, 3), plain.generate(expected, 3))
+        answer = padded.generate(found, 3)
+        if family not in FAST or number == 1:  # the oracle's programs are of one size each: by default for one size
+            np.testing.assert_array_equal(answer, plain.generate(expected, 3))
         counts.append(programs(padded))
     assert len(patches) > 1
     assert counts == [[1, 1, 1, 0, 1, 1]] * len(counts)
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_lengths_of_one_bucket_share_programs(family: str, tmp_path):
-    """Prefill behind a context, recompute, decode and masks at several lengths: equal to unpadded, compiled once."""
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [
+        ("qwen3", False),
+        pytest.param("qwen3", True, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
+    ],
+)
+def test_lengths_of_one_bucket_share_programs(family: str, whole: bool, tmp_path):
+    """Prefill behind a context and recompute at several lengths, under masks: equal to unpadded, compiled once.
+
+    The whole of it also without masks, and generates: every length of the oracle is a program of its own.
+    """
     directory = write_text_checkpoint(family, tmp_path)
     plain, padded = load(directory), load(directory, buckets=Buckets())
     rng = np.random.default_rng(1)
@@ -115,18 +127,20 @@ def test_lengths_of_one_bucket_share_programs(family: str, tmp_path):
         mask = rng.random((2, 1, length, context + length)) < 0.7
         mask[..., context:] &= np.tri(length, dtype=bool)
         mask[..., np.arange(length), context + np.arange(length)] = True
-        for seen in (None, mask):
+        for seen in (None, mask) if whole else (mask,):
             ours, theirs = (each.prefill(tokens, kv, seen, logits="all") for each in (padded, plain))
             jax.tree.map(close, ours, theirs)
-        np.testing.assert_array_equal(padded.generate(tokens, 4, kv, mask), plain.generate(tokens, 4, kv, mask))
+        if whole:
+            np.testing.assert_array_equal(padded.generate(tokens, 4, kv, mask), plain.generate(tokens, 4, kv, mask))
         cache = {
             name: jnp.pad(value, [(0, 0), (0, 0), (0, 100 - context), (0, 0), (0, 0)]) for name, value in kv.items()
         }
         slots = np.broadcast_to(np.arange(context, context + length), (2, length))
         keep = np.ones((plain.layout.layers, 2, length), bool)
         keep[1:, :, ::2] = False
-        for kept in (None, keep):
+        for kept in (None, keep) if whole else (keep,):
             ours, theirs = (each.recompute(tokens, cache, slots, kept, logits="all") for each in (padded, plain))
             jax.tree.map(close, ours, theirs)
         counts.append(programs(padded)[2:])
-    assert counts == [[2, 2, 1, 1]] * 2  # a mask of the caller's own is a program of its own
+    # A mask of the caller's own is a program of its own.
+    assert counts == [[2, 2, 1, 1] if whole else [1, 1, 0, 0]] * 2

@@ -22,7 +22,14 @@ FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "deepseek_vl", "i
 INPUTS = ("pixel_values", "image_grid_thw", "video_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+PARTS = ("qwen3_vl_moe", "llava")
+"""Marked slow: the tower and the decoder of the one are those of two others, the other's those of llava_next."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in PARTS else ()) for name in FAMILIES],
+)
 def family(request):
     return request.param
 

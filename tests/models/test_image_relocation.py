@@ -1,6 +1,7 @@
 """Every image family against itself (1e-5 of the largest magnitude): another place, recompute, resuming, a blind chunk.
 
-One family by default, the others marked slow. The prompt is text, an image, text.
+One family by default, the others marked slow; of the one, what `test_backbone.py` has for another family is slow too.
+The prompt is text, an image, text.
 """
 
 import jax
@@ -103,6 +104,7 @@ def test_relocation_through_the_model(prompt):
         assert jnp.abs(forward[turning] - prompt.engine[turning]).max() > 1e-3 * jnp.abs(forward[turning]).max()
 
 
+@pytest.mark.slow
 def test_recompute_of_all_equals_prefill_and_of_none_changes_no_bit(prompt):
     slots = np.arange(prompt.length)[None]
     keep = np.ones((prompt.backbone.layout.layers, *slots.shape), bool)
@@ -124,6 +126,7 @@ def test_resuming_at_a_layer_equals_prefill(prompt):
         each_close(resumed.kv, {name: value[layer:] for name, value in prompt.out.kv.items()}, f"from {layer}")
 
 
+@pytest.mark.slow
 def test_decode_over_a_cache_equals_the_whole_forward(prompt):
     """The last tokens one by one over the cache of those before."""
     last = 3
@@ -137,6 +140,7 @@ def test_decode_over_a_cache_equals_the_whole_forward(prompt):
     each_close(cache, prompt.engine, "cache")
 
 
+@pytest.mark.slow
 def test_a_chunk_that_may_not_look_back_equals_itself_alone(prompt):
     """B blind to A in place, by mask, has the phase-free KV of B alone at its own start."""
     cut = 3

@@ -175,11 +175,8 @@ def test_a_question_that_was_not_moved_is_refused(backbone, prefilled):
 
 
 def test_what_stands_at_position_0_on_purpose_is_taken(backbone, prefilled):
-    tokens, _, engine = prefilled
-    two = jax.tree.map(lambda value: jnp.repeat(value, 2, axis=1), engine)
+    two = jax.tree.map(lambda value: jnp.repeat(value, 2, axis=1), prefilled[2])
     rows = tokens_of(backbone, 2, T)
-    backbone.prefill(tokens)  # no context at all
-    backbone.prefill(tokens, {name: value[:, :, :0] for name, value in engine.items()})  # nor here
     padded = rows._replace(positions=rows.positions * np.r_[0, 0, 0, [1] * (T - 3)][:, None])  # padding in front
     backbone.prefill(padded, two)
     mask = np.concatenate([np.ones((2, 1, T, T), bool), np.tri(T, dtype=bool)[None, None].repeat(2, 0)], axis=3)
@@ -187,12 +184,26 @@ def test_what_stands_at_position_0_on_purpose_is_taken(backbone, prefilled):
     beside = rows._replace(positions=np.stack([rows.positions[0] - T, rows.positions[1]]))
     for given in (mask, jnp.asarray(mask)):
         backbone.prefill(beside, two, given)
-        backbone.generate(beside, 2, two, given)
     swapped = mask[::-1]
     with pytest.raises(PositionError, match="row 0"):
         backbone.prefill(beside, two, swapped)
     one_axis = rows._replace(positions=rows.positions * np.array([1, 0, 1]))  # 0 on one axis is no beginning
     backbone.prefill(one_axis, two)
+
+
+@pytest.mark.slow
+def test_what_stands_at_position_0_is_taken_by_other_calls_and_contexts(backbone, prefilled):
+    """Each a program of its own."""
+    tokens, _, engine = prefilled
+    two = jax.tree.map(lambda value: jnp.repeat(value, 2, axis=1), engine)
+    rows = tokens_of(backbone, 2, T)
+    backbone.prefill(tokens)  # no context at all
+    backbone.prefill(tokens, {name: value[:, :, :0] for name, value in engine.items()})  # nor here
+    mask = np.concatenate([np.ones((2, 1, T, T), bool), np.tri(T, dtype=bool)[None, None].repeat(2, 0)], axis=3)
+    mask[0, ..., :T] = False
+    beside = rows._replace(positions=np.stack([rows.positions[0] - T, rows.positions[1]]))
+    for given in (mask, jnp.asarray(mask)):
+        backbone.generate(beside, 2, two, given)
     jax.jit(lambda kv, places: backbone.prefill(tokens._replace(positions=places), kv).logits)(engine, tokens.positions)
 
 

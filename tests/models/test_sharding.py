@@ -31,9 +31,10 @@ ROOT = Path(__file__).parents[2]
 BAR = 2e-4
 IMAGE_FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 TEXT = ("llama2", "qwen2", "qwen3", "qwen3_moe", "glm4", "phi3_short", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-DEFAULT = (("mla", "own_mesh", "experts"), ("gqa-whole", "loads", "collectives", "memory", "violations"))
-"""What is run by default, by two programs side by side."""
-SLOW = ("mha-whole", "mla-whole", "image-whole")
+DEFAULT = ("mla", "own_mesh", "experts", "gqa", "loads", "collectives", "memory", "violations")
+"""What is run by default, by one program: another one would load everything again."""
+WHOLE = ("gqa-whole", "mha-whole", "mla-whole", "image-whole")
+SLOW = (*WHOLE, "own_mesh_set")
 
 
 def config_of(family: str, **changes: Any):
@@ -212,20 +213,18 @@ def start(root: Path, names: tuple[str, ...]) -> subprocess.Popen[str]:
     )
 
 
-def findings(root: Path, *groups: tuple[str, ...]) -> dict[str, Any]:
-    """What programs that run side by side found."""
-    facts = {}
-    for program in [start(root, names) for names in groups]:
-        out, errors = program.communicate(timeout=900)
-        assert program.returncode == 0, errors
-        facts |= json.loads(out)
-    return facts
+def findings(root: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """What the program found."""
+    program = start(root, names)
+    out, errors = program.communicate(timeout=900)
+    assert program.returncode == 0, errors
+    return json.loads(out)
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
     """What the default cases found."""
-    return findings(tmp_path_factory.mktemp("sharded"), *DEFAULT)
+    return findings(tmp_path_factory.mktemp("sharded"), DEFAULT)
 
 
 @pytest.fixture(scope="module")
@@ -254,20 +253,28 @@ def check_forward(name: str, facts: dict[str, Any]) -> None:
         assert lies["devices"] == (8 if case == "image" else COUNTS[case]), call
 
 
-@pytest.mark.parametrize("name", ["gqa-whole", "mla"])
+@pytest.mark.parametrize("name", ["gqa", "mla"])
 def test_forward_over_devices_equals_one_device(facts, name):
     check_forward(name, facts[name])
 
 
 def test_a_mesh_of_the_users_own_is_taken_as_it_is(facts):
-    found = facts["own_mesh"]
+    check_own_mesh(facts["own_mesh"])
+
+
+@pytest.mark.slow
+def test_a_mesh_that_is_set_is_taken_as_it_is(whole_facts):
+    check_own_mesh(whole_facts["own_mesh_set"])
+
+
+def check_own_mesh(found: dict[str, Any]) -> None:
     assert found["taken_as_it_is"]
     assert set(found["heads"]) == {"tensor"}
     assert max(found["errors"].values()) <= BAR, found["errors"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", WHOLE)
 def test_every_call_over_devices_equals_one_device(whole_facts, name):
     check_forward(name, whole_facts[name])
     check_parameters_lie(whole_facts[name], COUNTS[name.removesuffix("-whole")])
@@ -290,14 +297,14 @@ def check_parameters_lie(facts: dict[str, Any], count: int) -> None:
         assert lies["shard"] == expected, path
 
 
-@pytest.mark.parametrize("name", ["gqa-whole", "mla"])
+@pytest.mark.parametrize("name", ["gqa", "mla"])
 def test_parameters_lie_as_the_table_says(facts, name):
     check_parameters_lie(facts[name], COUNTS[name.removesuffix("-whole")])
     assert facts[name]["dtypes"] == ["float32"]
 
 
 def test_shards_of_known_parameters(facts):
-    grouped, latent = (facts[name]["parameters"] for name in ("gqa-whole", "mla"))
+    grouped, latent = (facts[name]["parameters"] for name in ("gqa", "mla"))
     assert grouped["decoder.layers.attention.key.kernel"]["shard"] == [3, 64, 8]
     assert grouped["decoder.layers.attention.query.kernel"]["shard"] == [3, 64, 16]
     assert grouped["decoder.layers.mlp.down.kernel"]["shard"] == [3, 12, 64]

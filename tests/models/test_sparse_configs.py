@@ -1,4 +1,8 @@
-"""Configurations that leave out whatever may be left out: every default is the one of transformers' class."""
+"""Configurations that leave out whatever may be left out: every default is the one of transformers' class.
+
+By default every class's defaults are compared, and the forwards of two models, without images and with them; the
+others are marked slow.
+"""
 
 import json
 from pathlib import Path
@@ -23,6 +27,7 @@ DERIVED = {
     "sliding_window",  # of the Qwen families, which set it aside where it is not switched on
 }
 OTHER_NAME = {"num_local_experts": "num_experts"}
+FORWARDS = ("phi3", "qwen3_vl")
 
 
 def write_sparse(name: str, directory: Path) -> Path:
@@ -45,7 +50,7 @@ def arrays_of(name: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "internvl_qwen3_moe" else ()) for name in NAMES]
+    "name", [name if name in FORWARDS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 def test_the_sparsest_configuration_is_transformers_model(name, tmp_path):
     backbone, gold = load(write_sparse(name, tmp_path)), arrays_of(name)

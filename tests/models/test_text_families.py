@@ -1,7 +1,8 @@
 """The text families against transformers (2e-4 of the largest magnitude) and against themselves (1e-5).
 
-By default every family's forward, and the whole Protocol for one family of each kind of attention; the rest is marked
-slow.
+By default the forwards of all but mere variants, and the whole Protocol for one family of each kind of attention
+(decoding and generating for latent attention alone: `test_backbone.py` and `test_generation.py` have the grouped one);
+the rest is marked slow.
 """
 
 import dataclasses
@@ -24,8 +25,12 @@ from tests.goldens.load_text import text_arrays, text_config, text_families, wri
 
 GOLDEN, OWN = 2e-4, 1e-5
 REGIMES = {"phi3_long": "long", "llama_dynamic": 14}
-DEFAULT = ("glm", "deepseek_v3")
-VARIANTS = ("deepseek_v2_lite", "llama2", "llama_dynamic", "llama_linear", "mistral", "phi3_short")
+LATENT = ("deepseek_v3",)
+DEFAULT = ("glm", *LATENT)
+VARIANTS = (
+    *("deepseek_v2_lite", "glm4", "kimi_vl_text", "llama2", "llama_dynamic", "llama_linear", "llama_yarn", "mistral"),
+    *("phi3_short", "qwen2", "qwen3"),
+)
 DELTAS = (1, 37, 1000, 100_000)
 REACH = {"phi3_short": 32, "llama_dynamic": 14}
 
@@ -47,9 +52,9 @@ def loaded(tmp_path_factory):
     return get
 
 
-def some(slow=False):
-    """Every stored model; marked slow are mere variants, and with `slow` all but one for each kind of attention."""
-    mark = lambda family: [pytest.mark.slow] if family in VARIANTS or (slow and family not in DEFAULT) else []
+def some(default=None):
+    """Every stored model; marked slow are mere variants, and where a default is given all but those."""
+    mark = lambda family: [pytest.mark.slow] if family in VARIANTS or family not in (default or (family,)) else []
     return [pytest.param(family, marks=mark(family)) for family in text_families()]
 
 
@@ -86,7 +91,7 @@ def test_forward_equals_transformers(loaded, family):
     close(out.logits[0], gold["logits"], GOLDEN, "logits")
 
 
-@pytest.mark.parametrize("family", some(slow=True))
+@pytest.mark.parametrize("family", some(LATENT))
 def test_cached_decode_equals_transformers_and_the_whole_forward(loaded, family):
     backbone, gold = loaded(family), text_arrays(family)
     if "decode_tokens" not in gold:
@@ -108,7 +113,7 @@ def test_cached_decode_equals_transformers_and_the_whole_forward(loaded, family)
         close(cache[name], value, what=f"cache {name} after decoding")
 
 
-@pytest.mark.parametrize("family", some(slow=True))
+@pytest.mark.parametrize("family", some(DEFAULT))
 def test_relocation_through_the_model(loaded, family):
     """Forwards at p and p + δ have the same phase-free KV; moved keys equal those of the forward at the new place."""
     backbone, gold = loaded(family), text_arrays(family)
@@ -136,7 +141,7 @@ def test_relocation_through_the_model(loaded, family):
             close(rotated[name], forward[name], what=f"relocate {name} at {delta}")
 
 
-@pytest.mark.parametrize("family", some(slow=True))
+@pytest.mark.parametrize("family", some(DEFAULT))
 def test_recompute_of_all_equals_prefill_and_of_none_changes_no_bit(loaded, family):
     backbone, gold = loaded(family), text_arrays(family)
     tokens = prompt(backbone, gold)
@@ -154,7 +159,7 @@ def test_recompute_of_all_equals_prefill_and_of_none_changes_no_bit(loaded, fami
         assert np.asarray(untouched[name]).tobytes() == np.asarray(value).tobytes()
 
 
-@pytest.mark.parametrize("family", some(slow=True))
+@pytest.mark.parametrize("family", some(LATENT))
 def test_generate_and_a_context_equal_the_whole_forward(loaded, family):
     backbone, gold = loaded(family), text_arrays(family)
     if "decode_tokens" not in gold:
@@ -169,7 +174,7 @@ def test_generate_and_a_context_equal_the_whole_forward(loaded, family):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("layer", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_resuming_at_a_layer_equals_prefill(loaded, family, layer):
     backbone, gold = loaded(family), text_arrays(family)
     tokens = prompt(backbone, gold)
@@ -180,7 +185,7 @@ def test_resuming_at_a_layer_equals_prefill(loaded, family, layer):
         close(resumed.kv[name], value[layer:], what=name)
 
 
-@pytest.mark.parametrize("family", some(slow=True))
+@pytest.mark.parametrize("family", some(DEFAULT))
 def test_save_and_load_round_trip(loaded, family, tmp_path):
     """The file that `save` writes is the file that was read: fused tensors, experts and stacks of layers included."""
     backbone = loaded(family)

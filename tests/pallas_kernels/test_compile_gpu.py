@@ -85,10 +85,16 @@ def copied(text: str, sizes: tuple[int, ...]) -> list[str]:
     return found
 
 
+# Rank 16 in every shape; no factors, and many, by default in one.
 CASES = pytest.mark.parametrize(
     ("shape", "rank"),
     [
-        pytest.param(shape, rank, id=f"{shape.name}-{rank}")
+        pytest.param(
+            shape,
+            rank,
+            marks=pytest.mark.slow if rank != 16 and shape.name != PRODUCTION[0].name else (),
+            id=f"{shape.name}-{rank}",
+        )
         for shape in PRODUCTION
         for rank in (0, 16, 64)
         if shape.rotary or rank

@@ -22,7 +22,27 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
 ]
 
-TOPOLOGIES = pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+TPUS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+TOPOLOGIES = pytest.mark.parametrize("topology", TPUS)
+
+
+def every(shapes):
+    """Each shape on each TPU at each rank; those of another rank than 16 are slow but on the first TPU."""
+    return pytest.mark.parametrize(
+        ("shape", "topology", "rank"),
+        [
+            pytest.param(
+                shape,
+                topology,
+                rank,
+                marks=pytest.mark.slow if rank != 16 and topology != TPUS[0] else (),
+                id=f"{shape.name}-{topology}-{rank}",
+            )
+            for shape in shapes
+            for topology in TPUS
+            for rank in (0, 16, 64)
+        ],
+    )
 
 
 def compiled_for(topology: str, function, *arguments, donate: tuple[int, ...] = ()):
@@ -36,9 +56,7 @@ def copied(text: str) -> list[int]:
     return [math.prod(map(int, size.split(","))) for size in sizes]
 
 
-@pytest.mark.parametrize("rank", [0, 16, 64])
-@TOPOLOGIES
-@pytest.mark.parametrize("shape", PRODUCTION, ids=lambda shape: shape.name)
+@every(PRODUCTION)
 def test_rotate_patch_compiles_to_one_kernel_without_copying_the_channel(shape: RotateShape, topology: str, rank: int):
     if not shape.rotary and not rank:
         pytest.skip("a plain channel without a patch is a copy")
@@ -73,16 +91,20 @@ def check_splice(shape: SpliceShape, topology: str, tokens: int, rank: int, dtyp
         assert memory.temp_size_in_bytes < elements
 
 
-@pytest.mark.parametrize("rank", [0, 16, 64])
-@TOPOLOGIES
-@pytest.mark.parametrize("shape", POOLS, ids=lambda shape: shape.name)
+@every(POOLS)
 def test_splice_writes_where_the_pool_lies(shape: SpliceShape, topology: str, rank: int):
     for tokens in (shape.chunk.tokens, 4 * shape.chunk.tokens + 1):
         check_splice(shape, topology, tokens, rank)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-@TOPOLOGIES
+@pytest.mark.parametrize(
+    ("topology", "dtype"),
+    [
+        pytest.param(topology, dtype, marks=pytest.mark.slow if dtype != "int8" and topology != TPUS[0] else ())
+        for topology in TPUS
+        for dtype in ("int8", "float8_e4m3fn", "float8_e5m2")
+    ],
+)
 def test_eight_bit_chunks_compile(topology: str, dtype: str):
     for shape in (POOLS[0], POOLS[3]):
         check_splice(shape, topology, shape.chunk.tokens, 16, dtype)

@@ -86,6 +86,15 @@ def best(matrix: np.ndarray, rank: int) -> np.ndarray:
     return (u[:, :rank] * s[:rank]) @ vt[:rank]
 
 
+@functools.partial(jax.jit, static_argnames=("method",))
+def slope_of_the_product(value, weights, method: str):
+    def loss(value):
+        u, v = factorise(value, 4, method=method, oversample=4)
+        return (weights * (u @ v)).sum()
+
+    return jax.grad(loss)(value)
+
+
 @pytest.mark.parametrize("method", ["exact", "randomised"])
 @pytest.mark.parametrize("shape", [(20, 12), pytest.param((12, 20), marks=pytest.mark.slow)], ids=["tall", "wide"])
 @pytest.mark.parametrize("decay", [0.5, 0.7, None], ids=["steep", "flat", "low rank"])
@@ -94,18 +103,29 @@ def test_gradient_is_that_of_the_best_factors(shape: tuple[int, int], decay: flo
     rank, weights = 4, np.random.default_rng(1).standard_normal(shape)
     spectrum = np.where(np.arange(12) < rank, 0.5 ** np.arange(12), 0.0) if decay is None else decay ** np.arange(12)
     matrix = drawn(spectrum, *shape)
-    weights32 = placed(weights, jnp.float32)
-
-    def loss(value):
-        u, v = factorise(value, rank, method=method, oversample=4)
-        return (weights32 * (u @ v)).sum()
-
-    found, wanted = jax.jit(jax.grad(loss))(placed(matrix, jnp.float32)), np.zeros(shape)
+    found = slope_of_the_product(placed(matrix, jnp.float32), placed(weights, jnp.float32), method)
+    wanted = np.zeros(shape)
     for place in np.ndindex(shape):
         step = np.zeros(shape)
         step[place] = 1e-6
         wanted[place] = (weights * (best(matrix + step, rank) - best(matrix - step, rank))).sum() / 2e-6
     np.testing.assert_allclose(found, wanted, atol=5e-3 * np.abs(wanted).max())
+
+
+def slope_of_both(value, weights, method: str):
+    def loss(value):
+        u, v = factorise(value, 4, method=method)
+        return (weights * (u @ v)).sum() + (u**2).sum()
+
+    return jax.grad(loss)(value)
+
+
+one_slope = jax.jit(slope_of_both, static_argnames=("method",))
+
+
+@functools.partial(jax.jit, static_argnames=("method",))
+def mapped_slopes(values, weights, method: str):
+    return jax.vmap(lambda value: slope_of_both(value, weights, method))(values)
 
 
 @pytest.mark.parametrize("method", ["exact", "randomised"])
@@ -115,14 +135,9 @@ def test_gradients_of_zero_and_padded_matrices_are_finite(rows: int, method: str
     matrix[rows:] = 0.0
     matrix = placed(matrix, jnp.float32)
     weights = placed(np.random.default_rng(1).standard_normal((24, 12)), jnp.float32)
-
-    def loss(value):
-        u, v = factorise(value, 4, method=method)
-        return (weights * (u @ v)).sum() + (u**2).sum()
-
-    gradient = jax.jit(jax.grad(loss))(matrix)
+    gradient = one_slope(matrix, weights, method)
     assert np.isfinite(gradient).all()
     if rows:
         assert np.abs(gradient).max() > 0
-    mapped = jax.jit(jax.vmap(jax.grad(loss)))(np.stack([matrix, 2 * np.asarray(matrix)]))
+    mapped = mapped_slopes(np.stack([matrix, 2 * np.asarray(matrix)]), weights, method)
     np.testing.assert_allclose(mapped[0], gradient, atol=1e-3)

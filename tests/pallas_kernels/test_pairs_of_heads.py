@@ -28,8 +28,8 @@ CASES = [
     (4, "half", 128, 0, True),
     (4, "pairs", 128, 17, True),
     (8, "half", 64, 3, True),
-    (1, "pairs", 64, 3, True),
-    (2, "pairs", 32, 3, INTERPRET),
+    pytest.param(1, "pairs", 64, 3, True, marks=SLOW),
+    pytest.param(2, "pairs", 32, 3, INTERPRET, marks=SLOW),
     pytest.param(4, "half", 64, 3, True, marks=SLOW),
     *(pytest.param(2, *case, True, marks=SLOW) for case in (("half", 128, 0), ("half", 64, 3), ("pairs", 128, 17))),
     *(pytest.param(8, *case, True, marks=SLOW) for case in (("half", 128, 0), ("pairs", 128, 17))),
@@ -102,8 +102,8 @@ def test_both_interpreters_give_the_same_bits(heads: int):
         (2, "bfloat16", 3, "pairs", 50),
         pytest.param(4, "bfloat16", 0, "half", 63, marks=SLOW),
         pytest.param(4, "float32", 5, "half", 41, marks=SLOW),
-        (8, "bfloat16", 0, "pairs", 33),
-        (4, "int8", 3, "half", 60),
+        pytest.param(8, "bfloat16", 0, "pairs", 33, marks=SLOW),
+        pytest.param(4, "int8", 3, "half", 60, marks=SLOW),
     ],
 )
 def test_slots_not_named_keep_their_bits(heads: int, dtype: str, rank: int, layout: str, length: int):
@@ -139,6 +139,7 @@ def test_which_blocks_are_taken_by_pairs():
     assert block.by_pairs({"x": leaf(4, "float32"), "dense": leaf(4)}, leaf(4))
 
 
+@pytest.mark.slow
 def test_a_mesh_whose_axes_are_in_types_is_no_obstacle():
     mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
     shape = RotateShape("pairs", (2,), 9, 4, 128, 128, 3, "half")

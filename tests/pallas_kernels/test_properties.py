@@ -40,8 +40,10 @@ def repeated(implementation: str, **strategies) -> Callable[[Callable[..., None]
     )
 
 
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("layout", ["half", "pairs"])
+@pytest.mark.parametrize(
+    ("implementation", "layout"),
+    [("xla", "half"), ("xla", "pairs"), ("tpu", "pairs"), pytest.param("tpu", "half", marks=pytest.mark.slow)],
+)
 def test_turning_twice_is_turning_by_the_sum_and_by_nothing_is_nothing(implementation: str, layout: str):
     @repeated(implementation, a=ANGLES, b=ANGLES, seed=st.integers(0, 2**16))
     def check(a: float, b: float, seed: int) -> None:

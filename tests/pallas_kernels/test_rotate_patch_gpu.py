@@ -47,6 +47,7 @@ def test_padding_that_is_not_finite_comes_back_as_zeros():
     assert jnp.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_shared_factors_and_a_dense_correction():
     shape = RotateShape("batch", (2, 2), 7, 1, 32, 32, 4, "half")
     given = arrays(shape)
@@ -58,6 +59,7 @@ def test_shared_factors_and_a_dense_correction():
     np.testing.assert_allclose(run(**given), rotate_patch(**given), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_result_has_the_dtype_that_is_asked_for():
     shape = ALIGNED[3]
     given = arrays(shape)
@@ -70,14 +72,14 @@ def test_the_result_has_the_dtype_that_is_asked_for():
 @pytest.mark.parametrize(
     "dtype", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "float8_e5m2")), "float8_e4m3fn"]
 )
-def test_every_number_of_eight_bits_is_widened_exactly(dtype: str):
+@pytest.mark.parametrize("layout", ["pairs", pytest.param("half", marks=pytest.mark.slow)])
+def test_every_number_of_eight_bits_is_widened_exactly(dtype: str, layout: str):
     """Subnormal numbers too; as one channel and as half a word. What is not a number stays none."""
     x = jnp.asarray(np.arange(256, dtype=np.uint8).reshape(2, 2, 64).view(jnp.dtype(dtype)))
     given = {"x": x, "cos": jnp.ones((2, 32)), "sin": jnp.zeros((2, 32)), "out_dtype": jnp.bfloat16}
     given |= {"x_scale": jnp.full((1, 2, 64), 2.0)} if dtype == "int8" else {}
-    for layout in ("half", "pairs"):
-        found, wanted = run(**given, layout=layout), rotate_patch(**given, layout=layout, implementation="xla")
-        np.testing.assert_array_equal(found.astype(jnp.float32), wanted.astype(jnp.float32))
+    found, wanted = run(**given, layout=layout), rotate_patch(**given, layout=layout, implementation="xla")
+    np.testing.assert_array_equal(found.astype(jnp.float32), wanted.astype(jnp.float32))
 
 
 def test_lengths_and_several_layers_of_eight_bits_with_buffers_of_their_own():
@@ -96,20 +98,21 @@ def test_lengths_and_several_layers_of_eight_bits_with_buffers_of_their_own():
         assert_rounded_once(call(Operands(**given), jnp.int32(length)), exact)
 
 
-def test_scales_of_factors_lie_on_the_side_that_is_float32():
+@pytest.mark.parametrize("side", ["u", pytest.param("v", marks=pytest.mark.slow)])
+def test_scales_of_factors_lie_on_the_side_that_is_float32(side: str):
     shape = ALIGNED[3]
     given, wide = narrow_arrays(shape, "int8")
     plain = arrays(shape)
-    for side in ("u", "v"):
-        mixed = plain | {side: given[side], f"{side}_scale": given[f"{side}_scale"]}
-        rank = factors.padded_rank(17, mixed["u"].dtype, mixed["v"].dtype, 3, True)
-        assert rank == 64
-        exact = expected(shape, plain | {side: wide[side]})
-        np.testing.assert_allclose(run(**mixed), exact, atol=5e-5)
+    mixed = plain | {side: given[side], f"{side}_scale": given[f"{side}_scale"]}
+    rank = factors.padded_rank(17, mixed["u"].dtype, mixed["v"].dtype, 3, True)
+    assert rank == 64
+    exact = expected(shape, plain | {side: wide[side]})
+    np.testing.assert_allclose(run(**mixed), exact, atol=5e-5)
     assert factors.padded_rank(17, jnp.int8, jnp.int8, 3, True) == 64
     assert factors.padded_rank(17, jnp.float8_e5m2, jnp.float8_e5m2, 3) == 32
 
 
+@pytest.mark.slow
 def test_rank_zero_is_bit_equal_to_one_rotation():
     shape = ALIGNED[1]
     given = arrays(shape, dtype=jnp.bfloat16)

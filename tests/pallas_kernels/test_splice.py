@@ -48,7 +48,7 @@ PER_HEAD_IN_BFLOAT16 = [
 """Rounding and factors per head have nothing to do with each other: by default they meet in one shape."""
 WRITTEN = [
     *((shape, per_head, jnp.float32) for shape in SMALL for per_head in (False, True)),
-    *((shape, False, jnp.bfloat16) for shape in SMALL),
+    *(pytest.param(shape, False, jnp.bfloat16, marks=pytest.mark.slow) for shape in SMALL),
     *PER_HEAD_IN_BFLOAT16,
 ]
 
@@ -88,7 +88,11 @@ def test_rows_padded_to_whole_lanes_get_the_same_bits_then_zeros(shape: SpliceSh
     assert (found[..., slots, :, width:] == 0).all()
 
 
-NARROW = [("tpu", "half", 2, 1, None), ("gpu", "pairs", 1, 2, None), ("tpu", "half", 2, 1, "int8")]
+NARROW = [
+    pytest.param("tpu", "half", 2, 1, None, marks=pytest.mark.slow),
+    ("gpu", "pairs", 1, 2, None),
+    ("tpu", "half", 2, 1, "int8"),
+]
 
 
 @pytest.mark.parametrize(("implementation", "layout", "layers", "heads", "dtype"), NARROW)

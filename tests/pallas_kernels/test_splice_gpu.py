@@ -48,13 +48,13 @@ def slots_of(kind: str, tokens: int, total: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("chunk", "kind", "dtype"),
     [
-        (GQA, "scattered", jnp.float32),
-        (WIDE, "piece", jnp.bfloat16),
+        pytest.param(GQA, "scattered", jnp.float32, marks=pytest.mark.slow),
+        pytest.param(WIDE, "piece", jnp.bfloat16, marks=pytest.mark.slow),
         (ALIGNED_PAIRS[0], "pieces", jnp.bfloat16),
         pytest.param(ALIGNED[3], "piece", jnp.float32, marks=pytest.mark.slow),
         pytest.param(ALIGNED_PAIRS[1], "scattered", jnp.float32, marks=pytest.mark.slow),
         pytest.param(KPE, "pieces", jnp.bfloat16, marks=pytest.mark.slow),
-        (KPE, "scattered", "int8"),
+        pytest.param(KPE, "scattered", "int8", marks=pytest.mark.slow),
         pytest.param(NARROW, "pieces", "float8_e4m3fn", marks=pytest.mark.slow),
         pytest.param(ALIGNED_PAIRS[0], "scattered", "float8_e5m2", marks=pytest.mark.slow),
     ],

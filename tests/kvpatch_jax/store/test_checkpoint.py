@@ -213,6 +213,7 @@ def test_sums_agree_on_host_and_device_and_see_every_change(dtype: str, shape: l
         assert moved.tobytes() == value.tobytes() or array_sum(moved) != found
 
 
+@pytest.mark.slow
 def test_arrays_travel_between_meshes_of_eight_devices(tmp_path: Path):
     program = [PYTHON, str(Path(__file__).parent / "store_arrays.py"), str(tmp_path)]
     done = subprocess.run(program, env=child_environment(), capture_output=True, text=True, timeout=600)

@@ -209,7 +209,7 @@ def _identity(library: StaticLibrary, name: str):
     return identity(os.stat(f"{library.store.disk.root}/{library._folder.name('TEXT', name).path}"))
 
 
-@pytest.mark.parametrize("aged", [False, True])
+@pytest.mark.parametrize("aged", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_library_knows_what_another_one_did(library: StaticLibrary, change: str, aged: bool):
     _ = library.used, library.entries()

@@ -119,7 +119,9 @@ def test_a_withdrawn_reference_does_not_come_back(tmp_path: Path):
         held.close()
 
 
-@pytest.mark.parametrize("what", ["gone", "cut", "flipped", "empty", "another's"])
+@pytest.mark.parametrize(
+    "what", ["gone", "another's", *(pytest.param(what, marks=pytest.mark.slow) for what in ("cut", "flipped", "empty"))]
+)
 def test_a_damaged_floor_loses_nothing(tmp_path: Path, what: str):
     with opened(tmp_path) as store:
         library = static(store)
