@@ -315,6 +315,12 @@ class SlotAllocator:
         self._count = np.zeros(pages * page_size, np.int32)
         self._aligned = np.zeros(pages, bool)
 
+    def copy(self) -> "SlotAllocator":
+        """Books that change without these."""
+        other = SlotAllocator(self.pages, self.page_size)
+        other._count, other._aligned = self._count.copy(), self._aligned.copy()
+        return other
+
     @property
     def counts(self) -> Int[np.ndarray, " S"]:
         """Owners of each slot, a copy."""

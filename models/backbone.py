@@ -48,7 +48,7 @@ from .inputs.buckets import (
     pad_tokens,
 )
 from .inputs.chat import ChatTemplate, Message
-from .inputs.masks import check_chunk, check_mask, check_mask_over
+from .inputs.masks import causal_mask, check_chunk, check_mask, check_mask_over
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
 from .prompts import NO_TOKENIZER, Prompts
@@ -366,6 +366,24 @@ class ModelBackbone(Generating, Writing):
         how = {"start_layer": start_layer, "hidden_at": tuple(hidden_at), "chunk": chunk}
         out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, **how)
         out = cut_output(out, length, every=rows is None)
+        return out._replace(kv=PhaseFreeKV(out.kv))
+
+    def prefill_padded(self, tokens: Tokens, context: Context | None = None, logits: Logits = "last") -> Output:
+        """Runs tokens that have all the padding they are to have: as `prefill`, but as many run as are given.
+
+        What stands behind the tokens that count is seen by none of them, and its KV comes back too. Contexts are padded
+        as ever.
+        """
+        context = self._check_read(tokens, context, None, "prefill_padded")
+        self._check_regime(tokens.positions)
+        rows, mask = logit_rows(tokens, logits, "prefill_padded"), None
+        if self.buckets is not None and context is not None and not isinstance(context, Paged):
+            size = key_count(context)
+            keys, window = self.buckets.round_up(size), self.config.text.window
+            mask = causal_mask(tokens.embeddings.shape[1], keys, size, window)
+            context = pad_context(self.buckets, context)
+        how: dict[str, Any] = {"start_layer": 0, "hidden_at": (), "chunk": None}
+        out = self.programs.prefill(self.programs.state, tokens, context, mask, rows, **how)
         return out._replace(kv=PhaseFreeKV(out.kv))
 
     def router_load(

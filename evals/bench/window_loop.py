@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.canonical import one_behind_the_other
-from kvpatch_jax.window import Costs, Entry, PagedExecutor, Window
+from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, Window
 
 from .timing import timed
 from .window_material import Material, span, wait
@@ -80,14 +80,15 @@ class AgentWindow:
             self.append("lead", material.lead, "text")
 
     def step(self, number: int) -> Taken:
-        """Slides, appends an image and asks: one run of edits, two forwards."""
+        """Slides, appends an image and asks behind it: one run of edits, one forward."""
         material, executor = self.material, self.executor
         before = executor.ledger
         begin, spent = time.perf_counter(), time.process_time()
         self.window, edits = self.window.slide(self.size - 1)
         planned = time.perf_counter() - begin
-        self.append(f"image {number}", material.images[number], "chunk", edits)
-        logits = np.asarray(executor.prefill(self.window, material.questions[number]).logits)[0, -1]
+        placed = self._appended(f"image {number}", material.images[number], "chunk")
+        logits = np.asarray(executor.ask(self.window, (*edits, *placed), material.questions[number]))[0, -1]
+        wait(executor.pools)
         seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
         self.forwards += 1
         done = executor.ledger - before
@@ -103,12 +104,17 @@ class AgentWindow:
         )
         return Taken(logits, seconds, cpu, done.total.flops)
 
-    def append(self, id: str, tokens: Tokens, kind: Any, edits: Sequence[Any] = ()) -> None:
-        """Prefills tokens behind the window, after other edits in the same run."""
-        self.executor.provide(id, tokens=tokens, content=id)
-        self.window, more = self.window.append(Entry.of_tokens(id, tokens, id, kind=kind))
-        self.executor.run(self.window, (*edits, *more))
+    def append(self, id: str, tokens: Tokens, kind: Any) -> None:
+        """Prefills tokens behind the window."""
+        edits = self._appended(id, tokens, kind)
+        self.executor.run(self.window, edits)
         self.forwards += 1
+
+    def _appended(self, id: str, tokens: Tokens, kind: Any) -> Edits:
+        """Moves on to the window with these tokens behind it; the edits are still to be run."""
+        self.executor.provide(id, tokens=tokens, content=id)
+        self.window, edits = self.window.append(Entry.of_tokens(id, tokens, id, kind=kind))
+        return edits
 
 
 class PrefixCache:

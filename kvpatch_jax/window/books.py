@@ -1,6 +1,5 @@
 """The host's books of a paged window: which piece of which branch lies at which slots, and as what."""
 
-import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 
@@ -55,10 +54,6 @@ class Held:
         """Tokens."""
         return len(self.slots)
 
-    def starts(self, start: int | None = None) -> Int[np.ndarray, "*positions"]:
-        """A start for each token, and for each axis where positions have axes."""
-        return np.full(self.local.shape, self.start if start is None else start, np.int32)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
@@ -92,7 +87,7 @@ class Books:
 
     def copy(self) -> "Books":
         """Books that change without these; what they say of pieces is shared."""
-        return Books(copy.deepcopy(self.allocator), self.branches, self.joined, self.answers)
+        return Books(self.allocator.copy(), self.branches, self.joined, self.answers)
 
     def pieces(self, branch: str) -> dict[str, Held]:
         """The pieces of a branch, {} of one that has none yet."""

@@ -1,7 +1,7 @@
 """How a window changes: each operation returns the new window and the edits that bring its KV there."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ..chunk import brief
@@ -191,15 +191,18 @@ class WindowChanges(WindowPieces):
         if first is None:
             return self, ()
 
-        earliest = len(moved)
+        earliest, unseen = len(moved), set[int]()
         for index in reversed(range(first, len(moved))):
             if earliest < came_from[index]:  # what stood in front of it stands behind it, and has not seen it there
-                moved[index] = moved[index]._replace(placed=self.clock + 1)
+                unseen.add(index)
             earliest = min(earliest, came_from[index])
-        laid = _laid_again(self.pieces, moved, first)
-        for index, piece in enumerate(laid):
-            if piece.entry.id in notes:
-                laid[index] = piece._replace(state=notes[piece.entry.id].state(), aside=None)
+        laid: list[PlacedPiece] = list(moved[:first])
+        for index, start in enumerate(_starts_again(self.pieces, moved, first), first):
+            entry, _, state, aside, born, placed = moved[index][:6]
+            if entry.id in notes:
+                state, aside = notes[entry.id].state(), None
+            placed = self.clock + 1 if index in unseen else placed
+            laid.append(PlacedPiece(entry, start, state, aside, born, placed))
         there = self._with(laid, first, clock=self.clock + 1)
         edits: list[Edit] = []
         for id, note in notes.items():
@@ -399,14 +402,13 @@ def _packed(pieces: Sequence[PlacedPiece], first: int, start: int) -> list[Place
     return laid
 
 
-def _laid_again(old: Sequence[PlacedPiece], new: Sequence[PlacedPiece], first: int) -> list[PlacedPiece]:
-    """The pieces in their new order, with what is free in front of each place as it was."""
-    laid = list(new[:first])
-    for index in range(first, len(new)):
-        gap = old[index].start - (old[index - 1].end if index else 0)
-        start = gap + (laid[-1].end if laid else 0)
-        laid.append(new[index]._replace(start=start))
-    return laid
+def _starts_again(old: Sequence[PlacedPiece], new: Sequence[PlacedPiece], first: int) -> Iterator[int]:
+    """Where pieces from `first` on start in their new order, with what is free in front of each place as it was."""
+    end = before = old[first - 1].end if first else 0
+    for was, now in zip(old[first:], new[first:], strict=True):
+        start = end + was.start - before
+        yield start
+        end, before = start + now.entry.span, was.start + was.entry.span
 
 
 def _shown(id: Any) -> str:

@@ -105,7 +105,9 @@ class Executor:
         self.sources.forget(id)
 
     def tell(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
-        """Tells those who form patches of a prefill."""
+        """Tells those who form patches of a prefill, whose KV may go on behind the tokens."""
+        if self.formers:
+            kv = {name: value[:, :, : tokens.embeddings.shape[1]] for name, value in kv.items()}
         for former in self.formers:
             former(window, id, tokens, length, kv)
 
@@ -122,6 +124,29 @@ class Executor:
     def pieces(self, branch: str) -> Sequence[Standing]:
         """The pieces of a branch, in order."""
         raise NotImplementedError
+
+    def ask(
+        self, window: Window, edits: Sequence[Edit], tokens: Tokens, length: int | None = None
+    ) -> Float[Array, "B 1 V"]:
+        """Executes the edits that led to a window and asks behind it; nothing of the question is kept.
+
+        On a paged pool a piece that the edits prefill at the window's end and the question run in one forward. Where
+        they end otherwise (a recall by a patch, a compaction) the question has a forward of its own.
+
+        Args:
+          window: after the edits. tokens: the question, at positions from 0. length: how many count, of tokens padded
+            to a bucket.
+
+        Returns:
+          Logits behind the question's last token, as `prefill` gives them.
+
+        Raises:
+          As `run`; then window and pool are as they were, for a question that is refused too. NotFiniteError: also of
+          the question's logits where it ran together with a piece.
+        """
+        self._question(window, tokens, length)
+        self.run(window, edits)
+        return self.prefill(window, tokens, length).logits
 
     def prefill(self, window: Window, tokens: Tokens, length: int | None = None, **options: Any) -> Output:
         """Asks behind a window: runs tokens whose positions begin at its `next_start`, and keeps nothing.

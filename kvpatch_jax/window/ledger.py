@@ -21,7 +21,13 @@ class Tally:
     padded_flops: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(getattr(self, name) + getattr(other, name) for name in _FIELDS))
+        return Tally(
+            self.launches + other.launches,
+            self.bytes + other.bytes,
+            self.flops + other.flops,
+            self.padded_bytes + other.padded_bytes,
+            self.padded_flops + other.padded_flops,
+        )
 
     def __sub__(self, other: "Tally") -> "Tally":
         return Tally(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
@@ -54,11 +60,15 @@ class Ledger(Mapping[str, Tally]):
 
     def add(self, kind: str, tally: Tally) -> "Ledger":
         """Counts something more of a kind."""
-        return Ledger(tuple((dict(self.kinds) | {kind: self.of(kind) + tally}).items()))
+        kinds = dict(self.kinds)
+        kinds[kind] = kinds[kind] + tally if kind in kinds else tally
+        return Ledger(tuple(kinds.items()))
 
     def __sub__(self, earlier: "Ledger") -> "Ledger":
-        left = ((kind, tally - earlier.of(kind)) for kind, tally in self.kinds)
-        return Ledger(tuple((kind, tally) for kind, tally in left if tally != Tally()))
+        old, none = dict(earlier.kinds), Tally()
+        changed = ((kind, tally) for kind, tally in self.kinds if old.get(kind) is not tally)
+        left = ((kind, tally - old.get(kind, none)) for kind, tally in changed)
+        return Ledger(tuple((kind, tally) for kind, tally in left if tally != none))
 
     @property
     def total(self) -> Tally:

@@ -88,6 +88,26 @@ class Meter:
         self.ledger = self.ledger.add(kind, Tally(launches, nbytes[0], flops[0], nbytes[1], flops[1]))
         self.ledger = self.ledger.add("logits", Tally(0, 0, forward.logit, 0, forward.logit))
 
+    def ran_together(
+        self, vectors: Mapping[str, AnyArray], tokens: tuple[int, int, int], keys: tuple[int, int]
+    ) -> None:
+        """A forward of a piece and, behind it, a question whose KV is not kept; and the launch that wrote the piece's.
+
+        Keys are read once for both.
+
+        Args:
+          tokens: of the piece, of the question, and of both with padding. keys: that stood in front, without padding
+            and with it.
+        """
+        forward, each = self._backbone.forward_costs, row_bytes(vectors, self._layout)
+        own, question, size = tokens
+        before, padded = keys
+        of_question = [forward.flops(question, behind + own) + forward.logit for behind in keys]
+        rest = forward.flops(size, padded) + forward.logit - of_question[1]
+        tally = Tally(2, each * (own + before), forward.flops(own, before), each * (size + padded), rest)
+        self.ledger = self.ledger.add("Prefill", tally)
+        self.ledger = self.ledger.add("question", Tally(0, 0, of_question[0], 0, of_question[1]))
+
     def asked(
         self, vectors: Mapping[str, AnyArray], tokens: tuple[int, int], keys: tuple[int, int], logits: int
     ) -> None:

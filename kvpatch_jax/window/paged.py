@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 from ..backbone import Tokens
 from ..frames import EngineKV, PhaseFreeKV
 from ..paging import Paged
+from .asking import Question
 from .books import packing
 from .dispatch import plan
 from .edits import Compact, Edit
@@ -52,15 +53,27 @@ class PagedExecutor(Pooled):
           PatchMismatchError: a chunk or patch of other content. WindowError: edits that do not lead from what the
           branch holds to this window. NotFiniteError: a forward that gave NaN. What the backbone raises.
         """
+        before = self.ledger
+        self._run(window, edits)
+        return self.ledger - before
+
+    def ask(
+        self, window: Window, edits: Sequence[Edit], tokens: Tokens, length: int | None = None
+    ) -> Float[Array, "1 1 V"]:
+        """See `Executor.ask`."""
+        question = Question(*self._question(window, tokens, length))
+        self._run(window, edits, question)
+        return self.prefill(window, tokens, length).logits if question.logits is None else question.logits
+
+    def _run(self, window: Window, edits: Sequence[Edit], question: Question | None = None) -> None:
         self.check_backbone(window)
-        before, run = self.ledger, Run(self, window)
+        run = Run(self, window, question)
         if adopt(self, run, window, edits):
             self.check_holds(run.standing(), window)
         else:
             plan(self, run, window, edits)
         run.execute()
         self.settle(window)
-        return self.ledger - before
 
     def release(self, branch: str) -> None:
         """Lets go of all that a branch holds."""
@@ -77,6 +90,7 @@ class PagedExecutor(Pooled):
         keys: int,
         ranks: Iterable[int] = (),
         steps: int = 0,
+        ask: bool = False,
     ) -> None:
         """Compiles what a loop will need, so that nothing is compiled while it runs; what lies in the pool stays.
 
@@ -87,11 +101,13 @@ class PagedExecutor(Pooled):
           tokens: of pieces, lengths of texts or sample tokens. questions: likewise, of what is asked.
           keys: tokens of the largest window.
           ranks: of patches. steps: tokens of the longest answer; 0 where answers are not generated.
+          ask: whether questions are asked by `ask`, in one forward with what is appended: a program for each bucket of
+            pieces and of questions together.
 
         Raises:
           InputError: a window that the pool cannot hold.
         """
-        warm_up(self, tokens, questions, keys, ranks, steps)
+        warm_up(self, tokens, questions, keys, ranks, steps, ask)
 
     def compaction(self, steps: int = 1) -> Compact | None:
         """Suggests packing the pool where that pays by the next answer; None where it does not.

@@ -111,11 +111,11 @@ def _write_layers(
         rows = kv[name][:, 0].astype(value.dtype)
         if turned and layout.channel(name).rotates:
             rows = rotate_patch(rows, cos, sin, layout=cached, scale=scale)
-        whole = flat(value)
+        pages, size = value.shape[1:3]
         tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
-        places = jnp.where(tokens < length, slots, whole.shape[1] + tokens)
-        whole = whole.at[first:, places, :, : rows.shape[-1]].set(rows, mode="drop", unique_indices=True)
-        return whole.reshape(value.shape)
+        places = jnp.where(tokens < length, slots, pages * size + tokens)
+        at = (slice(first, None), places // size, places % size, slice(None), slice(rows.shape[-1]))
+        return value.at[at].set(rows, mode="drop", unique_indices=True)
 
     return Pools(
         {name: written(name, value, True) for name, value in pools.engine.items()},

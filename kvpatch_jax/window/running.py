@@ -20,6 +20,7 @@ from ..patch import operator_call
 from ..pool import compaction_moves
 from ..rope import check_positions
 from . import programs
+from .asking import Question, run_together
 from .books import Aside, Books, Held, all_slots
 from .dispatch import Added
 from .executor import key_count
@@ -54,9 +55,9 @@ class Move:
 class Run:
     """Edits of one branch on their way into the pool."""
 
-    def __init__(self, executor: Pooled, window: Window):
-        """Nothing planned yet; `window` is what the edits lead to."""
-        self.executor, self.window, self.branch = executor, window, window.branch
+    def __init__(self, executor: Pooled, window: Window, question: Question | None = None):
+        """Nothing planned yet; `window` is what the edits lead to, and behind which a question may be asked."""
+        self.executor, self.window, self.branch, self.question = executor, window, window.branch, question
         self.books: Books = executor.books.copy()
         self.actions: list[Action] = []
         self._alive = executor.books.allocator.counts > 0
@@ -108,13 +109,18 @@ class Run:
         books.put(self.branch, held)
 
         def run() -> Undo | None:
-            kv = self._forward("Prefill", tokens, held, front)
+            # With the window's last piece in the run's last action, all that a question sees stands in place.
+            if self.question is not None and self.actions[-1] is action and self.window.pieces[-1].id == id:
+                kv = run_together(executor, self.question, tokens, held, front)
+            else:
+                kv = self._forward("Prefill", tokens, held, front)
             undo = self._save(slots)
             self._write("Prefill", held, kv, {})
             executor.tell(self.window, id, tokens, held.length, kv)
             return undo
 
-        self.actions.append(Action(run, forward=True))
+        action = Action(run, forward=True)
+        self.actions.append(action)
 
     def recompute(self, id: str, start_layer: int) -> None:
         """Plans a forward of a piece where it stands, from a layer up, behind what stands in front of it now.
@@ -357,8 +363,9 @@ class Run:
         """Turns pieces in one launch, counted as of a kind (None: not at all)."""
         executor = self.executor
         read, write = (all_slots(getattr(move, side) for move in moves) for side in ("old", "new"))
-        local = np.concatenate([move.new.local for move in moves])
-        old, new = (np.concatenate([getattr(move, side).starts() for move in moves]) for side in ("old", "new"))
+        local, counts = np.concatenate([move.new.local for move in moves]), [move.new.length for move in moves]
+        starts = np.array([(move.old.start, move.new.start) for move in moves], np.int32).repeat(counts, axis=0)
+        old, new = (_on_axes(starts[:, side], local.shape) for side in range(2))
         size = executor.bucket(len(read))
         arrays = [np.asarray(grown(array, 0, size)) for array in (read, write, local, old, new)]
         undo = None
@@ -414,3 +421,8 @@ class Run:
     def _slots(self, slots: Int[np.ndarray, " T"]) -> tuple[np.ndarray, np.int32]:
         """Slots padded to their bucket, and how many count."""
         return np.asarray(grown(slots, 0, self.executor.bucket(len(slots)))), np.int32(len(slots))
+
+
+def _on_axes(starts: Int[np.ndarray, " N"], shape: tuple[int, ...]) -> Int[np.ndarray, "..."]:
+    """A start for each token, and for each axis where positions have axes."""
+    return starts if len(shape) == 1 else np.repeat(starts[:, None], shape[1], axis=1)

@@ -82,9 +82,10 @@ def grown(value: AnyArray, axis: int, size: int) -> AnyArray:
     if value.shape[axis] == size:
         return value
     host = np.asarray(value)
-    room = [(0, 0)] * host.ndim
-    room[axis] = (0, size - host.shape[axis])
-    return np.pad(host, room)
+    axis %= host.ndim
+    whole = np.zeros((*host.shape[:axis], size, *host.shape[axis + 1 :]), host.dtype)
+    whole[(*(slice(None),) * axis, slice(host.shape[axis]))] = host
+    return whole
 
 
 def padded_tokens(tokens: Tokens, size: int) -> Tokens:

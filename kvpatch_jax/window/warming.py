@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..layout import as_start
 from ..paging import Paged
 from . import programs
+from .asking import packed
 from .pooled import Pooled
 from .sources import bucket, grown, padded_tokens
 
@@ -25,6 +26,7 @@ def warm_up(
     keys: int,
     ranks: Iterable[int],
     steps: int,
+    ask: bool,
 ) -> None:
     """See `PagedExecutor.warm_up`."""
     pages, size = executor.books.allocator.pages, executor.books.allocator.page_size
@@ -36,6 +38,8 @@ def warm_up(
         for context in contexts:
             _prefill(executor, sample, context)
         _writes(executor, sample, ranks)
+        for question in asked if ask else ():
+            _asks(executor, sample, question, contexts)
     for sample in asked:
         for context in contexts:
             _prefill(executor, sample, context)
@@ -45,6 +49,16 @@ def warm_up(
                 backbone.generate(_behind(sample, context), steps, _now(executor, context), lengths=lengths)
     for count in sorted({executor.bucket(number) for number in range(1, keys + 1)}):
         _turns(executor, count)
+
+
+def _asks(executor: Pooled, sample: Tokens, question: Tokens, contexts: Sequence[Paged | None]) -> None:
+    """A piece and a question in one forward, and the launch that places the piece."""
+    together = packed(sample, sample.embeddings.shape[1], question, question.embeddings.shape[1])
+    prefill = getattr(executor.backbone, "prefill_padded", executor.backbone.prefill)
+    for context in contexts:
+        last = np.array([[together.embeddings.shape[1] - 1]], np.int32)
+        prefill(_behind(together, context), _now(executor, context), logits=last)
+    _writes(executor, together, (), spliced=False)
 
 
 def _samples(executor: Pooled, given: Sequence[int | Tokens]) -> list[Tokens]:
@@ -84,8 +98,8 @@ def _now(executor: Pooled, context: Paged | None) -> Paged | None:
     return None if context is None else context._replace(pool=executor.pools.engine)
 
 
-def _writes(executor: Pooled, sample: Tokens, ranks: Iterable[int]) -> None:
-    """The launches that place a piece: prefilled, bare, and patched at each rank."""
+def _writes(executor: Pooled, sample: Tokens, ranks: Iterable[int], spliced: bool = True) -> None:
+    """The launches that place a piece: prefilled, and if `spliced` bare, and patched at each rank."""
     layout, size = executor.layout, sample.embeddings.shape[1]
     dtype = sample.embeddings.dtype
     kv = {
@@ -95,7 +109,8 @@ def _writes(executor: Pooled, sample: Tokens, ranks: Iterable[int]) -> None:
     slots, start = np.zeros(size, np.int32), np.asarray(as_start(layout.rope, 0))
     local = grown(np.asarray(sample.positions[0], np.float32), 0, size)
     place = local, start, NONE
-    given: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {}), (kv, {})]
+    given: list[tuple[Any, Any]] = [({name: value[:, None] for name, value in kv.items()}, {})]
+    given += [(kv, {})] if spliced else []
     for rank in ranks:
         factors = {
             channel.name: (

@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.layout import KVLayout
-from kvpatch_jax.paging import Paged, flat
+from kvpatch_jax.paging import Paged
 
 KV = dict[str, Array]
 
@@ -80,8 +80,8 @@ def written_into_pages(
         places = jnp.broadcast_to(places, new.shape[:3])
         room = [(0, 0)] * (new.ndim - 1) + [(0, width - new.shape[-1])]
         row = jnp.pad(new.astype(whole.dtype), room)
-        at = (jnp.arange(layers)[:, None, None], places)
-        written[name] = flat(whole).at[at].set(row, mode="drop").reshape(whole.shape)
+        at = (jnp.arange(layers)[:, None, None], places // size, places % size)
+        written[name] = whole.at[at].set(row, mode="drop")
     return written
 
 

@@ -60,6 +60,8 @@ def pad_features(features: Array | np.ndarray | None, room: int) -> Array | None
 
 
 def _grown(table: np.ndarray, shape: list[int], fill: int) -> np.ndarray:
+    if list(table.shape) == shape:
+        return table
     room = [(0, size - own) for size, own in zip(shape, table.shape, strict=True)]
     return np.pad(table, room, constant_values=fill)
 
@@ -68,9 +70,12 @@ def pad_tokens(buckets: Buckets, tokens: Tokens) -> Tokens:
     """Tokens [B,T',…]; padded ones have zero embeddings and position 0."""
     extra = buckets.round_up(tokens.embeddings.shape[1]) - tokens.embeddings.shape[1]
     room = lambda x: None if x is None else _room(x, 1, extra)
-    return Tokens(
-        _room(tokens.embeddings, 1, extra), _room(jnp.asarray(tokens.positions), 1, extra), room(tokens.deepstack)
-    )
+    positions = tokens.positions
+    if isinstance(positions, np.ndarray):  # stays on the host, which saves a transfer of its own
+        positions = _grown(positions, [len(positions), positions.shape[1] + extra, *positions.shape[2:]], 0)
+    else:
+        positions = _room(jnp.asarray(positions), 1, extra)
+    return Tokens(_room(tokens.embeddings, 1, extra), positions, room(tokens.deepstack))
 
 
 def pad_context(buckets: Buckets, context: KV | None) -> KV | None:

@@ -14,7 +14,7 @@ def write(
     length: Int[Array, ""] | None = None,
 ) -> Float[Array, "*leading P O K H"]:
     """Writes `value` to `slots` of the pool; tokens from `length` on, and slots out of range, are written nowhere."""
-    *leading, pages, offsets, heads, width = pool.shape
+    pages, offsets = pool.shape[-4:-2]
     total = pages * offsets
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     keep = (slots >= 0) & (slots < total)
@@ -22,9 +22,9 @@ def write(
         keep &= tokens < length
     # What is dropped gets distinct places beyond the end, so that the promise of uniqueness holds for all of them.
     places = jnp.where(keep, slots.astype(jnp.int32), total + tokens)
-    flat = pool.reshape(*leading, total, heads, width)
-    flat = flat.at[..., places, :, :].set(value, mode="drop", unique_indices=True)
-    return flat.reshape(pool.shape)
+    # By page and offset: over a pool that is reshaped to slots and back, XLA on a CPU copies all of it.
+    at = (..., places // offsets, places % offsets, slice(None), slice(None))
+    return pool.at[at].set(value, mode="drop", unique_indices=True)
 
 
 def splice(
