@@ -46,7 +46,7 @@ def make_chunk(
     """
     items = [one_form(item) for item in items_of(items, "make_chunk")]
     content = chunk_id(backbone.fingerprint, *items)
-    front = None if lead is None else _lead_tokens(backbone, lead)
+    front = None if lead is None else lead_tokens(backbone, lead)
     digest = None if front is None else lead_digest(backbone.fingerprint, front)
     if digest is not None:
         content = digest_of([b"chunk behind a lead", encoded(content), encoded(digest)])
@@ -83,7 +83,12 @@ def lead_digest(backbone: str, tokens: Tokens) -> str:
     return digest_of(fields, size=16)
 
 
-def _lead_tokens(backbone: Backbone, lead: Sequence[Any] | Tokens) -> Tokens:
+def lead_tokens(backbone: Backbone, lead: Sequence[Any] | Tokens) -> Tokens:
+    """Embeds what chunks are to be prefilled behind, one row; tokens pass.
+
+    Raises:
+      ImageError, InputError: as `prepare`. ShapeError: no tokens, or not one row.
+    """
     if not isinstance(lead, Tokens):
         lead = backbone.embed(**backbone.prepare(items_of(lead, "lead")))
     check_tokens(lead, "lead")
@@ -119,7 +124,7 @@ def conditioned(
     for tokens in own:
         if len(tokens.embeddings) != rows:
             raise ShapeError(f"conditioned: {len(tokens.embeddings)} rows; expected {rows} of each")
-    front = [] if lead is None else [_repeated(_lead_tokens(backbone, lead), rows)]
+    front = [] if lead is None else [_repeated(lead_tokens(backbone, lead), rows)]
     parts = _placed_in_turn([*front, *own])
 
     kv = backbone.prefill(one_behind_the_other(parts)).kv

@@ -70,6 +70,10 @@ class PoolError(KVPatchError):
     """A pool without room, or donated; slots that it does not hold, that are shared or that no page table expresses."""
 
 
+class PoolLostError(PoolError):
+    """A launch that was given the pool failed, and what lay there is gone; `PagedExecutor.renew` starts another one."""
+
+
 class WindowError(KVPatchError):
     """A change that a window does not take: an unknown or repeated chunk, the pinned lead, a fork joined twice, ….
 

@@ -22,6 +22,8 @@ from .checkpoints import tiny_config
 from .window_material import Material, largest_shipped, random_material, shipped_material
 
 IMAGES, WINDOWS = 40, (4, 16)
+RECALLS = 6
+"""Steps that recall an image, the one that warms up included."""
 PARTS = "window_parts.json"
 FLOPS_BAR, HIT_BAR, FASTER_BAR, REMEMBER_BAR = 1.05, 1.3, 3.0, 1e-4
 """FLOPs over the image's prefill behind the window and the question's; seconds over a prefix hit's; re-prefill's
@@ -95,7 +97,7 @@ def _parts(repeats: int, seed: int, large: bool, quick: bool) -> dict[str, Calla
     found |= _of_material("shipped", shipped, WINDOWS, 3, repeats)
     if large:
         shaped = functools.cache(lambda: random_material(IMAGES, seed))
-        found |= _of_material("0.5B", shaped, WINDOWS, 3, min(repeats, 3), steps=4)
+        found |= _of_material("0.5B", shaped, WINDOWS, 1, min(repeats, 3), steps=3, once=True)
     return found
 
 
@@ -106,16 +108,22 @@ def _of_material(
     apart: int,
     repeats: int,
     steps: int | None = None,
-    rank: int = window_break_even.RANK,
+    rank: int = window_loop.RANK,
+    once: bool = False,
 ) -> dict[str, Callable[[], Part]]:
-    """The parts of one backbone: loops, compared at `steps` (None: all) steps that lie `apart`, and break-even."""
+    """The parts of one backbone: loops, compared at `steps` (None: all) steps that lie `apart`, and break-even.
+
+    Steps of which a re-prefill takes a minute (`once`) are compared early on, where the history is short that the
+    reference of remembering runs whole, and recalled at the shortest window alone.
+    """
     found: dict[str, Callable[[], Part]] = {}
     for size in windows:
 
         def loop(size: int = size) -> Part:
             material = make()
             full = tuple(range(size, len(material.images), apart))
-            return window_loop.one_loop(material, size, full[:steps])
+            recalls = RECALLS if not once else 2 * (size == windows[0])
+            return window_loop.one_loop(material, size, full[:steps], recalls, once)
 
         found[f"loop, {name}, window {size}"] = loop
     found[f"break-even, {name}"] = lambda: window_break_even.measure(make(), windows[-1], repeats, rank)
@@ -168,7 +176,10 @@ def loop_rows(part: Part) -> list[dict[str, Any]]:
         _row("KL to re-prefill (forget)", [entry["forget"]["kl"] for entry in own], judged=_mean),
         _row("flips against it", [entry["forget"]["flip"] for entry in own], judged=_mean),
     ]
+    found += recall_rows(part.get("recalls", ()))
     for name in ("cold", "warm"):
+        if name not in part:
+            continue
         loop = part[name]
         moved = sum(tally["bytes"] for tally in loop["ledger"].values())
         found += [
@@ -177,6 +188,23 @@ def loop_rows(part: Part) -> list[dict[str, Any]]:
             _row(f"{name} loop: programs compiled", [float(loop["compilations"])]),
             _row(f"{name} loop: MB of KV moved", [moved / 1e6]),
         ]
+    return found
+
+
+def recall_rows(recalls: Sequence[Part]) -> list[dict[str, Any]]:
+    """Figures of steps that bring an image back by a stored patch; the first warms up."""
+    counted = [step for step in recalls if not step["warm_up"]]
+    if not counted:
+        return []
+    over = lambda unit, way, other: [step[unit][way] / step[unit][other] for step in counted]
+    found = []
+    for unit, word in (("seconds", "time"), ("cpu", "CPU time"), ("flops", "FLOPs")):
+        found.append(_row(f"recall by a patch: {word} over a prefix hit's", over(unit, "window", "prefix hit")))
+        found.append(_row(f"recall by a patch: {word} of re-prefill over ours", over(unit, "re-prefill", "window")))
+    found.append(_row("recall by a patch: FLOPs of a prefix cache over ours", over("flops", "prefix cache", "window")))
+    for word in ("to a prefill behind the window", "forget"):
+        to = "to re-prefill (forget)" if word == "forget" else word
+        found.append(_row(f"recall by a patch: KL {to}", [step[word]["kl"] for step in counted], judged=_mean))
     return found
 
 

@@ -9,18 +9,13 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 import kvpatch_jax as kvp
-from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.window import PatchNote
-from models import ModelBackbone
 
 from .timing import timed
-from .window_loop import AgentWindow
-from .window_material import Material, span
+from .window_loop import RANK, AgentWindow, canonical_of
+from .window_material import Material
 
-RANK = 32
 BARS = {"canonical stored": 2.0, "no canonical yet": 3.0}
 
 
@@ -85,20 +80,6 @@ def measure(material: Material, size: int, repeats: int, rank: int = RANK) -> di
         "flops": flops,
         "reuses": reuses,
     }
-
-
-def canonical_of(backbone: ModelBackbone, tokens: Tokens, id: str) -> kvp.Chunk:
-    """Prefills tokens alone: their canonical, whose content is its id."""
-    return kvp.Chunk(
-        kv={name: value[:, 0] for name, value in backbone.prefill(tokens).kv.items()},
-        local=np.asarray(tokens.positions)[0],
-        span=span(tokens),
-        length=tokens.embeddings.shape[1],
-        id=id,
-        layout=backbone.layout,
-        backbone=backbone.fingerprint,
-        content=id,
-    )
 
 
 def medians_in_turns(

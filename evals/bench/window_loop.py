@@ -5,7 +5,8 @@
   a window that slides, that is the lead.
 * `prefix hit`: what such a cache would cost if nothing in front had changed, an append-only step: one forward over
   image and question behind a contiguous cache of the rest. No engine gets it here; it is what we are held against.
-* `window`: ours, through `PagedExecutor`: survivors turn, the image is prefilled behind them, the question behind that.
+* `window`: ours, through `PagedExecutor`: survivors turn, image and question run behind them in one forward, and the
+  image's KV is written into the pool.
 
 Times are of steps with a full window; FLOPs are exact, from the backbone's own costs and the executor's ledger.
 """
@@ -24,7 +25,9 @@ from jaxtyping import Array, Float
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.canonical import one_behind_the_other
-from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, Window
+from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, PatchNote, Window
+from kvpatch_jax.window.sources import padded_tokens
+from models import ModelBackbone
 
 from .timing import timed
 from .window_material import Material, span, wait
@@ -33,6 +36,8 @@ from .window_oracle import banded_mask, history
 BLOCK = 16
 """Tokens of a block of the prefix cache."""
 PAGE = 16
+RANK = 32
+"""Of the patches that images are recalled by."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
 Logits = Float[np.ndarray, " V"]
 
@@ -67,12 +72,14 @@ class AgentWindow:
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Places the lead."""
+        """Places the lead. Images are kept as `embed_padded` gives them, with the padding of their buckets."""
         material, dtype = self.material, self.material.images[0].embeddings.dtype
+        round_up = material.backbone.buckets.round_up if material.backbone.buckets else lambda size: size
+        self.padded = [padded_tokens(image, round_up(image.embeddings.shape[1])) for image in material.images]
         backbone = material.backbone
         longest = max(image.embeddings.shape[1] for image in material.images)
         lead = 0 if material.lead is None else material.lead.embeddings.shape[1]
-        pages = -(-lead // PAGE) + (self.size + 1) * -(-longest // PAGE)
+        pages = -(-lead // PAGE) + (self.size + 2) * -(-longest // PAGE)
         self.executor = PagedExecutor(backbone, pages, PAGE, dtype)
         self.window = Window.empty(Costs.of(backbone, dtype), lead=int(material.lead is not None))
         self.forwards = 0
@@ -86,6 +93,12 @@ class AgentWindow:
         begin, spent = time.perf_counter(), time.process_time()
         self.window, edits = self.window.slide(self.size - 1)
         planned = time.perf_counter() - begin
+        self.executor.provide(
+            f"image {number}",
+            tokens=self.padded[number],
+            length=material.images[number].embeddings.shape[1],
+            content=f"image {number}",
+        )
         placed = self._appended(f"image {number}", material.images[number], "chunk")
         logits = np.asarray(executor.ask(self.window, (*edits, *placed), material.questions[number]))[0, -1]
         wait(executor.pools)
@@ -104,15 +117,52 @@ class AgentWindow:
         )
         return Taken(logits, seconds, cpu, done.total.flops)
 
+    def recalled(self, id: str, question: Tokens, rank: int) -> tuple[Taken, Taken]:
+        """Slides, brings an evicted image back by a stored patch and asks behind it: no forward but the question's.
+
+        The patch is formed of a prefill behind that very window, off the clock, as if it had been met before.
+
+        Returns:
+          The recall; and the same window, asked behind that prefill instead: what the patch is held against.
+        """
+        executor, before = self.executor, self.executor.ledger
+        begin, spent = time.perf_counter(), time.process_time()
+        self.window, edits = self.window.slide(self.size - 1)
+        executor.run(self.window, edits)
+        wait(executor.pools)
+        slid, slid_cpu = time.perf_counter() - begin, time.process_time() - spent
+        done = executor.ledger - before
+
+        tokens, antecedent = self.material.images[int(id.split()[-1])], self.window.target()
+        executor.provide(id, tokens=tokens, content=id)
+        branch, edits = self.window.fork("prefilled")
+        executor.run(branch, edits)
+        branch, edits = branch.recall(id, "prefill")
+        prefilled = np.asarray(executor.ask(branch, edits, question))[0, -1]
+        chunk, conditioned = canonical_of(self.material.plain, tokens, id), executor.read(branch, id)
+        executor.release(branch.branch)
+        patch = kvp.form_patch(chunk, conditioned, rank, antecedent)
+        executor.provide(id, chunk=chunk, patch=patch)
+        note = PatchNote.of(patch)
+
+        before = executor.ledger
+        begin, spent = time.perf_counter(), time.process_time()
+        self.window, edits = self.window.recall(id, "patch", note, fetched=True)
+        logits = np.asarray(executor.ask(self.window, edits, question))[0, -1]
+        wait(executor.pools)
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - spent
+        flops = (done.total.flops, (executor.ledger - before).total.flops)
+        return Taken(logits, slid + seconds, slid_cpu + cpu, sum(flops)), Taken(prefilled, 0.0, 0.0, 0)
+
     def append(self, id: str, tokens: Tokens, kind: Any) -> None:
         """Prefills tokens behind the window."""
+        self.executor.provide(id, tokens=tokens, content=id)
         edits = self._appended(id, tokens, kind)
         self.executor.run(self.window, edits)
         self.forwards += 1
 
     def _appended(self, id: str, tokens: Tokens, kind: Any) -> Edits:
         """Moves on to the window with these tokens behind it; the edits are still to be run."""
-        self.executor.provide(id, tokens=tokens, content=id)
         self.window, edits = self.window.append(Entry.of_tokens(id, tokens, id, kind=kind))
         return edits
 
@@ -150,12 +200,12 @@ class Engine:
         self.cache = PrefixCache()
         self.kv: Mapping[str, Array] | None = None
 
-    def parts(self, number: int) -> list[tuple[str, Tokens]]:
-        """Lead, images and question of a step, by name and in place."""
+    def parts(self, number: int, images: Sequence[int] | None = None) -> list[tuple[str, Tokens]]:
+        """Lead, images (the last ones where none are named) and question of a step, by name and in place."""
         material = self.material
-        first = max(0, number - self.size + 1)
+        images = range(max(0, number - self.size + 1), number + 1) if images is None else images
         named = [] if material.lead is None else [("lead", material.lead)]
-        named += [(f"image {each}", material.images[each]) for each in range(first, number + 1)]
+        named += [(f"image {each}", material.images[each]) for each in images]
         named.append((f"question {number}", material.questions[number]))
         placed, start = [], 0
         for name, tokens in named:
@@ -163,9 +213,9 @@ class Engine:
             start += span(tokens)
         return placed
 
-    def prompt(self, number: int) -> tuple[Tokens, int]:
-        """A step's prompt, and how many of its tokens the prefix cache has."""
-        parts = self.parts(number)
+    def prompt(self, number: int, images: Sequence[int] | None = None) -> tuple[Tokens, int]:
+        """A step's prompt, and how many of its tokens the prefix cache has; `images` are those of its window."""
+        parts = self.parts(number, images)
         named = [(name, each) for name, tokens in parts for each in range(tokens.embeddings.shape[1])]
         return one_behind_the_other([tokens for _, tokens in parts]), self.cache.hit(named)
 
@@ -229,19 +279,26 @@ def divergence(reference: Logits, logits: Logits) -> dict[str, float]:
     return {"kl": kl, "flip": float(reference.argmax() != logits.argmax())}
 
 
-def one_loop(material: Material, size: int, compared: Sequence[int]) -> dict[str, Any]:
+def one_loop(
+    material: Material, size: int, compared: Sequence[int], recalls: int = 0, once: bool = False
+) -> dict[str, Any]:
     """Runs a loop twice, cold and warm; at the `compared` steps of the second run the other ways too.
 
     Args:
       size: images in the window. compared: steps with a full window, ascending; the first warms the other ways up.
+      recalls: steps behind the loop that bring an image back by a stored patch; the first warms up.
+      once: one run alone, for models whose steps take seconds each: what it compiles is among its times, and a prefix
+        cache, which runs as many tokens as a re-prefill but for the lead, is timed at the last step alone.
 
     Returns:
-      {"config", "cold", "warm": sums and steps of a whole loop, "compared": an entry per step and way, "flops": of
-      every step, by way; "bar" is the image's prefill behind the window and the question's}.
+      {"config", "cold" (but for `once`), "warm": sums and steps of a whole loop, "compared": an entry per step and way,
+      "recalls": likewise, "flops": of every step, by way; "bar" is the image's prefill behind the window and the
+      question's}.
     """
     compilations = Compilations()
-    cold, _ = _whole_loop(material, size, (), compilations)
-    warm, found = _whole_loop(material, size, compared, compilations)
+    loops = {} if once else {"cold": _whole_loop(material, size, (), compilations)[0]}
+    loops["warm"], found, agent, engine = _whole_loop(material, size, compared, compilations, once)
+    recalled = [_recalled(agent, engine, number) for number in range(recalls)]
     promised = remembered(material, size, compared)
     entries = []
     for step, ways in found["ways"].items():
@@ -261,13 +318,37 @@ def one_loop(material: Material, size: int, compared: Sequence[int]) -> dict[str
         "dtype": str(material.images[0].embeddings.dtype),
         "logit_flops": material.plain.forward_costs.logit,
     }
-    return {"config": config, "cold": cold, "warm": warm, "compared": entries} | found["flops"]
+    return {"config": config} | loops | {"compared": entries, "recalls": recalled} | found["flops"]
+
+
+def _recalled(agent: AgentWindow, engine: Engine, number: int) -> dict[str, Any]:
+    """One step that recalls an image, beside the other ways: what each took, by way, and KL to a prefill."""
+    material = agent.material
+    gone = agent.window.evicted[-agent.size].entry.id
+    question = material.questions[-1]
+    taken, prefilled = agent.recalled(gone, question, RANK)
+    images = [int(id.split()[-1]) for id in agent.window.ids if id != "lead"]
+    tokens, hit = engine.prompt(len(material.images) - 1, images)
+    length, asked = tokens.embeddings.shape[1], question.embeddings.shape[1]
+    behind = length - material.images[images[-1]].embeddings.shape[1] - asked
+    ways = {"window": taken, "re-prefill": engine.re_prefill(tokens), "prefix hit": engine.behind(tokens, behind)}
+    flops = {"prefix cache": engine.flops(length - hit, hit)} | {way: each.flops for way, each in ways.items()}
+    return {
+        "seconds": {way: each.seconds for way, each in ways.items()},
+        "cpu": {way: each.cpu for way, each in ways.items()},
+        "flops": flops,
+        "to a prefill behind the window": divergence(prefilled.logits, taken.logits),
+        "forget": divergence(ways["re-prefill"].logits, taken.logits),
+        "warm_up": number == 0,
+    }
 
 
 def _whole_loop(
-    material: Material, size: int, compared: Sequence[int], compilations: Compilations
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Steps once through all images: sums over the window's steps; and what the other ways took, at those compared."""
+    material: Material, size: int, compared: Sequence[int], compilations: Compilations, once: bool = False
+) -> tuple[dict[str, Any], dict[str, Any], AgentWindow, Engine]:
+    """Steps once through all images: sums over the window's steps; what the other ways took, at those compared; and
+    window and engine as they stand behind it.
+    """
     before = compilations.count
     agent, engine = AgentWindow(material, size), Engine(material, size)
     compiled = compilations.count - before
@@ -290,7 +371,8 @@ def _whole_loop(
         if number in compared:
             ways[number] = {"window": taken, "re-prefill": engine.re_prefill(tokens)}
             ways[number]["prefix hit"] = engine.behind(tokens, behind)
-            ways[number]["prefix cache"] = engine.behind(tokens, hit)
+            if not once or number == compared[-1]:
+                ways[number]["prefix cache"] = engine.behind(tokens, hit)
             ways[number]["canonical"] = engine.canonical(number)
     sums = {
         "seconds": sum(row["seconds"] for row in agent.rows),
@@ -300,4 +382,18 @@ def _whole_loop(
         "ledger": {kind: dataclasses.asdict(tally) for kind, tally in agent.executor.ledger.items()},
         "steps": agent.rows,
     }
-    return sums, {"ways": ways, "flops": {"flops": flops}}
+    return sums, {"ways": ways, "flops": {"flops": flops}}, agent, engine
+
+
+def canonical_of(backbone: ModelBackbone, tokens: Tokens, id: str) -> kvp.Chunk:
+    """Prefills tokens alone: their canonical, whose content is its id."""
+    return kvp.Chunk(
+        kv={name: value[:, 0] for name, value in backbone.prefill(tokens).kv.items()},
+        local=np.asarray(tokens.positions)[0],
+        span=span(tokens),
+        length=tokens.embeddings.shape[1],
+        id=id,
+        layout=backbone.layout,
+        backbone=backbone.fingerprint,
+        content=id,
+    )

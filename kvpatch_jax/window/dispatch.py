@@ -8,6 +8,7 @@ from ..errors import InputError, WindowError
 from ..patch_metadata import Patch, PatchMetadata
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Fetch, Prefill, Recompute, Rotate
 from .executor import Executor, Standing
+from .sources import stored
 from .window import Window
 
 
@@ -151,7 +152,7 @@ def _fetch(executor: Executor, window: Window, edit: Fetch) -> None:
     if edit.what == "canonical":
         if unit.chunk is not None and content in (None, unit.chunk.content):
             return
-        found = None if store is None else store.get(edit.id, executor.backbone.fingerprint)
+        found = stored(store, edit.id, executor.backbone.fingerprint, executor.lead)
         if found is None:
             raise InputError(f"fetch: no canonical of {brief(edit.id)!r} was given and no store has it; expected one")
         sources.give(edit.id, chunk=found)
@@ -182,4 +183,5 @@ def _served(executor: Executor, window: Window, id: str) -> PatchMetadata:
         layout=layout,
         layers=tuple(range(layout.layers)),
         content=_content(window, id),
+        lead=executor.lead,
     )

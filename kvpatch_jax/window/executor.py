@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from ..backbone import Backbone, Output, Tokens, check_tokens
+from ..canonical import lead_digest, lead_tokens
 from ..chunk import AnyArray, Chunk, brief
 from ..errors import InputError, NotFiniteError, WindowError
 from ..frames import EngineKV
@@ -22,6 +23,10 @@ from .window import Window
 Noticed = Callable[[Window, str, Tokens, int, Mapping[str, Array]], None]
 """Told of each prefill: the window after it, the piece, its tokens at local positions, how many of them count, and its
 phase-free KV behind those in front, {channel: [L,B,T',K,H]}, to keep."""
+
+
+Lead = Sequence[Any] | Tokens | None
+"""What canonicals are prefilled behind, as `make_chunk` takes it."""
 
 
 @runtime_checkable
@@ -50,14 +55,16 @@ class Executor:
     Attributes:
       sources: what was given of pieces.
       store: where canonicals and patches are fetched from.
+      lead: digest of what their canonicals were prefilled behind (`Chunk.lead`), or None.
       formers: called after each prefill.
     """
 
-    def __init__(self, backbone: Backbone, store: PatchStore | None, padded: bool):
+    def __init__(self, backbone: Backbone, store: PatchStore | None, padded: bool, lead: Lead = None):
         """Nothing given yet; `padded`: one row at a time, and all that is given and asked padded to buckets."""
         self.backbone, self.layout, self.store = backbone, backbone.layout, store
         self.buckets = getattr(backbone, "buckets", None) if padded else None
-        self.sources = Sources(self.buckets, backbone.fingerprint, single=padded)
+        self.lead = None if lead is None else lead_digest(backbone.fingerprint, lead_tokens(backbone, lead))
+        self.sources = Sources(self.buckets, backbone.fingerprint, padded, self.lead)
         self.meter = Meter(backbone)
         self.formers: list[Noticed] = []
         self._current: dict[str, tuple[PlacedPiece, ...]] = {}

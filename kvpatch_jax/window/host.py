@@ -18,7 +18,7 @@ from ..patch_metadata import Patch
 from ..rope import check_positions
 from .dispatch import Added, plan
 from .edits import Edit
-from .executor import Executor
+from .executor import Executor, Lead
 from .ledger import Ledger
 from .sources import PatchStore
 from .window import Window
@@ -73,13 +73,14 @@ class HostExecutor(Executor):
     run that fails changes nothing.
     """
 
-    def __init__(self, backbone: Backbone, *, store: PatchStore | None = None):
+    def __init__(self, backbone: Backbone, *, store: PatchStore | None = None, lead: Lead = None):
         """No pieces yet.
 
         Args:
           store: where canonicals and patches are fetched from.
+          lead: what its canonicals were prefilled behind, as `make_chunk` takes it: others are refused.
         """
-        super().__init__(backbone, store, padded=False)
+        super().__init__(backbone, store, padded=False, lead=lead)
         self._branches: dict[str, dict[str, HostPiece]] = {}
         self._joined: set[str] = set()
 

@@ -40,7 +40,8 @@ class PagedExecutor(Pooled):
     def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
         """Executes the edits that led to a window.
 
-        A run that fails leaves pool and books as they were.
+        A run that fails leaves pool and books as they were; but where a launch fails with the pool in its hands (out
+        of memory, say), the pool is lost, and every run says so until `renew`.
 
         Args:
           window: after the edits. edits: as its operations gave them, of one operation or of several in their order.
@@ -51,7 +52,8 @@ class PagedExecutor(Pooled):
         Raises:
           PoolError: no room. InputError: tokens, a canonical or a patch that was not given and that no store has.
           PatchMismatchError: a chunk or patch of other content. WindowError: edits that do not lead from what the
-          branch holds to this window. NotFiniteError: a forward that gave NaN. What the backbone raises.
+          branch holds to this window. NotFiniteError: a forward that gave NaN. PoolLostError: the pool is gone. What
+          the backbone raises.
         """
         before = self.ledger
         self._run(window, edits)
@@ -67,6 +69,7 @@ class PagedExecutor(Pooled):
 
     def _run(self, window: Window, edits: Sequence[Edit], question: Question | None = None) -> None:
         self.check_backbone(window)
+        self.check_pool()
         run = Run(self, window, question)
         if adopt(self, run, window, edits):
             self.check_holds(run.standing(), window)

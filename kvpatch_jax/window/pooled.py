@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..backbone import Backbone
-from ..errors import InputError
+from ..errors import InputError, PoolLostError
 from ..frames import EngineKV, PhaseFreeKV
 from ..layout import as_start, placed
 from ..paging import Paged
 from ..pool import SlotAllocator, make_pool, trimmed
 from . import programs
 from .books import Books, Held, all_slots
-from .executor import Executor
+from .executor import Executor, Lead
 from .sources import PatchStore, grown
 
 Keep = Literal["all", "rotating", "none"]
@@ -39,6 +39,7 @@ class Pooled(Executor):
         aligned: bool = True,
         keep: Keep = "rotating",
         store: PatchStore | None = None,
+        lead: Lead = None,
         padded: bool = False,
         gather: bool = False,
     ):
@@ -53,6 +54,7 @@ class Pooled(Executor):
             more bytes for the same keys; or "none": survivors turn from where they stand, and roundings add up
             (`turns` counts).
           store: where canonicals and patches are fetched from.
+          lead: what its canonicals were prefilled behind, as `make_chunk` takes it: others are refused.
           padded: rows of whole lanes, as TPUs want them.
           gather: contexts are copied out of the pool, for a backbone that reads no page tables.
 
@@ -61,14 +63,44 @@ class Pooled(Executor):
         """
         if keep not in ("all", "rotating", "none"):
             raise InputError(f"executor: keep {keep!r}; expected 'all', 'rotating' or 'none'")
-        super().__init__(backbone, store, padded=True)
-        self.aligned, self.keep, self.gather = aligned, keep, gather
+        super().__init__(backbone, store, padded=True, lead=lead)
+        self.aligned, self.keep, self.gather, self._padded = aligned, keep, gather, padded
         self.dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
-        engine = make_pool(self.layout, pages, page_size, self.dtype, padded=padded)
-        kept = [channel.name for channel in self.layout.channels if keep == "all" or channel.rotates]
-        source = {} if keep == "none" else {name: jnp.zeros_like(engine[name]) for name in kept}
-        self.pools = programs.Pools(engine, source)
         self.books = Books(SlotAllocator(pages, page_size))
+        self.pools = self._empty_pools()
+
+    def _empty_pools(self) -> programs.Pools:
+        """Vectors for as many slots as the books have."""
+        books = self.books.allocator
+        engine = make_pool(self.layout, books.pages, books.page_size, self.dtype, padded=self._padded)
+        kept = [channel.name for channel in self.layout.channels if self.keep == "all" or channel.rotates]
+        source = {} if self.keep == "none" else {name: jnp.zeros_like(engine[name]) for name in kept}
+        return programs.Pools(engine, source)
+
+    def renew(self) -> None:
+        """Allocates the pool anew, and lets go of every branch and answer; what was provided stays.
+
+        window, edits = window.anew()
+        executor.renew()
+        executor.run(window, edits)
+        """
+        books = self.books.allocator
+        self.books = Books(SlotAllocator(books.pages, books.page_size))
+        self._current.clear()
+        self.pools = self._empty_pools()
+
+    @property
+    def lost(self) -> bool:
+        """Whether a launch that was given the pool failed, and took it along."""
+        return any(value.is_deleted() for value in jax.tree.leaves(self.pools))
+
+    def check_pool(self, cause: BaseException | None = None) -> None:
+        """Raises PoolLostError where the pool is lost."""
+        if self.lost:
+            raise PoolLostError(
+                "executor: a launch that was given the pool failed, and what lay there is gone; expected `renew()`, "
+                "then a run of `window.anew()`"
+            ) from cause
 
     @property
     def keeps_source(self) -> bool:

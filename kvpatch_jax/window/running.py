@@ -310,7 +310,11 @@ class Run:
     # --------------------------------------------------------------------------------------------- executing
 
     def execute(self) -> None:
-        """Does what was planned; where a step fails, those before it are undone and its error goes on."""
+        """Does what was planned; where a step fails, those before it are undone and its error goes on.
+
+        Raises:
+          PoolLostError: a step failed with the pool in its hands.
+        """
         undone: list[Undo] = []
         self._forwards_left = sum(action.forward for action in self.actions)
         try:
@@ -319,7 +323,8 @@ class Run:
                 undo = action.run()
                 if undo is not None:
                     undone.append(undo)
-        except BaseException:
+        except BaseException as error:
+            self.executor.check_pool(error)
             for undo in reversed(undone):
                 undo()
             raise

@@ -26,8 +26,8 @@ from ..patch_metadata import Patch, patch_digest
 class PatchStore(Protocol):
     """What is asked of a store: `kvpatch_jax.ChunkStore` has it."""
 
-    def get(self, id: str, backbone: str) -> Chunk | None:
-        """Reads a canonical, None where there is none."""
+    def get(self, id: str, backbone: str, *, lead: str | None = None) -> Chunk | None:
+        """Reads a canonical, None where there is none. `lead` is named for one that was prefilled behind it alone."""
         ...
 
     def put(self, chunk: Chunk) -> None:
@@ -70,6 +70,13 @@ class Unit:
         if self.chunk is not None:
             return np.asarray(self.chunk.local, np.float32)[: self.chunk.length]
         return None
+
+
+def stored(store: PatchStore | None, id: str, backbone: str, lead: str | None) -> Chunk | None:
+    """Reads a canonical, of a lead where there is one; None where no store has it."""
+    if store is None:
+        return None
+    return store.get(id, backbone) if lead is None else store.get(id, backbone, lead=lead)
 
 
 def bucket(buckets: Buckets | None, size: int) -> int:
@@ -126,9 +133,13 @@ def padded_patch(patch: Patch, size: int) -> Patch:
 class Sources:
     """Everything given so far, by piece."""
 
-    def __init__(self, buckets: Buckets | None, backbone: str, single: bool):
-        """Nothing given yet, for one backbone's fingerprint; `single` refuses batches."""
-        self._buckets, self._backbone, self._single = buckets, backbone, single
+    def __init__(self, buckets: Buckets | None, backbone: str, single: bool, lead: str | None = None):
+        """Nothing given yet, for one backbone's fingerprint; `single` refuses batches.
+
+        Args:
+          lead: digest of what canonicals were prefilled behind; None takes those of any.
+        """
+        self._buckets, self._backbone, self._single, self._lead = buckets, backbone, single, lead
         self._units: dict[str, Unit] = {}
 
     def __getitem__(self, id: str) -> Unit:
@@ -235,6 +246,11 @@ class Sources:
             raise PatchMismatchError(
                 f"provide: chunk {brief(chunk.id)!r} of backbone {chunk.backbone[:16]!r}; expected {brief(id)!r} of "
                 f"{self._backbone[:16]!r}"
+            )
+        if self._lead not in (None, chunk.lead):
+            raise PatchMismatchError(
+                f"provide: chunk {brief(id)!r} was prefilled behind lead {chunk.lead}; expected {self._lead}, this "
+                "executor's"
             )
         if self._single and chunk.batch is not None:
             raise InputError(f"provide: chunk {brief(id)!r} is a batch of {chunk.batch}; expected one chunk")

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,15 +12,18 @@ import numpy as np
 from jaxtyping import Array
 
 from ..backbone import Backbone, Tokens
+from ..canonical import conditioned, lead_digest, lead_tokens
 from ..chunk import Chunk, brief
 from ..compress import Rank
 from ..errors import InputError, PatchMismatchError
 from ..forming import Method
 from ..patch import form_patch
+from ..patch_metadata import patch_digest
 from ..provenance import Antecedent
 from .entry import Entry
-from .executor import Executor
-from .sources import PatchStore, grown, padded_chunk
+from .executor import Executor, Lead
+from .sources import PatchStore, grown, padded_chunk, stored
+from .warming import samples
 from .window import Window
 
 KEPT_ERRORS = 16
@@ -65,9 +68,9 @@ class Former:
         former.flush()                   # what was seen so far is stored, or among former.errors
 
     A prefill of B behind a window leaves KV(B | front). With the canonical, from the store or (once) by a prefill of
-    the chunk alone, that gives the patch; it is stamped with the front as it was served. All of it runs on one thread
-    of the former's own: the caller only hands over arrays, which stay what they are when the piece leaves the pool.
-    Errors are kept, never raised into a caller's answer.
+    the chunk alone or behind the lead, that gives the patch; it is stamped with the front as it was served. All of it
+    runs on one thread of the former's own: the caller only hands over arrays, which stay what they are when the piece
+    leaves the pool. Errors are kept, never raised into a caller's answer.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Former:
         *,
         method: Method = "randomised",
         dtype: jax.typing.DTypeLike | None = None,
+        lead: Lead = None,
         pending: int = 8,
         on_error: Callable[[Exception], None] | None = None,
     ):
@@ -85,16 +89,20 @@ class Former:
 
         Args:
           rank, method, dtype: of the patches, as `form_patch` takes them.
+          lead: what canonicals are prefilled behind, as `make_chunk` takes it, and are stored as made behind. It is
+            kept apart from the window's: patches are stamped with all that stood in front, what is pinned included.
           pending: prefills that may wait, whose KV is kept until then; those beyond are dropped and counted.
           on_error: told of each error, on the former's thread.
 
         Raises:
-          InputError: room for none.
+          InputError: room for none, or as `make_chunk` a lead.
         """
         if pending < 1:
             raise InputError(f"former: pending {pending}; expected at least 1")
         self.backbone, self.store, self.rank = backbone, store, rank
         self._how: dict[str, Any] = {"method": method, "dtype": dtype}
+        self._front = None if lead is None else lead_tokens(backbone, lead)
+        self.lead = None if self._front is None else lead_digest(backbone.fingerprint, self._front)
         self._on_error = on_error
         self._waiting: queue.Queue[Formable | None] = queue.Queue(pending)
         self._known: set[tuple[str, str]] = set()
@@ -115,13 +123,15 @@ class Former:
         """Forms patches of an executor's prefills from now on.
 
         Raises:
-          InputError: an executor of another backbone.
+          InputError: an executor of another backbone, or whose canonicals are made behind another lead.
         """
         if executor.backbone.fingerprint != self.backbone.fingerprint:
             raise InputError(
                 f"former of backbone {self.backbone.fingerprint[:16]!r}: an executor of "
                 f"{executor.backbone.fingerprint[:16]!r}; expected the same"
             )
+        if executor.lead != self.lead:
+            raise InputError(f"former of lead {self.lead}: an executor of {executor.lead}; expected the same")
         executor.formers.append(self)
 
     def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
@@ -144,6 +154,23 @@ class Former:
             self._waiting.put_nowait(Formable(piece.entry, window.antecedent(id), tokens, length, dict(kv)))
         except queue.Full:
             self._count("dropped")
+
+    def warm_up(self, tokens: Sequence[int | Tokens]) -> None:
+        """Compiles what forming patches of such prefills will need; nothing is stored.
+
+        Args:
+          tokens: of chunks, lengths or sample tokens, one of each bucket is enough.
+
+        Raises:
+          What the backbone raises.
+        """
+        for sample in samples(self.backbone, getattr(self.backbone, "buckets", None), tokens):
+            length = sample.embeddings.shape[1]
+            kv = self._prefilled(sample, length)
+            span = int(np.asarray(sample.positions).max()) + 1
+            chunk = self._chunk(kv, sample, length, Entry("warm-up", None, length, span))
+            rows = {name: value[:, 0] for name, value in kv.items()}
+            patch_digest(form_patch(chunk, rows, self.rank, ("before",), **self._how))
 
     def flush(self) -> None:
         """Waits until everything seen so far was formed and stored, or failed. What failed is among `errors`."""
@@ -207,30 +234,41 @@ class Former:
           PatchMismatchError: the store has another content under this id. What a forward or the store raises.
         """
         entry, size = job.entry, next(iter(job.kv.values())).shape[2]
-        stored = self.store.get(entry.id, self.backbone.fingerprint)
-        if stored is not None:
-            other = None not in (entry.content, stored.content) and entry.content != stored.content
-            if other or stored.length != job.length:
+        found = stored(self.store, entry.id, self.backbone.fingerprint, self.lead)
+        if found is not None:
+            other = None not in (entry.content, found.content) and entry.content != found.content
+            if other or found.length != job.length:
                 raise PatchMismatchError(
-                    f"former: the store's {brief(entry.id)!r} has content {stored.content!r} and {stored.length} "
+                    f"former: the store's {brief(entry.id)!r} has content {found.content!r} and {found.length} "
                     f"tokens; expected {entry.content!r} and {job.length}"
                 )
-            return padded_chunk(stored, size)
+            return padded_chunk(found, size)
         kv = job.kv
-        if job.antecedent.members:
-            last = np.array([[job.length - 1]], np.int32)
-            kv = self.backbone.prefill(job.tokens, logits=last).kv
+        if job.antecedent.members or self._front is not None:
+            kv = self._prefilled(job.tokens, job.length)
             self._count("forwards")
-        chunk = Chunk(
+        chunk = self._chunk(kv, job.tokens, job.length, entry)
+        self.store.put(chunk)
+        self._count("canonicals")
+        return chunk
+
+    def _prefilled(self, tokens: Tokens, length: int) -> Mapping[str, Array]:
+        """KV of a chunk alone, or behind the lead, {channel: [L,1,T',K,H]}."""
+        if self._front is not None:
+            return conditioned(self.backbone, [tokens], lead=self._front)[0]
+        last = np.array([[length - 1]], np.int32)
+        return self.backbone.prefill(tokens, logits=last).kv
+
+    def _chunk(self, kv: Mapping[str, Array], tokens: Tokens, length: int, entry: Entry) -> Chunk:
+        size = next(iter(kv.values())).shape[2]
+        return Chunk(
             kv={name: value[:, 0] for name, value in kv.items()},
-            local=np.asarray(grown(np.asarray(job.tokens.positions)[0], 0, size), np.float32),
+            local=np.asarray(grown(np.asarray(tokens.positions)[0], 0, size), np.float32),
             span=entry.span,
-            length=job.length,
+            length=length,
             id=entry.id,
             layout=self.backbone.layout,
             backbone=self.backbone.fingerprint,
             content=entry.content,
+            lead=self.lead,
         )
-        self.store.put(chunk)
-        self._count("canonicals")
-        return chunk

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..backbone import Tokens
+from ..buckets import Buckets
 from ..errors import InputError
 from ..layout import as_start
 from ..paging import Paged
@@ -32,7 +33,7 @@ def warm_up(
     pages, size = executor.books.allocator.pages, executor.books.allocator.page_size
     if not 0 <= keys <= pages * size:
         raise InputError(f"warm_up: contexts of {keys} tokens; expected 0 to {pages * size}, all that the pool holds")
-    pieces, asked = (_samples(executor, given) for given in (tokens, questions))
+    pieces, asked = (samples(executor.backbone, executor.buckets, given) for given in (tokens, questions))
     contexts = _contexts(executor, keys)
     for sample in pieces:
         for context in contexts:
@@ -61,14 +62,13 @@ def _asks(executor: Pooled, sample: Tokens, question: Tokens, contexts: Sequence
     _writes(executor, together, (), spliced=False)
 
 
-def _samples(executor: Pooled, given: Sequence[int | Tokens]) -> list[Tokens]:
+def samples(backbone: Any, buckets: Buckets | None, given: Sequence[int | Tokens]) -> list[Tokens]:
     """One set of tokens for each bucket and kind."""
     found: dict[Any, Tokens] = {}
     for one in given:
         if not isinstance(one, Tokens):
-            backbone: Any = executor.backbone
-            one = padded_tokens(backbone.embed(np.zeros((1, 1), np.int32)), bucket(executor.buckets, int(one)))
-        one = padded_tokens(one, bucket(executor.buckets, one.embeddings.shape[1]))
+            one = padded_tokens(backbone.embed(np.zeros((1, 1), np.int32)), bucket(buckets, int(one)))
+        one = padded_tokens(one, bucket(buckets, one.embeddings.shape[1]))
         found[one.embeddings.shape[1], one.deepstack is None, str(np.asarray(one.positions).dtype)] = one
     return list(found.values())
 

@@ -146,6 +146,23 @@ class Window(WindowChanges):
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
         return there, (Recompute(id, start_layer, behind, **costs),)
 
+    def anew(self) -> "tuple[Window, Edits]":
+        """Serves the same pieces from an empty pool, of what was given and stored: where a pool was lost.
+
+        What was conditioned, with a removal patch or without, is prefilled behind what stands in front of it now:
+        survivors forget what has left. Bare and patched chunks stay so; `bare` keeps what was patched aside, no more.
+        """
+        pieces, clock = [], self.clock + 1
+        for piece in self.pieces:
+            state, aside = piece.state, piece.aside
+            if state.kind == "conditioned" or state.base == "conditioned":
+                state = FRESH
+            if aside is not None and (aside.kind == "conditioned" or aside.base == "conditioned"):
+                aside = None
+            pieces.append(piece._replace(state=state, aside=aside, born=clock))
+        there = self._with(pieces, 0, clock=clock)
+        return there, in_order([edit for index in range(len(pieces)) for edit in there._placing(index, fetched=False)])
+
     def _served(self, index: int, piece: PlacedPiece, **changes: int) -> "Window":
         return self._with([*self.pieces[:index], piece, *self.pieces[index + 1 :]], index, **changes)
 

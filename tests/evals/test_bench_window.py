@@ -233,7 +233,9 @@ def test_the_suite_runs_and_keeps_its_parts(tmp_path):
     assert found["FLOPs over image behind the window and question"]["within"]
     assert found["KL to what the window promises (remember)"]["within"]
     assert found["warm loop: programs compiled"]["value"] == 0
-    assert found["warm loop: forwards"]["value"] == 8 + 8 + 1  # images, questions, the lead
+    assert found["warm loop: forwards"]["value"] == 8 + 1  # images, a question with each, and the lead
+    assert found["recall by a patch: FLOPs of re-prefill over ours"]["value"] > 5
+    assert found["recall by a patch: KL to a prefill behind the window"]["value"] < 1e-3
     assert (tmp_path / "window_lengths.png").stat().st_size > 10_000
     again = window.run(repeats=1, out=str(tmp_path), quick=True)
     assert again["parts"] == result["parts"]
