@@ -114,7 +114,7 @@ def _of_material(
     """The parts of one backbone: loops, compared at `steps` (None: all) steps that lie `apart`, and break-even.
 
     Steps of which a re-prefill takes a minute (`once`) are compared early on, where the history is short that the
-    reference of remembering runs whole, and recalled at the shortest window alone.
+    reference of remembering runs whole; recalls and break-even are measured at the shortest window alone.
     """
     found: dict[str, Callable[[], Part]] = {}
     for size in windows:
@@ -126,7 +126,8 @@ def _of_material(
             return window_loop.one_loop(material, size, full[:steps], recalls, once)
 
         found[f"loop, {name}, window {size}"] = loop
-    found[f"break-even, {name}"] = lambda: window_break_even.measure(make(), windows[-1], repeats, rank)
+    behind = windows[0] if once else windows[-1]
+    found[f"break-even, {name}"] = lambda: window_break_even.measure(make(), behind, repeats, rank)
     return found
 
 
@@ -161,14 +162,17 @@ def loop_rows(part: Part) -> list[dict[str, Any]]:
     for unit in ("seconds", "cpu"):
         times = _times(part, unit)
         word = {"seconds": "time", "cpu": "CPU time"}[unit]
-        ratio = lambda way, other, times=times: [a / b for a, b in zip(times[way], times[other], strict=True)]
+        ratio = lambda way, other, times=times: [
+            times[way][step] / times[other][step] for step in times[way] if step in times[other]
+        ]
         judged = unit == "seconds"
         found.append(_row(f"{word} over a prefix hit's", ratio("window", "prefix hit"), HIT_BAR if judged else None))
         faster = FASTER_BAR if judged and first == 16 and "0.5B" in config["backbone"] else None
         found.append(_row(f"{word} of re-prefill over ours", ratio("re-prefill", "window"), at_least=faster))
         found.append(_row(f"{word} of a prefix cache over ours", ratio("prefix cache", "window")))
-        found.append(_row(f"{word} of a step, seconds", times["window"]))
-        found.append(_row(f"{word} of storing a canonical, off the answer's path, seconds", times["canonical"]))
+        found.append(_row(f"{word} of a step, seconds", list(times["window"].values())))
+        canonical = list(times["canonical"].values())
+        found.append(_row(f"{word} of storing a canonical, off the answer's path, seconds", canonical))
     own = [entry for entry in part["compared"] if entry["way"] == "window"]
     found += [
         _row("KL to what the window promises (remember)", [e["remember"]["kl"] for e in own], REMEMBER_BAR, judged=max),
@@ -212,12 +216,12 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 
 
-def _times(part: Part, unit: str) -> dict[str, list[float]]:
-    """Seconds of each way at the steps that count, in the order of steps."""
-    found: dict[str, list[float]] = {}
+def _times(part: Part, unit: str) -> dict[str, dict[int, float]]:
+    """Seconds of each way, by step, at the steps that count."""
+    found: dict[str, dict[int, float]] = {}
     for entry in part["compared"]:
         if not entry["warm_up"]:
-            found.setdefault(entry["way"], []).append(entry[unit])
+            found.setdefault(entry["way"], {})[entry["step"]] = entry[unit]
     return found
 
 

@@ -160,7 +160,8 @@ class Run:
             check_positions(executor.layout.rope, old.local, np.asarray(end, np.int32))
             shared = books.shared(old)
             turns = 0 if executor.keeps_source else old.turns + 1
-            new = dataclasses.replace(self._own(old, copied=False), start=end, turns=turns)
+            own = self._own(old, copied=False) if shared else old
+            new = dataclasses.replace(own, start=end, turns=turns)
             books.put(self.branch, new)
             (apart if shared else alone).append(Move(old, new))
         for group, whole in ((alone, False), (apart, True)):

@@ -18,6 +18,7 @@ from ..buckets import Buckets
 from ..chunk import AnyArray, Chunk, brief, content_of, trusted
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..frames import PhaseFreeKV
+from ..layout import on_device
 from ..ops import Quantised, is_low_rank
 from ..patch_metadata import Patch, patch_digest
 
@@ -97,9 +98,9 @@ def grown(value: AnyArray, axis: int, size: int) -> AnyArray:
 
 def padded_tokens(tokens: Tokens, size: int) -> Tokens:
     """Tokens [B,size], their padding of zeros."""
-    deepstack = None if tokens.deepstack is None else jnp.asarray(grown(tokens.deepstack, 1, size))
+    deepstack = None if tokens.deepstack is None else on_device(grown(tokens.deepstack, 1, size))
     positions = np.asarray(tokens.positions)
-    return Tokens(jnp.asarray(grown(tokens.embeddings, 1, size)), np.asarray(grown(positions, 1, size)), deepstack)
+    return Tokens(on_device(grown(tokens.embeddings, 1, size)), np.asarray(grown(positions, 1, size)), deepstack)
 
 
 def padded_chunk(chunk: Chunk, size: int) -> Chunk:

@@ -179,6 +179,32 @@ def test_forks_share_slots_until_one_changes_a_piece(drill: Drill):
     drill.ask()
 
 
+def test_a_fork_of_a_fork_is_joined_from_the_inside_out():
+    drill = Drill("gqa", host=False)
+    for id in ("c0", "c1"):
+        drill.append(id)
+    drill.fork("x")
+    drill.append("c2")
+    drill.fork("y")
+    drill.evict("c1")
+    root, child, grandchild = (drill.windows[branch] for branch in ("", "/x", "/x/y"))
+    with pytest.raises(WindowError, match="expected a fork of ''"):
+        root.join(grandchild)
+    drill.branch = "/x"
+    drill.join()
+    # The child's value does not know that it was joined; the executor does.
+    before = lying(drill.paged, drill.window)
+    with pytest.raises(WindowError):
+        drill.paged.run(*child.join(grandchild))
+    assert same(lying(drill.paged, drill.window), before)
+    drill.branch = "/x/y"
+    drill.compare()
+    drill.paged.release("/x/y")
+    drill.branch = ""
+    del drill.windows["/x/y"]
+    drill.compare()
+
+
 def test_forking_and_joining_alone_changes_no_bit(drill: Drill):
     before, counts = lying(drill.paged, drill.window), drill.paged.books.allocator.counts
     drill.fork("x")

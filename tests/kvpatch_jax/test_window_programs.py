@@ -98,6 +98,21 @@ def test_ten_lengths_compile_what_their_buckets_do(programs):
 
 
 @pytest.mark.slow
+def test_asking_behind_what_is_appended_compiles_nothing_that_was_warmed_up(programs):
+    backbone = tiny("gqa")
+    executor, window = PagedExecutor(backbone, 24, 8, jnp.float32), Window.empty(Costs.of(backbone, jnp.float32))
+    executor.warm_up([16, 32], [4, 8], keys=6 * 16, ask=True)
+    given = {length: embedded(backbone, length) for length in (*LENGTHS, *range(3, 8))}
+    counted = programs.count
+    for step, length in enumerate(LENGTHS * 2):
+        window, slid = window.slide(2)
+        window, placed = window.append(Entry(str(step), None, length, length))
+        executor.provide(str(step), tokens=given[length], length=length)
+        executor.ask(window, (*slid, *placed), given[3 + step % 5], 3 + step % 5)
+    assert programs.count == counted
+
+
+@pytest.mark.slow
 def test_lengths_of_one_bucket_share_programs_without_warming_up(programs):
     """Ten lengths compile what two of them do."""
     counts = []

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from window_drill import Drill, backbone_of
+from window_drill import Drill, backbone_of, canonical
 from window_oracle import rows_of, tokens_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import InputError
-from kvpatch_jax.window import Entry, Former
+from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
+from kvpatch_jax.window import Costs, Entry, Former, PagedExecutor, Window
 
 
 class Shelf:
@@ -121,6 +121,58 @@ def test_what_left_the_pool_is_formed_all_the_same():
     former.close()
     drill.append("c3")  # a closed one takes nothing
     assert former.done.patches == 3
+
+
+class LeadShelf(Shelf):
+    """A store in memory that keeps canonicals of several leads apart."""
+
+    def get(self, id, backbone, *, lead=None):
+        return self.chunks.get((id, lead))
+
+    def put(self, chunk):
+        self.chunks[chunk.id, chunk.lead] = chunk
+
+    def get_patches(self, served):
+        return [patch for patch in super().get_patches(served) if patch.metadata.lead == served.lead]
+
+
+def test_canonicals_behind_a_lead_are_formed_stored_and_fetched_as_such():
+    shelf, counting = LeadShelf(), counting_of(backbone_of("gqa"))
+    front = tokens_of(counting, 50, 5)
+    executor = PagedExecutor(counting, 12, 8, np.float32, store=shelf, lead=front)
+    window = Window.empty(Costs.of(counting, np.float32))
+    with pytest.raises(ShapeError):
+        PagedExecutor(counting, 12, 8, lead=front.take(0, 0))
+    with Former(backbone_of("gqa"), shelf, 8, lead=front) as former:
+        with pytest.raises(InputError, match="expected the same"):
+            former.watch(PagedExecutor(counting, 1, 8))
+        former.warm_up([5])
+        assert not shelf.chunks
+        former.watch(executor)
+        for id, tokens in (("system", front), ("c0", tokens_of(counting, 0, 5)), ("c1", tokens_of(counting, 1, 7))):
+            executor.provide(id, tokens=tokens)
+            window, edits = window.append(Entry.of_tokens(id, tokens, kind="text" if id == "system" else "chunk"))
+            executor.run(window, edits)
+        former.flush()
+        assert not former.errors
+        assert (former.done.forwards, former.done.canonicals, former.done.patches) == (2, 2, 2)
+    assert set(shelf.chunks) == {("c0", executor.lead), ("c1", executor.lead)}
+    # Behind the lead alone a chunk is what it is in the window, and its patch is nothing.
+    chunk = shelf.chunks["c0", executor.lead]
+    for name, value in executor.read(window, "c0").items():
+        assert np.abs(np.asarray(chunk.kv[name])[:, :5] - value).max() <= 1e-5 * np.abs(value).max()
+
+    conditioned = rows_of(executor, window)
+    patch = next(patch for patch in shelf.patches if patch.metadata.chunk == "c1")
+    window, edits = window.evict("c1")
+    executor.run(window, edits)
+    executor.forget("c1")
+    window, edits = window.recall("c1", "patch", patch)
+    executor.run(window, edits)
+    for name, value in rows_of(executor, window).items():
+        assert np.abs(value - conditioned[name]).max() <= 1e-4 * np.abs(conditioned[name]).max()
+    with pytest.raises(PatchMismatchError, match="was prefilled behind lead None"):
+        executor.provide("c0", chunk=canonical(counting, "c0", tokens_of(counting, 0, 5)))
 
 
 def test_errors_stay_where_they_are_and_waiting_is_bounded():
