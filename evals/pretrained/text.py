@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -97,8 +98,9 @@ def _agreement(of: Passages, arm: str, cache: KV, said: np.ndarray) -> Iterator[
 
 def _profile(of: Passages, spectra: bool) -> Sequence[Record]:
     """The deficit of each passage by layer: ‖Δ‖ / ‖KV‖; with spectra also e90, energy of ranks, spread over tokens."""
-    delta = {name: of.conditioned[name] - of.chunk.kv[name] for name in of.conditioned}
-    found = _shape(delta, dict(of.chunk.kv), spectra)
+    reference = {name: jnp.asarray(value) for name, value in of.chunk.kv.items()}
+    delta = {name: of.conditioned[name] - reference[name] for name in reference}
+    found = _shape(delta, reference, spectra)
     whole = {metric: {name: np.asarray(value) for name, value in own.items()} for metric, own in found.items()}
     return [
         {

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from kvpatch_jax.errors import InputError
+
 from ..bench.window_texts import documentation
 
 LICENCES = {
@@ -27,8 +29,8 @@ LICENCES = {
     "matplotlib": "Matplotlib License (based on Python's)",
 }
 LIBRARY = Path(sysconfig.get_path("stdlib"))
-SHARE_OF_EXAMPLES = 40
-"""Lines of transcript below which a module is left out."""
+LEAST_EXAMPLES = 20
+"""Examples below which a module is left out."""
 
 Source = Iterator[tuple[str, str]]
 """Names ("package/path") and their text."""
@@ -55,7 +57,7 @@ def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) ->
       count: documents. tokens: that each has at least. most: tokens kept of one.
 
     Raises:
-      ValueError: fewer than `count`.
+      InputError: fewer than `count`.
     """
     found: list[Document] = []
     for name, text in SOURCES[domain]():
@@ -66,7 +68,7 @@ def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) ->
             found.append(Document(name, domain, ids))
         if len(found) == count:
             return found
-    raise ValueError(f"{len(found)} documents of {domain} with {tokens} tokens; expected {count}")
+    raise InputError(f"{len(found)} documents of {domain} with {tokens} tokens; expected {count}")
 
 
 def digest(found: Sequence[Document]) -> str:
@@ -98,7 +100,8 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
     if package != "python":
         paths += root.glob("[a-z]*/[a-z]*/[a-z_]*.py")
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
-    names = {f"{package}/{path.relative_to(root)}": path for path in paths if not left_out & set(path.parts)}
+    inside = {path.relative_to(root): path for path in paths}
+    names = {f"{package}/{own}": path for own, path in inside.items() if not left_out & set(own.parts)}
     for name in _shuffled(list(names)):
         yield name, names[name]
 
@@ -145,7 +148,7 @@ def _transcripts() -> Source:
     for package in ("python", "sklearn", "scipy", "numpy"):
         for name, path in _modules(package):
             text = _read(path)
-            if text.count(">>>") >= SHARE_OF_EXAMPLES:
+            if text.count(">>>") >= LEAST_EXAMPLES:
                 yield name, _sessions(text)
 
 

@@ -40,7 +40,7 @@ def varied(backbone: Any, plan: Plan, document: Document, other: Document) -> It
     for arm, logits in _reordered(ordered):
         yield from _records("reorder", ORDERS, arm, ordered.scored(logits))
     names = backbone.layout.names
-    whole = sum(_difference(ordered.conditioned[name], 0, ordered.chunk.kv[name]) for name in names)
+    whole = sum(_difference(ordered.conditioned[name], 0, jnp.asarray(ordered.chunk.kv[name])) for name in names)
     for place, order in enumerate(ORDERS[1:], 1):
         moved = sum(_difference(ordered.conditioned[name], place) for name in names)
         yield {"probe": "reorder", "case": order, "arm": "order", "relative_order_effect": (moved / whole) ** 0.5}
@@ -87,7 +87,7 @@ def _reordered(of: Passages) -> Iterator[tuple[str, Array]]:
 
 def _difference(value: Array, row: int, other: Array | None = None) -> float:
     """Energy of row `row` less row 0 of KV [L,B,T,K,H], or of row 0 less that of `other`."""
-    apart = value[:, row] - value[:, 0] if other is None else value[:, 0] - jnp.asarray(other)[:, 0]
+    apart = value[:, row] - value[:, 0] if other is None else value[:, 0] - other[:, 0]
     return float(jnp.square(apart).sum())
 
 
