@@ -15,7 +15,8 @@ class Plan:
     """Sizes. Tokens: chunk, scored, greedy, answer, long. The rest are counts.
 
     chunk: tokens of a passage, and of what stands in front of it. scored: the text's next tokens, that every arm reads.
-    documents: per domain, of `passages` passages each; every `wide`-th has all arms, spectra and greedy continuations.
+    documents: per domain, of `passages` passages each; every `wide`-th has all arms, spectra and greedy
+      continuations; 0: none has.
     long: longer passages, (tokens, how many). windows: per domain, documents whose antecedents are varied.
     slides: batches of documents whose first antecedent leaves. items, batch: questions per task, and at a time.
     facts: tokens of a chunk that is asked about.
@@ -39,9 +40,15 @@ class Plan:
         """Tokens of one of the three antecedents of a window."""
         return self.chunk // 3
 
+    def is_wide(self, number: int) -> bool:
+        """Whether a domain's document with this number has all arms."""
+        return self.wide > 0 and number % self.wide == 0
+
 
 FULL = Plan()
-QUICK = Plan(chunk=48, scored=8, documents=1, wide=1, long=(), windows=0, slides=1, greedy=8, items=4, batch=4)
+QUICK = Plan(
+    chunk=32, scored=8, passages=2, documents=1, wide=0, long=(), windows=0, slides=0, greedy=8, items=2, batch=2
+)
 
 
 class Part(NamedTuple):
@@ -68,7 +75,7 @@ def parts(plan: Plan) -> list[Part]:
     size, scored = plan.chunk, plan.scored
     base = (2 * plan.passages + 1) * size + 9 * plan.passages * scored + plan.passages * size // 2
     for number in range(plan.documents):
-        wide = 0 if number % plan.wide else plan.passages * (25 * scored + 11 * plan.greedy + 2 * size)
+        wide = 0 if not plan.is_wide(number) else plan.passages * (25 * scored + 11 * plan.greedy + 2 * size)
         for place, domain in enumerate(DOMAINS):
             share = (number + (place + 0.5) / len(DOMAINS)) / plan.documents
             found.append(Part("text", domain, number, share, base + wide))

@@ -76,7 +76,7 @@ def verdict(rows: Rows) -> str:
         f"It changes {show(rows.get('text', 'blind', 'flips'), 100, 1)} % of the next tokens that the model would "
         "choose.",
         f"Of the arms that store at most half of the passage's KV, {best} removes most of blind reuse's KL: "
-        f"η {show(rows.get('text', best, 'eta'))}.",
+        f"η {show(rows.get('text', best, 'eta'))} (n = {rows.get('text', best, 'eta').n}).",
     ]
     return " ".join(sentences)
 

@@ -83,7 +83,7 @@ def records_of(backbone: Any, plan: Plan, found: Texts, part: Part) -> Iterator[
     """Measures one part."""
     if part.kind == "text":
         own, other = found.of[part.of][part.number], found.next_to(part.of, part.number)
-        yield from text.compared(backbone, plan, own, other, wide=part.number % plan.wide == 0)
+        yield from text.compared(backbone, plan, own, other, wide=plan.is_wide(part.number))
     elif part.kind == "long":
         length = int(part.of)
         yield from text.long_passage(backbone, plan, found.long(length, part.number), length)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Num
 
 from kvpatch_jax import deficit
 
@@ -34,7 +34,7 @@ def compared(backbone: Any, plan: Plan, document: Document, other: Document, wid
     """A document's passages: every second one behind the text before it, the others behind another document's.
 
     Args:
-      wide: all arms, what the deficit looks like, and greedy continuations.
+      wide: all arms, spectra of the deficit, and greedy continuations.
     """
     size, count = plan.chunk, plan.passages
     ids = document.ids[: count * size].reshape(count, size)
@@ -116,7 +116,7 @@ def _short(values: np.ndarray) -> list[float]:
     return [round(float(value), 4) for value in values]
 
 
-def _shape(delta: KV, reference: KV, spectra: bool) -> dict[str, dict[str, Float[Array, "B L"]]]:
+def _shape(delta: KV, reference: KV, spectra: bool) -> dict[str, dict[str, Num[Array, "B L"]]]:
     return (_with_spectra if spectra else _norms)(delta, reference)
 
 

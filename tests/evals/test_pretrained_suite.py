@@ -186,7 +186,7 @@ def test_a_look_at_real_weights(tmp_path):
     results = suite.run(tmp_path, quick=True)
     rows = {(row["probe"], row["arm"], row["metric"]): row["value"] for row in results["rows"]}
     assert rows["text", "blind", "eta"] == 0.0
-    assert rows["text", "patch.rank=32", "eta"] > 0.9
+    assert rows["text", "patch.rank=32", "eta"] > 0.999  # all that passages of 32 tokens have
     assert (tmp_path / "report.html").stat().st_size > 10_000
     again = suite.run(tmp_path, quick=True)
     assert again["rows"] == results["rows"]
