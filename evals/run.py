@@ -28,7 +28,8 @@ from .command_line import errors_as_one_line
 from .probes.results_table import ResultsTable
 from .probes.window import FULL, QUICK, Parts, WindowSizes, measure_window, work_of
 from .report import side_by_side
-from .report.figures import draw_all, example_figure
+from .report.drawing import draw_all
+from .report.example import answer_in_words, example_figure, marks_of, question_in_words, swatches
 from .report.page import write_report
 from .report.summary import print_summary
 from .report.table import write_table
@@ -190,11 +191,11 @@ def measure(
             # A generator per probe, so that a probe draws the same questions whichever others are run.
             draws = lambda probe, first=int(clusters[0]): np.random.default_rng([config.seed, first, probe])
             if "reorder" in config.suite:
-                probes.probe_reorder(table, scene, draws(1), clusters, progress)
+                probes.probe_reorder(table, reuse, draws(1), clusters, progress)
             if "slide" in config.suite:
-                probes.probe_slide(table, scene, draws(2), clusters, progress)
+                probes.probe_slide(table, reuse, draws(2), clusters, progress)
             if "recall" in config.suite:
-                probes.probe_recall(table, scene, draws(3), clusters, images, progress)
+                probes.probe_recall(table, reuse, draws(3), clusters, images, progress)
 
     if "deficit" in config.suite:
         probes.deficit_shape(table, reuses)
@@ -244,17 +245,18 @@ def draw_example(backbone: ModelBackbone, folder: Path, seed: int) -> Path:
         "patch, rank 8": reuse.cache(reuse.patch(rank=8)),
     }
 
-    names = small_task.VOCABULARY.names
     said = {}
     for arm, cache in caches.items():
         answers = scenes.read(scene, cache, questions, sees_legends=True)
-        said[arm] = [names[token] for token in answers.predicted[0].tolist()]
+        said[arm] = [answer_in_words(token) for token in answers.predicted[0].tolist()]
     texts = []
     for kind, ask, argument in zip(questions.kind[0], questions.ask[0], questions.argument[0], strict=True):
-        texts.append(f"{small_task.KINDS[int(kind)]}: {names[int(ask)]} {names[int(argument)]}")
-    correct = [names[token] for token in questions.answer[0].tolist()]
+        texts.append(f"{len(texts) + 1}  {question_in_words(int(kind), int(ask), int(argument))}")
+    correct = [answer_in_words(token) for token in questions.answer[0].tolist()]
     legends, pages = small_task.render(contexts)
-    return example_figure(list(legends[0]), pages[0], texts, said, folder / "figures" / "example.png", correct)
+    path = folder / "figures" / "example.png"
+    marks, colours = marks_of(contexts, questions), swatches()
+    return example_figure(list(legends[0]), pages[0], texts, said, path, correct, marks, colours)
 
 
 def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class PageReuse:
         self.page_conditioned = scenes.cut(self.conditioned, scene.page)
         # The legends in front stand there as re-prefill has them: they did not move, only the page is reused.
         self.engine = scenes.engine(scene, self.conditioned, self.tokens)
+        self._largest: dict[bool, kvp.Patch] = {}
 
     @functools.cached_property
     def costs(self) -> ChunkCosts:
@@ -70,12 +71,15 @@ class PageReuse:
     def patch(self, rank: int, *, rotated: bool = False) -> kvp.Patch:
         """Forms the page's patch by a full SVD; `rotated`: in the engine frame, after the rotation, as the paper does.
 
-        Factors are kept where they are no smaller than the deficit, so that every smaller rank is a slice of them.
+        Factors are kept where they are no smaller than the deficit, so that every smaller rank is a slice of them: the
+        SVD is done once, at the first call.
         """
-        where: dict[str, Any] = {"frame": "engine", "start": self.start} if rotated else {}
-        return kvp.form_patch(
-            self.page, self.page_conditioned, rank, self.antecedent, method="exact", dense=False, **where
-        )
+        if rotated not in self._largest:
+            where: dict[str, Any] = {"frame": "engine", "start": self.start} if rotated else {}
+            self._largest[rotated] = kvp.form_patch(
+                self.page, self.page_conditioned, max(RANKS), self.antecedent, method="exact", dense=False, **where
+            )
+        return leading(self._largest[rotated], rank)
 
     def placed(self, patch: kvp.Patch | None = None, *, allow_stale: bool = False) -> KV:
         """Places the reused page in the engine frame, rotated and patched, without a forward pass."""
@@ -103,22 +107,22 @@ def leading(patch: kvp.Patch, rank: int) -> kvp.Patch:
     return kvp.truncate(patch, {name: min(rank, have) for name, have in patch.ranks.items() if have})
 
 
-def patch_arms(reuse: PageReuse) -> Iterator[tuple[str, kvp.Patch]]:
-    """Yields every patch that is compared: all ranks; at one rank its deeper half and each channel alone; rotated."""
+def patch_arms(reuse: PageReuse, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[tuple[str, kvp.Patch]]:
+    """Yields the patches that are wanted: all ranks; at one rank its deeper half and each channel alone; rotated."""
     layout = reuse.page.layout
-    # One full SVD each; every smaller rank is a slice of it.
-    whole, rotated = reuse.patch(max(RANKS)), reuse.patch(max(ROTATED_RANKS), rotated=True)
     for rank in RANKS:
-        yield f"patch.rank={rank}", leading(whole, rank)
+        yield f"patch.rank={rank}", reuse.patch(rank)
 
-    shown = leading(whole, SHOWN_RANK)
+    shown = reuse.patch(SHOWN_RANK)
     deepest = range(layout.layers // 2, layout.layers)
     yield f"patch.deepest_half.rank={SHOWN_RANK}", kvp.keep_layers(shown, deepest)
     for name in layout.names:
         yield f"patch.{name}_only.rank={SHOWN_RANK}", kvp.Patch({name: shown.factors[name]}, shown.metadata)
 
     for rank in ROTATED_RANKS:
-        yield f"patch.rotated_frame.rank={rank}", leading(rotated, rank)
+        # Asked for first: an SVD of its own is done for it.
+        if wanted(name := f"patch.rotated_frame.rank={rank}"):
+            yield name, reuse.patch(rank, rotated=True)
 
 
 def token_arms(reuse: PageReuse) -> Iterator[tuple[str, str, int]]:
@@ -148,7 +152,7 @@ def made_arms(reuse: PageReuse, arms: Iterable[str] | None = None) -> Iterator[A
         yield Arm("re-prefill", costs.of_reprefill(), 1.0, reuse.engine)
     if wanted("blind"):
         yield Arm("blind", costs.of_blind(), 0.0, reuse.cache())
-    for name, patch in patch_arms(reuse):
+    for name, patch in patch_arms(reuse, wanted):
         if wanted(name):
             yield Arm(name, costs.of_patch(patch), patch.nbytes / reuse.page.nbytes, reuse.cache(patch))
 

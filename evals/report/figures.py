@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -135,12 +134,6 @@ def family(arm: str) -> str:
     return "rotated_frame" if ".rotated_frame" in arm else re.split(r"[.=, ]", arm)[0]
 
 
-def draw_all(results: Results, out: Path) -> list[Path]:
-    """Draws every figure the results allow, in the order a report shows them. `out` is made if missing."""
-    makers = (accuracy_figures, rank_and_bytes_figure, reorder_figure, slide_figure, recall_figure, deficit_figure)
-    return [path for maker in makers for path in maker(results, out)]
-
-
 def accuracy_figures(results: Results, out: Path) -> list[Path]:
     """Draws the accuracy of every arm, one panel per question kind, one PNG per visibility setting."""
     rows = Rows(results)
@@ -216,22 +209,20 @@ def _wrapped(label: str) -> str:
     return f"{first}:\n{textwrap.fill(rest, 26)}" if rest else f"{label}\n"
 
 
-def rank_and_bytes_figure(results: Results, out: Path) -> list[Path]:
-    """Draws KL against rank, and accuracy against the share of the chunk's KV bytes: patch beside token recompute."""
+def rank_figure(results: Results, out: Path) -> list[Path]:
+    """Draws KL against the patch's rank, one panel per kind of question that needs both images."""
     rows, probe = Rows(results), "repair.visible"
     ranks = rows.settings(probe, "patch.rank=")
     kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(probe, "kl")]
     if not ranks or not kinds:
         return []
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(0.8 + 3.1 * len(kinds), 6.2), layout="constrained")
-        panels = figure.subplots(2, len(kinds), squeeze=False, sharey="row")
-        for upper, lower, kind in zip(panels[0], panels[1], kinds, strict=True):
-            _kl_by_rank(upper, rows, probe, kind)
-            _accuracy_by_bytes(lower, rows, probe, kind, last=kind == kinds[-1])
-        panels[0, 0].set_ylabel("KL(re-prefill ‖ arm), nats")
-        panels[1, 0].set_ylabel("accuracy")
-        return [save(figure, "What rank and how many bytes it takes", out / "rank_and_bytes.png")]
+        figure = Figure(figsize=(0.8 + 3.1 * len(kinds), 3.3), layout="constrained")
+        panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+        for panel, kind in zip(panels, kinds, strict=True):
+            _kl_by_rank(panel, rows, probe, kind)
+        panels[0].set_ylabel("KL(re-prefill ‖ arm), nats")
+        return [save(figure, "What rank it takes", out / "rank.png")]
 
 
 def _kl_by_rank(panel: Axes, rows: Rows, probe: str, kind: str) -> None:
@@ -287,26 +278,6 @@ def byte_share(rows: Rows, probe: str, arm: str) -> float:
     if name.endswith(".budget"):
         return float(setting)
     return rows.get(probe, f"patch.rank={setting}", "bytes").value if name.endswith(".bytes_of_rank") else math.nan
-
-
-def _accuracy_by_bytes(panel: Axes, rows: Rows, probe: str, kind: str, last: bool) -> None:
-    ends = []
-    for name in ("first_k", "cacheblend", "oracle_delta", "patch"):
-        prefixes = ("patch.rank=",) if name == "patch" else (f"{name}.budget=", f"{name}.bytes_of_rank=")
-        arms = [arm for prefix in prefixes for _, arm in rows.settings(probe, prefix)]
-        points = sorted((byte_share(rows, probe, arm), rows.get(probe, arm, f"accuracy.{kind}")) for arm in arms)
-        points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y.value)]
-        if points:
-            _line(panel, [100 * x for x, _ in points], [y for _, y in points], name)
-            ends.append((name, 100 * points[-1][0], points[-1][1].value))
-    for name in ("re-prefill", "blind"):
-        level = rows.get(probe, name, f"accuracy.{kind}").value
-        if math.isfinite(level):
-            panel.axhline(level, color=COLOURS[name], linestyle=(0, (4, 3)), linewidth=1)
-            ends.append((name, math.inf, level))
-    panel.set(xlabel="share of the chunk's KV bytes, %", ylim=(0, 1.03), xlim=(0, None))
-    if last:
-        _label_right(panel, [(NAMES[name], COLOURS[name], level) for name, _, level in ends])
 
 
 def _line(panel: Axes, x: Sequence[float], points: Sequence[Interval], name: str) -> None:
@@ -405,65 +376,6 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
             panel.xaxis.get_major_locator().set_params(integer=True)
             _label_right(panel, ends)
         return [save(figure, "The deficit Δ = KV(page | legends) − KV(page alone)", out / "deficit.png")]
-
-
-def example_figure(
-    legend_images: Sequence[np.ndarray] | np.ndarray,
-    page_image: np.ndarray,
-    question_texts: Sequence[str],
-    answers_by_arm: Mapping[str, Sequence[str]],
-    path: Path,
-    correct: Sequence[str] | None = None,
-) -> Path:
-    """Draws one context as the model sees it, and what every arm answers.
-
-    Args:
-      legend_images: uint8 [height, width, 3] each, in the order they stand in the window.
-      page_image: uint8 [height, width, 3].
-      question_texts: one per question.
-      answers_by_arm: arm → one answer per question, columns in this order.
-      path: the PNG to write.
-      correct: the right answers (or put them in answers_by_arm["answer"]); wrong ones are then marked with a cross.
-
-    Raises:
-      ValueError: an arm answers another number of questions than were asked.
-    """
-    columns = {"answer": correct} if correct is not None else {}
-    columns |= answers_by_arm
-    correct = columns.get("answer")
-    for arm, answers in columns.items():
-        if len(answers) != len(question_texts):
-            raise ValueError(f"arm {arm!r} has {len(answers)} answers to {len(question_texts)} questions")
-    images = [*legend_images, page_image]
-    widths = [image.shape[1] / image.shape[0] for image in images[:-1]] + [page_image.shape[1] / page_image.shape[0]]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.0, 3.6 + 0.26 * len(question_texts)), layout="constrained")
-        halves: Any = figure.subfigures(2, 1, height_ratios=[3.0, 0.6 + 0.26 * len(question_texts)])
-        upper, lower = halves
-        for place, panel in enumerate(upper.subplots(1, len(images), width_ratios=widths, squeeze=False)[0]):
-            panel.imshow(images[place], interpolation="nearest")
-            panel.set_axis_off()
-            panel.set_title("page" if place == len(images) - 1 else f"legend {place + 1}")
-        _answer_table(lower.subplots(), question_texts, columns, correct)
-        return save(figure, "One example: what the model sees, asks and answers", path)
-
-
-def _answer_table(panel: Axes, questions: Sequence[str], columns: Mapping[str, Sequence[str]], correct: Any) -> None:
-    panel.set_axis_off()
-    panel.set(xlim=(0, 1), ylim=(len(questions) - 0.4, -1.6))
-    left, step = 0.3, 0.7 / max(len(columns), 1)
-    panel.axhline(-0.45, color="#888888", linewidth=0.8)
-    panel.text(0, -0.5, "question", color="#555555", va="bottom")
-    for row, question in enumerate(questions):
-        panel.text(0, row, question, va="center")
-    for place, (arm, answers) in enumerate(columns.items()):
-        x = left + step * place
-        header = textwrap.fill(arm_label(arm), 18)
-        panel.text(x, -0.5, header, color=COLOURS.get(family(arm), "#222222"), va="bottom")
-        for row, answer in enumerate(answers):
-            wrong = correct is not None and answer != correct[row]
-            text, colour = (f"✗ {answer}", COLOURS["blind"]) if wrong else (answer, "#222222")
-            panel.text(x, row, text, color=colour, va="center", fontweight="bold" if wrong else "normal")
 
 
 def save(figure: Figure, title: str, path: Path) -> Path:

@@ -9,24 +9,33 @@ from typing import NamedTuple
 import jinja2
 
 from ..results.rows import COLUMNS, Rows
-from .comparison import SINGLE_HOP, VISIBLE, compare
+from .comparison import SINGLE_HOP, VISIBLE, Claim, compare
 from .figures import DEFICIT_METRICS, Results, arm_label
 from .summary import summary_lines
+from .verdict import COSTS, ROWS, cost, cost_axes, first_arms, verdict
 from .window import FIGURES as WINDOW_FIGURES
 from .window import window_tables
 from .window_paper import beside_the_paper
-from .wording import show
+from .wording import number, show
 
 PROBES = (VISIBLE, "repair.evicted", "reorder", "slide", "recall", "mask", "deficit")
-FIGURES = {VISIBLE: ("example", "accuracy_visible", "rank_and_bytes"), "repair.evicted": ("accuracy_evicted",)}
+FIGURES = {
+    VISIBLE: ("pareto_stored_bytes", "pareto_serving_flops", "pareto_bytes", "rank"),
+    "repair.evicted": (),
+}
 """The figures of a probe, by name; by default the one named after it."""
+FOLDED = {VISIBLE: ("accuracy_visible",), "repair.evicted": ("accuracy_evicted",)}
+"""Those that lie with the table of all arms."""
+SMALLEST_TEXT = 0.56
+"""CSS pixels per pixel of a figure, at least: letters of 9 points at 150 dots an inch are then 10 CSS pixels high."""
 
 
 class Picture(NamedTuple):
-    """A PNG as the page embeds it: a caption for readers who do not see it, and its bytes in base64."""
+    """A PNG as the page embeds it: a caption, its bytes in base64, the least width in CSS pixels to read it at."""
 
     caption: str
     data: str
+    least: int
 
 
 class ProbeTable(NamedTuple):
@@ -37,6 +46,13 @@ class ProbeTable(NamedTuple):
     questions: str
 
 
+class Tables(NamedTuple):
+    """A probe's few arms and few measures, and all of them (None where that is the same)."""
+
+    short: ProbeTable
+    whole: ProbeTable | None
+
+
 def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Sequence[str]) -> Path:
     """Writes `out`, one HTML file that opens offline (figures embedded, no script), and returns its path.
 
@@ -44,7 +60,7 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
       results: {"config", "environment", "rows"}.
       figures: PNGs; each goes to the section its name belongs to, the rest to the end.
       out: the file to write ("…/report.html"); its folder is made if missing.
-      notes: plain sentences shown under "Notes".
+      notes: plain sentences shown as caveats, in front of all tables.
 
     Raises:
       ValueError: a row lacks a column.
@@ -55,15 +71,16 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     rows, config = Rows(results), dict(results.get("config", {}))
 
     left = {path.stem: path for path in figures}
-    pictures: dict[str, list[Picture]] = {}
-    for probe in PROBES:
-        pictures[probe] = [_picture(left.pop(stem)) for stem in FIGURES.get(probe, (probe,)) if stem in left]
-
-    window = [_picture(left.pop(stem)) for stem in (*WINDOW_FIGURES, "window_gate") if stem in left]
+    take = lambda stems: [_picture(left.pop(stem)) for stem in stems if stem in left]
+    first = {name: take([name]) for name in ("hero", "example")}
+    pictures = {probe: take(FIGURES.get(probe, (probe,))) for probe in PROBES}
+    folded = {probe: take(FOLDED.get(probe, ())) for probe in PROBES}
+    window = take((*WINDOW_FIGURES, "window_gate"))
 
     # The main model's tables stand in sections of their own; those of the others (the control) behind each other.
-    tables = {model: {probe: probe_table(Rows(results, model), probe) for probe in PROBES} for model in rows.models}
+    tables = {model: {probe: _tables(results, model, probe) for probe in PROBES} for model in rows.models}
     main = tables.pop(rows.model, dict.fromkeys(PROBES))
+    claims = sorted(compare(results), key=_telling)
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -75,14 +92,19 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     )
     text = environment.get_template("report.html.j2").render(
         model=rows.model,
+        verdict=verdict(results),
         summary=[line.strip() for line in summary_lines(results)],
+        hero=first["hero"],
+        example=first["example"],
         pictures=pictures,
+        folded=folded,
         tables=main,
         controls=tables,
         window_pictures=window,
         window_tables=window_tables(rows),
         window_claims=beside_the_paper(results),
-        claims=compare(results),
+        claims=claims[:ROWS],
+        more_claims=claims[ROWS:],
         other_pictures=[_picture(path) for path in left.values()],
         notes=notes,
         command=config.get("command", "python -m evals.run"),
@@ -96,31 +118,78 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
 
 
 def _picture(path: Path) -> Picture:
-    return Picture(path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode())
+    data = path.read_bytes()
+    # A PNG begins with its signature and the header chunk, which opens with the width.
+    width = int.from_bytes(data[16:20], "big")
+    caption = path.stem.replace("_", " ")
+    least = 0 if path.stem == "hero" else round(SMALLEST_TEXT * width)
+    return Picture(caption, base64.b64encode(data).decode(), least)
 
 
-def probe_table(rows: Rows, probe: str) -> ProbeTable | None:
-    """Makes a probe's table: arms down; accuracies, then KL, η and flips of the multi-hop kinds across.
+def _telling(claim: Claim) -> int:
+    """Findings that come out differently stand first, those that were not measured last."""
+    order = ("differs", "undecided", "same direction", "not measured")
+    return order.index(claim.verdict)
+
+
+def _tables(results: Results, model: str, probe: str) -> Tables | None:
+    whole = probe_table(Rows(results, model), probe)
+    if whole is None:
+        return None
+    short = probe_table(Rows(results, model), probe, short_arms(results, model, probe), few=True)
+    return Tables(short or whole, None if short in (None, whole) else whole)
+
+
+def short_arms(results: Results, model: str, probe: str) -> list[str]:
+    """Chooses the arms of a probe's short table, six where no more have to be there."""
+    rows = Rows(results, model)
+    arms = rows.arms(probe)
+    if probe == VISIBLE:
+        return first_arms(results, model=model)
+    if probe == "repair.evicted":
+        shown = [arm for arm in first_arms(results, model=model) if arm in arms]
+        return [*shown, *(arm for arm in arms if arm not in shown)][: max(ROWS, len(shown))]
+    if probe == "recall":
+        turnovers = [turnover for turnover, _ in rows.settings(probe, "stale.turnover=")]
+        last = turnovers[-1] if turnovers else 0.0
+        between = [arm for turnover, arm in rows.settings(probe, "stale.turnover=") if 0 < turnover < last]
+        return [*(arm for arm in arms if arm.endswith(f"={last:g}")), *between][:ROWS]
+    return arms[-ROWS:] if probe == "deficit" else arms[:ROWS]
+
+
+def probe_table(
+    rows: Rows, probe: str, arms: Sequence[str] | None = None, *, few: bool = False
+) -> ProbeTable | None:
+    """Makes a probe's table: arms down; costs, accuracies, then KL, η and flips of the multi-hop kinds across.
 
     Metrics that no arm has are left out. None where the probe was not run.
+
+    Args:
+      arms: the arms to show; by default all.
+      few: of the kinds' measures only accuracies, and KL of chain questions.
     """
     names = {f"accuracy.{kind}": f"accuracy, {kind}" for kind in rows.kinds(probe)}
     several_hops = {"kl": "KL", "eta": "η", "flip_recover": "flip-recover", "orbit_minus_exact": "orbit minus exact"}
+    kinds = [kind for kind in rows.kinds(probe) if kind not in SINGLE_HOP]
     for metric, name in several_hops.items():
-        names |= {f"{metric}.{kind}": f"{name}, {kind}" for kind in rows.kinds(probe) if kind not in SINGLE_HOP}
-    names |= {"relative_order_effect": "‖Δπ − Δid‖ / ‖Δid‖", "bytes": "share of KV bytes", **DEFICIT_METRICS}
+        names |= {f"{metric}.{kind}": f"{name}, {kind}" for kind in kinds}
+    if few:
+        shown = ("kl.chain", "kl.survivor")
+        names = {metric: name for metric, name in names.items() if metric.startswith("accuracy.") or metric in shown}
+    names |= {"relative_order_effect": "‖Δπ − Δid‖ / ‖Δid‖", **DEFICIT_METRICS}
     names["probability_difference"] = "largest difference in probability"
     names["kv_difference"] = "largest difference in KV"
 
-    arms = rows.arms(probe)
+    arms = rows.arms(probe) if arms is None else arms
     used = [metric for metric in names if any(math.isfinite(rows.get(probe, arm, metric).value) for arm in arms)]
     if not used:
         return None
 
+    costs = cost_axes(rows) if probe.startswith("repair.") else []
     lines = []
     for arm in arms:
         label = arm.removeprefix("layer=").replace(".", ", ") if probe == "deficit" else arm_label(arm)
-        cells = []
+        cells = [(_share(cost(rows, arm, axis)), "") for axis in costs]
         for metric in used:
             value, _, interval = show(rows.get(probe, arm, metric)).partition(" ")
             cells.append((value, interval))
@@ -131,4 +200,13 @@ def probe_table(rows: Rows, probe: str) -> ProbeTable | None:
         most = max(rows.get(probe, arm, f"accuracy.{kind}").n for arm in arms)
         if most:
             counts.append(f"{kind} {most}")
-    return ProbeTable([names[metric] for metric in used], lines, ", ".join(counts))
+    heads = [*(COSTS[axis] for axis in costs), *(names[metric] for metric in used)]
+    return ProbeTable(heads, lines, ", ".join(counts))
+
+
+def _share(value: float) -> str:
+    """Writes a share as per cent, small ones with a decimal."""
+    if not math.isfinite(value):
+        return number(value)
+    per_cent = 100 * value
+    return f"{per_cent:.0f} %" if per_cent == 0 or per_cent >= 1.95 else f"{per_cent:.1f} %"

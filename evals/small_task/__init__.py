@@ -8,6 +8,7 @@ from .task import ACTIVE_FILLS as ACTIVE_FILLS
 from .task import CELL_PIXELS as CELL_PIXELS
 from .task import CELLS as CELLS
 from .task import CLEAN_ROWS as CLEAN_ROWS
+from .task import COLOUR_NAMES as COLOUR_NAMES
 from .task import COLOURS as COLOURS
 from .task import DIGITS as DIGITS
 from .task import DOUBLE_ON_PAGE as DOUBLE_ON_PAGE

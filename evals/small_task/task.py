@@ -42,6 +42,9 @@ PALETTE = np.array(
 )
 
 
+COLOUR_NAMES = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink", "white", "brown")
+
+
 class Vocabulary:
     """Token ids of the task, by name. `names[id]` is the text of a token."""
 

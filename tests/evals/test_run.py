@@ -16,7 +16,7 @@ from absl import app
 
 from evals import probes, run, small_task
 from evals.report import coverage, side_by_side
-from evals.report.figures import draw_all
+from evals.report.drawing import draw_all
 from evals.report.page import write_report
 from evals.report.summary import TOKEN_METHODS
 from evals.report.wording import number

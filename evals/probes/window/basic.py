@@ -23,17 +23,18 @@ Tick = Callable[[str], None]
 
 
 def probe_reorder(
-    table: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
+    table: ResultsTable, reuse: PageReuse, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
 ) -> None:
     """Compares, in every order of the three legends, the first order's patch, one orbit patch and the order's own.
 
     The orbit patch is formed of the five orders that are not tested. Adds items "reorder" and row order /
     relative_order_effect.
     """
-    reuses = []
+    scene, reuses = reuse.scene, []
     for order in itertools.permutations(range(LEGENDS)):
         reordered = scene.contexts.reordered(np.array(order))
-        reuses.append(PageReuse(dataclasses.replace(scene, contexts=reordered)))
+        same = (reordered.order == scene.contexts.order).all()
+        reuses.append(reuse if same else PageReuse(dataclasses.replace(scene, contexts=reordered)))
     table.sample("reorder", "order", "relative_order_effect", _order_effect(reuses), clusters)
 
     first = reuses[0].patch(ORBIT_RANK)
@@ -74,18 +75,20 @@ def squared(kv: KV) -> np.ndarray:
     return total
 
 
-def probe_slide(table: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, tick: Tick) -> None:
+def probe_slide(
+    table: ResultsTable, reuse: PageReuse, rng: np.random.Generator, clusters: np.ndarray, tick: Tick
+) -> None:
     """Lets the first legend leave, so that the other chunks move up. The reference is re-prefill without it.
 
     Arms: the survivors' conditioned KV only rotated (keep), with a removal patch, and all survivors blind. Questions
     through surviving legends ("survivor"), through the one that left ("evicted", whose truth the reference cannot
     know), and rows of the page ("aggregate"). Adds items "slide".
     """
+    scene = reuse.scene
     shown = np.ones((len(scene), LEGENDS), bool)
     shown[:, 0] = False
     tokens = scene.prefix(shown)
     without = dict(scene.backbone.prefill(tokens, mask=scenes.prefix_mask(scene, shown)).kv)
-    conditioned = PageReuse(scene).conditioned
 
     reference = scenes.engine(scene, without, tokens)
     # No question sees the slots of the legend that left: every arm leaves there what the reference has.
@@ -95,7 +98,7 @@ def probe_slide(table: ResultsTable, scene: Scene, rng: np.random.Generator, clu
     names = [chunk.id for chunk in chunks]
     for place in range(1, len(chunks)):
         chunk, where = chunks[place], scene.form.slices[place]
-        target, base = scenes.cut(without, where), scenes.cut(conditioned, where)
+        target, base = scenes.cut(without, where), scenes.cut(reuse.conditioned, where)
         before, left, start = names[:place], names[1:place], scene.start_of(tokens, place)
         removal = kvp.removal_patch(chunk, target, base, REMOVAL_RANK, left, before, method="exact")
         kept: dict[str, Any] = {"base": base, "base_antecedent": before}
@@ -127,7 +130,7 @@ def _slide_questions(scene: Scene, rng: np.random.Generator) -> tuple[Questions,
 
 
 def probe_recall(
-    table: ResultsTable, scene: Scene, rng: np.random.Generator, clusters: np.ndarray, folder: Path, tick: Tick
+    table: ResultsTable, reuse: PageReuse, rng: np.random.Generator, clusters: np.ndarray, folder: Path, tick: Tick
 ) -> None:
     """Puts the evicted page back behind legends of which 0 … 3 have changed their colours.
 
@@ -137,11 +140,11 @@ def probe_recall(
     Args:
       folder: where the recoloured legends are written as PNG files.
     """
-    frozen = PageReuse(scene).patch(RECALL_RANK)
+    scene, frozen = reuse.scene, reuse.patch(RECALL_RANK)
     for turnover in range(LEGENDS + 1):
         contexts = small_task.recolour(scene.contexts, rng, turnover)
-        now = scenes.load_scene(scene.backbone, contexts, folder) if turnover else scene
-        reuse = PageReuse(now)
+        if turnover:
+            reuse = PageReuse(scenes.load_scene(scene.backbone, contexts, folder))
 
         caches = {
             "re-prefill": reuse.engine,
@@ -153,7 +156,7 @@ def probe_recall(
         questions = small_task.ask(contexts, rng, {"chain": 8, "aggregate": 4, "page": 1})
         said = {}
         for name, cache in caches.items():
-            said[f"{name}.turnover={turnover}"] = scenes.read(now, cache, questions, sees_legends=True)
+            said[f"{name}.turnover={turnover}"] = scenes.read(reuse.scene, cache, questions, sees_legends=True)
         items = table.items("recall", str(turnover), f"re-prefill.turnover={turnover}", f"blind.turnover={turnover}")
         items.add(questions, clusters, said)
         tick("recall")

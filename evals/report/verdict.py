@@ -1,0 +1,146 @@
+"""The head of a report, computed from rows: three sentences, and the arms that stand in the first table."""
+
+import math
+from collections.abc import Sequence
+
+from ..results.intervals import Interval
+from ..results.rows import Rows
+from .comparison import VISIBLE, smallest_rank
+from .figures import MULTI_HOP, Results, arm_label, byte_share, family
+from .wording import number
+
+ROWS = 6
+"""How many rows a first table has, where no more than that many arms have to stand in it."""
+TOLERANCE = 0.01
+OURS = ("re-prefill", "blind", "mask_4d", "patch", "rotated_frame")
+"""Families that are no other way of reuse: the references, the control, and the patch in all its forms."""
+COSTS = {"stored_bytes": "stored bytes", "serving_flops": "serving FLOPs", "bytes": "share of KV bytes"}
+
+
+def cost(rows: Rows, arm: str, axis: str) -> float:
+    """Finds what an arm costs on an axis, as a share; NaN where the rows do not say."""
+    return byte_share(rows, VISIBLE, arm) if axis == "bytes" else rows.get(VISIBLE, arm, axis).value
+
+
+def cost_axes(rows: Rows) -> list[str]:
+    """Lists the axes that the rows have: stored bytes and serving FLOPs, or the one share of bytes."""
+    arms = rows.arms(VISIBLE)
+    axes = [axis for axis in COSTS if any(math.isfinite(cost(rows, arm, axis)) for arm in arms)]
+    return [axis for axis in axes if axis != "bytes"] or axes
+
+
+def shown_patch(results: Results, probe: str = VISIBLE) -> str | None:
+    """Chooses the patch that the first table shows: the smallest sufficient rank, else the largest that was tried."""
+    ranks = [int(rank) for rank, _ in Rows(results).settings(probe, "patch.rank=")]
+    rank = smallest_rank(results, VISIBLE)
+    if rank not in ranks:
+        rank = max(ranks, default=None)
+    return None if rank is None else f"patch.rank={rank}"
+
+
+def several_hops(rows: Rows, probe: str, arm: str) -> float:
+    """Means the accuracy of an arm over the kinds of question that need both images."""
+    got = [rows.get(probe, arm, f"accuracy.{kind}").value for kind in MULTI_HOP]
+    return sum(got) / len(got)
+
+
+def beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[str]:
+    """Lists what beats a patch, best first: no worse in accuracy on both kinds, no dearer on any axis, not equal.
+
+    Of a family that beats it at several settings, the cheapest stands for all.
+    """
+    axes = cost_axes(rows)
+    found: dict[str, tuple[float, str]] = {}
+    for arm in rows.arms(probe):
+        if family(arm) in OURS:
+            continue
+        gains = [
+            rows.get(probe, arm, f"accuracy.{kind}").value - rows.get(probe, patch, f"accuracy.{kind}").value
+            for kind in MULTI_HOP
+        ]
+        saved = [cost(rows, patch, axis) - cost(rows, arm, axis) for axis in axes]
+        if all(x >= 0 for x in (*gains, *saved)) and any(x > 0 for x in (*gains, *saved)):
+            price = sum(cost(rows, arm, axis) for axis in axes)
+            before = found.get(family(arm))
+            if before is None or price < before[0]:
+                found[family(arm)] = (price, arm)
+    return sorted((arm for _, arm in found.values()), key=lambda arm: -several_hops(rows, probe, arm))
+
+
+def nearest(rows: Rows, patch: str, probe: str = VISIBLE) -> list[str]:
+    """Lists the other families by their best arm that keeps no more bytes than a patch, the best family first."""
+    stored = cost_axes(rows)[:1]
+    best: dict[str, tuple[float, str]] = {}
+    for arm in rows.arms(probe):
+        if family(arm) in OURS:
+            continue
+        dear = [cost(rows, arm, axis) > 1.02 * cost(rows, patch, axis) for axis in stored]
+        right = several_hops(rows, probe, arm)
+        if math.isfinite(right) and not any(dear) and right > best.get(family(arm), (-1.0, ""))[0]:
+            best[family(arm)] = (right, arm)
+    return [arm for _, arm in sorted(best.values(), reverse=True)]
+
+
+def first_arms(results: Results, probe: str = VISIBLE, model: str | None = None) -> list[str]:
+    """Chooses the arms of a probe's first table: the references, the patch, whatever beats it, then the next best."""
+    rows = Rows(results, model)
+    arms, patch = rows.arms(probe), shown_patch(results, probe)
+    if patch not in arms:
+        return arms[:ROWS]
+    must = [arm for arm in ("re-prefill", "blind") if arm in arms]
+    must += [patch, *beating(rows, patch, probe)]
+    rest = [*nearest(rows, patch, probe), *arms]
+    chosen = list(dict.fromkeys([*must, *rest]))
+    return chosen[: max(ROWS, len(must))]
+
+
+def verdict(results: Results) -> list[str]:
+    """Says in three sentences what the main comparison found; [] where it was not run."""
+    rows, patch = Rows(results), shown_patch(results)
+    kinds = ("page", *MULTI_HOP)
+    if patch is None or not all(math.isfinite(rows.get(VISIBLE, "blind", f"accuracy.{kind}").value) for kind in kinds):
+        return []
+    return [_what_is_lost(rows), _what_brings_it_back(results, rows, patch), _what_else(rows, patch)]
+
+
+def _accuracy(rows: Rows, arm: str, kind: str) -> Interval:
+    return rows.get(VISIBLE, arm, f"accuracy.{kind}")
+
+
+def _values(rows: Rows, arm: str, kinds: Sequence[str] = MULTI_HOP) -> str:
+    return " and ".join(f"{number(_accuracy(rows, arm, kind).value)} of {kind} questions" for kind in kinds)
+
+
+def _what_is_lost(rows: Rows) -> str:
+    page, lost = rows.gap(VISIBLE, "blind", "page"), [-rows.gap(VISIBLE, "blind", kind) for kind in MULTI_HOP]
+    about = number(_accuracy(rows, "blind", "page").value)
+    anew = number(_accuracy(rows, "re-prefill", "page").value)
+    alone = f"answers {about} of the questions about the page alone (computed anew: {anew})"
+    join = "but only" if page >= -TOLERANCE and min(lost) > 0.05 else "and"
+    both = ", ".join(number(_accuracy(rows, "re-prefill", kind).value) for kind in MULTI_HOP)
+    return (
+        f"A cached page reused as it is behind other images {alone}, {join} {_values(rows, 'blind')}, which need both "
+        f"images (computed anew: {both})."
+    )
+
+
+def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
+    share = cost(rows, patch, cost_axes(rows)[0]) if cost_axes(rows) else math.nan
+    stored = f", {100 * share:.0f} % of the page's KV kept beside it," if math.isfinite(share) else ""
+    enough = smallest_rank(results, VISIBLE) is not None
+    kinds = " and ".join(MULTI_HOP) + (" (and override)" if "override" in rows.kinds(VISIBLE) else "")
+    why = f"the smallest rank tried that is within {TOLERANCE} of computing anew on {kinds}"
+    why = why if enough else f"no rank tried is within {TOLERANCE} of computing anew on {kinds}"
+    return f"A patch of rank {patch.rpartition('=')[2]}{stored} answers {_values(rows, patch)}: {why}."
+
+
+def _what_else(rows: Rows, patch: str) -> str:
+    others = [arm for arm in rows.arms(VISIBLE) if family(arm) not in OURS]
+    better = beating(rows, patch)
+    axes = " and ".join(COSTS[axis] for axis in cost_axes(rows))
+    if better:
+        said = "; ".join(f"{arm_label(arm)} ({_values(rows, arm)})" for arm in better)
+        return f"At no greater cost in {axes}, and no worse on either kind, this patch is beaten by {said}."
+    close = nearest(rows, patch)
+    near = f"; the best of those that keep no more is {arm_label(close[0])}: {_values(rows, close[0])}" if close else ""
+    return f"None of the {len(others)} other ways tried is as good at no greater cost in {axes}{near}."
