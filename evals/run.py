@@ -6,6 +6,8 @@ alternatives. Leaves results.json, items.jsonl, table.md, figures and report.htm
 `--backbone=all` does so for every shipped instance, each in a folder of its own, and sets them side by side.
 """
 
+from . import greeting as greeting  # isort: split
+
 from . import extra as extra  # isort: split
 
 import dataclasses
@@ -25,6 +27,7 @@ from models import Buckets, ModelBackbone, load
 
 from . import probes, small_task
 from .command_line import errors_as_one_line
+from .console import Progress, in_words, quiet_backends
 from .probes.results_table import ResultsTable
 from .probes.window import FULL, QUICK, Parts, WindowSizes, measure_window, work_of
 from .report import side_by_side
@@ -133,35 +136,19 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-class Progress:
-    """One bar over all arms of all probes."""
-
-    def __init__(self, total: int):
-        from tqdm import tqdm
-
-        # A log gets a line now and then. Time left is by the pace of the whole run: steps differ.
-        seldom = 0.5 if sys.stderr.isatty() else 30
-        self.bar = tqdm(total=total, unit="arm", mininterval=seldom, smoothing=0, file=sys.stderr)
-
-    def __call__(self, name: str, work: int = 1) -> None:
-        self.bar.set_description_str(name[:28].ljust(28), refresh=False)
-        self.bar.update(work)
-
-    def skip(self, work: int) -> None:
-        """Takes what an earlier run has measured out of what lies ahead."""
-        assert self.bar.total is not None
-        self.bar.total -= work
-        self.bar.refresh()
-
-
-def _ticks(config: RunConfig, arms: int) -> int:
-    """How often the probes of a run report progress; `arms`: of the main comparison."""
+def _plan(config: RunConfig, arms: int) -> dict[str, int]:
+    """How often each probe of a run reports progress; `arms`: of the main comparison."""
     batches = -(-config.contexts // config.batch)
     window = -(-config.window_contexts // config.batch)
     per = {"repair": batches * arms, "reorder": 6 * window, "slide": window, "recall": 4 * window}
     per["control"] = window * len(CONTROL_ARMS)
     per[WINDOW] = work_of(config.window)
-    return sum(per.get(suite, 0) for suite in config.suite)
+    return {suite: per[suite] for suite in config.suite if suite in per}
+
+
+def _ticks(config: RunConfig, arms: int) -> int:
+    """How often all of them report."""
+    return sum(_plan(config, arms).values())
 
 
 def measure(
@@ -265,11 +252,13 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
     backbone = load(shipped(config.backbone), dtype="float32")
     parts = kept_parts(config, backbone, folder) if WINDOW in config.suite else None
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    progress = Progress(_ticks(config, probes.arm_count(backbone.layout)))
+    progress = Progress(_plan(config, probes.arm_count(backbone.layout)))
+    about = f"{Path(config.backbone).name}: {config.contexts} contexts, {', '.join(config.suite)}"
+    print(f"{about}; about {in_words(progress.left())} on two quiet cores", flush=True)
     tables = [measure(backbone, config, folder, progress, parts)]
     if "control" in config.suite:
         tables.append(measure_control(config, folder, progress))
-    progress.bar.close()
+    progress.close()
 
     models = (config.backbone, *(table.model for table in tables[1:]))
     results = {
@@ -345,6 +334,7 @@ def main(arguments: list[str]) -> None:
     """Parses flags, measures, writes, prints."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+    quiet_backends()
     suite = asked_suites(_SUITE.value)
     small: dict[str, Any] = {}
     if _QUICK.value:

@@ -9,6 +9,7 @@ from typing import Any
 from absl import app, flags
 
 from ..command_line import errors_as_one_line
+from ..console import quiet_backends
 from . import backbones, kernels, patch, sizes, store, store_growth, window, window_pretrained
 
 _SUITE = flags.DEFINE_enum(
@@ -75,6 +76,7 @@ def main(argv: list[str]) -> None:
     """Runs the suite that the flags name."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    quiet_backends(own=True)
     result = _run()
     text = json.dumps(result, indent=2)
     if _SUITE.value != "window":  # thousands of lines; its table is below

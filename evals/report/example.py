@@ -30,10 +30,10 @@ class Mark(NamedTuple):
     """A rectangle in one image: image's number, left, top, width and height in pixels; a word beside it, or none."""
 
     image: int
-    left: float
-    top: float
-    width: float
-    height: float
+    left: int
+    top: int
+    width: int
+    height: int
     word: str = ""
 
 
@@ -72,7 +72,7 @@ def question_in_words(kind: int, ask: int, argument: int) -> str:
 
 def swatches() -> dict[str, Swatch]:
     """Lists the colours of all answers that name one."""
-    fills = {name: (tuple(PALETTE[number]), False) for number, name in enumerate(COLOUR_NAMES)}
+    fills = {name: (PALETTE[number].tolist(), False) for number, name in enumerate(COLOUR_NAMES)}
     return fills | {f"{name} stripes": (colour, True) for name, (colour, _) in fills.items()}
 
 
@@ -81,10 +81,10 @@ def marks_of(contexts: Contexts, questions: Questions) -> list[Mark]:
 
     A cell or a row of the page, and the legends' rows that define the glyph of a single cell.
     """
-    found: dict[tuple[float, ...], list[str]] = {}
+    found: dict[tuple[int, ...], list[str]] = {}
     side = CELL_PIXELS
 
-    def mark(word: str, *place: float) -> None:
+    def mark(word: str, *place: int) -> None:
         found.setdefault(place, []).append(word)
 
     for number in range(questions.kind.shape[1]):
@@ -100,7 +100,7 @@ def marks_of(contexts: Contexts, questions: Questions) -> list[Mark]:
         if KINDS[int(questions.kind[0, number])] != "page":
             for place, where in np.argwhere(contexts.legend_glyph[0, contexts.order[0]] == glyph):
                 mark(word, int(place), 0, side * int(where), 3 * side, side)
-    return [Mark(int(place[0]), *place[1:], ", ".join(words)) for place, words in found.items()]
+    return [Mark(*place, ", ".join(words)) for place, words in found.items()]
 
 
 def example_figure(
@@ -207,7 +207,7 @@ def _answer_table(
             panel.text(x + shift, row, text, color=colour, va="center")
 
 
-def _draw_swatch(panel: Axes, x: float, row: float, swatch: Swatch) -> None:
+def _draw_swatch(panel: Axes, x: float, row: int, swatch: Swatch) -> None:
     colour, striped = swatch
     face = tuple(value / 255 for value in colour)
     panel.add_patch(Rectangle((x, row - 0.3), 0.017, 0.6, facecolor=face, edgecolor="#666666", linewidth=0.5))

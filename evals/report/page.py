@@ -10,7 +10,7 @@ import jinja2
 
 from ..results.rows import COLUMNS, Rows
 from .comparison import SINGLE_HOP, VISIBLE, Claim, compare
-from .figures import DEFICIT_METRICS, Results, arm_label
+from .figures import DEFICIT_METRICS, MULTI_HOP, Results, arm_label
 from .summary import summary_lines
 from .verdict import COSTS, ROWS, cost, cost_axes, first_arms, verdict
 from .window import FIGURES as WINDOW_FIGURES
@@ -157,9 +157,7 @@ def short_arms(results: Results, model: str, probe: str) -> list[str]:
     return arms[-ROWS:] if probe == "deficit" else arms[:ROWS]
 
 
-def probe_table(
-    rows: Rows, probe: str, arms: Sequence[str] | None = None, *, few: bool = False
-) -> ProbeTable | None:
+def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, few: bool = False) -> ProbeTable | None:
     """Makes a probe's table: arms down; costs, accuracies, then KL, η and flips of the multi-hop kinds across.
 
     Metrics that no arm has are left out. None where the probe was not run.
@@ -174,6 +172,8 @@ def probe_table(
     for metric, name in several_hops.items():
         names |= {f"{metric}.{kind}": f"{name}, {kind}" for kind in kinds}
     if few:
+        # What is lost and mended first: a telephone shows three columns or four.
+        names = dict(sorted(names.items(), key=lambda item: item[0].rpartition(".")[2] not in MULTI_HOP))
         shown = ("kl.chain", "kl.survivor")
         names = {metric: name for metric, name in names.items() if metric.startswith("accuracy.") or metric in shown}
     names |= {"relative_order_effect": "‖Δπ − Δid‖ / ‖Δid‖", **DEFICIT_METRICS}

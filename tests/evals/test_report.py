@@ -10,7 +10,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from evals.report import comparison, figures, page, summary
+from evals import small_task
+from evals.report import comparison, drawing, example, figures, page, summary, verdict
 from evals.results.intervals import UNDEFINED, Interval
 from evals.results.rows import Rows, as_row
 
@@ -106,7 +107,7 @@ def results():
 
 @pytest.fixture(scope="module")
 def drawn(results, tmp_path_factory):
-    return figures.draw_all(results, tmp_path_factory.mktemp("figures"))
+    return drawing.draw_all(results, tmp_path_factory.mktemp("figures"))
 
 
 def without(results, probe):
@@ -119,14 +120,15 @@ def is_png(path):
 
 def test_every_figure_is_drawn(drawn):
     names = [path.stem for path in drawn]
-    assert names == ["accuracy_visible", "accuracy_evicted", "rank_and_bytes", "reorder", "slide", "recall", "deficit"]
+    first = ["hero", "pareto_bytes", "rank", "accuracy_visible", "accuracy_evicted"]
+    assert names == [*first, "reorder", "slide", "recall", "deficit"]
     assert all(is_png(path) for path in drawn)
 
 
 def test_missing_probes_are_skipped(results, tmp_path):
     nothing = {"config": {}, "environment": {}, "rows": []}
-    assert figures.draw_all(nothing, tmp_path) == []
-    assert [path.stem for path in figures.draw_all(without(results, "re"), tmp_path)] == ["slide", "deficit"]
+    assert drawing.draw_all(nothing, tmp_path) == []
+    assert [path.stem for path in drawing.draw_all(without(results, "re"), tmp_path)] == ["slide", "deficit"]
     for some in (nothing, without(results, "repair"), without(results, "recall"), without(results, "deficit")):
         assert page.write_report(some, [], tmp_path / "report.html", []).read_text().endswith("</html>\n")
         summary.print_summary(some, io.StringIO())
@@ -137,10 +139,45 @@ def test_example_shows_every_answer(tmp_path):
     legends, page = rng.integers(0, 255, (3, 70, 30, 3), np.uint8), rng.integers(0, 255, (100, 100, 3), np.uint8)
     questions = ["chain: fill of cell r3t2", "aggregate: most in row r5"]
     answers = {"re-prefill": ["red", "blue"], "blind": ["green", "red"], "patch.rank=8": ["red", "blue"]}
-    path = figures.example_figure(legends, page, questions, answers, tmp_path / "example.png", correct=["red", "blue"])
+    marks = [example.Mark(3, 10, 0, 10, 10, "1"), example.Mark(0, 0, 10, 30, 10, "1")]
+    seen = (marks, example.swatches())
+    path = example.example_figure(legends, page, questions, answers, tmp_path / "e.png", ["red", "blue"], *seen)
     assert is_png(path)
     with pytest.raises(ValueError, match="'blind' has 1 answers to 2 questions"):
-        figures.example_figure(legends, page, questions, {"blind": ["red"]}, path)
+        example.example_figure(legends, page, questions, {"blind": ["red"]}, path)
+
+
+def test_the_example_says_and_marks_what_a_person_sees():
+    """Every question's words name its row and cell by the colours drawn there; every mark lies on what is asked."""
+    contexts = small_task.sample_contexts(np.random.default_rng(3), 1)
+    questions = small_task.ask(contexts, np.random.default_rng(4), {"page": 1, "legend": 1, "chain": 2, "aggregate": 1})
+    names, side = small_task.COLOUR_NAMES, small_task.CELL_PIXELS
+    legends, pages = small_task.render(contexts)
+    marks = example.marks_of(contexts, questions)
+    asked = [
+        example.question_in_words(*(int(x[0, i]) for x in (questions.kind, questions.ask, questions.argument)))
+        for i in range(5)
+    ]
+    for number, text in enumerate(asked):
+        mine = [mark for mark in marks if str(number + 1) in mark.word.split(", ")]
+        row, cell = int(questions.row[0, number]), int(questions.cell[0, number])
+        if row >= 0:
+            (page_mark,) = (mark for mark in mine if mark.image == small_task.LEGENDS)
+            assert page_mark.top == side * row
+            header = pages[0, side * row : side * (row + 1), :side].reshape(-1, 3).astype(int)
+            colour = header[header.sum(axis=1) > 150].mean(axis=0)
+            assert f"{names[np.abs(small_task.PALETTE - colour).sum(axis=1).argmin()]} row" in text
+        if cell >= 0:
+            frame = pages[0, side * row, side * (cell + 1) : side * (cell + 2)].mean(axis=0)
+            assert f"{names[np.abs(small_task.PALETTE - frame).sum(axis=1).argmin()]} cell" in text
+        answer = example.answer_in_words(int(questions.answer[0, number]))
+        if text.startswith(("chain", "legend")):
+            (row_mark,) = (mark for mark in mine if mark.image < small_task.LEGENDS)
+            rows = legends[0, row_mark.image, int(row_mark.top) : int(row_mark.top) + side]
+            shown = rows[::2, 20:] if answer.endswith("stripes") else rows[:, 10:20]
+            colour = shown.reshape(-1, 3).mean(axis=0)
+            assert answer.split()[0] == names[np.abs(small_task.PALETTE - colour).sum(axis=1).argmin()]
+    assert [text.split(":")[0] for text in asked] == ["page", "legend", "chain", "chain", "aggregate"]
 
 
 def test_labels():
@@ -176,6 +213,72 @@ def test_report_reads_offline(results, drawn, tmp_path):
     assert str(tmp_path) not in text
     for heading in ("Reorder", "Slide", "Recall", "Beside the paper"):
         assert f"{heading}" in text
+
+
+def test_report_is_read_from_its_head(results, drawn, tmp_path):
+    """Verdict, one chart, contents, caveats; then tables of six rows; all arms and the configuration are folded."""
+    text = page.write_report(results, drawn, tmp_path / "report.html", ["a caveat of ours"]).read_text()
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    order = [*verdict.verdict(results), "<img", "<nav", "a caveat of ours", "<table", "Every setting"]
+    places = [text.index(page.jinja2.filters.escape(part) if " " in part else part) for part in order]
+    assert places == sorted(places)
+    assert all(f'id="{anchor}"' in text for anchor in re.findall(r'href="#(\w+)"', text))
+    unfolded = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
+    for table in re.findall(r"<table.*?</table>", unfolded, flags=re.DOTALL):
+        assert 2 <= table.count("<tr>") <= 1 + page.ROWS
+    assert "tied &amp; true" not in unfolded
+    first = re.search(r"<table.*?</tr>", unfolded, flags=re.DOTALL)
+    assert first
+    assert re.findall(r"<th>(.*?)</th>", first.group())[:3] == ["arm", "share of KV bytes", "accuracy, chain"]
+
+
+def test_verdict_is_read_off_the_rows(results):
+    """Its figures are the rows' own, and its sentences turn round when the rows do."""
+    lost, mended, others = verdict.verdict(results)
+    assert "but only 0.460 of chain questions and 0.250 of aggregate questions" in lost
+    assert "rank 8, 14 % of the page's KV" in mended
+    assert "within 0.01" in mended
+    assert "no rank" not in mended
+    assert others.startswith("None of the 18 other ways")
+    turned = json.loads(json.dumps(results))
+    for row in turned["rows"]:
+        if row["metric"].startswith("accuracy.") and row["probe"] == "repair.visible" and row["model"] == "small":
+            if row["arm"] == "cacheblend.bytes_of_rank=8":
+                row["value"] = 0.99
+            if row["arm"].startswith("patch.rank="):
+                row["value"] = 0.5
+            if row["arm"] == "blind":
+                row["value"] = TOP[row["metric"].split(".")[1]]
+    lost, mended, others = verdict.verdict(turned)
+    assert "but only" not in lost
+    assert "no rank tried is within 0.01" in mended
+    assert "is beaten by CacheBlend-style" in others
+    assert verdict.verdict({"config": {}, "rows": []}) == []
+
+
+def test_whatever_beats_the_patch_is_in_the_first_table(results):
+    """On every axis: a way that stores less but works more does not beat it, one that is no worse anywhere does."""
+    assert len(verdict.first_arms(results)) == verdict.ROWS
+    made = Made("small")
+    for arm, stored, work, lost in (
+        ("re-prefill", 0.0, 1.0, 0.0),
+        ("blind", 0.0, 0.01, 1.0),
+        ("patch.rank=8", 0.14, 0.02, 0.001),
+        *((f"first_k.budget={share}", 0.0, share, 1 - share) for share in (0.1, 0.15, 0.25, 0.5)),
+        ("magic.tokens=1", 0.0, 0.015, 0.0005),
+        ("magic.tokens=5", 0.0, 0.019, 0.0),
+        ("choosing.tokens=9", 0.0, 0.3, 0.0),
+    ):
+        made.arm("repair.visible", arm, lost)
+        made.add("repair.visible", arm, "stored_bytes", stored)
+        made.add("repair.visible", arm, "serving_flops", work)
+    both = {"config": {}, "rows": made.rows}
+    assert verdict.cost_axes(Rows(both)) == ["stored_bytes", "serving_flops"]
+    assert verdict.beating(Rows(both), "patch.rank=8") == ["magic.tokens=1"]
+    assert "magic.tokens=1" in verdict.first_arms(both)
+    table = page.probe_table(Rows(both), "repair.visible", verdict.first_arms(both), few=True)
+    assert table is not None
+    assert table.metrics[:3] == ["stored bytes", "serving FLOPs", "accuracy, chain"]
 
 
 def verdicts(results):

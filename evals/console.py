@@ -1,0 +1,98 @@
+"""What a program says while it works. Imports nothing that takes long, so that the first line stands there at once."""
+
+import sys
+import time
+from collections.abc import Mapping
+
+SECONDS = {"reorder": 3.0, "slide": 5.0, "recall": 6.0, "headline": 1.0}
+"""What a step of a probe takes on two quiet cores, about, where it is not `STEP`; it only has to begin the estimate."""
+STEP, SETTING_UP = 0.8, 20.0
+TRUST = 0.1
+"""How soon the pace that is met counts for more than the one expected: after this share of the work."""
+
+
+def say_at_once(program: str, text: str) -> None:
+    """Prints a line where `program` ("evals.run") is what was started, not imported, and not only asked for help."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    asks = any(word.lstrip("-").startswith("help") for word in sys.argv[1:])
+    if spec is not None and spec.name == program and not asks:
+        print(text, flush=True)
+
+
+def quiet_backends(*, own: bool = False) -> None:
+    """Keeps libraries' information off the terminal: backends that JAX looked for in vain, say. Warnings stay.
+
+    --verbosity on the command line brings all of it back.
+
+    Args:
+      own: whether the program's own information stays, without the prefix of time and file.
+    """
+    import logging as standard
+
+    from absl import flags, logging
+
+    if flags.FLAGS["verbosity"].present:
+        return
+    standard.getLogger("jax").setLevel(standard.WARNING)
+    if own:
+        logging.get_absl_handler().setFormatter(None)  # pyright: ignore[reportArgumentType] # as absl documents it
+    else:
+        logging.set_verbosity(logging.WARNING)
+
+
+def in_words(seconds: float) -> str:
+    """Says a time as a person would: "50 s", "3 min", "1 h 20 min"."""
+    if seconds < 90:
+        return f"{5 * round(seconds / 5)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Progress:
+    """One bar over all steps of all probes, with the time that is left: expected at first, then by the pace met.
+
+    Args:
+      steps: how many there are, by the probe's name. Names without an expectation of their own count as `STEP`.
+    """
+
+    def __init__(self, steps: Mapping[str, int]):
+        from tqdm import tqdm
+
+        self.expected = sum(count * SECONDS.get(name, STEP) for name, count in steps.items()) + SETTING_UP
+        self.done, self.began = 0.0, time.perf_counter()
+        # A log gets a line now and then, not two a second.
+        seldom = 0.5 if sys.stderr.isatty() else 20.0
+        form = "{percentage:3.0f} %|{bar:24}| {desc}"
+        self.bar = tqdm(total=self.expected, bar_format=form, mininterval=seldom, file=sys.stderr)
+        self._show("setting up")
+        self.bar.refresh()
+
+    def __call__(self, name: str, work: int = 1) -> None:
+        """Counts a step of `name` as done, or `work` of those that have no expectation of their own."""
+        if self.done == 0.0:
+            self._add(SETTING_UP)
+        self._add(work * STEP if work > 1 else SECONDS.get(name, STEP))
+        self._show(name)
+
+    def skip(self, work: int) -> None:
+        """Takes steps that an earlier run has done out of what lies ahead."""
+        self.expected -= work * STEP
+        self.bar.total = self.expected
+
+    def left(self) -> float:
+        """Estimates the seconds that are left: the pace met so far, mixed with the expected one while that is young."""
+        doubt = TRUST * self.expected
+        pace = (time.perf_counter() - self.began + doubt) / (self.done + doubt)
+        return max(0.0, self.expected - self.done) * pace
+
+    def close(self) -> None:
+        """Ends the bar."""
+        self.bar.close()
+
+    def _add(self, seconds: float) -> None:
+        self.done += seconds
+        self.bar.n = min(self.done, self.expected)
+
+    def _show(self, name: str) -> None:
+        self.bar.set_description_str(f"about {in_words(self.left())} left · {name[:32].ljust(32)}", refresh=False)
+        self.bar.update(0)
