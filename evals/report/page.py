@@ -16,7 +16,7 @@ from .verdict import COSTS, ROWS, cost, cost_axes, first_arms, verdict
 from .window import FIGURES as WINDOW_FIGURES
 from .window import window_tables
 from .window_paper import beside_the_paper
-from .wording import number, show
+from .wording import share, show
 
 PROBES = (VISIBLE, "repair.evicted", "reorder", "slide", "recall", "mask", "deficit")
 FIGURES = {
@@ -189,7 +189,7 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
     lines = []
     for arm in arms:
         label = arm.removeprefix("layer=").replace(".", ", ") if probe == "deficit" else arm_label(arm)
-        cells = [(_share(cost(rows, arm, axis)), "") for axis in costs]
+        cells = [(share(cost(rows, arm, axis)), "") for axis in costs]
         for metric in used:
             value, _, interval = show(rows.get(probe, arm, metric)).partition(" ")
             cells.append((value, interval))
@@ -202,11 +202,3 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
             counts.append(f"{kind} {most}")
     heads = [*(COSTS[axis] for axis in costs), *(names[metric] for metric in used)]
     return ProbeTable(heads, lines, ", ".join(counts))
-
-
-def _share(value: float) -> str:
-    """Writes a share as per cent, small ones with a decimal."""
-    if not math.isfinite(value):
-        return number(value)
-    per_cent = 100 * value
-    return f"{per_cent:.0f} %" if per_cent == 0 or per_cent >= 1.95 else f"{per_cent:.1f} %"

@@ -23,6 +23,14 @@ def show(interval: Interval) -> str:
     return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
 
 
+def share(value: float) -> str:
+    """Formats a share as per cent, with a decimal below 2 %; "–" where undefined."""
+    if not math.isfinite(value):
+        return "–"
+    per_cent = 100 * value
+    return f"{per_cent:.0f} %" if per_cent == 0 or per_cent >= 1.95 else f"{per_cent:.1f} %"
+
+
 def within(got: Interval, low: float, high: float) -> str:
     """Judges whether a statistic lies in [low, high], by its whole interval (by its value where it has none).
 

@@ -1,0 +1,164 @@
+"""What README.md and docs/results.md say of a run: written from its rows, so that no sentence can part from them.
+
+`python -m evals.report.documents out/run` puts a finished run into both pages, its rows into docs/results.json and its
+pictures into docs/pictures. A test holds the pages against that file.
+"""
+
+import json
+import math
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..results.rows import Rows
+from ..results.tables import markdown_table
+from .comparison import DEEP, VISIBLE
+from .figures import MULTI_HOP, Results
+from .summary import NO_WINDOW
+from .table import comparison_table
+from .verdict import first_arms, verdict
+from .wording import number
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {"README.md": ("page", "chain", "aggregate"), "docs/results.md": None}
+"""The pages, and the kinds of question in their table (None for all)."""
+MORE_ARMS = ("patch.rank=4", "oracle_delta.budget=0.5")
+PICTURES = {"example.png": "example.png", "accuracy.png": "rank.png"}
+"""In docs/pictures: the run's figure of the other name."""
+SMALL_PROBES = ("reorder", "slide", "recall")
+
+
+def kept(results: Results) -> dict[str, Any]:
+    """Keeps of a run what the pages show: accuracies, costs and KL of the main comparison, three probes of the window.
+
+    Values and their intervals lose what no page shows, digits behind the sixth.
+    """
+    model, rows = Rows(results).model, []
+    shown = lambda metric: metric.split(".")[0] in ("accuracy", "stored_bytes", "serving_flops", "bytes", "kl")
+    for row in results["rows"]:
+        own = row["model"] == model and row["probe"] in (VISIBLE, *SMALL_PROBES)
+        control = row["model"].endswith(NO_WINDOW) and row["probe"] == VISIBLE and row["arm"] in ("re-prefill", "blind")
+        if (own or control) and shown(row["metric"]):
+            rounded = {name: _six(row[name]) for name in ("value", "low", "high")}
+            rows.append({**row, **rounded})
+    config = {name: results["config"].get(name) for name in ("backbone", "contexts", "seed", "command", "parameters")}
+    return {"config": config, "rows": rows}
+
+
+def _six(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def section(results: Results, page: str) -> str:
+    """Writes what stands between the marks of a page."""
+    rows, config = Rows(results), results["config"]
+    arms = list(dict.fromkeys(["re-prefill", "blind", MORE_ARMS[0], *first_arms(results), *MORE_ARMS]))
+    arms = [arm for arm in arms if arm in rows.arms(VISIBLE)]
+    table = markdown_table(*comparison_table(rows, arms, PAGES[page]))
+    about = (
+        f"A small model ({config['parameters'] / 1e6:.1f} M parameters, Qwen2.5-VL's architecture, trained on drawn "
+        "images, shipped here) sees three legend images that say which colours belong to which handwritten glyph, and "
+        "a page full of glyphs. The page was cached alone and is reused behind the legends. *page* questions need the "
+        "page alone, *chain* and *aggregate* questions need both."
+    )
+    measured = (
+        f"Accuracy with 95 % intervals over {config['contexts']} held-out contexts, the legends in view; shares are of "
+        f"the page's own KV or of re-prefilling it. From `{config['command']}`, `out/run/table.md`:"
+    )
+    limits = "What does *not* work is in the report too: " + "; ".join(negatives(rows)) + "."
+    said = [about, " ".join([*verdict(results), *without_window(results)]), measured, table, limits]
+    return "\n\n".join(part if part is table else filled(part) for part in said)
+
+
+def filled(text: str) -> str:
+    """Breaks a paragraph into lines as the pages have them."""
+    return textwrap.fill(text, 118, break_on_hyphens=False, break_long_words=False)
+
+
+def without_window(results: Results) -> list[str]:
+    """Says what blind reuse loses on the instance that was trained without a sliding window, where it was run."""
+    names = sorted({row["model"] for row in results["rows"] if row["model"].endswith(NO_WINDOW)})
+    if not names:
+        return []
+    mains, control = Rows(results), Rows(results, names[0])
+    pair = lambda rows, kind: [
+        number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for arm in ("re-prefill", "blind")
+    ]
+    lost = {kind: (mains.gap(VISIBLE, "blind", kind), control.gap(VISIBLE, "blind", kind)) for kind in MULTI_HOP}
+    how = {kind: "loses less" if ours > own + 0.01 else "loses no less" for kind, (own, ours) in lost.items()}
+    said = [f"{how[kind]} on {kind} questions ({' → '.join(pair(control, kind))})" for kind in MULTI_HOP]
+    return [f"The same model trained without a sliding window {' and '.join(said)} under blind reuse."]
+
+
+def negatives(rows: Rows) -> list[str]:
+    """Says of four shortcuts whether they fell short, each with the figures that say so."""
+    value = lambda probe, arm, kind: rows.get(probe, arm, f"accuracy.{kind}").value
+    last = rows.settings("recall", "stale.turnover=")[-1][0]
+
+    def say(what: str, kind: str, got: float, other: str, than: float, words: tuple[str, str]) -> str:
+        return f"{what} {words[0] if got < than - 0.01 else words[1]} ({kind}: {number(got)}, {other} {number(than)})"
+
+    orders = [value("reorder", arm, "override") for arm in ("orbit", "exact")]
+    turned = [value("recall", f"{arm}.turnover={last:g}", "aggregate") for arm in ("stale", "blind")]
+    deep = [value(VISIBLE, arm, "chain") for arm in (DEEP, "patch.rank=16")]
+    # Knowing more than a re-prefill of what is left: the other way round.
+    left = [value("slide", arm, "evicted") for arm in ("re-prefill", "keep")]
+    return [
+        say(
+            "one patch for all orders",
+            "override",
+            orders[0],
+            "the order's own patch",
+            orders[1],
+            ("fails where the order decides", "does as well as the order's own"),
+        ),
+        say(
+            "a patch that is kept while all legends change",
+            "aggregate",
+            turned[0],
+            "blind reuse",
+            turned[1],
+            ("is worse than none", "is no worse than none"),
+        ),
+        say(
+            "the deepest half of the layers",
+            "chain, rank 16",
+            deep[0],
+            "all layers",
+            deep[1],
+            ("is not enough", "is enough"),
+        ),
+        f"survivors of a slide {'still answer' if left[1] > left[0] + 0.01 else 'no longer answer'} from the legend "
+        f"that left ({number(left[1])}; a re-prefill without it {number(left[0])})",
+    ]
+
+
+def block(text: str, page: Path) -> str:
+    """Replaces what stands between a page's marks; returns the page's whole new text."""
+    old = page.read_text(encoding="utf-8")
+    new, count = re.subn(
+        r"(<!-- run -->\n).*?(<!-- /run -->)", lambda m: f"{m[1]}\n{text}\n\n{m[2]}", old, flags=re.DOTALL
+    )
+    if count != 1:
+        raise ValueError(f"{page} has {count} places between <!-- run --> and <!-- /run -->; expected one")
+    return new
+
+
+def write(results: Mapping[str, Any], figures: Path, root: Path = ROOT) -> None:
+    """Puts a run into the pages, docs/results.json and docs/pictures."""
+    shown = kept(results)
+    (root / "docs" / "results.json").write_text(json.dumps(shown, indent=0) + "\n", encoding="utf-8")
+    for page in PAGES:
+        (root / page).write_text(block(section(shown, page), root / page), encoding="utf-8")
+    for name, figure in PICTURES.items():
+        if (figures / figure).exists():
+            shutil.copyfile(figures / figure, root / "docs" / "pictures" / name)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    write(json.loads((folder / "results.json").read_text(encoding="utf-8")), folder / "figures")
