@@ -85,11 +85,13 @@ def test_sentences_over_the_pages_marks_agree_with_the_rows(kept):
         assert rows.gap("repair.visible", "blind", kind) < -0.5
         assert rows.gap("repair.visible", "patch.rank=8", kind) >= -0.01
 
-    lines = [line.strip("|").split(" | ") for line in results.splitlines() if line.count(" → ") == 2 and line[0] == "|"]
-    models = {
-        line[0].strip(): [[float(x.split()[0]) for x in cell.split(" → ")] for cell in line[2:6]] for line in lines
-    }
-    models.pop("backbone", None)
+    lines = [
+        line.strip("|").split(" | ")
+        for line in results.splitlines()
+        if re.match(r"\| (?!backbone)\w+ \|.* → .* → ", line)
+    ]
+    value = lambda cell: [float(word.split()[0]) for word in cell.split(" → ")]
+    models = {line[0].strip(): [value(cell) for cell in line[2:6]] for line in lines}
     seeds = [models[name] for name in ("qwen2_5_vl", "qwen2_5_vl_seed1", "qwen2_5_vl_seed2")]
     said = " ".join(text.split())
     for column, kind in ((0, "of the chain questions right"), (2, "of the aggregates")):
