@@ -1,6 +1,10 @@
-"""The main job on four contexts: what it writes, which arms and metrics are there, how its flags answer."""
+"""The main job on four contexts: what it writes, which arms and metrics are there, how its flags answer.
+
+By default with a few arms, one of each kind, and the suites that need no other windows; with all of them, slow.
+"""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -44,6 +48,8 @@ TOKEN_ARMS = [
     for budget in ("budget=0.1", "budget=0.15", "budget=0.25", "budget=0.5", "bytes_of_rank=8", "bytes_of_rank=16")
 ]
 REPAIR_ARMS = ["re-prefill", "blind", *PATCH_ARMS, *VARIANTS, *ROTATED, *TOKEN_ARMS]
+FEW_ARMS = ["re-prefill", "blind", "patch.rank=8", "patch.rank=64", "first_k.budget=0.15"]
+ALL = pytest.mark.parametrize("job", [pytest.param("all", marks=pytest.mark.slow)], indirect=True)
 Row = dict[str, Any]
 
 
@@ -56,6 +62,8 @@ class Job:
     written: dict[str, Any]
     items: list[dict[str, Any]]
     ticks: Counter[str]
+    arms: list[str]
+    suite: tuple[str, ...]
 
     def value(self, probe: str, arm: str, metric: str) -> float:
         """The one row's value."""
@@ -69,9 +77,11 @@ def backbone() -> ModelBackbone:
     return load(shipped(run.MAIN), dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, backbone: ModelBackbone) -> Job:
-    """Every suite but the control, on four contexts."""
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backbone: ModelBackbone) -> Job:
+    """Every suite but the control, or few arms of some, on four contexts."""
+    whole = request.param == "all"
+    arms, asked = (REPAIR_ARMS, CONFIG.suite) if whole else (FEW_ARMS, ("repair", "slide", "deficit"))
     folder = tmp_path_factory.mktemp("run")
 
     class Count(run.Progress):
@@ -84,13 +94,16 @@ def job(tmp_path_factory: pytest.TempPathFactory, backbone: ModelBackbone) -> Jo
             self.names[name] += work
 
     progress = Count()
-    ledger = run.measure(backbone, CONFIG, folder, progress)
+    with pytest.MonkeyPatch.context() as patched:
+        if not whole:
+            patched.setattr(probes, "compare_repairs", functools.partial(probes.compare_repairs, arms=arms))
+        ledger = run.measure(backbone, dataclasses.replace(CONFIG, suite=asked), folder, progress)
     rows = ledger.rows()
     config = {**dataclasses.asdict(CONFIG), "command": "python -m evals.run --seed=77"}
     run.write_results({"config": config, "environment": environment(run.PACKAGES), "rows": rows}, [ledger], folder)
     strict = lambda text: json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     items = [strict(line) for line in (folder / "items.jsonl").read_text().splitlines()]
-    return Job(folder, rows, strict((folder / "results.json").read_text()), items, progress.names)
+    return Job(folder, rows, strict((folder / "results.json").read_text()), items, progress.names, arms, asked)
 
 
 # --------------------------------------------------------------------------------------------------------- rows
@@ -108,6 +121,7 @@ def test_rows_are_long_form(job: Job):
             assert row["low"] <= row["value"] <= row["high"], row
 
 
+@ALL
 def test_rows_that_the_page_of_coverage_names_are_there(job: Job):
     assert coverage.missing("default", job.rows) == []
 
@@ -118,7 +132,7 @@ def test_numbers_are_finite_where_they_must_be(job: Job):
         if not math.isfinite(row["value"]):
             assert row["metric"].split(".")[0] in ("eta", "flip_recover"), row
     for kind in MULTI_HOP:
-        for arm in REPAIR_ARMS:
+        for arm in job.arms:
             for metric in PER_ITEM:
                 assert math.isfinite(job.value("repair.visible", arm, f"{metric}.{kind}")), (arm, metric)
 
@@ -142,15 +156,16 @@ def test_nan_is_written_as_null(job: Job):
 def test_every_repair_arm_is_there(job: Job, probe: str):
     """All arms × metrics × kinds; questions about legends only while legends are in view; bytes once per arm."""
     kinds = [kind for kind in KINDS if probe == "repair.visible" or kind != "legend"]
-    arms = [*REPAIR_ARMS, "mask_4d"] if probe == "repair.visible" else REPAIR_ARMS
+    arms = [*job.arms, "mask_4d"] if probe == "repair.visible" else job.arms
     expected = {(arm, f"{metric}.{kind}") for arm in arms for metric in PER_ITEM for kind in kinds}
     found = {(row["arm"], row["metric"]) for row in job.rows if row["probe"] == probe}
-    expected |= {(arm, metric) for arm in REPAIR_ARMS for metric in COSTS}
+    expected |= {(arm, metric) for arm in job.arms for metric in COSTS}
     if probe == "repair.visible":
-        expected |= {(arm, "bytes") for arm in REPAIR_ARMS}
+        expected |= {(arm, "bytes") for arm in job.arms}
     assert found == expected
 
 
+@ALL
 def test_arm_count_is_what_the_bar_was_told(job: Job, backbone: ModelBackbone):
     """The progress bar ends where its total says."""
     arms = probes.arm_count(backbone.layout)
@@ -160,6 +175,7 @@ def test_arm_count_is_what_the_bar_was_told(job: Job, backbone: ModelBackbone):
     assert set(REPAIRS) == {"first_k", "cacheblend", "oracle_delta"}
 
 
+@ALL
 def test_window_probes_are_there(job: Job):
     found = {(row["probe"], row["arm"], row["metric"]) for row in job.rows}
     arms = {
@@ -198,12 +214,14 @@ def test_numbers_agree_with_each_other(job: Job):
             for arm in ("blind", "patch.rank=8", "first_k.budget=0.15"):
                 gap = value(probe, arm, f"accuracy.{kind}") - value(probe, "re-prefill", f"accuracy.{kind}")
                 assert abs(value(probe, arm, f"difference.{kind}") - gap) < 1e-12
-    shares = [value("repair.visible", arm, "bytes") for arm in ("blind", *PATCH_ARMS)]
+    shares = [value("repair.visible", arm, "bytes") for arm in ("blind", *PATCH_ARMS) if arm in job.arms]
     assert shares == sorted(shares)
     assert value("repair.visible", "re-prefill", "bytes") == 1
     assert value("mask", "mask_4d", "probability_difference") <= 1e-5
     assert value("deficit", "layer=0.k", "relative_norm") < 1e-4
     assert value("deficit", "layer=5.v", "relative_norm") > 0.1
+    if "recall" not in job.suite:
+        return
     stale = [value("recall", f"stale.turnover={k}", "kl.chain") for k in range(4)]
     assert stale[0] < 0.01 < min(stale[1:])
 
@@ -221,6 +239,7 @@ def test_items_are_one_line_per_valid_question(job: Job):
         ("reorder", "orbit"),
     ):
         rows = [row for row in job.rows if row["probe"] == probe and row["arm"] == arm]
+        assert bool(rows) == (probe.partition(".")[0] in job.suite)
         for row in rows:
             name, _, kind = row["metric"].partition(".")
             if name == "accuracy":
@@ -236,7 +255,7 @@ def test_items_are_one_line_per_valid_question(job: Job):
         assert line["context"] == context
         assert line["kind"] == KINDS[questions.kind[context, question]]
         assert line["answer"] == VOCABULARY.names[questions.answer[context, question]]
-        assert set(line["arms"]) == {*REPAIR_ARMS, "mask_4d"}
+        assert set(line["arms"]) == {*job.arms, "mask_4d"}
         for said, divergence in line["arms"].values():
             assert said in VOCABULARY.names
             assert divergence >= -1e-5
@@ -244,7 +263,7 @@ def test_items_are_one_line_per_valid_question(job: Job):
     assert right == pytest.approx(job.value("repair.visible", "patch.rank=8", "accuracy.chain"), abs=1e-12)
 
 
-@pytest.mark.slow
+@ALL
 def test_report_and_figures_are_written(job: Job, backbone: ModelBackbone):
     """report.html holds every figure inline and nothing from outside; no NaN is shown. (Of made-up rows: reports.)"""
     results = {**job.written, "rows": job.rows}
@@ -265,6 +284,7 @@ def test_images_are_kept(job: Job):
     assert len(images) >= CONTEXTS * (small_task.LEGENDS + 1)
 
 
+@ALL
 def test_backbones_side_by_side(job: Job, tmp_path: Path):
     """One line per backbone, whose cells are the rows' own values; the numbers lie beside the table as JSON."""
     config = {**job.written["config"], "parameters": 1_414_720, "kv": {"k": 128, "v": 128}}

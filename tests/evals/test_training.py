@@ -166,6 +166,7 @@ def test_tied_queries_meet_their_own_keys(name: str):
         assert own > scores.mean() + 3 * scores.std()
 
 
+@pytest.mark.slow
 def test_help_names_every_choice():
     """Every field of the recipe is a flag."""
     done = subprocess.run([sys.executable, "-m", "evals.train", "--help"], capture_output=True, text=True, check=False)

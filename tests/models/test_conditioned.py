@@ -31,6 +31,7 @@ def assert_close(found, expected, bar: float = BAR):
         assert np.abs(found[name] - value).max() <= bar * np.abs(value).max()
 
 
+@pytest.mark.slow
 def test_each_unit_has_its_part_of_the_whole_prompt(backbone):
     units = [[image(1)], [[3, 1, 4]], [image(2)]]
     found = kvp.conditioned(backbone, units)

@@ -1,8 +1,8 @@
 """The text families against transformers (2e-4 of the largest magnitude) and against themselves (1e-5).
 
 By default the forwards of all but mere variants, and the whole Protocol for one family of each kind of attention
-(decoding and generating for latent attention alone: `test_backbone.py` and `test_generation.py` have the grouped one);
-the rest is marked slow.
+(decoding for latent attention alone, generating for none: `test_backbone.py` and `test_generation.py` have the grouped
+one); the rest is marked slow.
 """
 
 import dataclasses
@@ -159,6 +159,7 @@ def test_recompute_of_all_equals_prefill_and_of_none_changes_no_bit(loaded, fami
         assert np.asarray(untouched[name]).tobytes() == np.asarray(value).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", some(LATENT))
 def test_generate_and_a_context_equal_the_whole_forward(loaded, family):
     backbone, gold = loaded(family), text_arrays(family)

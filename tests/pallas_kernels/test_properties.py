@@ -86,7 +86,7 @@ SHAPES = {
 }
 
 
-@IMPLEMENTATIONS
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_any_tokens_rank_and_length_agree_with_float64_and_items_with_their_batch(implementation: str):
     @repeated(implementation, shape=SHAPES[implementation], share=st.floats(0, 1))
     def check(shape: RotateShape, share: float) -> None:
