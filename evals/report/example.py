@@ -81,26 +81,26 @@ def marks_of(contexts: Contexts, questions: Questions) -> list[Mark]:
 
     A cell or a row of the page, and the legends' rows that define the glyph of a single cell.
     """
-    found: dict[tuple[int, ...], list[str]] = {}
+    found: dict[tuple[int, int, int, int, int], list[str]] = {}
     side = CELL_PIXELS
 
-    def mark(word: str, *place: int) -> None:
-        found.setdefault(place, []).append(word)
+    def mark(word: str, image: int, left: int, top: int, width: int, height: int = CELL_PIXELS) -> None:
+        found.setdefault((image, left, top, width, height), []).append(word)
 
     for number in range(questions.kind.shape[1]):
         word, row, cell = str(number + 1), int(questions.row[0, number]), int(questions.cell[0, number])
         if cell >= 0:
-            mark(word, LEGENDS, side * (cell + 1), side * row, side, side)
+            mark(word, LEGENDS, side * (cell + 1), side * row, side)
             glyph = int(contexts.page_glyph[0, row, cell])
         elif row >= 0:
-            mark(word, LEGENDS, 0, side * row, side * (CELLS + 1), side)
+            mark(word, LEGENDS, 0, side * row, side * (CELLS + 1))
             continue
         else:
             glyph = int(questions.argument[0, number]) - VOCABULARY.glyph
         if KINDS[int(questions.kind[0, number])] != "page":
             for place, where in np.argwhere(contexts.legend_glyph[0, contexts.order[0]] == glyph):
-                mark(word, int(place), 0, side * int(where), 3 * side, side)
-    return [Mark(*place, ", ".join(words)) for place, words in found.items()]
+                mark(word, int(place), 0, side * int(where), 3 * side)
+    return [Mark(*place, word=", ".join(words)) for place, words in found.items()]
 
 
 def example_figure(

@@ -338,6 +338,7 @@ def test_an_unknown_suite_is_refused(tmp_path: Path):
     """It ends the program, naming it and the known ones, before anything is measured. (Backbones: command lines.)"""
     done = call("--suite=repairs", f"--out={tmp_path / 'out'}")
     assert done.returncode != 0
+    assert done.stdout.startswith("kvpatch_jax: a small trained model")
     for word in (*run.SUITES, "'repairs'"):
         assert word in done.stdout + done.stderr
     assert not (tmp_path / "out" / "results.json").exists()
