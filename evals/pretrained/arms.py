@@ -153,8 +153,10 @@ def _query_aware(arms: Arms, count: int) -> KV:
 
 
 def _random(arms: Arms, count: int) -> KV:
-    score = np.random.default_rng([arms.of.length, count]).random((arms.of.rows, arms.of.length), np.float32)
-    return recompute_tokens(arms.of.backbone, arms.splice, largest(jnp.asarray(score), count))
+    of = arms.of
+    # Seeded by the text behind, so that every passage draws its own.
+    score = np.random.default_rng([count, *of.ids.ravel().tolist()]).random((of.rows, of.length), np.float32)
+    return recompute_tokens(of.backbone, arms.splice, largest(jnp.asarray(score), count))
 
 
 REPAIRED: dict[str, Callable[[Arms, int], Mapping[str, Array]]] = {
