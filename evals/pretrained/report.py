@@ -78,7 +78,27 @@ def verdict(rows: Rows) -> str:
         f"Of the arms that store at most half of the passage's KV, {best} removes most of blind reuse's KL: "
         f"η {show(rows.get('text', best, 'eta'))} (n = {rows.get('text', best, 'eta').n}).",
     ]
-    return " ".join(sentences)
+    return " ".join([*sentences, *_against_few_bits(rows)])
+
+
+def _against_few_bits(rows: Rows) -> list[str]:
+    """The patch beside KV(B|A) itself at four bits, at no more bytes: what stores as much and needs no patch."""
+    bits = "kv.bits=4"
+    room = rows.get("text", bits, "stored").value
+    patches = [arm for arm in rows.arms("text", "patch.") if rows.get("text", arm, "stored").value <= room]
+    if not patches:
+        return []
+    best = max(patches, key=lambda arm: rows.get("text", arm, "eta").value)
+    patch, few = rows.get("text", best, "eta"), rows.get("text", bits, "eta")
+    word = "more" if few.low > patch.high else "less" if few.high < patch.low else "about as much"
+    return [
+        f"The conditioned KV itself at four bits ({100 * room:.0f} % of the bytes) removes {word}{_than(word)} the best "
+        f"patch of no more bytes ({best}): η {show(few)} and {show(patch)}, n = {few.n} and {patch.n}."
+    ]
+
+
+def _than(word: str) -> str:
+    return " as" if word == "about as much" else " than"
 
 
 def all_tables(rows: Rows) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -155,7 +175,7 @@ def _pareto(rows: Rows, path: Path) -> Path | None:
             fading = {1: 0.3, 3: 0.6, 10: 1.0}[reuses]
             _points(right, spent, points, colour, marker, label if reuses == 10 else None, fading)
     left.set(xlabel="stored, share of the passage's KV", ylabel="η: share of blind's KL removed", ylim=(-0.05, 1.05))
-    right.set(xlabel="FLOPs per reuse, share of re-prefill (pale: formed for 1 or 3 reuses; full: 10)")
+    right.set(xlabel="FLOPs per reuse, share of re-prefill (pale: 1, 3 reuses; full: 10)")
     for axes in (left, right):
         axes.grid(alpha=0.3)
     left.legend(fontsize=8, loc="lower right")

@@ -37,7 +37,7 @@ def _rows(suite: str, probe: str, metric: str, *arms: str) -> tuple[RowName, ...
 
 
 _VISIBLE = "repair.visible"
-_SCALE = "needs GPUs and large checkpoints, which are not at hand"
+_SCALE = "it needs GPUs and large released checkpoints"
 _PATCHES = ("patch.rank=8", "patch.rank=16", "patch.rank=32")
 
 PAPERS: Mapping[str, tuple[Item, ...]] = {
@@ -164,7 +164,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             "Fig. 10",
             "modalities: text is a negative control",
             _rows("pretrained", "text", "loss_difference", "blind", "patch.rank=16"),
-            "text alone; audio and video are not covered: no such checkpoint is at hand",
+            "text alone; audio and video are not covered: no small model of ours takes them",
         ),
         Item("Fig. 11", "roofline and time to the first token on an H100", (), f"not covered: {_SCALE}"),
         Item("Fig. 12", "inside SGLang's kernel and pool", (), "not covered: pages are tested, no live engine runs"),
