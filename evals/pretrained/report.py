@@ -71,9 +71,9 @@ def verdict(rows: Rows) -> str:
     best = max(limited or arms, key=lambda arm: rows.get("text", arm, "eta").value)
     sentences = [
         f"Over {blind.n} passages of text that nobody trained the model for, blind reuse raises the loss on the text's "
-        f"next tokens from {loss.value:.3f} by {show(blind)} nats: on plain text the practical loss is small, as the "
-        "paper says, which calls text a negative control.",
-        f"It changes {show(rows.get('text', 'blind', 'flips'), 100, 1)} % of the next tokens that the model would "
+        f"next tokens from {loss.value:.3f} by {show(blind)} nats, {100 * blind.value / loss.value:.1f} % of it; the "
+        "paper calls plain text a negative control.",
+        f"It changes {show(rows.get('text', 'blind', 'flips'), 100.0, 1)} % of the next tokens that the model would "
         "choose.",
         f"Of the arms that store at most half of the passage's KV, {best} removes most of blind reuse's KL: "
         f"η {show(rows.get('text', best, 'eta'))} (n = {rows.get('text', best, 'eta').n}).",
@@ -90,15 +90,15 @@ def _against_few_bits(rows: Rows) -> list[str]:
         return []
     best = max(patches, key=lambda arm: rows.get("text", arm, "eta").value)
     patch, few = rows.get("text", best, "eta"), rows.get("text", bits, "eta")
-    word = "more" if few.low > patch.high else "less" if few.high < patch.low else "about as much"
+    word = "about as much as"
+    if few.low > patch.high:
+        word = "more than"
+    if few.high < patch.low:
+        word = "less than"
     return [
-        f"The conditioned KV itself at four bits ({100 * room:.0f} % of the bytes) removes {word}{_than(word)} the best "
-        f"patch of no more bytes ({best}): η {show(few)} and {show(patch)}, n = {few.n} and {patch.n}."
+        f"The conditioned KV itself at four bits ({100 * room:.0f} % of the bytes) removes {word} the best patch of no "
+        f"more bytes ({best}): η {show(few)} and {show(patch)}, n = {few.n} and {patch.n}."
     ]
-
-
-def _than(word: str) -> str:
-    return " as" if word == "about as much" else " than"
 
 
 def all_tables(rows: Rows) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -119,7 +119,7 @@ def all_tables(rows: Rows) -> dict[str, tuple[list[str], list[list[str]]]]:
         lines = [
             [
                 arm,
-                *(show(rows.get("greedy", arm, metric), 100, 1) for metric in ("greedy_tokens", "greedy_all")),
+                *(show(rows.get("greedy", arm, metric), 100.0, 1) for metric in ("greedy_tokens", "greedy_all")),
                 str(rows.get("greedy", arm, "greedy_all").n),
             ]
             for arm in rows.arms("greedy")
@@ -151,7 +151,7 @@ def _arms_table(rows: Rows, probe: str) -> tuple[list[str], list[list[str]]]:
     for arm in rows.arms(probe):
         if not np.isfinite(rows.get(probe, arm, "kl").value):
             continue
-        cells = [show(rows.get(probe, arm, name), *((100, 1) if name in PERCENT else (1, 3))) for name in used]
+        cells = [show(rows.get(probe, arm, name), *((100.0, 1) if name in PERCENT else (1.0, 3))) for name in used]
         lines.append([arm, *cells, str(rows.get(probe, arm, "kl").n)])
     return ["arm", *(METRICS[name] for name in used), "n"], lines
 

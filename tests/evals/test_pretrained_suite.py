@@ -11,9 +11,11 @@ from evals.pretrained import behaviour, plan, suite, text, windows
 from evals.pretrained.arms import BUDGET, Arms
 from evals.pretrained.attention import layers_of, read_and_look
 from evals.pretrained.passages import Passages, placed
+from evals.pretrained.report import verdict, write_report
 from evals.pretrained.rows import rows_of
 from evals.pretrained.texts import LICENCES, Document, documents
 from evals.report import coverage
+from evals.results.rows import Rows
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.repair import cacheblend, fraction_to_count
 from models import ModelBackbone
@@ -91,6 +93,36 @@ def test_rows_are_means_over_documents_and_shares_of_blinds_loss():
     assert rows["text", "patch.rank=8", "eta"]["value"] == pytest.approx(0.75)
     assert rows["text", "blind", "loss_difference"]["value"] == pytest.approx(0.1)
     assert rows["text.domain=prose", "blind", "kl"]["n"] == 4
+
+
+def few_bits(kl: float) -> list[dict]:
+    """Rows of six documents: KV at four bits with this KL, a patch with 0.1, blind reuse with 0.4."""
+    made = []
+    for number in range(6):
+        about = {"document": f"d{number}", "domain": "prose", "length": 12, "passage": 0, "antecedent": "near"}
+        spread = 1 + 0.1 * (number % 2)
+        for arm, own, stored in (("blind", 0.4, 0.0), ("patch.rank=8", 0.1, 0.2), ("kv.bits=4", kl, 0.3)):
+            costs = {"stored": stored, "serving": 0.1, "forming": 1.0}
+            made.append({**about, "arm": arm, "kl": own * spread, "flips": 0.1, "loss": 2.2, **costs})
+        made.append({**about, "arm": "re-prefill", "kl": 0.0, "flips": 0.0, "loss": 2.0})
+        made.append({**about, "profile": {metric: {"k": [0.0, 0.5]} for metric in ("relative_norm", "e90")}})
+    return rows_of([{"part": "text, prose, 0", "records": made}], "m")
+
+
+@pytest.mark.parametrize(("kl", "says"), [(0.01, "more than"), (0.3, "less than"), (0.1, "about as much as")])
+def test_the_verdict_says_what_the_rows_say(kl: float, says: str):
+    said = verdict(Rows({"rows": few_bits(kl)}))
+    assert "Over 6 passages" in said
+    assert "from 2.000 by 0.200 [0.200, 0.200] nats, 10.0 % of it" in said
+    assert f"removes {says} the best patch of no more bytes (patch.rank=8)" in said
+
+
+def test_the_report_is_one_page_that_says_what_is_missing(tmp_path):
+    config = {"model": "m", "licences": {"python": "PSF"}, "parts_done": 1, "parts": 2}
+    page = write_report({"config": config, "rows": few_bits(0.1)}, tmp_path).read_text()
+    assert "Not finished: 1 of 2 parts" in page
+    assert page.count("data:image/png") == 3
+    assert "| patch.rank=8 | 20.0 |" in (tmp_path / "table.md").read_text()
 
 
 def test_parts_are_kept_and_refused_where_they_are_of_something_else(tmp_path):
