@@ -113,6 +113,7 @@ def faulty(tmp_path, monkeypatch):
     return out
 
 
+@pytest.mark.slow
 def test_a_fault_a_hang_and_an_exception_cost_one_row_each(faulty, capsys):
     assert accelerator.main([f"--out={faulty}", "--part=numerics", "--limit=1e9"]) == 1
     rows = accelerator.gather(accelerator_rows.read(faulty))["numerics"]

@@ -67,6 +67,19 @@ def is_adam(part: object) -> bool:
     return hasattr(part, "nu")
 
 
+def test_a_checkpoint_is_taken_up_to_the_bit(straight: Trainer):
+    """Parameters, optimiser state and step, by another Trainer: what a step makes of them follows from its number."""
+    again = Trainer(RECIPE, straight.folder)
+    assert again.step == 0
+    assert again.resume() == again.step == STEPS
+    for name in ("state", "moments"):
+        got, expected = (jax.tree.leaves(getattr(trainer, name)) for trainer in (again, straight))
+        assert len(got) == len(expected)
+        for ours, theirs in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+@pytest.mark.slow
 def test_resumed_equals_straight(straight: Trainer, tmp_path: Path):
     """Stopped at step 3 and taken up by another Trainer: parameters and optimiser state equal to the bit."""
     first = Trainer(RECIPE, tmp_path)

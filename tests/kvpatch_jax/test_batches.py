@@ -109,6 +109,7 @@ def test_a_batch_is_what_the_mapped_core_gives(name: str):
         assert_same(item(found, number), alone, 2e-6)
 
 
+@pytest.mark.slow
 def test_every_form_of_patch_takes_a_batch():
     batch = batch_of("gqa")
     first, second = conditioned_batch(batch, 9), conditioned_batch(batch, 40)

@@ -235,6 +235,7 @@ def test_generate_behind_a_context_equals_generate_of_all(backbone):
     assert np.array_equal(backbone.generate(tokens.take(cut, ids.shape[1]), steps, context), expected)
 
 
+@pytest.mark.slow
 def test_another_prompt_place_or_slot_does_not_compile_again(backbone, gold, prefilled):
     tokens, _, engine = prefilled
     T = tokens.embeddings.shape[1]

@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[2]
 BAR = 2e-4
 IMAGE_FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 TEXT = ("llama2", "qwen2", "qwen3", "qwen3_moe", "glm4", "phi3_short", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-DEFAULT = ("mla", "own_mesh", "experts", "gqa", "loads", "collectives", "memory", "violations")
+DEFAULT = ("mla", "experts", "gqa", "loads", "collectives", "memory", "violations")
 """What is run by default, by one program: another one would load everything again."""
 WHOLE = ("gqa-whole", "mha-whole", "mla-whole", "image-whole")
-SLOW = (*WHOLE, "own_mesh_set")
+SLOW = (*WHOLE, "own_mesh", "own_mesh_set")
 
 
 def config_of(family: str, **changes: Any):
@@ -258,13 +258,10 @@ def test_forward_over_devices_equals_one_device(facts, name):
     check_forward(name, facts[name])
 
 
-def test_a_mesh_of_the_users_own_is_taken_as_it_is(facts):
-    check_own_mesh(facts["own_mesh"])
-
-
 @pytest.mark.slow
-def test_a_mesh_that_is_set_is_taken_as_it_is(whole_facts):
-    check_own_mesh(whole_facts["own_mesh_set"])
+@pytest.mark.parametrize("name", ["own_mesh", "own_mesh_set"])
+def test_a_mesh_of_the_users_own_is_taken_as_it_is(whole_facts, name):
+    check_own_mesh(whole_facts[name])
 
 
 def check_own_mesh(found: dict[str, Any]) -> None:

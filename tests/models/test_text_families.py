@@ -28,7 +28,17 @@ REGIMES = {"phi3_long": "long", "llama_dynamic": 14}
 LATENT = ("deepseek_v3",)
 DEFAULT = ("glm", *LATENT)
 VARIANTS = (
-    *("deepseek_v2_lite", "glm4", "kimi_vl_text", "llama2", "llama_dynamic", "llama_linear", "llama_yarn", "mistral"),
+    *(
+        "deepseek_v2",
+        "deepseek_v2_lite",
+        "glm4",
+        "kimi_vl_text",
+        "llama2",
+        "llama_dynamic",
+        "llama_linear",
+        "llama_yarn",
+        "mistral",
+    ),
     *("phi3_short", "qwen2", "qwen3"),
 )
 DELTAS = (1, 37, 1000, 100_000)

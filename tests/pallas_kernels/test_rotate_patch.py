@@ -54,8 +54,7 @@ CASES_NARROW = [
 ]
 CASES_NARROW_PAIRS = [
     *(("xla", dtype) for dtype in LARGEST),
-    ("gpu", "int8"),
-    *(pytest.param("gpu", dtype, marks=SLOW) for dtype in ("float8_e4m3fn", "float8_e5m2")),
+    *(pytest.param("gpu", dtype, marks=SLOW) for dtype in LARGEST),
 ]
 NAMES = lambda value: value if isinstance(value, str) else value.name
 
