@@ -14,6 +14,8 @@ ROWS = 6
 TOLERANCE = 0.01
 OURS = ("re-prefill", "blind", "mask_4d", "patch", "rotated_frame")
 """Families that are no other way of reuse: the references, the control, and the patch in all its forms."""
+UNSERVABLE = ("oracle_delta", "class_mean")
+"""Families that are told the answer, or what the images show: bounds, not rivals."""
 COSTS = {"stored_bytes": "stored bytes", "serving_flops": "serving FLOPs", "bytes": "share of KV bytes"}
 
 
@@ -44,27 +46,28 @@ def several_hops(rows: Rows, probe: str, arm: str) -> float:
     return sum(got) / len(got)
 
 
-def beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[str]:
-    """Lists what beats a patch, best first: no worse in accuracy on both kinds, no dearer on any axis, not equal.
+def beating(rows: Rows, patch: str, probe: str = VISIBLE) -> dict[str, list[str]]:
+    """Lists, by axis of cost, what beats a patch: at most `TOLERANCE` less accurate on both kinds, and cheaper.
 
-    Of a family that beats it at several settings, the cheapest stands for all.
+    An arm of the same cost beats it where it is the more accurate on one of the kinds. Of a family that beats it at
+    several settings, the cheapest stands for all. Ways that need what no server has (`UNSERVABLE`) are left out.
     """
-    axes = cost_axes(rows)
-    found: dict[str, tuple[float, str]] = {}
-    for arm in rows.arms(probe):
-        if family(arm) in OURS:
-            continue
-        gains = [
-            rows.get(probe, arm, f"accuracy.{kind}").value - rows.get(probe, patch, f"accuracy.{kind}").value
-            for kind in MULTI_HOP
-        ]
-        saved = [cost(rows, patch, axis) - cost(rows, arm, axis) for axis in axes]
-        if all(x >= 0 for x in (*gains, *saved)) and any(x > 0 for x in (*gains, *saved)):
-            price = sum(cost(rows, arm, axis) for axis in axes)
-            before = found.get(family(arm))
-            if before is None or price < before[0]:
-                found[family(arm)] = (price, arm)
-    return sorted((arm for _, arm in found.values()), key=lambda arm: -several_hops(rows, probe, arm))
+    found: dict[str, list[str]] = {}
+    for axis in cost_axes(rows):
+        cheapest: dict[str, tuple[float, str]] = {}
+        for arm in rows.arms(probe):
+            name, price, limit = family(arm), cost(rows, arm, axis), cost(rows, patch, axis)
+            gains = [
+                rows.get(probe, arm, f"accuracy.{kind}").value - rows.get(probe, patch, f"accuracy.{kind}").value
+                for kind in MULTI_HOP
+            ]
+            as_right = min(gains) >= -TOLERANCE - 1e-9 and (price < limit or max(gains) > 0)
+            if name in (*OURS, *UNSERVABLE) or not (price <= limit and as_right):
+                continue
+            if name not in cheapest or price < cheapest[name][0]:
+                cheapest[name] = (price, arm)
+        found[axis] = [arm for _, arm in sorted(cheapest.values())]
+    return found
 
 
 def nearest(rows: Rows, patch: str, probe: str = VISIBLE) -> list[str]:
@@ -88,10 +91,10 @@ def first_arms(results: Results, probe: str = VISIBLE, model: str | None = None)
     if patch not in arms:
         return arms[:ROWS]
     must = [arm for arm in ("re-prefill", "blind") if arm in arms]
-    must += [patch, *beating(rows, patch, probe)]
+    must += [patch, *(arm for arms in beating(rows, patch, probe).values() for arm in arms)]
     rest = [*nearest(rows, patch, probe), *arms]
     chosen = list(dict.fromkeys([*must, *rest]))
-    return chosen[: max(ROWS, len(must))]
+    return chosen[: max(ROWS, len(set(must)))]
 
 
 def verdict(results: Results) -> list[str]:
@@ -136,11 +139,15 @@ def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
 
 def _what_else(rows: Rows, patch: str) -> str:
     others = [arm for arm in rows.arms(VISIBLE) if family(arm) not in OURS]
-    better = beating(rows, patch)
-    axes = " and ".join(COSTS[axis] for axis in cost_axes(rows))
+    better = {COSTS[axis]: arms for axis, arms in beating(rows, patch).items() if arms}
     if better:
-        said = "; ".join(f"{arm_label(arm)} ({_values(rows, arm)})" for arm in better)
-        return f"At no greater cost in {axes}, and no worse on either kind, this patch is beaten by {said}."
+        said = [
+            f"in {axis} by {', '.join(f'{arm_label(arm)} ({_values(rows, arm)})' for arm in arms)}"
+            for axis, arms in better.items()
+        ]
+        return f"At most {TOLERANCE} less accurate on both, it is undercut {'; and '.join(said)}."
     close = nearest(rows, patch)
     near = f"; the best of those that keep no more is {arm_label(close[0])}: {_values(rows, close[0])}" if close else ""
-    return f"None of the {len(others)} other ways tried is as good at no greater cost in {axes}{near}."
+    axes = " or in ".join(COSTS[axis] for axis in cost_axes(rows))
+    none = f"None of the {len(others)} other ways tried is as good, within {TOLERANCE}, at no greater cost in {axes}"
+    return f"{none}{near}."
