@@ -130,11 +130,12 @@ def _what_is_lost(rows: Rows) -> str:
 def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
     share = cost(rows, patch, cost_axes(rows)[0]) if cost_axes(rows) else math.nan
     stored = f", {100 * share:.0f} % of the page's KV kept beside it," if math.isfinite(share) else ""
+    kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(VISIBLE)]
+    near = [kind for kind in kinds if abs(rows.gap(VISIBLE, patch, kind)) <= TOLERANCE + 1e-9]
     enough = smallest_rank(results, VISIBLE) is not None
-    kinds = " and ".join(MULTI_HOP) + (" (and override)" if "override" in rows.kinds(VISIBLE) else "")
-    why = f"the smallest rank tried that is within {TOLERANCE} of computing anew on {kinds}"
-    why = why if enough else f"no rank tried is within {TOLERANCE} of computing anew on {kinds}"
-    return f"A patch of rank {patch.rpartition('=')[2]}{stored} answers {_values(rows, patch)}: {why}."
+    rule = "the smallest rank tried that suffices by the rule" if enough else "no rank tried suffices by the rule"
+    where = f"within {TOLERANCE} of computing anew on {', '.join(near) or 'none of them'}"
+    return f"A patch of rank {patch.rpartition('=')[2]}{stored} answers {_values(rows, patch)}; {rule}, {where}."
 
 
 def _what_else(rows: Rows, patch: str) -> str:
