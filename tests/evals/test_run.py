@@ -326,6 +326,7 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_help_explains():
     done = call("--help")
     assert done.returncode in (0, 1)

@@ -154,7 +154,7 @@ def test_a_chunk_of_one_token_is_not_broadcast():
         kvp.accumulate(acc, conditioned_of(short, 1), short, A)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.int8, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_an_update_keeps_the_patchs_dtype(dtype):
     chunk = chunk_of("gqa", tokens=48)
     new = conditioned_of(chunk, 2, seed=2)

@@ -151,6 +151,7 @@ def test_generating_behind_pages(backbone):
     assert not any(value.is_deleted() for value in paged.pool.values())
 
 
+@pytest.mark.slow
 def test_other_tables_slots_and_contents_compile_nothing(folder):
     backbone = backbone_of(DEFAULT, folder)
     case = Case(backbone)

@@ -99,8 +99,18 @@ def test_a_store_with_a_key_encrypts_the_entries_it_is_given(tmp_path: Path):
     assert all(word not in written for word in (b"LOUVRE", b"HOTEL", b"my notes", PIXELS.tobytes()))
 
 
-@pytest.mark.parametrize("way", ["link", "orbax", "arrays"])
-@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+QUOTAS = (("link", None), ("orbax", KEY), ("arrays", KEY))
+"""Each way once by default, two of them encrypted."""
+
+
+@pytest.mark.parametrize(
+    ("way", "key"),
+    [
+        pytest.param(way, key, marks=() if (way, key) in QUOTAS else pytest.mark.slow, id=f"{name}-{way}")
+        for name, key in (("plain", None), ("encrypted", KEY))
+        for way in ("link", "orbax", "arrays")
+    ],
+)
 def test_a_quota_is_kept_or_nothing_comes(tmp_path: Path, way: str, key: bytes | None):
     with opened(tmp_path / "store") as store:
         fill(store)
