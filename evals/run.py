@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from kvpatch_jax.errors import InputError
 from models import Buckets, ModelBackbone, load
 
 from . import probes, small_task
@@ -323,11 +324,11 @@ def asked_suites(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_out(folder: Path) -> None:
-    """Makes the folder of --out. Raises app.UsageError for one that is or lies below a file."""
+    """Makes the folder of --out. Raises InputError for one that is or lies below a file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise app.UsageError(f"--out={folder} is or lies below a file; expected a folder") from error
+        raise InputError(f"--out={folder} is or lies below a file; expected a folder") from error
 
 
 def main(arguments: list[str]) -> None:
@@ -349,17 +350,16 @@ def main(arguments: list[str]) -> None:
             pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
         return
     folder, name = Path(_OUT.value), _BACKBONE.value
-    if name != "all":
-        with errors_as_one_line():
+    with errors_as_one_line():
+        if name != "all":
             shipped(name)
-    make_out(folder)
+        make_out(folder)
     if name == "all":
-        results, names, began = {}, backbone_names(), time.perf_counter()
+        results, names = {}, backbone_names()
         for number, each in enumerate(names):
+            print(f"{each}, {number + 1} of {len(names)}", flush=True)
             config = RunConfig(each, _suites_of(each, suite), _SEED.value, **small)
             results[each] = run_backbone(config, folder / each)
-            left = (time.perf_counter() - began) / (number + 1) * (len(names) - number - 1)
-            print(f"{number + 1} of {len(names)} backbones; about {left / 60:.0f} minutes left", flush=True)
         if set(suite) & set(SUITES):
             print(f"side by side: {side_by_side.write(results, folder)}")
         if WINDOW in suite:

@@ -6,10 +6,13 @@ from ..results.intervals import Interval
 
 
 def number(value: float) -> str:
-    """Formats with three decimals, or two significant digits below 0.01 ("<1e-6" for less); "–" where undefined."""
+    """Formats with three decimals, or two significant digits below 0.01; "–" where undefined.
+
+    "<1e-6" for less; what rounding left below zero there is 0.
+    """
     if not math.isfinite(value):
         return "–"
-    if value == 0:
+    if -1e-6 < value <= 0:
         return "0"
     if abs(value) < 0.01:
         return "<1e-6" if 0 < value < 1e-6 else f"{value:.2g}".replace("-", "−", 1 if value < 0 else 0)

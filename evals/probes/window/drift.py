@@ -1,8 +1,9 @@
 """Drift (Kamera App. D): how far may the legends change before the page's stored patch must go, and what mends it?"""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
@@ -153,7 +154,7 @@ def deep_refresh(line: Line, whole: KV, alone: KV, layer: int) -> KV:
     hidden = backbone.prefill(image.tokens, hidden_at=(layer,)).hidden[layer]
     # The residual at the boundary already holds what was added below it; above, features are added again.
     tokens = image.tokens._replace(embeddings=hidden).shift(line.starts[place])
-    context: dict[str, Any] = {name: value[:, :, : where.start] for name, value in whole.items()}
+    context = {name: jnp.asarray(value[:, :, : where.start]) for name, value in whole.items()}
     upper = backbone.prefill(tokens, context, start_layer=layer).kv
     full = {name: np.concatenate([np.zeros_like(alone[name][:layer]), value]) for name, value in upper.items()}
     turned = kvp.to_engine(backbone.layout, full, image.tokens.positions, line.starts[place])

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -66,7 +67,7 @@ class Image:
 
     def of_others(self, by: int) -> "Image":
         """Gives each context the image that the context `by` further on has in this place."""
-        rolled = jax.tree.map(lambda array: np.roll(np.asarray(array), -by, axis=0), self.tokens)
+        rolled = jax.tree.map(lambda array: jnp.asarray(np.roll(array, -by, axis=0)), self.tokens)
         tokens = rolled._replace(positions=self.tokens.positions)
         kv = {name: np.roll(np.asarray(value), -by, axis=1) for name, value in self.chunk.kv.items()}
         name = f"{self.chunk.id}+{by}"
@@ -168,7 +169,7 @@ def read(line: Line, caches: Mapping[str, KV], questions: Questions) -> dict[str
     mask = np.concatenate([np.pad(mask[..., : line.size], padding), mask[..., line.size :]], axis=3)
     said = {}
     for name, cache in caches.items():
-        held: dict[str, Any] = {channel: _filled(value, room, 2) for channel, value in cache.items()}
+        held = {channel: jnp.asarray(_filled(value, room, 2)) for channel, value in cache.items()}
         said[name] = _answers(line.backbone.prefill(tokens, held, mask, logits=asked).logits, questions)
     return said
 
@@ -219,13 +220,14 @@ def _bucket(backbone: ModelBackbone, size: int) -> int:
 
 
 def _one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
-    """Joins tokens on the host as `kvpatch_jax.canonical.one_behind_the_other` does on the device."""
-    known = [part.deepstack for part in parts if part.deepstack is not None]
-    joined: list[Any] = [on_host(part) for part in parts]
+    """Joins tokens as `kvpatch_jax.canonical.one_behind_the_other` does, but on the host, which compiles nothing."""
+    arrays = [on_host(part) for part in parts]
+    known = [part.deepstack for part in arrays if part.deepstack is not None]
     if known:
         none = lambda part: np.zeros((*part.embeddings.shape[:2], *known[0].shape[2:]), known[0].dtype)
-        joined = [part if part.deepstack is not None else part._replace(deepstack=none(part)) for part in joined]
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays, axis=1), *joined)
+        arrays = [part if part.deepstack is not None else part._replace(deepstack=none(part)) for part in arrays]
+    whole = jax.tree.map(lambda *columns: np.concatenate(columns, axis=1), *arrays)
+    return jax.tree.map(jnp.asarray, whole)._replace(positions=whole.positions)
 
 
 class Loop:

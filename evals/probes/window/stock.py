@@ -10,7 +10,7 @@ from models import ModelBackbone
 
 from ... import small_task
 from ...small_task import GLYPHS, VOCABULARY, Contexts, scenes
-from .line import Image, on_host
+from .line import Image
 
 LEAD = ("r0", "r1", "r2", "r3")
 """The pinned lead, a text of constant words. No model was trained with one: they do not need it to answer."""
@@ -47,10 +47,10 @@ def load_stock(backbone: ModelBackbone, contexts: Contexts, clusters: np.ndarray
     own = scenes.load_scene(backbone, contexts, folder)
     rng = np.random.default_rng([seed, int(clusters[0]), 11])
     others = scenes.load_scene(backbone, irrelevant(contexts, rng), folder)
-    images = [Image(on_host(tokens), chunk) for tokens, chunk in zip(own.images, own.chunks, strict=True)]
+    images = [Image(tokens, chunk) for tokens, chunk in zip(own.images, own.chunks, strict=True)]
     distractors = []
     for number, (tokens, chunk) in enumerate(zip(others.images[:-1], others.chunks[:-1], strict=True)):
-        distractors.append(Image(on_host(tokens), dataclasses.replace(chunk, id=f"distractor{number}")))
+        distractors.append(Image(tokens, dataclasses.replace(chunk, id=f"distractor{number}")))
     lead = lead_image(backbone, len(contexts))
     return Stock(backbone, contexts, clusters, tuple(images[:-1]), images[-1], tuple(distractors), lead)
 
@@ -90,7 +90,7 @@ def lead_image(backbone: ModelBackbone, count: int) -> Image:
         backbone=backbone.fingerprint,
         content="lead " + " ".join(LEAD),
     )
-    return Image(on_host(tokens), chunk)
+    return Image(tokens, chunk)
 
 
 def with_foreign(contexts: Contexts, which: np.ndarray, by: int) -> Contexts:
