@@ -275,7 +275,9 @@ def window_lines(results: Results) -> list[str]:
     for name in ("stale", "fixed_earlier", "fresh"):
         arms = {f"{turnover}/3": f"{name}.turnover={turnover}.lead=1" for turnover in range(4)}
         say(f"Window, recall, {arm_label(name)} (η by turnover, chain)", "window.recall", "eta.chain", arms)
-    arms = {name: f"{name}.replaced=3.lead=0" for name in ("stored", "update", "rebuilt", "deep", "deepest")}
+    arms = {name: f"{name}.replaced=1.lead=0" for name in ("stored", "update", "rebuilt")}
+    say("Window, drift, one replaced (η, chain)", "window.drift", "eta.chain", arms)
+    arms = {arm_label(name): f"{name}.replaced=3.lead=0" for name in ("stored", "oracle_update", "deep", "deepest")}
     say("Window, drift, all replaced (η, chain)", "window.drift", "eta.chain", arms)
     for count in (8, 16, 32):
         arms = {name: f"{name}.chunks={count}.lead=0" for name in ("oracle", "kept", "transfer", "blind")}

@@ -266,7 +266,16 @@ SIDE_BY_SIDE = {
     "8 images from the cache: blind (flips)": ("window.many", "blind.chunks=8.lead=0", "flips.chain"),
     "… kept survivors (flips)": ("window.many", "kept.chunks=8.lead=0", "flips.chain"),
     "… own patches, oracle (flips)": ("window.many", "oracle.chunks=8.lead=0", "flips.chain"),
-    "32 images from the cache: kept survivors (flips)": ("window.many", "kept.chunks=32.lead=0", "flips.chain"),
+    "… re-prefill itself (accuracy)": ("window.many", "re-prefill.chunks=8.lead=0", "accuracy.chain"),
+    "… the page prefilled behind canonicals, minus that": (
+        "window.many",
+        "blind_fresh_page.chunks=8.lead=0",
+        "difference.chain",
+    ),
+    "32 images from the cache: blind (flips)": ("window.many", "blind.chunks=32.lead=0", "flips.chain"),
+    "… 32, kept survivors (flips)": ("window.many", "kept.chunks=32.lead=0", "flips.chain"),
+    "… 32, own patches, oracle (flips)": ("window.many", "oracle.chunks=32.lead=0", "flips.chain"),
+    "… 32, re-prefill itself (accuracy)": ("window.many", "re-prefill.chunks=32.lead=0", "accuracy.chain"),
     "gate: false reuse at half coverage": ("window.gate", "coverage=0.5", "false_reuse"),
 }
 
