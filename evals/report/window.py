@@ -181,14 +181,12 @@ def _gate(rows: Rows, path: Path) -> Path:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.6, 3.2), layout="constrained")
         left, right = figure.subplots(1, 2)
-        for number_, arm in enumerate(rows.arms("window.gate")):
+        for arm in rows.arms("window.gate"):
             x, y = (rows.get("window.gate", arm, metric) for metric in ("divergence", "stored_kl"))
             if math.isfinite(x.value + y.value):
-                left.plot([x.value] * 2, [y.low, y.high], color="#0072B2", linewidth=1, alpha=0.5)
-                left.plot(x.value, y.value, "o", color="#0072B2", markersize=5)
-                # Neighbours are written above and below.
-                place: dict[str, Any] = dict(xytext=(5, (4, -10)[number_ % 2]), textcoords="offset points", fontsize=8)
-                left.annotate(_tick(arm), (x.value, y.value), **place)
+                (point,) = left.plot(x.value, y.value, "o", markersize=5, label=_tick(arm))
+                left.plot([x.value] * 2, [y.low, y.high], color=point.get_color(), linewidth=1, alpha=0.5)
+        left.legend(frameon=False, fontsize=8, loc="upper left")
         left.set(xlabel="divergence of the antecedents", ylabel="KL of the stored patch, nats")
         left.set_xlim(0, 1.25 * left.get_xlim()[1])
         settings = rows.settings("window.gate", "coverage=")
