@@ -344,7 +344,7 @@ def test_a_run_that_was_stopped_goes_on(stubbed: Callable[..., tuple[ResultsTabl
     assert watch == {"stub": 12}
     rows = json.dumps(whole.rows())
     assert "window.gate" in rows
-    for fails in range(6):
+    for fails in (0, 2, 3, 5):
         folder = tmp_path / str(fails)
         with pytest.raises(KeyboardInterrupt):
             stubbed(folder, fails)
