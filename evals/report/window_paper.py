@@ -258,15 +258,15 @@ SIDE_BY_SIDE = {
     "recall, all replaced: stale (η)": ("window.recall", "stale.turnover=3.lead=0", "eta.chain"),
     "… fresh, all replaced (η)": ("window.recall", "fresh.turnover=3.lead=0", "eta.chain"),
     "drift, one replaced: stored (η)": ("window.drift", "stored.replaced=1.lead=0", "eta.chain"),
-    "drift, 3 irrelevant more: stored (η)": ("window.drift", "stored.distractors=3.lead=0", "eta.chain"),
     "… the window's own rebuilt patch (η)": ("window.drift", "rebuilt.replaced=1.lead=0", "eta.chain"),
+    "drift, 3 irrelevant more: stored (η)": ("window.drift", "stored.distractors=3.lead=0", "eta.chain"),
     "drift, all replaced: update, oracle (η)": ("window.drift", "oracle_update.replaced=3.lead=0", "eta.chain"),
     "… upper layers from a quarter (η)": ("window.drift", "deep.replaced=3.lead=0", "eta.chain"),
     "… upper layers from the first (η)": ("window.drift", "deepest.replaced=3.lead=0", "eta.chain"),
     "8 images from the cache: blind (flips)": ("window.many", "blind.chunks=8.lead=0", "flips.chain"),
     "… kept survivors (flips)": ("window.many", "kept.chunks=8.lead=0", "flips.chain"),
     "… own patches, oracle (flips)": ("window.many", "oracle.chunks=8.lead=0", "flips.chain"),
-    "… re-prefill itself (accuracy)": ("window.many", "re-prefill.chunks=8.lead=0", "accuracy.chain"),
+    "… 8, re-prefill itself (accuracy)": ("window.many", "re-prefill.chunks=8.lead=0", "accuracy.chain"),
     "… the page prefilled behind canonicals, minus that": (
         "window.many",
         "blind_fresh_page.chunks=8.lead=0",
@@ -280,14 +280,19 @@ SIDE_BY_SIDE = {
 }
 
 
-def write_windows(results: Mapping[str, Results], folder: Path) -> Path:
-    """Writes windows.md: the window suite's main figures, a column per backbone; returns its path."""
+def side_by_side(results: Mapping[str, Results]) -> str:
+    """Writes the window suite's main figures as a Markdown table, a column per backbone."""
     every = {name: Rows(each) for name, each in results.items()}
     head = ["figure", *(f"{name} ({attention_of(each)})" for name, each in results.items())]
     lines = []
     for about, where in SIDE_BY_SIDE.items():
         found = [rows.get(*where) for rows in every.values()]
         lines.append([about, *(show(got) if enough(got) else "–" for got in found)])
+    return markdown_table(head, [line for line in lines if set(line[1:]) != {"–"}])
+
+
+def write_windows(results: Mapping[str, Results], folder: Path) -> Path:
+    """Writes windows.md, the backbones side by side; returns its path."""
     path = folder / "windows.md"
-    path.write_text(markdown_table(head, [line for line in lines if set(line[1:]) != {"–"}]) + "\n", encoding="utf-8")
+    path.write_text(side_by_side(results) + "\n", encoding="utf-8")
     return path

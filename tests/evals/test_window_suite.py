@@ -26,7 +26,7 @@ from evals.probes.window.recall import bands
 from evals.probes.window.reorder import without
 from evals.probes.window.slide import SLIDE_KINDS, slide_questions
 from evals.probes.window.stock import irrelevant, load_stock, with_foreign
-from evals.report import window, window_paper
+from evals.report import window, window_document, window_paper
 from evals.results import intervals
 from evals.results.intervals import Interval
 from evals.results.rows import Rows, as_row
@@ -277,6 +277,29 @@ def test_backbones_stand_side_by_side_in_one_table(tmp_path: Path):
     assert len(lines) == 3
     assert lines[0] == "| figure | first (MLA) | second (MLA) |"
     assert "0.500 [0.400, 0.600] | 0.750 [0.650, 0.850]" in lines[2]
+
+
+def test_a_page_gets_the_table_of_the_models_that_were_run(tmp_path: Path):
+    """Between its marks, and again: of every results.json that has the suite; other runs and pages are left alone."""
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- windows -->\nold\n<!-- /windows -->\nafter\n")
+    for name, suites in (("first", ["window"]), ("second", ["repair"])):
+        row = as_row("window.gate", name, "coverage=0.5", "false_reuse", Interval(0.5, 0.4, 0.6, 9))
+        config = {"backbone": name, "suite": suites, "kv": {"k": 1}, "window": {"contexts": 12}}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps({"config": config, "rows": [row]}))
+    for _ in range(2):
+        window_document.write(window_document.finished(tmp_path), page)
+        text = page.read_text()
+        assert text.startswith("before\n<!-- windows -->\n\n`python -m evals.run --suite=window`, first: 12 contexts;")
+        assert "| figure | first (GQA) |" in text
+        assert text.endswith("| 0.500 [0.400, 0.600] |\n\n<!-- /windows -->\nafter\n")
+        assert "old" not in text
+    with pytest.raises(ValueError, match="no results"):
+        window_document.write(window_document.finished(tmp_path / "second" / "none"), page)
+    (tmp_path / "plain.md").write_text("no marks")
+    with pytest.raises(ValueError, match="0 places"):
+        window_document.write(window_document.finished(tmp_path), tmp_path / "plain.md")
 
 
 def test_the_default_run_does_not_have_it():
