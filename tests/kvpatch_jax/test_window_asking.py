@@ -66,6 +66,7 @@ def test_one_forward_is_two_to_rounding(drill: Drill, monkeypatch):
     assert [one.embeddings.shape[1] for one in forwards] == [8 + 4, 8 + 21]
 
 
+@pytest.mark.slow
 def test_a_question_that_is_refused_leaves_all_as_it_was(drill: Drill):
     executor, window = drill.paged, drill.window
     bits = rows_of(executor, window)

@@ -179,6 +179,7 @@ def test_forks_share_slots_until_one_changes_a_piece(drill: Drill):
     drill.ask()
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_fork_is_joined_from_the_inside_out():
     drill = Drill("gqa", host=False)
     for id in ("c0", "c1"):
