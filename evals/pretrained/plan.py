@@ -26,12 +26,12 @@ class Plan:
     scored: int = 32
     passages: int = 4
     documents: int = 24
-    wide: int = 8
+    wide: int = 12
     long: tuple[tuple[int, int], ...] = ((512, 10), (1024, 4), (2048, 2))
     windows: int = 2
     slides: int = 3
     greedy: int = 32
-    items: int = 40
+    items: int = 32
     batch: int = 8
     facts: int = 64
 

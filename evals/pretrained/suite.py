@@ -21,7 +21,7 @@ from .rows import rows_of
 
 Record = dict[str, Any]
 PARTS = "parts.jsonl"
-TOKENS_PER_SECOND = 380.0
+TOKENS_PER_SECOND = 310.0
 """Of two quiet cores, about, for a first estimate of the time; then what was measured."""
 ESTIMATED_TOKENS = 30_000
 """How many tokens that were measured the first estimate is worth."""
