@@ -54,7 +54,7 @@ def e90(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, In
 
 
 def token_spread(delta: Delta, length: Length = None, share: float = 0.9) -> dict[str, Float[Array, " L"]]:
-    """Finds the smallest fraction of tokens with `share` of ‖Δ‖² (an oracle selector's budget); 0 where Δ is 0."""
+    """Finds the smallest fraction of tokens with `share` of ‖Δ‖²; 0 where Δ is 0."""
     result = {}
     for name, value in _masked(delta, length).items():
         energy = jnp.sort(jnp.square(value).sum((2, 3)), axis=-1, descending=True)

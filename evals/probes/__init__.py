@@ -1,9 +1,10 @@
 """The probes of the main job. Each walks over scenes and fills a `ResultsTable`; `evals.run` turns it into rows."""
 
+from .comparison import all_arms as all_arms
+from .comparison import compare_repairs as compare_repairs
+from .comparison import main_arms as main_arms
 from .deficit import deficit_shape as deficit_shape
 from .repair import PageReuse as PageReuse
-from .repair import arm_count as arm_count
-from .repair import compare_repairs as compare_repairs
 from .repair import leading as leading
 from .results_table import ResultsTable as ResultsTable
 from .window import orbit_against_exact as orbit_against_exact

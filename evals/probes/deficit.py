@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from kvpatch_jax import deficit
 
 from ..results import intervals
+from .other_ways import class_means, explained
 from .repair import PageReuse
 from .results_table import ResultsTable
 
@@ -28,11 +29,17 @@ def _profile(
 
 
 def deficit_shape(table: ResultsTable, reuses: list[PageReuse]) -> None:
-    """Adds rows "deficit" per channel and layer: size, 90 % energy rank (also rotated), spread."""
+    """Adds rows "deficit" per channel and layer: size, 90 % energy rank (also rotated), spread, class means.
+
+    "class_mean_share" is the share of ‖Δ‖² explained by the mean of Δ over the tokens of a page that show the same
+    glyph: where it is near 1, the task has built a low rank in.
+    """
     profiles = [_profile(reuse.delta, dict(reuse.page.kv)) for reuse in reuses]
     turned = [_profile(reuse.rotated_delta, dict(reuse.page.kv)) for reuse in reuses]
     for metric in profiles[0]:
         _rows(table, metric, [profile[metric] for profile in profiles])
+    shares = [explained(reuse.delta, class_means(reuse)) for reuse in reuses]
+    _rows(table, "class_mean_share", shares)
     _rows(table, "e90_rotated", [profile["e90"] for profile in turned])
 
 

@@ -1,9 +1,8 @@
-"""The main comparison: the page reused behind legends, by every arm, read with and without the legends in view."""
+"""The page reused behind its legends: what was cached, its patches, and the published token repairs."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,17 +11,16 @@ import kvpatch_jax as kvp
 from kvpatch_jax.chunk import AnyArray
 from kvpatch_jax.repair import REPAIRS, SplicedCache, count_of_equal_bytes, fraction_to_count
 
-from ..results.costs import ArmCost, ChunkCosts
-from ..small_task import KINDS, Questions, scenes
+from ..results.costs import ChunkCosts
+from ..rules import RULES
+from ..small_task import scenes
 from ..small_task.scenes import KV, Scene
-from .results_table import ResultsTable
 
-RANKS = (1, 2, 4, 8, 16, 32, 64)
-SHOWN_RANK = 16
-ROTATED_RANKS = (4, 8, 16, 32)
-BUDGETS = (0.10, 0.15, 0.25, 0.50)
-BYTE_RANKS = (8, 16)
-SETTINGS = {"repair.visible": True, "repair.evicted": False}
+RANKS = RULES.arms.ranks
+SHOWN_RANK = RULES.arms.shown_rank
+ROTATED_RANKS = RULES.arms.rotated_ranks
+BUDGETS = RULES.arms.budgets
+BYTE_RANKS = RULES.arms.byte_ranks
 
 
 class PageReuse:
@@ -125,6 +123,22 @@ def patch_arms(reuse: PageReuse, wanted: Callable[[str], bool] = lambda _: True)
             yield name, reuse.patch(rank, rotated=True)
 
 
+def patch_names(layout: kvp.KVLayout) -> list[str]:
+    """Names what `patch_arms` yields."""
+    variants = ["deepest_half", *(f"{name}_only" for name in layout.names)]
+    return [
+        *(f"patch.rank={rank}" for rank in RANKS),
+        *(f"patch.{variant}.rank={SHOWN_RANK}" for variant in variants),
+        *(f"patch.rotated_frame.rank={rank}" for rank in ROTATED_RANKS),
+    ]
+
+
+def token_names() -> list[str]:
+    """Names what `token_arms` yields."""
+    settings = [*(f"budget={share:g}" for share in BUDGETS), *(f"bytes_of_rank={rank}" for rank in BYTE_RANKS)]
+    return [f"{method}.{setting}" for method in REPAIRS for setting in settings]
+
+
 def token_arms(reuse: PageReuse) -> Iterator[tuple[str, str, int]]:
     """Yields every token repair at every budget: the arm, the repair's name, how many tokens it recomputes."""
     tokens = reuse.page.tokens
@@ -134,90 +148,3 @@ def token_arms(reuse: PageReuse) -> Iterator[tuple[str, str, int]]:
         for rank in BYTE_RANKS:
             count = min(tokens, count_of_equal_bytes(reuse.page.layout, rank, tokens))
             yield f"{method}.bytes_of_rank={rank}", method, count
-
-
-class Arm(NamedTuple):
-    """One way of reuse, made: its name, what it costs, its bytes as a share of the page's KV, the prefix's cache."""
-
-    name: str
-    cost: ArmCost
-    share: float
-    cache: KV
-
-
-def made_arms(reuse: PageReuse, arms: Iterable[str] | None = None) -> Iterator[Arm]:
-    """Makes the arms asked for (all for None)."""
-    wanted, costs = lambda name: arms is None or name in arms, reuse.costs
-    if wanted("re-prefill"):
-        yield Arm("re-prefill", costs.of_reprefill(), 1.0, reuse.engine)
-    if wanted("blind"):
-        yield Arm("blind", costs.of_blind(), 0.0, reuse.cache())
-    for name, patch in patch_arms(reuse, wanted):
-        if wanted(name):
-            yield Arm(name, costs.of_patch(patch), patch.nbytes / reuse.page.nbytes, reuse.cache(patch))
-
-    splice = reuse.splice()
-    for name, method, count in token_arms(reuse):
-        if wanted(name):
-            repaired = REPAIRS[method](reuse.scene.backbone, splice, count)
-            cost = costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots))
-            yield Arm(name, cost, count / reuse.page.tokens, dict(repaired.cache))
-
-
-def arm_count(layout: kvp.KVLayout) -> int:
-    """Counts the arms that `made_arms` yields."""
-    patches = len(RANKS) + 1 + len(layout.channels) + len(ROTATED_RANKS)
-    return 2 + patches + len(REPAIRS) * (len(BUDGETS) + len(BYTE_RANKS))
-
-
-def compare_repairs(
-    table: ResultsTable,
-    scene: Scene,
-    questions: Questions,
-    clusters: np.ndarray,
-    tick: Callable[[str], None] = lambda _: None,
-    arms: Iterable[str] | None = None,
-) -> PageReuse:
-    """Asks every question over every arm's cache, with the legends in view and with the page alone in the window.
-
-    Adds items "repair.visible" and "repair.evicted", each arm's bytes, and the control of `_mask_control`. `tick` is
-    called with an arm's name when it is done. Returns the scene's page, for the probes that follow.
-    """
-    reuse = PageReuse(scene)
-    answers: dict[str, dict[str, scenes.Answers]] = {probe: {} for probe in SETTINGS}
-    for name, cost, share, cache in made_arms(reuse, arms):
-        for probe, sees in SETTINGS.items():
-            answers[probe][name] = scenes.read(scene, cache, questions, sees_legends=sees)
-        # Every batch has the same shapes, so the first one says what an arm takes.
-        if not any(row["arm"] == name and row["metric"] == "bytes" for row in table.plain):
-            table.value("repair.visible", name, "bytes", share, len(scene))
-            for probe in SETTINGS:
-                for metric, value in reuse.costs.shares(cost).items():
-                    table.value(probe, name, metric, value, len(scene))
-        tick(name)
-    answers["repair.visible"]["mask_4d"] = _mask_control(table, reuse, questions, answers["repair.visible"]["blind"])
-    for probe in SETTINGS:
-        table.items(probe).add(_askable(questions, probe), clusters, answers[probe])
-    return reuse
-
-
-def _askable(questions: Questions, probe: str) -> Questions:
-    """Questions about a legend make no sense once the legends have left the window."""
-    if SETTINGS[probe]:
-        return questions
-    return dataclasses.replace(questions, valid=questions.valid & (questions.kind != KINDS.index("legend")))
-
-
-def _mask_control(table: ResultsTable, reuse: PageReuse, questions: Questions, blind: scenes.Answers) -> scenes.Answers:
-    """One forward over everything in which the page may not look at the legends; must equal blind reuse."""
-    scene = reuse.scene
-    mask = scenes.prefix_mask(scene, page_sees_legends=False)
-    masked = scene.backbone.prefill(reuse.tokens, mask=mask).kv
-    answers = scenes.read(scene, scenes.engine(scene, masked, reuse.tokens), questions, sees_legends=True)
-    apart = np.abs(np.exp(answers.log_probabilities) - np.exp(blind.log_probabilities)).max()
-    table.largest("mask", "mask_4d", "probability_difference", float(apart), len(scene))
-
-    page, canonical = scenes.cut(masked, scene.page), reuse.page.kv
-    apart = [jnp.abs(page[name] - canonical[name]).max() / jnp.abs(canonical[name]).max() for name in canonical]
-    table.largest("mask", "mask_4d", "kv_difference", max(map(float, apart)), len(scene))
-    return answers

@@ -5,22 +5,23 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..results.rows import Rows
+from ..rules import RULES
 from .figures import MULTI_HOP, Results, arm_label, deficit_table
 from .wording import above, number, show, within
 
 VISIBLE = "repair.visible"
 DEEP = "patch.deepest_half.rank=16"
 SINGLE_HOP = ("page", "legend")
+BARS = RULES.verdicts
 
 
-def smallest_rank(results: Results, probe: str, tolerance: float = 0.01) -> int | None:
-    """Finds the smallest rank whose accuracy is within `tolerance` of re-prefill on every kind that needs both images.
+def smallest_rank(results: Results, probe: str, tolerance: float = RULES.rank_tolerance) -> int | None:
+    """Finds the smallest rank whose accuracy is within `tolerance` of re-prefill on every kind that the rules name.
 
-    Chain and aggregate, and override where it was asked. None where no rank is, or where the probe was not run.
+    None where no rank is, or where the probe was not run.
     """
     rows = Rows(results)
-    kinds = [*MULTI_HOP, *({"override"} & set(rows.kinds(probe)))]
-    close = lambda arm: all(abs(rows.gap(probe, arm, kind)) <= tolerance + 1e-9 for kind in kinds)
+    close = lambda arm: all(abs(rows.gap(probe, arm, kind)) <= tolerance + 1e-9 for kind in RULES.rank_kinds)
     return next((int(rank) for rank, arm in rows.settings(probe, "patch.rank=") if close(arm)), None)
 
 
@@ -75,7 +76,8 @@ def _smallest(rows: Rows) -> tuple[str, str]:
     rank = smallest_rank(rows.results, VISIBLE)
     if rank is None:
         return f"none up to {ranks[-1][0]:.0f}", "differs"
-    return f"rank {rank}", "same direction" if 8 <= rank <= 32 else "differs"
+    least, most = BARS["knee_ranks"]
+    return f"rank {rank}", "same direction" if least <= rank <= most else "differs"
 
 
 def _deepens(rows: Rows) -> tuple[str, str]:
@@ -96,13 +98,19 @@ def _diffuse(rows: Rows) -> tuple[str, str]:
     if not last:
         return "–", "not measured"
     least = min(last.values())
-    return ", ".join(f"{channel}: {show(got)}" for channel, got in last.items()), within(least, 0.4, math.inf)
+    return ", ".join(f"{channel}: {show(got)}" for channel, got in last.items()), within(
+        least, BARS["spread_over_tokens"], math.inf
+    )
 
 
 def _orbit(rows: Rows) -> tuple[str, str]:
     orbit, exact = (rows.get("reorder", arm, "eta.chain") for arm in ("orbit", "exact"))
     paired = rows.get("reorder", "orbit", "orbit_minus_exact.chain")
-    verdict = within(orbit, exact.value - 0.1, math.inf) if math.isfinite(exact.value) else "not measured"
+    verdict = (
+        within(orbit, exact.value - BARS["orbit_within_eta"], math.inf)
+        if math.isfinite(exact.value)
+        else "not measured"
+    )
     return f"η {show(orbit)} and {show(exact)}; accuracy, paired: {show(paired)}", verdict
 
 
@@ -110,7 +118,9 @@ def _stale(rows: Rows) -> tuple[str, str]:
     got = [rows.get("recall", arm, "eta.aggregate") for _, arm in rows.settings("recall", "stale.turnover=")]
     if not got or not math.isfinite(got[-1].value):
         return "–", "not measured"
-    return "η " + " → ".join([*(number(x.value) for x in got[:-1]), show(got[-1])]), within(got[-1], -math.inf, 0.5)
+    return "η " + " → ".join([*(number(x.value) for x in got[:-1]), show(got[-1])]), within(
+        got[-1], -math.inf, BARS["stale_eta"]
+    )
 
 
 # (finding, paper, prototype, check): figures as printed. No verdict is written by hand: checks read the run's rows.
@@ -125,20 +135,20 @@ PUBLISHED: tuple[tuple[str, str, str, Check], ...] = (
         "… but not single-hop answers (within 0.01)",
         "unchanged, .57; §1",
         "unchanged, .902; 1.000",
-        _both(SINGLE_HOP, -0.01, 0.01),
+        _both(SINGLE_HOP, -BARS["single_hop_unchanged"], BARS["single_hop_unchanged"]),
     ),
     (
         "A rank-16 patch brings the accuracy back (within 0.05)",
         "retrieval-image .72 of .74, reasoning-image .64 of .59; §6",
         "chain .977 of .977",
-        _one(VISIBLE, "patch.rank=16", "difference.chain", -0.05, 0.05),
+        _one(VISIBLE, "patch.rank=16", "difference.chain", -BARS["accuracy_is_back"], BARS["accuracy_is_back"]),
     ),
     ("Rank at which accuracy is back (8 to 32)", "KL bends at 8–16, flat by 32; §4", "2–8", _smallest),
     (
         "Rank 64 removes the KL (η ≥ 0.9)",
         ".61 → .009; Table 3",
         "3.85 → 0",
-        _one(VISIBLE, "patch.rank=64", "eta.chain", 0.9),
+        _one(VISIBLE, "patch.rank=64", "eta.chain", BARS["kl_removed"]),
     ),
     (
         "At the bytes of rank 16 the patch beats token recompute (oracle choice)",
@@ -150,7 +160,7 @@ PUBLISHED: tuple[tuple[str, str, str, Check], ...] = (
         "The patch brings back flipped answers, CacheBlend at 15 % few",
         "96 % against 21–44 %; §6, Fig. 7",
         "100 % against 15 % (chain)",
-        _versus(VISIBLE, "flip_recover.chain", "patch.rank=16", "cacheblend.budget=0.15", 0.3),
+        _versus(VISIBLE, "flip_recover.chain", "patch.rank=16", "cacheblend.budget=0.15", BARS["flips_ahead_by"]),
     ),
     ("The deficit grows with depth (‖Δ‖ relative, halves)", ".08 → .49; §4", "V: .02 → 1.13", _deepens),
     ("It is spread over tokens (90 % of it needs 40 % or more)", "about half of them; §4", "73–82 %", _diffuse),
@@ -158,25 +168,25 @@ PUBLISHED: tuple[tuple[str, str, str, Check], ...] = (
         "Its deepest half nearly suffices (η ≥ 0.9)",
         "≈ 95 %; App. C.3",
         "KL .0011 of 3.85",
-        _one(VISIBLE, DEEP, "eta.chain", 0.9),
+        _one(VISIBLE, DEEP, "eta.chain", BARS["deepest_half_eta"]),
     ),
     (
         "Recomputing the first half of the tokens recovers nothing (η ≤ 0.1)",
         "first-k “worse than nothing”; §4",
         "93 % of chain flips",
-        _one(VISIBLE, "first_k.budget=0.5", "eta.chain", -math.inf, 0.1),
+        _one(VISIBLE, "first_k.budget=0.5", "eta.chain", -math.inf, BARS["first_half_of_tokens_eta"]),
     ),
     (
         "Token recompute stays well below the patch at half the tokens (η ≤ 0.9)",
         "η ≈ .60 at 50 %; §7",
         "KL .865 of 3.85",
-        _one(VISIBLE, "cacheblend.budget=0.5", "eta.chain", -math.inf, 0.9),
+        _one(VISIBLE, "cacheblend.budget=0.5", "eta.chain", -math.inf, BARS["token_recompute_eta"]),
     ),
     (
         "Antecedents' order changes Δ (≥ 0.2)",
         ".43–.53; §5",
         ".07",
-        _one("reorder", "order", "relative_order_effect", 0.2),
+        _one("reorder", "order", "relative_order_effect", BARS["order_effect"]),
     ),
     ("One orbit patch does as well as the order's own", "η .92 and .94 (within 0.1); §5", "η .999 and 1.000", _orbit),
     (
@@ -189,14 +199,14 @@ PUBLISHED: tuple[tuple[str, str, str, Check], ...] = (
         "… and that for every question (KL ≤ 0.1 on rows that mix facts that stayed and facts that left)",
         "near-lossless; §5",
         "KL .623 where rows touch survivors",
-        _one("slide", "keep", "kl.aggregate", -math.inf, 0.1),
+        _one("slide", "keep", "kl.aggregate", -math.inf, BARS["survivors_kl"]),
     ),
     ("A stale patch decays with turnover (η < 0.5)", "η .9 → −.68 (GQA), +.29 (MLA); §5", "η 1.00 → .07", _stale),
     (
         "A fresh patch does not (η ≥ 0.8)",
         "η .81–.96; §5",
         "η 1.00",
-        _one("recall", "fresh.turnover=3", "eta.aggregate", 0.8),
+        _one("recall", "fresh.turnover=3", "eta.aggregate", BARS["fresh_eta"]),
     ),
 )
 

@@ -67,6 +67,18 @@ NAMES = {
     "kept": "kept survivors",
     "blind_behind_lead": "blind, formed behind the lead",
     "blind_fresh_page": "blind, page prefilled",
+    "query_attention": "query attention",
+    "prophetkv": "ProphetKV-style",
+    "prcr": "PRCR-style",
+    "random_tokens": "random tokens",
+    "residual": "run again from",
+    "quantised": "KV(B|A) quantised",
+    "svd": "KV(B|A) truncated",
+    "shadowkv": "ShadowKV-style",
+    "keys_alone": "keys alone",
+    "int8": "8 bits",
+    "pooled": "pooled basis",
+    "class_mean": "class mean (diagnostic)",
 }
 # Okabe and Ito's palette: told apart by colour-blind readers and in grey.
 COLOURS = {
@@ -338,6 +350,7 @@ DEFICIT_METRICS = {
     "e90_rotated": "directions with 90 %, rotated keys",
     "head_share_90": "share of heads with 90 % of ‖Δ‖²",
     "head_share_max": "largest head's share of ‖Δ‖²",
+    "class_mean_share": "share of ‖Δ‖² explained by class means",
 }
 
 

@@ -6,7 +6,9 @@ them shares, none with an interval:
 * `stored_bytes`: what is kept of the chunk for one antecedent, over the chunk's KV: beside the canonical (a patch), or
   in its place (KV(B|A) in fewer bits). 0 for ways that keep nothing but the canonical, and for re-prefill.
 * `canonical_bytes`: what is read of the canonical, which is kept once for all antecedents: 1 or 0, or its lower layers.
-  A way that is kept in the canonical's place has 0 here; whoever keeps one antecedent compares the sum of the two.
+  A way that is kept in the canonical's place has 0 here.
+* `stored_bytes.antecedents=N`: the two together for each of N antecedents that the chunk is met behind, its canonical
+  being kept once. With one antecedent a patch costs its canonical too, and KV(B|A) in few bits only itself.
 * `input_bytes`: embeddings of the tokens that may be run again while serving (of an image, whose tower would have to
   run again otherwise). 0 for a chunk of text, whose ids are nothing beside its KV.
 * `shared_bytes`: what one backbone's chunks share (a pooled basis), over one chunk's KV.
@@ -38,7 +40,9 @@ REUSES = (1, 3, 10)
 NUMBER_BITS = 16
 SCALE_BITS = 32
 AMORTISED = tuple(f"serving_flops.reuses={count}" for count in REUSES)
-METRICS = (*AXES, "canonical_bytes", "input_bytes", "shared_bytes", "question_flops", *AMORTISED)
+ANTECEDENTS = (1, 10)
+TOGETHER = tuple(f"stored_bytes.antecedents={count}" for count in ANTECEDENTS)
+METRICS = (*AXES, *TOGETHER, "canonical_bytes", "input_bytes", "shared_bytes", "question_flops", *AMORTISED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +142,10 @@ class ChunkCosts:
             metric: serving + cost.forming / count / self.prefill
             for metric, count in zip(AMORTISED, REUSES, strict=True)
         }
+        together = {
+            metric: cost.stored / bits + cost.canonical / count
+            for metric, count in zip(TOGETHER, ANTECEDENTS, strict=True)
+        }
         return {
             "stored_bytes": cost.stored / bits,
             "serving_flops": serving,
@@ -145,6 +153,7 @@ class ChunkCosts:
             "input_bytes": NUMBER_BITS * self.input_width * cost.inputs / bits,
             "shared_bytes": cost.shared / bits,
             "question_flops": cost.question / self.prefill,
+            **together,
             **spread,
         }
 
@@ -165,10 +174,15 @@ class ChunkCosts:
         rows = patch.batch or 1
         return ArmCost(stored=stored_bits(patch) / rows, serving=self.rotation + each, forming=forming)
 
-    def of_tokens(self, chosen: Bool[np.ndarray, "L B T"], slots: Int[np.ndarray, "B T"]) -> ArmCost:
-        """The canonical, some of whose tokens are run again; any of them may be, so that all embeddings are kept."""
+    def of_tokens(
+        self, chosen: Bool[np.ndarray, "L B T"], slots: Int[np.ndarray, "B T"], inputs: int | None = None
+    ) -> ArmCost:
+        """The canonical, some of whose tokens are run again.
+
+        inputs: how many tokens' embeddings are kept; None: all of them, for any may be chosen.
+        """
         serving = self.rotation + self.rerun(chosen, slots)
-        return ArmCost(inputs=self.tokens, serving=serving, forming=self.alone)
+        return ArmCost(inputs=self.tokens if inputs is None else inputs, serving=serving, forming=self.alone)
 
     def of_conditioned(
         self, stored: int | float, bringing_back: int | float, factorised: tuple[str, ...] = ()

@@ -231,7 +231,7 @@ def read(
       sees_legends: whether questions look at the legends, or only at the page (the legends have slid out).
       shown: bool [B, legends] by place, legends that are there at all.
     """
-    ids, positions, mask, asked = _question_arrays(scene, questions, sees_legends, shown)
+    ids, positions, mask, asked = question_arrays(scene, questions, sees_legends, shown)
     tokens = scene.backbone.embed(ids, positions)
     # All questions of a context in one prefill: the mask keeps them apart.
     wanted = np.broadcast_to(asked, (len(ids), len(asked)))
@@ -239,9 +239,10 @@ def read(
     return Answers(np.asarray(jax.nn.log_softmax(logits, axis=-1)))
 
 
-def _question_arrays(
+def question_arrays(
     scene: Scene, questions: Questions, sees_legends: bool, shown: Bool[np.ndarray, "B legends"] | None
-):
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Makes the tokens that ask: ids [B, 2Q], positions, mask [B, 1, 2Q, S + 2Q], index [Q] of their last tokens."""
     count = len(questions.answer)
     here = np.ones((count, sequences.CHUNKS), bool)
     if shown is not None:

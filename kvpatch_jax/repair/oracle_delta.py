@@ -1,4 +1,8 @@
-"""Oracle-Δ: recompute the tokens that truly changed most. Not a method to serve with, but a bound on selectors."""
+"""Oracle-Δ: recompute the tokens that truly changed most.
+
+Not a method to serve with: it must know Δ. Nor a bound on what choosing can do: the largest Δ need not be what a
+question reads, and a choice by the question's own attention can do better with fewer tokens.
+"""
 
 from ..backbone import Backbone
 from ..errors import InputError

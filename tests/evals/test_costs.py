@@ -56,8 +56,10 @@ def test_shares_of_the_plain_ways():
 def test_kept_in_the_canonicals_place():
     """KV(B|A) in 16 bits takes the chunk's bytes once, and nothing of the canonical."""
     shares = CHUNK.shares(CHUNK.of_conditioned(16 * CHUNK.numbers, 0))
-    assert shares["stored_bytes"] == 1
+    assert shares["stored_bytes"] == shares["stored_bytes.antecedents=10"] == 1
     assert shares["canonical_bytes"] == 0
+    blind = CHUNK.shares(CHUNK.of_blind())
+    assert [blind[f"stored_bytes.antecedents={count}"] for count in (1, 10)] == [1, 0.1]
 
 
 def test_questions_and_reuses():

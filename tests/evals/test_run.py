@@ -4,7 +4,6 @@ By default with a few arms, one of each kind, and the suites that need no other 
 """
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -41,13 +40,28 @@ PER_ITEM = ("accuracy", "difference", "kl", "eta", "flip_recover")
 MULTI_HOP = ("chain", "aggregate")
 PATCH_ARMS = [f"patch.rank={rank}" for rank in (1, 2, 4, 8, 16, 32, 64)]
 VARIANTS = ["patch.deepest_half.rank=16", "patch.k_only.rank=16", "patch.v_only.rank=16"]
-ROTATED = [f"patch.rotated_frame.rank={rank}" for rank in (4, 8, 16, 32)]
+ROTATED = ["patch.rotated_frame.rank=16"]
+FEW, MATCHED = ("budget=0.15", "budget=0.5"), ("bytes_of_rank=8", "bytes_of_rank=16")
 TOKEN_ARMS = [
-    f"{method}.{budget}"
-    for method in ("first_k", "cacheblend", "oracle_delta")
-    for budget in ("budget=0.1", "budget=0.15", "budget=0.25", "budget=0.5", "bytes_of_rank=8", "bytes_of_rank=16")
+    *(f"first_k.{setting}" for setting in ("budget=0.1", "budget=0.15", "budget=0.25", "budget=0.5", *MATCHED)),
+    *(f"{method}.{setting}" for method in ("cacheblend", "oracle_delta") for setting in (*FEW, *MATCHED)),
 ]
-REPAIR_ARMS = ["re-prefill", "blind", *PATCH_ARMS, *VARIANTS, *ROTATED, *TOKEN_ARMS]
+OTHER_ARMS = [
+    *(f"patch.int8.rank={rank}" for rank in (4, 8)),
+    *(f"pooled.rank={rank}" for rank in (8, 16)),
+    *(f"quantised.bits={bits}" for bits in (2, 3, 4)),
+    *(f"svd.rank={rank}" for rank in (4, 8, 16)),
+    "shadowkv.rank=8",
+    "shadowkv.keys_alone.rank=8",
+    *(f"residual.layer={layer}" for layer in (1, 3)),
+    "random_tokens.budget=0.15",
+    "class_mean",
+]
+QUESTION_ARMS = [
+    *(f"{way}.budget={share}" for way in ("query_attention", "prophetkv") for share in ("0.01", "0.05", "0.15")),
+    "prcr.budget=0.15",
+]
+REPAIR_ARMS = ["re-prefill", "blind", *PATCH_ARMS, *VARIANTS, *ROTATED, *TOKEN_ARMS, *OTHER_ARMS, *QUESTION_ARMS]
 FEW_ARMS = ["re-prefill", "blind", "patch.rank=8", "patch.rank=64", "first_k.budget=0.15"]
 ALL = pytest.mark.parametrize("job", [pytest.param("all", marks=pytest.mark.slow)], indirect=True)
 Row = dict[str, Any]
@@ -96,7 +110,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     progress = Count()
     with pytest.MonkeyPatch.context() as patched:
         if not whole:
-            patched.setattr(probes, "compare_repairs", functools.partial(probes.compare_repairs, arms=arms))
+            patched.setattr(run, "arms_of", lambda *_: arms)
         ledger = run.measure(backbone, dataclasses.replace(CONFIG, suite=asked), folder, progress)
     rows = ledger.rows()
     config = {**dataclasses.asdict(CONFIG), "command": "python -m evals.run --seed=77"}
@@ -154,24 +168,28 @@ def test_nan_is_written_as_null(job: Job):
 
 @pytest.mark.parametrize("probe", ["repair.visible", "repair.evicted"])
 def test_every_repair_arm_is_there(job: Job, probe: str):
-    """All arms × metrics × kinds; questions about legends only while legends are in view; bytes once per arm."""
+    """All arms × metrics × kinds; questions about legends, and what a question chooses, only with legends in view."""
     kinds = [kind for kind in KINDS if probe == "repair.visible" or kind != "legend"]
-    arms = [*job.arms, "mask_4d"] if probe == "repair.visible" else job.arms
+    reuse = [arm for arm in job.arms if probe == "repair.visible" or arm not in QUESTION_ARMS]
+    arms = [*reuse, "mask_4d"] if probe == "repair.visible" else reuse
     expected = {(arm, f"{metric}.{kind}") for arm in arms for metric in PER_ITEM for kind in kinds}
     found = {(row["arm"], row["metric"]) for row in job.rows if row["probe"] == probe}
-    expected |= {(arm, metric) for arm in job.arms for metric in COSTS}
+    expected |= {(arm, metric) for arm in reuse for metric in COSTS}
     if probe == "repair.visible":
-        expected |= {(arm, "bytes") for arm in job.arms}
+        expected |= {(arm, "bytes") for arm in reuse}
     assert found == expected
 
 
 @ALL
 def test_arm_count_is_what_the_bar_was_told(job: Job, backbone: ModelBackbone):
     """The progress bar ends where its total says."""
-    arms = probes.arm_count(backbone.layout)
-    assert arms == len(REPAIR_ARMS)
+    arms, every = probes.main_arms(backbone.layout), probes.all_arms(backbone.layout)
+    assert arms == REPAIR_ARMS == run.arms_of(CONFIG, backbone)
+    assert run.arms_of(dataclasses.replace(CONFIG, arms="all"), backbone) == every
+    assert len(every) == len(set(every)) > len(arms)
+    assert [name for name in every if name in arms] == arms
     assert {name: job.ticks[name] for name in REPAIR_ARMS} == dict.fromkeys(REPAIR_ARMS, 1)
-    assert job.ticks.total() == run._ticks(CONFIG, arms)
+    assert job.ticks.total() == run._ticks(CONFIG, len(arms))
     assert set(REPAIRS) == {"first_k", "cacheblend", "oracle_delta"}
 
 
@@ -192,7 +210,7 @@ def test_window_probes_are_there(job: Job):
             expected.add((probe, "order", "relative_order_effect"))
             expected |= {(probe, "orbit", f"orbit_minus_exact.{kind}") for kind in kinds}
         assert {row for row in found if row[0] == probe} == expected
-    metrics = ("relative_norm", "e90", "e90_rotated", "token_share_90", "head_share_max")
+    metrics = ("relative_norm", "e90", "e90_rotated", "token_share_90", "head_share_max", "class_mean_share")
     shape = {("deficit", f"layer={layer}.{name}", m) for layer in range(6) for name in "kv" for m in metrics}
     assert {row for row in found if row[0] == "deficit"} == shape
     assert {row for row in found if row[0] == "mask"} == {
