@@ -473,4 +473,6 @@ def test_a_quick_run_of_the_suite(tmp_path: Path):
     names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
     assert names == {*window.FIGURES, "window_gate"}
     assert page.count("data:image/png;base64,") == len(names)
-    assert "How far an order moves the deficit" in page
+    assert "η of one orbit patch, K = 3" in page
+    # Four contexts are fewer than what is shown at least.
+    assert "How far an order moves the deficit" not in page
