@@ -1,7 +1,8 @@
 """What README.md and docs/results.md say of a run: written from its rows, so that no sentence can part from them.
 
-`python -m evals.report.documents out/run` puts a finished run into both pages, its rows into docs/results.json and its
-pictures into docs/pictures. A test holds the pages against that file.
+`python -m evals.report.documents out/run out/seed1 out/seed2` puts a finished run into both pages, its rows into
+docs/results.json and its pictures into docs/pictures; the further folders are runs of other training seeds, for the
+headline. A test holds the pages against that file.
 """
 
 import json
@@ -10,14 +11,16 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..results.headline import is_headline
 from ..results.rows import Rows
 from ..results.tables import markdown_table
 from .comparison import DEEP, VISIBLE
 from .figures import MULTI_HOP, Results
+from .seeds import seeds_sentence, seeds_table, tables_of
 from .summary import NO_WINDOW
 from .table import comparison_table
 from .verdict import first_arms, verdict
@@ -32,13 +35,15 @@ PICTURES = {"example.png": "example.png", "accuracy.png": "rank.png"}
 SMALL_PROBES = ("reorder", "slide", "recall")
 
 
-def kept(results: Results) -> dict[str, Any]:
+def kept(results: Results, seeds: Sequence[Results] = ()) -> dict[str, Any]:
     """Keeps of a run what the pages show: accuracies, costs and KL of the main comparison, three probes of the window.
 
-    Values and their intervals lose what no page shows, digits behind the sixth.
+    Values and their intervals lose what no page shows, digits behind the sixth. Of runs of other training seeds,
+    accuracies of the main comparison alone.
     """
     model, rows = Rows(results).model, []
     shown = lambda metric: metric.split(".")[0] in ("accuracy", "stored_bytes", "serving_flops", "bytes", "kl")
+    tables = tables_of((results, *seeds)) if seeds else {}
     for row in results["rows"]:
         own = row["model"] == model and row["probe"] in (VISIBLE, *SMALL_PROBES)
         control = row["model"].endswith(NO_WINDOW) and row["probe"] == VISIBLE and row["arm"] in ("re-prefill", "blind")
@@ -46,7 +51,7 @@ def kept(results: Results) -> dict[str, Any]:
             rounded = {name: _six(row[name]) for name in ("value", "low", "high")}
             rows.append({**row, **rounded})
     config = {name: results["config"].get(name) for name in ("backbone", "contexts", "seed", "command", "parameters")}
-    return {"config": config, "rows": rows}
+    return {"config": config, "rows": rows, "seeds": tables}
 
 
 def _six(value: float | None) -> float | None:
@@ -70,8 +75,11 @@ def section(results: Results, page: str) -> str:
         f"the page's own KV or of re-prefilling it. From `{config['command']}`, `out/run/table.md`:"
     )
     limits = "What does *not* work is in the report too: " + "; ".join(negatives(rows)) + "."
-    said = [about, " ".join([*verdict(results), *without_window(results)]), measured, table, limits]
-    return "\n\n".join(part if part is table else filled(part) for part in said)
+    tables, means = results.get("seeds", {}), []
+    if is_headline(tables):
+        means = [seeds_sentence(tables), seeds_table(tables, arms)]
+    said = [about, " ".join([*verdict(results), *without_window(results)]), *means, measured, table, limits]
+    return "\n\n".join(part if part.startswith("|") else filled(part) for part in said)
 
 
 def filled(text: str) -> str:
@@ -148,9 +156,9 @@ def block(text: str, page: Path) -> str:
     return new
 
 
-def write(results: Mapping[str, Any], figures: Path, root: Path = ROOT) -> None:
-    """Puts a run into the pages, docs/results.json and docs/pictures."""
-    shown = kept(results)
+def write(results: Results, seeds: Sequence[Results], figures: Path, root: Path = ROOT) -> None:
+    """Puts a run, and those of other training seeds, into the pages, docs/results.json and docs/pictures."""
+    shown = kept(results, seeds)
     (root / "docs" / "results.json").write_text(json.dumps(shown, indent=0) + "\n", encoding="utf-8")
     for page in PAGES:
         (root / page).write_text(block(section(shown, page), root / page), encoding="utf-8")
@@ -160,5 +168,6 @@ def write(results: Mapping[str, Any], figures: Path, root: Path = ROOT) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    write(json.loads((folder / "results.json").read_text(encoding="utf-8")), folder / "figures")
+    folders = [Path(name) for name in sys.argv[1:]]
+    runs = [json.loads((folder / "results.json").read_text(encoding="utf-8")) for folder in folders]
+    write(runs[0], runs[1:], folders[0] / "figures")

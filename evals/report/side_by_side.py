@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..results.headline import is_headline
 from ..results.rows import Rows, without_nan
 from ..results.tables import markdown_table
+from ..rules import RULES
 from ..small_task import KINDS
 from .comparison import VISIBLE, smallest_rank
 from .figures import Results
+from .seeds import seeds_sentence, seeds_table, tables_of
 from .summary import TOKEN_METHODS
+from .table import ARMS as SEEDS_ARMS
 from .wording import number, show
 
 RANK = 8
@@ -59,7 +63,11 @@ def write(results: Mapping[str, Results], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / "backbones.md"
     lines = [line(each) for each in results.values()]
-    table.write_text(markdown_table(HEAD, lines) + "\n", encoding="utf-8")
+    parts = [markdown_table(HEAD, lines)]
+    seeds = tables_of(results[name] for name in RULES.headline_backbones if name in results)
+    if is_headline(seeds):
+        parts += [seeds_sentence(seeds), seeds_table(seeds, SEEDS_ARMS)]
+    table.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     kept = {name: {"config": each["config"], "rows": _kept(each)} for name, each in results.items()}
     (folder / "backbones.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     draw(results, folder / "backbones.png")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from ..results.beating import beating as results_beating
 from ..results.intervals import Interval
 from ..results.rows import Rows
 from .comparison import VISIBLE, smallest_rank
@@ -14,9 +15,8 @@ ROWS = 6
 TOLERANCE = 0.01
 OURS = ("re-prefill", "blind", "mask_4d", "patch", "rotated_frame")
 """Families that are no other way of reuse: the references, the control, and the patch in all its forms."""
-UNSERVABLE = ("oracle_delta", "class_mean")
-"""Families that are told the answer, or what the images show: bounds, not rivals."""
 COSTS = {"stored_bytes": "stored bytes", "serving_flops": "serving FLOPs", "bytes": "share of KV bytes"}
+BEATEN_ON = {**COSTS, "stored_bytes.antecedents=1": "stored bytes with the canonical, for one antecedent"}
 
 
 def cost(rows: Rows, arm: str, axis: str) -> float:
@@ -47,27 +47,14 @@ def several_hops(rows: Rows, probe: str, arm: str) -> float:
 
 
 def beating(rows: Rows, patch: str, probe: str = VISIBLE) -> dict[str, list[str]]:
-    """Lists, by axis of cost, what beats a patch: at most `TOLERANCE` less accurate on both kinds, and cheaper.
-
-    An arm of the same cost beats it where it is the more accurate on one of the kinds. Of a family that beats it at
-    several settings, the cheapest stands for all. Ways that need what no server has (`UNSERVABLE`) are left out.
-    """
-    found: dict[str, list[str]] = {}
-    for axis in cost_axes(rows):
-        cheapest: dict[str, tuple[float, str]] = {}
-        for arm in rows.arms(probe):
-            name, price, limit = family(arm), cost(rows, arm, axis), cost(rows, patch, axis)
-            gains = [
-                rows.get(probe, arm, f"accuracy.{kind}").value - rows.get(probe, patch, f"accuracy.{kind}").value
-                for kind in MULTI_HOP
-            ]
-            as_right = min(gains) >= -TOLERANCE - 1e-9 and (price < limit or max(gains) > 0)
-            if name in (*OURS, *UNSERVABLE) or not (price <= limit and as_right):
-                continue
-            if name not in cheapest or price < cheapest[name][0]:
-                cheapest[name] = (price, arm)
-        found[axis] = [arm for _, arm in sorted(cheapest.values())]
-    return found
+    """Lists, by axis of cost, the other families that beat a patch (`results.beating`), each by its cheapest arm."""
+    found: dict[str, dict[str, str]] = {}
+    # Rows that were made before there were two axes have one share of bytes.
+    costs = {"bytes": lambda arm: cost(rows, arm, "bytes")} if cost_axes(rows) == ["bytes"] else None
+    for beats in results_beating(rows, patch, probe, costs=costs):
+        if family(beats.arm) not in OURS:
+            found.setdefault(beats.axis, {}).setdefault(family(beats.arm), beats.arm)
+    return {axis: list(arms.values()) for axis, arms in found.items()}
 
 
 def nearest(rows: Rows, patch: str, probe: str = VISIBLE) -> list[str]:
@@ -140,7 +127,7 @@ def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
 
 def _what_else(rows: Rows, patch: str) -> str:
     others = [arm for arm in rows.arms(VISIBLE) if family(arm) not in OURS]
-    better = {COSTS[axis]: arms for axis, arms in beating(rows, patch).items() if arms}
+    better = {BEATEN_ON[axis]: arms for axis, arms in beating(rows, patch).items()}
     if better:
         said = [
             f"in {axis} by {', '.join(f'{arm_label(arm)} ({_values(rows, arm)})' for arm in arms)}"

@@ -1,6 +1,7 @@
 """Which arms beat the patch: as right as it is, at no greater cost on one axis."""
 
 import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..rules import RULES, Rules
@@ -27,19 +28,28 @@ def is_diagnostic(arm: str) -> bool:
     return arm.split(".")[0] in DIAGNOSTIC
 
 
-def beating(rows: Rows, patch: str, probe: str = "repair.visible", rules: Rules = RULES) -> list[Beats]:
+def beating(
+    rows: Rows,
+    patch: str,
+    probe: str = "repair.visible",
+    rules: Rules = RULES,
+    costs: Mapping[str, Callable[[str], float]] | None = None,
+) -> list[Beats]:
     """Lists every arm that beats a patch on an axis, by axis, cheapest first.
 
     An arm beats it that is at most the rules' tolerance less accurate on each of the rules' kinds, and costs no more on
     this axis; where both cost the same, it must be more accurate on one kind. Other ranks and variants of the patch
-    count too. References and arms that no server can have (`is_diagnostic`) are left out.
+    count too. References and arms that no server can have (`is_diagnostic`) are left out. `costs`: what an
+    arm costs by axis, other than the rules' axes and the probe's own rows.
     """
+    if costs is None:
+        costs = {axis: lambda arm, axis=axis: rows.get(probe, arm, axis).value for axis in rules.axes}
     found = []
-    for axis in rules.axes:
-        limit = rows.get(probe, patch, axis).value
+    for axis, cost_of in costs.items():
+        limit = cost_of(patch)
         here = []
         for arm in rows.arms(probe):
-            cost = rows.get(probe, arm, axis).value
+            cost = cost_of(arm)
             gains = [
                 _accuracy(rows, probe, arm, kind) - _accuracy(rows, probe, patch, kind) for kind in rules.beating_kinds
             ]

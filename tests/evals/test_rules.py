@@ -6,6 +6,7 @@ import math
 import pytest
 
 from evals.report.comparison import smallest_rank
+from evals.report.seeds import seeds_sentence, seeds_table, tables_of
 from evals.results.beating import beating, on_every_axis, pareto_front
 from evals.results.headline import headline, headline_rows, is_headline, smallest_rank_of_mean
 from evals.results.rows import Rows, as_row
@@ -100,3 +101,23 @@ def test_means_over_seeds():
     whole = {name: results(ARMS, name)["rows"] for name in RULES.headline_backbones}
     assert smallest_rank_of_mean(whole) == 8
     assert all(math.isfinite(spread.mean) for spread in headline(whole).values())
+
+
+def test_the_headline_in_words():
+    """Each seed's own rows alone, not its control's; an arm that one seed lacks is left out."""
+    runs = []
+    for name, chain in zip(RULES.headline_backbones, (0.2, 0.5, 0.6), strict=True):
+        rows = [
+            as_row(PROBE, name, arm, f"accuracy.{kind}", chain)
+            for arm in ("blind", "re-prefill")
+            for kind in ("chain", "aggregate")
+        ]
+        rows.append(as_row(PROBE, f"{name}_no_window", "blind", "accuracy.chain", 0.9))
+        runs.append({"config": {}, "environment": {}, "rows": rows})
+    runs[0]["rows"] += [as_row(PROBE, RULES.headline_backbones[0], "first_k.budget=0.15", "accuracy.chain", 0.3)]
+    tables = tables_of(runs)
+    assert set(tables) == set(RULES.headline_backbones)
+    text = seeds_table(tables, ["re-prefill", "blind", "first_k.budget=0.15"])
+    assert "| blind reuse | 0.433 (0.200 to 0.600) | 0.433 (0.200 to 0.600) |" in text
+    assert "first-k" not in text
+    assert "over 3 training seeds" in seeds_sentence(tables)
