@@ -58,7 +58,7 @@ def beating(
             better = cost < limit or max(gains) > 0
             if cost <= limit and min(gains) >= -rules.beating_tolerance - 1e-9 and better:
                 here.append(Beats(arm, axis, min(gains), cost, limit))
-        found += sorted(here, key=lambda beats: beats.cost)
+        found += sorted(here, key=lambda beats: (beats.cost, beats.arm))
     return found
 
 
