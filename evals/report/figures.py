@@ -72,7 +72,7 @@ NAMES = {
     "prcr": "PRCR-style",
     "random_tokens": "random tokens",
     "residual": "run again from",
-    "quantised": "KV(B|A) quantised",
+    "quantised": "KV(B|A)",
     "svd": "KV(B|A) truncated",
     "shadowkv": "ShadowKV-style",
     "keys_alone": "keys alone",
@@ -136,6 +136,10 @@ def arm_label(arm: str) -> str:
             words.append(f"{100 * float(value):.0f} % of tokens")
         elif name == "bytes_of_rank":
             words.append(f"bytes of rank {value}")
+        elif name == "bits" and words:
+            words[-1] += f" in {value} bits"
+        elif name == "layer" and words:
+            words[-1] += f" layer {value}"
         else:
             words.append(f"{NAMES.get(name, name)} {value}".strip())
     return ", ".join(words)

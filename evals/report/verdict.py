@@ -1,14 +1,15 @@
 """The head of a report, computed from rows: three sentences, and the arms that stand in the first table."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..results.beating import beating as results_beating
+from ..results.costs import AXES
 from ..results.intervals import Interval
 from ..results.rows import Rows
 from .comparison import VISIBLE, smallest_rank
 from .figures import MULTI_HOP, Results, arm_label, byte_share, family
-from .wording import number
+from .wording import number, share
 
 ROWS = 6
 """How many rows a first table has, where no more than that many arms have to stand in it."""
@@ -16,7 +17,7 @@ TOLERANCE = 0.01
 OURS = ("re-prefill", "blind", "mask_4d", "patch", "rotated_frame")
 """Families that are no other way of reuse: the references, the control, and the patch in all its forms."""
 COSTS = {"stored_bytes": "stored bytes", "serving_flops": "serving FLOPs", "bytes": "share of KV bytes"}
-BEATEN_ON = {**COSTS, "stored_bytes.antecedents=1": "stored bytes with the canonical, for one antecedent"}
+BEATEN_ON = {**COSTS, "stored_bytes.antecedents=1": "bytes with the canonical"}
 
 
 def cost(rows: Rows, arm: str, axis: str) -> float:
@@ -115,8 +116,8 @@ def _what_is_lost(rows: Rows) -> str:
 
 
 def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
-    share = cost(rows, patch, cost_axes(rows)[0]) if cost_axes(rows) else math.nan
-    stored = f", {100 * share:.0f} % of the page's KV kept beside it," if math.isfinite(share) else ""
+    kept = cost(rows, patch, cost_axes(rows)[0]) if cost_axes(rows) else math.nan
+    stored = f", {100 * kept:.0f} % of the page's KV kept beside it," if math.isfinite(kept) else ""
     kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(VISIBLE)]
     near = [kind for kind in kinds if abs(rows.gap(VISIBLE, patch, kind)) <= TOLERANCE + 1e-9]
     enough = smallest_rank(results, VISIBLE) is not None
@@ -127,15 +128,29 @@ def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
 
 def _what_else(rows: Rows, patch: str) -> str:
     others = [arm for arm in rows.arms(VISIBLE) if family(arm) not in OURS]
-    better = {BEATEN_ON[axis]: arms for axis, arms in beating(rows, patch).items()}
+    better = beating(rows, patch)
     if better:
-        said = [
-            f"in {axis} by {', '.join(f'{arm_label(arm)} ({_values(rows, arm)})' for arm in arms)}"
-            for axis, arms in better.items()
-        ]
-        return f"At most {TOLERANCE} less accurate on both, it is undercut {'; and '.join(said)}."
+        return f"At most {TOLERANCE} less accurate on both, it is undercut {_undercut(rows, better)}."
     close = nearest(rows, patch)
     near = f"; the best of those that keep no more is {arm_label(close[0])}: {_values(rows, close[0])}" if close else ""
     axes = " or in ".join(COSTS[axis] for axis in cost_axes(rows))
     none = f"None of the {len(others)} other ways tried is as good, within {TOLERANCE}, at no greater cost in {axes}"
     return f"{none}{near}."
+
+
+def _undercut(rows: Rows, better: Mapping[str, Sequence[str]]) -> str:
+    """Says which arms beat the patch on which axes, what they cost on the others too, and whether one does on both."""
+    axes: dict[str, list[str]] = {}
+    for axis, arms in better.items():
+        for arm in arms:
+            axes.setdefault(arm, []).append(BEATEN_ON[axis])
+    said = []
+    for arm, beaten in axes.items():
+        costs = ", ".join(f"{share(cost(rows, arm, axis))} {COSTS[axis]}" for axis in cost_axes(rows))
+        right = ", ".join(number(_accuracy(rows, arm, kind).value) for kind in MULTI_HOP)
+        said.append(f"in {' and '.join(beaten)} by {arm_label(arm)} ({right}; {costs})")
+    text = "; ".join(said)
+    if len(cost_axes(rows)) < 2:
+        return text
+    both = [arm for arm, beaten in axes.items() if {COSTS[axis] for axis in AXES} <= set(beaten)]
+    return f"{text}; in both stored bytes and serving FLOPs by {', '.join(map(arm_label, both)) or 'none'}"
