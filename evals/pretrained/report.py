@@ -34,7 +34,7 @@ FAMILIES = {
     "query_aware": ("query-aware tokens", "C3", "D"),
     "oracle_delta": ("oracle Δ tokens", "C4", "v"),
     "random": ("random tokens", "C5", "x"),
-    "kv.bits=": ("KV(B|A) at few bits", "C6", "P"),
+    "kv.bits=": ("conditioned KV at few bits", "C6", "P"),
     "patch.int8": ("patch, int8", "C7", "*"),
 }
 
