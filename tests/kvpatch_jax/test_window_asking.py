@@ -67,7 +67,10 @@ def test_one_forward_is_two_to_rounding(drill: Drill, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_question_that_is_refused_leaves_all_as_it_was(drill: Drill):
+def test_a_question_that_is_refused_leaves_all_as_it_was():
+    drill = Drill("gqa", pages=4, page_size=8, host=False)
+    for id in ("c0", "c1"):
+        drill.append(id)
     executor, window = drill.paged, drill.window
     bits = rows_of(executor, window)
     question = tokens_of(drill.backbone, 99, 3)
@@ -79,7 +82,7 @@ def test_a_question_that_is_refused_leaves_all_as_it_was(drill: Drill):
         drill.compare()
     with pytest.raises(WindowError):
         executor.ask(there, (), question)  # edits that do not lead there
-    # A pool that is full: c6 has room for itself, and what follows has not.
+    # A chunk a page: c6 takes the third of four, and of the two behind it the second finds none.
     drill.append("c6")
     full, more = drill.window.append(drill.make("c7"))
     fuller, most = full.append(drill.make("c9"))
