@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("evals.run", "--backbone=nope", "qwen2_5_vl_no_window"),
         pytest.param("evals.train", "--backbone=nope", "qwen3_vl_moe", marks=pytest.mark.slow),
-        ("evals.bench", "--architectures=nope", "LlavaForConditionalGeneration"),
+        pytest.param("evals.bench", "--architectures=nope", "LlavaForConditionalGeneration", marks=pytest.mark.slow),
     ],
 )
 def test_an_unknown_name_ends_in_one_line(tmp_path, program, flag, known):

@@ -33,6 +33,7 @@ def questions(reuse: probes.PageReuse) -> small_task.Questions:
     return small_task.ask(reuse.scene.contexts, np.random.default_rng(5), dict(RULES.questions))
 
 
+@pytest.mark.slow
 def test_chosen_tokens_are_recomputed_in_context(reuse: probes.PageReuse, questions: small_task.Questions):
     """Where every question chooses the same tokens, it reads what a repair of these tokens leaves in the cache."""
     index = np.sort(np.random.default_rng(0).permutation(reuse.page.tokens)[:5])[None].repeat(CONTEXTS, 0)
@@ -45,6 +46,7 @@ def test_chosen_tokens_are_recomputed_in_context(reuse: probes.PageReuse, questi
     assert np.abs(np.exp(blind.log_probabilities) - np.exp(expected.log_probabilities)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_question_attends_to_the_cell_that_it_asks_for(reuse: probes.PageReuse, questions: small_task.Questions):
     """Probabilities; at the layers of the rules most questions about a cell look at that cell most, out of 102."""
     found = attention_of_questions(reuse, questions, reuse.cache())
@@ -74,6 +76,7 @@ def test_what_choosing_by_the_question_costs(reuse: probes.PageReuse, questions:
     assert right.shape == questions.valid.shape
 
 
+@pytest.mark.slow
 def test_means_of_classes(reuse: probes.PageReuse):
     """Every token has the mean of its page's tokens that show the same, summed one by one."""
     classes, means, delta = page_classes(reuse), class_means(reuse)["v"], np.asarray(reuse.delta["v"])

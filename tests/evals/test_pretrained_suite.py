@@ -41,6 +41,7 @@ def document(seed: int, count: int = 60) -> Document:
     return Document(f"python/{seed}", plan.DOMAINS[seed % 4], ids)
 
 
+@pytest.mark.slow
 def test_a_patch_of_full_rank_is_the_reference_and_blind_reuse_is_not(passages: Passages):
     served = passages.read(passages.serve(passages.patch(passages.length)))
     exact, blind = passages.scored(served), passages.scored(passages.read(passages.serve()))

@@ -119,6 +119,7 @@ def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert right(7) >= right(5)
 
 
+@pytest.mark.slow
 def test_start_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -68,8 +68,18 @@ def pack(form: Form, name: str, contexts: Contexts, questions: Questions, shown,
 # ------------------------------------------------------------------------------------------------------- pixels
 
 
-@pytest.mark.parametrize("split", ["train", "held_out"])
-@pytest.mark.parametrize("name", INSTANCES)
+SPLITS = ("train", "held_out")
+"""By default every other instance's of each: the drawing of a split is the same for all."""
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        pytest.param(name, split, marks=pytest.mark.slow if number % 2 != place else ())
+        for number, name in enumerate(INSTANCES)
+        for place, split in enumerate(SPLITS)
+    ],
+)
 def test_rendered_arrays_equal_png_files(tmp_path: Path, name: str, split: str):
     """What training packs from arrays is, to the bit, what `prepare` reads from the files; ids and positions too."""
     backbone = fresh(name)

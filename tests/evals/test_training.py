@@ -33,10 +33,26 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return trainer
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """As many steps by its checkpoint, which holds drawn numbers in every parameter and moment: nothing is compiled."""
+    trainer = Trainer(RECIPE, tmp_path_factory.mktemp("kept"))
+    rng = np.random.default_rng(0)
+
+    def drawn(leaf: jax.Array) -> jax.Array:
+        return jax.device_put((10 * rng.standard_normal(leaf.shape)).astype(leaf.dtype), leaf.sharding)
+
+    trainer.state, trainer.moments = jax.tree.map(drawn, (trainer.state, trainer.moments))
+    trainer.step = STEPS
+    trainer.save()
+    return trainer
+
+
 def curve(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_loss_falls(straight: Trainer):
     """On the first step's own batch, the questions' loss and the mean auxiliary one are lower after training."""
     lines = curve(straight.folder)
@@ -53,6 +69,7 @@ def test_the_loss_falls(straight: Trainer):
     assert mean(after) < mean(lines[0]) - 0.5
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_parameter(straight: Trainer):
     """Adam's running mean of squared gradients: finite everywhere, and not zero in any parameter."""
     adam = next(part for part in jax.tree.leaves(straight.moments, is_leaf=is_adam) if is_adam(part))
@@ -67,13 +84,13 @@ def is_adam(part: object) -> bool:
     return hasattr(part, "nu")
 
 
-def test_a_checkpoint_is_taken_up_to_the_bit(straight: Trainer):
+def test_a_checkpoint_is_taken_up_to_the_bit(kept: Trainer):
     """Parameters, optimiser state and step, by another Trainer: what a step makes of them follows from its number."""
-    again = Trainer(RECIPE, straight.folder)
+    again = Trainer(RECIPE, kept.folder)
     assert again.step == 0
     assert again.resume() == again.step == STEPS
     for name in ("state", "moments"):
-        got, expected = (jax.tree.leaves(getattr(trainer, name)) for trainer in (again, straight))
+        got, expected = (jax.tree.leaves(getattr(trainer, name)) for trainer in (again, kept))
         assert len(got) == len(expected)
         for ours, theirs in zip(got, expected, strict=True):
             np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
@@ -99,12 +116,12 @@ def test_resumed_equals_straight(straight: Trainer, tmp_path: Path):
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"window": 0.0}, {"steps": 25}])
-def test_another_recipe_is_refused(straight: Trainer, change: dict[str, float]):
+def test_another_recipe_is_refused(kept: Trainer, change: dict[str, float]):
     """A used folder keeps its recipe; the error names the file."""
-    before = (straight.folder / "recipe.json").read_text()
+    before = (kept.folder / "recipe.json").read_text()
     with pytest.raises(ConfigError, match=r"recipe\.json"):
-        Trainer(dataclasses.replace(RECIPE, **change), straight.folder)  # type: ignore[arg-type]
-    assert (straight.folder / "recipe.json").read_text() == before
+        Trainer(dataclasses.replace(RECIPE, **change), kept.folder)  # type: ignore[arg-type]
+    assert (kept.folder / "recipe.json").read_text() == before
     assert json.loads(before) == dataclasses.asdict(RECIPE)
 
 

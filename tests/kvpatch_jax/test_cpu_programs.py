@@ -74,6 +74,7 @@ def test_layer_by_layer_is_bit_equal_to_all_at_once():
             np.testing.assert_array_equal(found[name][layer], own[name][0])
 
 
+@pytest.mark.slow
 def test_apply_can_be_differentiated_and_mapped():
     kv, factors, local, start = drawn()
     kv, factors = jax.tree.map(lambda value: value.astype(jnp.float32), (kv, factors))

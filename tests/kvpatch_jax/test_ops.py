@@ -123,7 +123,9 @@ def energy_and_gradient(conditioned, base, length, heads):
 
 
 @HEADS
-@pytest.mark.parametrize("case", ["zero", "padded", "one token"])
+@pytest.mark.parametrize(
+    "case", ["zero", *(pytest.param(case, marks=pytest.mark.slow) for case in ("padded", "one token"))]
+)
 def test_form_can_be_differentiated_where_the_deficit_is_zero_or_padded(case: str, heads):
     layout = LAYOUTS["gqa"]
     base = kv_of(layout, 24)

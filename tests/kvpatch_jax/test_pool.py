@@ -74,7 +74,7 @@ def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: b
         assert (flat[:, others] == before[channel].reshape(flat.shape)[:, others]).all()
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_blind_and_kept_layers_and_engine_frame(padded: bool):
     chunk = chunk_of("gqa")
     layout, slots = chunk.layout, slots_of(24)

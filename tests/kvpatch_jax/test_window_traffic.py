@@ -136,6 +136,7 @@ class LeadShelf(Shelf):
         return [patch for patch in super().get_patches(served) if patch.metadata.lead == served.lead]
 
 
+@pytest.mark.slow
 def test_canonicals_behind_a_lead_are_formed_stored_and_fetched_as_such():
     shelf, counting = LeadShelf(), counting_of(backbone_of("gqa"))
     front = tokens_of(counting, 50, 5)

@@ -109,7 +109,7 @@ STRUCTURES = {
 }
 
 
-COMBINED = ("all", "window", "slots", "any")
+COMBINED = ("all", "causal", "window", "slots", "places", "any")
 """Rules that "everything" and the others combine: a structure is two programs."""
 
 

@@ -46,7 +46,10 @@ def checkpoint(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in ("qwen2_5_vl", "llava") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def test_two_images_in_a_conversation_equal_transformers(checkpoint, family):
     """The same text, the same ids: template, tokenizer, image expansion and all."""
     backbone, gold = load(checkpoint(family)), GOLD["families"][family]

@@ -75,8 +75,18 @@ def check_forward(backbone, gold):
 SLOW = pytest.mark.slow
 
 
+FORWARDS = [name for name in FAMILIES if name not in (*PARTS, "qwen3_vl")]
+"""By default: the sparsest configuration of Qwen3-VL is compared with transformers' model, images and all."""
+
+
 @pytest.mark.parametrize(
-    "case", ["one_image", pytest.param("text", marks=SLOW), pytest.param("two_images", marks=SLOW)]
+    ("family", "case"),
+    [
+        pytest.param(family, case, marks=() if family in FORWARDS and case == "one_image" else SLOW)
+        for family in FAMILIES
+        for case in ("one_image", "text", "two_images")
+    ],
+    indirect=["family"],
 )
 def test_forward_equals_transformers(backbone, family, case):
     check_forward(backbone, golden_arrays(family, case))

@@ -115,6 +115,7 @@ def test_kv_keeps_its_frame_through_a_checkpoint(backbone, prefilled, tmp_path):
     assert all(np.array_equal(again[name], engine[name]) for name in engine)
 
 
+@pytest.mark.slow
 def test_a_known_frame_does_not_compile_again(backbone, prefilled):
     """KV as it comes and the same as a plain dictionary run one program."""
     tokens, _, engine = prefilled
@@ -174,6 +175,7 @@ def test_a_question_that_was_not_moved_is_refused(backbone, prefilled):
         backbone.prefill(one, two)
 
 
+@pytest.mark.slow
 def test_what_stands_at_position_0_on_purpose_is_taken(backbone, prefilled):
     two = jax.tree.map(lambda value: jnp.repeat(value, 2, axis=1), prefilled[2])
     rows = tokens_of(backbone, 2, T)

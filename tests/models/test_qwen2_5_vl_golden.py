@@ -10,7 +10,7 @@ from tests.goldens.load import golden_arrays, write_checkpoint
 BAR = 2e-4
 
 
-@pytest.fixture(scope="module", params=["config.json", "config_release.json"])
+@pytest.fixture(scope="module")
 def backbone(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("golden")
     return load(write_checkpoint("qwen2_5_vl", directory, request.param), angles="float32")
@@ -31,7 +31,19 @@ def tokens_of(backbone, gold, position_ids="position_ids"):
     return backbone.embed(gold["input_ids"][None], gold[position_ids][None], **vision)
 
 
-@pytest.mark.parametrize("case", ["text", "one_image", "two_images", "video"])
+CASES = ("text", "one_image", "two_images", "video")
+
+
+@pytest.mark.parametrize(
+    ("backbone", "case"),
+    [
+        *(("config.json", case) for case in CASES[1:]),
+        pytest.param("config.json", "text", marks=pytest.mark.slow),
+        ("config_release.json", "text"),
+        *(pytest.param("config_release.json", case, marks=pytest.mark.slow) for case in CASES[1:]),
+    ],
+    indirect=["backbone"],
+)
 def test_forward_equals_transformers(backbone, case):
     gold = golden_arrays("qwen2_5_vl", case)
     tokens = tokens_of(backbone, gold)

@@ -35,7 +35,7 @@ def residual_over_optimal(matrix: np.ndarray, rank: int, **how) -> float:
     return float(np.linalg.norm(left) / np.linalg.norm(singular[rank:]))
 
 
-@pytest.mark.parametrize("orthonormal", ["qr", "cholesky"])
+@pytest.mark.parametrize("orthonormal", ["qr", pytest.param("cholesky", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(320, 128), pytest.param((128, 320), marks=pytest.mark.slow)], ids=["tall", "wide"])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_steep_spectra_are_factorised_as_well_as_flat_ones(name: str, shape: tuple[int, int], orthonormal: str):
@@ -97,7 +97,11 @@ def slope_of_the_product(value, weights, method: str):
 
 @pytest.mark.parametrize("method", ["exact", "randomised"])
 @pytest.mark.parametrize("shape", [(20, 12), pytest.param((12, 20), marks=pytest.mark.slow)], ids=["tall", "wide"])
-@pytest.mark.parametrize("decay", [0.5, 0.7, None], ids=["steep", "flat", "low rank"])
+@pytest.mark.parametrize(
+    "decay",
+    [0.5, *(pytest.param(decay, marks=pytest.mark.slow) for decay in (0.7, None))],
+    ids=["steep", "flat", "low rank"],
+)
 def test_gradient_is_that_of_the_best_factors(shape: tuple[int, int], decay: float | None, method: str):
     """Against differences of float64 SVDs."""
     rank, weights = 4, np.random.default_rng(1).standard_normal(shape)
@@ -128,8 +132,8 @@ def mapped_slopes(values, weights, method: str):
     return jax.vmap(lambda value: slope_of_both(value, weights, method))(values)
 
 
-@pytest.mark.parametrize("method", ["exact", "randomised"])
-@pytest.mark.parametrize("rows", [0, 3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [pytest.param("exact", marks=pytest.mark.slow), "randomised"])
+@pytest.mark.parametrize("rows", [0, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (3, 20))])
 def test_gradients_of_zero_and_padded_matrices_are_finite(rows: int, method: str):
     matrix = drawn(SPECTRA["slow"][:12], 24, 12)
     matrix[rows:] = 0.0

@@ -43,7 +43,7 @@ def test_neither_the_import_nor_the_xla_path_imports_pallas():
     run(BEFORE + XLA)
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", [pytest.param("gpu", marks=pytest.mark.slow), "tpu"])
 def test_a_kernel_that_is_asked_for_is_imported(platform: str):
     # One that takes no arrays so narrow, or that no device here can run, has been looked at all the same.
     narrow = KERNEL if platform == "gpu" else KERNEL.replace("jnp.ones((1, 2, 1, 4))", "jnp.ones((0, 2, 1, 4))")

@@ -46,12 +46,14 @@ PER_HEAD_IN_BFLOAT16 = [
     for shape in SMALL
 ]
 """Rounding and factors per head have nothing to do with each other: by default they meet in one shape."""
+IN_WRITING = ("pairs", "mla", "plain")
+"""Shapes by default, beside the first with factors per head; the others are looked at in rows of whole lanes."""
 WRITTEN = [
-    *((shape, False, jnp.float32) for shape in SMALL),
     *(
-        pytest.param(shape, True, jnp.float32, marks=[pytest.mark.slow] if shape is not SMALL[0] else [])
+        pytest.param(shape, False, jnp.float32, marks=() if shape.name in IN_WRITING else pytest.mark.slow)
         for shape in SMALL
     ),
+    *(pytest.param(shape, True, jnp.float32, marks=pytest.mark.slow) for shape in SMALL),
     *(pytest.param(shape, False, jnp.bfloat16, marks=pytest.mark.slow) for shape in SMALL),
     *PER_HEAD_IN_BFLOAT16,
 ]
@@ -75,7 +77,14 @@ def test_writes_what_rotate_patch_makes_and_nothing_else(shape: SpliceShape, per
     np.testing.assert_allclose(wide(found[..., slots, :, :]), np.asarray(made, np.float32), **tolerance)
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=() if shape.name in ("partial", "ragged", "bare") else pytest.mark.slow)
+        for shape in SMALL
+    ],
+    ids=lambda shape: shape.name,
+)
 def test_rows_padded_to_whole_lanes_get_the_same_bits_then_zeros(shape: SpliceShape):
     per_head = shape.chunk.heads > 1
     dtype = jnp.bfloat16 if per_head else jnp.float32
@@ -94,7 +103,7 @@ def test_rows_padded_to_whole_lanes_get_the_same_bits_then_zeros(shape: SpliceSh
 
 NARROW = [
     pytest.param("tpu", "half", 2, 1, None, marks=pytest.mark.slow),
-    ("gpu", "pairs", 1, 2, None),
+    pytest.param("gpu", "pairs", 1, 2, None, marks=pytest.mark.slow),
     ("tpu", "half", 2, 1, "int8"),
 ]
 

@@ -137,7 +137,7 @@ def test_a_program_is_queued_several_times_and_its_seconds_are_of_one_call():
 
 
 @pytest.mark.usefixtures("few_sets")
-@pytest.mark.parametrize("operation", tune.OPERATIONS)
+@pytest.mark.parametrize("operation", [pytest.param("rotate_patch", marks=pytest.mark.slow), "splice"])
 def test_tuning_checks_each_candidate_against_the_xla_path(operation: str, monkeypatch):
     shape, rank = tune.shapes.SMALL[0], 4
     xla = next(tune.candidates(operation, shape, rank, "cpu"))

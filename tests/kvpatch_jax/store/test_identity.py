@@ -98,6 +98,7 @@ with ChunkStore(sys.argv[1], budget=Budget(host=0), clock=lambda: 1e9) as store:
 """
 
 
+@pytest.mark.slow
 def test_another_process_replaces_an_entry_twice(tmp_path: Path, store: ChunkStore, clock: Clock):
     for _ in range(3):
         mine = StaticLibrary(store, quota=1 << 20)

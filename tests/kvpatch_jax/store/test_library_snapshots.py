@@ -17,8 +17,10 @@ from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary,
 from kvpatch_jax.store.snapshots.arrays import export_arrays, load_arrays
 from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 
+SOME = [way if way in ("link", "arrays") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 
-@pytest.mark.parametrize("way", WAYS)
+
+@pytest.mark.parametrize("way", SOME)
 def test_libraries_travel_with_their_tenant(tmp_path: Path, way: str):
     with opened(tmp_path / "store") as store, opened(tmp_path / "other") as other:
         fill(store)
@@ -41,7 +43,7 @@ def test_libraries_travel_with_their_tenant(tmp_path: Path, way: str):
         }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SOME)
 def test_what_is_there_stays_by_reference(tmp_path: Path, way: str):
     with opened(tmp_path / "store") as store, opened(tmp_path / "other") as other:
         fill(store)

@@ -48,8 +48,18 @@ def fill(store: ChunkStore, count: int = MANY, **more) -> None:
     store.flush()
 
 
-@pytest.mark.parametrize("key", [None, b"one key of the store, 32 bytes at least"], ids=["plain", "encrypted"])
-@pytest.mark.parametrize("ttl", [None, 1000, 1e-3 * 2**40, 1e200])
+KEY = b"one key of the store, 32 bytes at least"
+OPENED = {(1000, "encrypted"), (1e200, "plain")}
+
+
+@pytest.mark.parametrize(
+    ("ttl", "key"),
+    [
+        pytest.param(ttl, key, marks=() if (ttl, name) in OPENED else pytest.mark.slow, id=f"{ttl}-{name}")
+        for ttl in (None, 1000, 1e-3 * 2**40, 1e200)
+        for name, key in (("plain", None), ("encrypted", KEY))
+    ],
+)
 def test_nothing_is_opened_to_find_that_nothing_expired(tmp_path: Path, key: bytes | None, ttl: float | None):
     clock = Clock()
     with ChunkStore(tmp_path, budget=NO_MEMORY, key=key, clock=clock) as store:
@@ -210,7 +220,10 @@ def _identity(library: StaticLibrary, name: str):
 
 
 @pytest.mark.parametrize("aged", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [name if name in ("replace", "delete") else pytest.param(name, marks=pytest.mark.slow) for name in CHANGES],
+)
 def test_a_library_knows_what_another_one_did(library: StaticLibrary, change: str, aged: bool):
     _ = library.used, library.entries()
     if aged:

@@ -170,7 +170,9 @@ def test_whatever_fails_while_putting_an_acknowledged_entry_is_served(tmp_path: 
         assert at > 5
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [way if way in ("link", "orbax") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_what_is_restored_with_the_key_is_there(tmp_path: Path, way: str):
     with opened(tmp_path / "store") as store, opened(tmp_path / "into") as into:
         library, references = static(store), DynamicLibrary(store)
@@ -249,6 +251,7 @@ def test_without_a_key_there_is_no_floor(tmp_path: Path):
     assert floors(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_readers_never_miss_an_entry_that_is_replaced_meanwhile(tmp_path: Path):
     with opened(tmp_path) as store:
         static(store).put(NAMES[0], "-1")

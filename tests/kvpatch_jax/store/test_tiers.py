@@ -281,8 +281,19 @@ def _memory(value: object) -> int:
     return total
 
 
-@pytest.mark.parametrize("key", [None, b"one key of the store, 32 bytes at least"], ids=["plain", "encrypted"])
-@pytest.mark.parametrize("encoding", [None, "bfloat16", "float16", "int8", "float8_e4m3fn"])
+COUNTED = {(None, "plain"), ("bfloat16", "encrypted"), ("int8", "plain")}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "key"),
+    [
+        pytest.param(
+            encoding, key, marks=() if (encoding, name) in COUNTED else pytest.mark.slow, id=f"{encoding}-{name}"
+        )
+        for encoding in (None, "bfloat16", "float16", "int8", "float8_e4m3fn")
+        for name, key in (("plain", None), ("encrypted", b"one key of the store, 32 bytes at least"))
+    ],
+)
 def test_memory_counts_what_it_holds(tmp_path: Path, encoding, key):
     """Reduced encodings are held in the dtype that they had: by the bytes of their files, four times the budget."""
     chunks = [chunk_of(f"B{number}", number, tokens=400) for number in range(12)]
