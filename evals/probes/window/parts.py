@@ -12,6 +12,7 @@ import numpy as np
 
 from kvpatch_jax.errors import InputError
 
+from ...results.parts import make_out
 from ..results_table import ProbeItems, ResultsTable
 from .drift import Safety
 
@@ -43,10 +44,7 @@ class Parts:
         self.folder = None if folder is None else folder / FOLDER
         if self.folder is None:
             return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise InputError(f"--out={folder} is or lies below a file; expected a folder") from error
+        make_out(self.folder)
         wanted = json.loads(json.dumps({"version": VERSION, **config}))
         about = self.folder / "config.json"
         if not about.exists():
