@@ -1,7 +1,6 @@
 """The report's first chart, and accuracy against what an arm costs: stored bytes and serving FLOPs, never their sum."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..results.beating import pareto_front
 from ..results.rows import Rows
 from .comparison import VISIBLE
 from .figures import COLOURS, KINDS, MARKERS, MULTI_HOP, NAMES, STYLE, Results, arm_label, family, save
@@ -63,15 +63,17 @@ def _pareto(rows: Rows, axis: str, path: Path) -> Path:
     families = list(dict.fromkeys(family(arm) for arm in arms if ".rotated_frame" not in arm))
     spare = iter(("#882255", "#999933", "#44AA99", "#AA4499", "#6699CC", "#661100", "#117733", "#888888") * 3)
     colours = {name: COLOURS.get(name) or next(spare) for name in families}
-    markers = dict(zip(families, "X*hHdp<>" * 5, strict=False)) | MARKERS | {"patch": "o", "re-prefill": "P"}
+    # Seven shapes to eight colours, so that no two families have both alike.
+    markers = dict(zip(families, "X*hdp<>" * 5, strict=False)) | MARKERS | {"patch": "o", "re-prefill": "P"}
     kinds = [kind for kind in MULTI_HOP if kind in rows.kinds(VISIBLE)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(0.8 + 3.7 * len(kinds), 4.4), layout="constrained")
         panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
         for panel, kind in zip(panels, kinds, strict=True):
-            front = []
+            drawn: dict[str, float] = {}
             for name in families:
                 own = [arm for arm in arms if family(arm) == name and arm.count(".") <= 2 and not _variant(arm)]
+                drawn |= {arm: price(arm) for arm in own}
                 points = sorted((100 * price(arm), rows.get(VISIBLE, arm, f"accuracy.{kind}")) for arm in own)
                 points = [(x, y) for x, y in points if math.isfinite(y.value)]
                 for x, y in points:
@@ -79,8 +81,10 @@ def _pareto(rows: Rows, axis: str, path: Path) -> Path:
                 style: dict[str, Any] = {"color": colours[name], "marker": markers[name], "markersize": 4.5}
                 values = [y.value for _, y in points]
                 panel.plot([x for x, _ in points], values, linewidth=0.8, label=NAMES.get(name, name), **style)
-                front += [(x, y.value) for x, y in points]
-            _front(panel, front)
+            front = pareto_front(rows, axis, kind, costs=drawn)
+            heights = [rows.get(VISIBLE, arm, f"accuracy.{kind}").value for arm in front]
+            line: dict[str, Any] = {"where": "post", "color": "#BBBBBB", "linewidth": 4, "zorder": 0}
+            panel.step([100 * price(arm) for arm in front], heights, **line)
             panel.set(title=KINDS[kind], xlabel=AXES[axis], ylim=(0, 1.03))
             panel.set_xscale("symlog", linthresh=1, linscale=0.4)
             panel.set_xlim(-0.2, 170)
@@ -97,13 +101,3 @@ def _pareto(rows: Rows, axis: str, path: Path) -> Path:
 def _variant(arm: str) -> bool:
     """Halves of a patch and the like are no points of a family's line; one and the same setting twice is one."""
     return family(arm) == "patch" and not arm.startswith("patch.rank=")
-
-
-def _front(panel: Axes, points: Sequence[tuple[float, float]]) -> None:
-    best, line = -1.0, []
-    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
-        if y > best:
-            best = y
-            line.append((x, y))
-    if line:
-        panel.step([x for x, _ in line], [y for _, y in line], where="post", color="#BBBBBB", linewidth=4, zorder=0)

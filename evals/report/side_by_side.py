@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..results.headline import is_headline
+from ..results.headline import headline_rows, is_headline
 from ..results.rows import Rows, without_nan
 from ..results.tables import markdown_table
 from ..rules import RULES
@@ -65,10 +65,11 @@ def write(results: Mapping[str, Results], folder: Path) -> Path:
     lines = [line(each) for each in results.values()]
     parts = [markdown_table(HEAD, lines)]
     seeds = tables_of(results[name] for name in RULES.headline_backbones if name in results)
+    kept = {name: {"config": each["config"], "rows": _kept(each)} for name, each in results.items()}
     if is_headline(seeds):
         parts += [seeds_sentence(seeds), seeds_table(seeds, SEEDS_ARMS)]
+        kept["headline"] = {"config": {"seeds": list(seeds)}, "rows": headline_rows(seeds, "headline")}
     table.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    kept = {name: {"config": each["config"], "rows": _kept(each)} for name, each in results.items()}
     (folder / "backbones.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     draw(results, folder / "backbones.png")
     return table

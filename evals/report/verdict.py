@@ -3,17 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from ..results.beating import Beats, on_every_axis
 from ..results.beating import beating as results_beating
-from ..results.costs import AXES
 from ..results.intervals import Interval
 from ..results.rows import Rows
+from ..rules import RULES
 from .comparison import VISIBLE, smallest_rank
 from .figures import MULTI_HOP, Results, arm_label, byte_share, family
 from .wording import number, share
 
 ROWS = 6
 """How many rows a first table has, where no more than that many arms have to stand in it."""
-TOLERANCE = 0.01
+TOLERANCE = RULES.beating_tolerance
 OURS = ("re-prefill", "blind", "mask_4d", "patch", "rotated_frame")
 """Families that are no other way of reuse: the references, the control, and the patch in all its forms."""
 COSTS = {"stored_bytes": "stored bytes", "serving_flops": "serving FLOPs", "bytes": "share of KV bytes"}
@@ -47,14 +48,18 @@ def several_hops(rows: Rows, probe: str, arm: str) -> float:
     return sum(got) / len(got)
 
 
-def beating(rows: Rows, patch: str, probe: str = VISIBLE) -> dict[str, list[str]]:
-    """Lists, by axis of cost, the other families that beat a patch (`results.beating`), each by its cheapest arm."""
-    found: dict[str, dict[str, str]] = {}
+def _all_beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[Beats]:
+    """Lists what beats a patch (`results.beating`) of the other families."""
     # Rows that were made before there were two axes have one share of bytes.
     costs = {"bytes": lambda arm: cost(rows, arm, "bytes")} if cost_axes(rows) == ["bytes"] else None
-    for beats in results_beating(rows, patch, probe, costs=costs):
-        if family(beats.arm) not in OURS:
-            found.setdefault(beats.axis, {}).setdefault(family(beats.arm), beats.arm)
+    return [beats for beats in results_beating(rows, patch, probe, costs=costs) if family(beats.arm) not in OURS]
+
+
+def beating(rows: Rows, patch: str, probe: str = VISIBLE) -> dict[str, list[str]]:
+    """Lists, by axis of cost, the other families that beat a patch, each by its cheapest arm."""
+    found: dict[str, dict[str, str]] = {}
+    for beats in _all_beating(rows, patch, probe):
+        found.setdefault(beats.axis, {}).setdefault(family(beats.arm), beats.arm)
     return {axis: list(arms.values()) for axis, arms in found.items()}
 
 
@@ -130,7 +135,7 @@ def _what_else(rows: Rows, patch: str) -> str:
     others = [arm for arm in rows.arms(VISIBLE) if family(arm) not in OURS]
     better = beating(rows, patch)
     if better:
-        return f"At most {TOLERANCE} less accurate on both, it is undercut {_undercut(rows, better)}."
+        return f"At most {TOLERANCE} less accurate on both, it is undercut {_undercut(rows, patch, better)}."
     close = nearest(rows, patch)
     near = f"; the best of those that keep no more is {arm_label(close[0])}: {_values(rows, close[0])}" if close else ""
     axes = " or in ".join(COSTS[axis] for axis in cost_axes(rows))
@@ -138,7 +143,7 @@ def _what_else(rows: Rows, patch: str) -> str:
     return f"{none}{near}."
 
 
-def _undercut(rows: Rows, better: Mapping[str, Sequence[str]]) -> str:
+def _undercut(rows: Rows, patch: str, better: Mapping[str, Sequence[str]]) -> str:
     """Says which arms beat the patch on which axes, what they cost on the others too, and whether one does on both."""
     axes: dict[str, list[str]] = {}
     for axis, arms in better.items():
@@ -152,5 +157,6 @@ def _undercut(rows: Rows, better: Mapping[str, Sequence[str]]) -> str:
     text = "; ".join(said)
     if len(cost_axes(rows)) < 2:
         return text
-    both = [arm for arm, beaten in axes.items() if {COSTS[axis] for axis in AXES} <= set(beaten)]
+    # Not only the cheapest on an axis: another of its family may be cheap enough on both.
+    both = on_every_axis(_all_beating(rows, patch))
     return f"{text}; in both stored bytes and serving FLOPs by {', '.join(map(arm_label, both)) or 'none'}"

@@ -68,14 +68,23 @@ def on_every_axis(found: list[Beats]) -> list[str]:
     return [arm for arm in arms if set(AXES) <= {beats.axis for beats in found if beats.arm == arm}]
 
 
-def pareto_front(rows: Rows, axis: str, kind: str, probe: str = "repair.visible") -> list[str]:
+def pareto_front(
+    rows: Rows,
+    axis: str,
+    kind: str,
+    probe: str = "repair.visible",
+    costs: Mapping[str, float] | None = None,
+) -> list[str]:
     """Lists the arms than which no other is both cheaper on an axis and as accurate on a kind, cheapest first.
 
-    Diagnostic arms and the 4-D mask control are left out; re-prefill and blind reuse are not.
+    Diagnostic arms and the 4-D mask control are left out; re-prefill and blind reuse are not. `costs`: of the arms to
+    look at, in place of all arms with the probe's own rows of the axis.
     """
+    if costs is None:
+        costs = {arm: rows.get(probe, arm, axis).value for arm in rows.arms(probe)}
     points = []
-    for arm in rows.arms(probe):
-        cost, right = rows.get(probe, arm, axis).value, _accuracy(rows, probe, arm, kind)
+    for arm, cost in costs.items():
+        right = _accuracy(rows, probe, arm, kind)
         if math.isfinite(cost + right) and arm != "mask_4d" and not is_diagnostic(arm):
             points.append((cost, -right, arm))
     front: list[str] = []

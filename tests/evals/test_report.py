@@ -289,6 +289,23 @@ def test_whatever_beats_the_patch_is_in_the_first_table(results):
     assert table.metrics[:3] == ["stored bytes", "serving FLOPs", "accuracy, chain"]
 
 
+def test_what_undercuts_on_both_axes_need_not_be_the_cheapest_on_one():
+    made = Made("small")
+    for arm, stored, work, lost in (
+        ("re-prefill", 0.0, 1.0, 0.0),
+        ("blind", 0.0, 0.01, 1.0),
+        ("patch.rank=8", 0.14, 0.02, 0.001),
+        ("magic.tokens=1", 0.0, 0.3, 0.0),
+        ("magic.tokens=2", 0.1, 0.01, 0.0),
+        ("magic.tokens=3", 0.2, 0.001, 0.0),
+    ):
+        made.arm("repair.visible", arm, lost)
+        made.add("repair.visible", arm, "stored_bytes", stored)
+        made.add("repair.visible", arm, "serving_flops", work)
+    said = verdict.verdict({"config": {}, "rows": made.rows})[2]
+    assert said.endswith("in both stored bytes and serving FLOPs by magic, tokens 2.")
+
+
 def verdicts(results):
     return {claim.about: claim.verdict for claim in comparison.compare(results)}
 
