@@ -81,6 +81,17 @@ class WindowError(KVPatchError):
     """
 
 
+class SessionError(KVPatchError):
+    """What a session does not do: an unknown chunk, one name for two contents, a file that holds no session, ….
+
+    The session is as it was.
+    """
+
+
+class SessionClosedError(SessionError):
+    """A session, or an answer of it, used after `close`."""
+
+
 class MissingExtraError(KVPatchError):
     """An optional package that is not installed; the message names the extra that brings it."""
 

@@ -321,6 +321,18 @@ class SlotAllocator:
         other._count, other._aligned = self._count.copy(), self._aligned.copy()
         return other
 
+    def enlarged(self, pages: int) -> "SlotAllocator":
+        """Books of a pool with this many pages, the old ones in front with their owners.
+
+        Raises:
+          PoolError: fewer pages than there are.
+        """
+        if pages < self.pages:
+            raise PoolError(f"pool: {pages} pages in place of {self.pages}; expected no fewer")
+        other = SlotAllocator(pages, self.page_size)
+        other._count[: self._count.size], other._aligned[: self.pages] = self._count, self._aligned
+        return other
+
     @property
     def counts(self) -> Int[np.ndarray, " S"]:
         """Owners of each slot, a copy."""

@@ -1,11 +1,11 @@
 """Flax backbones. `load(directory)` reads any supported Hugging Face checkpoint directory."""
 
 from kvpatch_jax.buckets import Buckets as Buckets
+from kvpatch_jax.sampling import Piece as Piece
+from kvpatch_jax.sampling import Sampling as Sampling
 
 from .backbone import ModelBackbone as ModelBackbone
 from .directory import load as load
 from .directory import save as save
 from .families.registry import FAMILIES as FAMILIES
-from .generation import Piece as Piece
 from .generation import pad_rows as pad_rows
-from .sampling import Sampling as Sampling

@@ -4,7 +4,7 @@ Everything here runs on the host.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,28 +13,13 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 from kvpatch_jax.backbone import Context, Tokens, check_tokens
 from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
+from kvpatch_jax.sampling import Piece, Sampling
 
 from .forward import BLOCK, Forward, key_count
-from .sampling import REFUSED, Draw, Sampling, draw_of
+from .sampling import REFUSED, Draw, draw_of
 
 LEAST_ROOM = 64
 """Tokens that a cache has room for at least, so that short answers of other lengths compile nothing again."""
-
-
-class Piece(NamedTuple):
-    """What a stream yields: the next token of each row and, with a tokenizer, the text that it completes.
-
-    ids [B]: a row that ended repeats its last token. texts: of each row; empty while a character's bytes are not all
-    there, of stop tokens, and behind them.
-    """
-
-    ids: Int[np.ndarray, " B"]
-    texts: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """The first row's text."""
-        return self.texts[0] if self.texts else ""
 
 
 class TextPieces:

@@ -5,8 +5,6 @@ Everything about a draw is traced, so that another temperature, share, number or
 Axis letters: B batch, V vocabulary.
 """
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.sampling import Sampling
 
 REFUSED = -1
 """The token of a row whose logits say nothing: one of them NaN or +infinity, or all of them -infinity."""
@@ -23,33 +22,6 @@ ALL_TOKENS = np.iinfo(np.int32).max
 """A `top_k` beyond every vocabulary."""
 STOPS = 8
 """Stop tokens that a program has room for (twice, four times … as many where there are more)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-      temperature: what logits are divided by; 0 takes the likeliest token.
-      top_p: draws among the fewest likeliest tokens that together have this probability (Holtzman et al.,
-        arXiv:1904.09751, section 3.1). Tokens exactly as likely as the last of these stay too.
-      top_k: draws among this many likeliest tokens, before `top_p`; None for all. Ties stay, as above.
-
-    Raises:
-      ConfigError: a negative or infinite temperature, a `top_p` outside 0 < p ≤ 1, or a `top_k` below 1.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature {self.temperature}; expected a finite number, 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p {self.top_p}; expected more than 0 and at most 1")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
-            raise ConfigError(f"top_k {self.top_k!r}; expected a whole number from 1 on, or None for all tokens")
 
 
 class Draw(NamedTuple):

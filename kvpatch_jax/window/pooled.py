@@ -89,6 +89,20 @@ class Pooled(Executor):
         self._current.clear()
         self.pools = self._empty_pools()
 
+    def enlarge(self, pages: int) -> None:
+        """Gives the pool more pages, behind those it has: what lies there stays, and programs compile for the new size.
+
+        Raises:
+          PoolError: fewer pages than there are. PoolLostError: the pool is gone.
+        """
+        self.check_pool()
+        books = self.books.copy()
+        books.allocator = books.allocator.enlarged(pages)
+        more = pages - self.books.allocator.pages
+        longer = lambda value: jnp.pad(value, [(0, more if axis == 1 else 0) for axis in range(value.ndim)])
+        self.pools = jax.tree.map(longer, self.pools)
+        self.books = books
+
     @property
     def lost(self) -> bool:
         """Whether a launch that was given the pool failed, and took it along."""

@@ -1,0 +1,53 @@
+"""How tokens of an answer are chosen, and what an answer yields: values that backbones and sessions share."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from .errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+      temperature: what logits are divided by; 0 takes the likeliest token.
+      top_p: draws among the fewest likeliest tokens that together have this probability (Holtzman et al.,
+        arXiv:1904.09751, section 3.1). Tokens exactly as likely as the last of these stay too.
+      top_k: draws among this many likeliest tokens, before `top_p`; None for all. Ties stay, as above.
+
+    Raises:
+      ConfigError: a negative or infinite temperature, a `top_p` outside 0 < p ≤ 1, or a `top_k` below 1.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature {self.temperature}; expected a finite number, 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p {self.top_p}; expected more than 0 and at most 1")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ConfigError(f"top_k {self.top_k!r}; expected a whole number from 1 on, or None for all tokens")
+
+
+class Piece(NamedTuple):
+    """What a stream yields: the next token of each row and, with a tokenizer, the text that it completes.
+
+    ids [B]: a row that ended repeats its last token. texts: of each row; empty while a character's bytes are not all
+    there, of stop tokens, and behind them.
+    """
+
+    ids: Int[np.ndarray, " B"]
+    texts: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The first row's text."""
+        return self.texts[0] if self.texts else ""
