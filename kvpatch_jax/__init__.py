@@ -19,6 +19,7 @@ Patches:
 
 What a model is to read:
   Window              chunks and texts at their places, as a value; what to do to their KV when it changes
+  Certificate         what each way of reuse was measured to lose on a backbone, with bounds
 
 Frames of keys, described by a layout:
   KVLayout, Channel, Rope            which tensors a model caches, and how they carry positions
@@ -59,12 +60,14 @@ from .update import correction_patch, update_patch
 
 if TYPE_CHECKING:
     from . import deficit, engines, pool, repair, store, window
+    from .plan import Certificate
     from .store import ChunkStore
     from .window import Window
 
 __all__ = [
     "Antecedent",
     "Backbone",
+    "Certificate",
     "Channel",
     "Chunk",
     "ChunkStore",
@@ -108,7 +111,7 @@ __all__ = [
 
 # Loaded when first used: the store needs POSIX file locks and cryptography, pool and repair are not everybody's.
 _LAZY_MODULES = ("deficit", "engines", "pool", "repair", "store", "window")
-_LAZY_CLASSES = {"ChunkStore": "store", "Window": "window"}
+_LAZY_CLASSES = {"Certificate": "plan", "ChunkStore": "store", "Window": "window"}
 
 
 def __getattr__(name: str) -> Any:

@@ -92,6 +92,10 @@ class SessionClosedError(SessionError):
     """A session, or an answer of it, used after `close`."""
 
 
+class CertificateError(KVPatchError):
+    """A certificate of reuse that is damaged, of other weights or another version, or says what none can say."""
+
+
 class MissingExtraError(KVPatchError):
     """An optional package that is not installed; the message names the extra that brings it."""
 
