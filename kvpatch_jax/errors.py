@@ -104,6 +104,10 @@ class InputError(KVPatchError):
     """Any other bad input."""
 
 
+class TraceError(KVPatchError):
+    """A trace, or a line of one, that is not what this version writes: damage, another version, an impossible event."""
+
+
 class StoreError(KVPatchError):
     """Base of what the chunk store raises. A missing or damaged object raises nothing: it is a miss."""
 
