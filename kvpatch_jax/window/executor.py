@@ -151,7 +151,7 @@ class Executor:
           As `run`; then window and pool are as they were, for a question that is refused too. NotFiniteError: also of
           the question's logits where it ran together with a piece.
         """
-        self._question(window, tokens, length)
+        self.question(window, tokens, length)
         self.run(window, edits)
         return self.prefill(window, tokens, length).logits
 
@@ -165,7 +165,7 @@ class Executor:
         Raises:
           WindowError: as `context`. What the backbone raises.
         """
-        tokens, length = self._question(window, tokens, length)
+        tokens, length = self.question(window, tokens, length)
         context = self.context(window)
         options = dict(options)
         if options.get("logits", "last") == "last":
@@ -185,7 +185,7 @@ class Executor:
         Raises:
           WindowError: as `context`. What the backbone raises.
         """
-        tokens, length = self._question(window, tokens, length)
+        tokens, length = self.question(window, tokens, length)
         context = self.context(window)
         self._count(tokens, length, context, steps)
         lengths = np.full(len(tokens.embeddings), length, np.int32)
@@ -202,7 +202,7 @@ class Executor:
         Raises:
           As `generate`.
         """
-        tokens, length = self._question(window, tokens, length)
+        tokens, length = self.question(window, tokens, length)
         context = self.context(window)
         self._count(tokens, length, context, steps)
         lengths = np.full(len(tokens.embeddings), length, np.int32)
@@ -266,7 +266,7 @@ class Executor:
         if not np.isfinite(np.asarray(logits)).all():
             raise NotFiniteError(f"{kind} of piece {brief(id)!r}: logits hold NaN or infinity; expected finite ones")
 
-    def _question(self, window: Window, tokens: Tokens, length: int | None) -> tuple[Tokens, int]:
+    def question(self, window: Window, tokens: Tokens, length: int | None) -> tuple[Tokens, int]:
         """A question behind a window, padded."""
         check_tokens(tokens, "question")
         count = tokens.embeddings.shape[1] if length is None else length

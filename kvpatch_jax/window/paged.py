@@ -63,7 +63,7 @@ class PagedExecutor(Pooled):
         self, window: Window, edits: Sequence[Edit], tokens: Tokens, length: int | None = None
     ) -> Float[Array, "1 1 V"]:
         """See `Executor.ask`."""
-        question = Question(*self._question(window, tokens, length))
+        question = Question(*self.question(window, tokens, length))
         self._run(window, edits, question)
         return self.prefill(window, tokens, length).logits if question.logits is None else question.logits
 

@@ -31,7 +31,7 @@ class WindowPieces:
         then) or "forget" (a prefill of the window as it stands).
       gaps: whether what leaves has those behind it move up ("close"), or stay where they are ("keep").
       store: which store its chunks are in, or None.
-      branch: "" of what was never forked; a fork's is its parent's, a slash and its own name.
+      branch: "", or the name that it was begun under; a fork's is its parent's, a slash and its own name.
       origin: digest of the window that this branch was forked from, or None.
       joined: branches that were joined into it.
       clock: how many placements there were.

@@ -121,8 +121,8 @@ def _check_plain(fields: dict[str, Any]) -> None:
         "lead_settled": isinstance(fields["lead_settled"], bool),
         "promise": fields["promise"] in ("remember", "forget"),
         "gaps": fields["gaps"] in ("close", "keep"),
-        "branch": isinstance(branch, str) and (branch == "" or branch.startswith("/")),
-        "origin": origin is None if branch == "" else _is_digest(origin),
+        "branch": isinstance(branch, str) and all(branch.split("/")[1:]),
+        "origin": origin is None if _parent(branch) is None else _is_digest(origin),
     }
     for word, right in checks.items():
         if not right:
@@ -238,8 +238,8 @@ def _is_digest(given: Any) -> bool:
     return isinstance(given, str) and _HEX.fullmatch(given) is not None
 
 
-def _parent(branch: str) -> str | None:
-    return branch.rpartition("/")[0] if "/" in branch else None
+def _parent(branch: Any) -> str | None:
+    return branch.rpartition("/")[0] if isinstance(branch, str) and "/" in branch else None
 
 
 def _kind_of(given: Any) -> str:

@@ -37,6 +37,7 @@ class Window(WindowChanges):
         promise: Promise = "remember",
         gaps: Gaps = "close",
         store: str | None = None,
+        branch: str = "",
     ) -> "Window":
         """Makes a window without pieces.
 
@@ -45,9 +46,10 @@ class Window(WindowChanges):
           lead: how many pieces at the front are pinned; None: the texts in front of the first chunk, or where there are
             none that chunk. Without a lead (0) what the model leans on, the first tokens, may leave: `sink_left`.
           promise, gaps, store: see the attributes.
+          branch: its name, where several windows that are no forks of one another lie in one pool; no slash in it.
 
         Raises:
-          WindowError: another word, or a negative lead.
+          WindowError: another word, a negative lead, or a branch that is no name.
         """
         costs = costs if isinstance(costs, Costs) else Costs.of(costs)
         if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
@@ -55,7 +57,8 @@ class Window(WindowChanges):
         if promise not in ("remember", "forget") or gaps not in ("close", "keep"):
             found = f"promise {promise!r:.80}, gaps {gaps!r:.80}"
             raise WindowError(f"window: {found}; expected 'remember' or 'forget', and 'close' or 'keep'")
-        return cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise, gaps=gaps, store=store)
+        window = cls(costs, lead=lead or 0, lead_settled=lead is not None, promise=promise, gaps=gaps, store=store)
+        return window.renamed(branch)
 
     def to_json(self) -> str:
         """Writes the window as JSON, which says for which backbone and store it is."""
@@ -167,6 +170,18 @@ class Window(WindowChanges):
         return self._with([*self.pieces[:index], piece, *self.pieces[index + 1 :]], index, **changes)
 
     # ------------------------------------------------------------------------------------------------- branches
+
+    def renamed(self, branch: str) -> "Window":
+        """Begins the same window under another name, a fork of none: one that was read back, say, beside others.
+
+        An executor holds nothing under the new name: `anew` places the pieces.
+
+        Raises:
+          WindowError: no name, or one with a slash, which those of forks alone have.
+        """
+        if not isinstance(branch, str) or "/" in branch:
+            raise WindowError(f"window: branch {branch!r:.80}; expected a name without a slash")
+        return dataclasses.replace(self, branch=branch, origin=None, joined=())
 
     def fork(self, name: str | None = None) -> "tuple[Window, Edits]":
         """Starts a branch that shares all KV with this window until it changes a piece. Kamera App. E.

@@ -366,6 +366,23 @@ def test_a_fork_is_joined_once_and_into_the_window_that_it_was_forked_from(used)
     assert used.fork()[0].branch != used.fork()[0].branch
 
 
+def test_windows_that_are_no_forks_have_names_of_their_own(used):
+    own = Window.empty(used.costs, branch="first")
+    assert (own.branch, own.origin, Window.empty(used.costs).branch) == ("first", None, "")
+    fork, _ = own.fork("try")
+    assert fork.branch == "first/try"
+    assert own.join(fork)[0].joined == ("first/try",)
+    for window in (own, fork, own.join(fork)[0]):
+        assert Window.from_json(window.to_json(), backbone=own.backbone) == window
+    with pytest.raises(WindowError, match="expected a fork of ''"):
+        used.join(own)
+    again = fork.renamed("second")
+    assert (again.branch, again.origin, again.pieces) == ("second", None, fork.pieces)
+    for wrong in ("a/b", "/", 3):
+        with pytest.raises(WindowError, match="expected a name without a slash"):
+            own.renamed(wrong)
+
+
 # ------------------------------------------------------------------------------------------------------------ JSON
 
 
