@@ -96,6 +96,10 @@ class CertificateError(KVPatchError):
     """A certificate of reuse that is damaged, of other weights or another version, or says what none can say."""
 
 
+class SessionBusyError(SessionError, PoolError):
+    """Others held the pool, or the places in the line, for as long as a session was willing to wait."""
+
+
 class MissingExtraError(KVPatchError):
     """An optional package that is not installed; the message names the extra that brings it."""
 

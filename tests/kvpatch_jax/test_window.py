@@ -366,7 +366,7 @@ def test_a_fork_is_joined_once_and_into_the_window_that_it_was_forked_from(used)
     assert used.fork()[0].branch != used.fork()[0].branch
 
 
-def test_windows_that_are_no_forks_have_names_of_their_own(used):
+def test_windows_that_are_no_forks_have_names_of_their_own(unchecked, used):
     own = Window.empty(used.costs, branch="first")
     assert (own.branch, own.origin, Window.empty(used.costs).branch) == ("first", None, "")
     fork, _ = own.fork("try")
