@@ -100,6 +100,10 @@ class SessionBusyError(SessionError, PoolError):
     """Others held the pool, or the places in the line, for as long as a session was willing to wait."""
 
 
+class PlanError(KVPatchError):
+    """A goal that no plan meets, a stale patch or a missing certificate in its way; or costs that cannot be read."""
+
+
 class MissingExtraError(KVPatchError):
     """An optional package that is not installed; the message names the extra that brings it."""
 

@@ -15,7 +15,7 @@ from kvpatch_jax.chunk import AnyArray
 
 from .arms import Arms
 from .passages import Passages, placed
-from .plan import TASKS, Plan
+from .plan import TASKS, SuitePlan
 from .texts import Document
 
 Record = dict[str, Any]
@@ -71,7 +71,7 @@ def questions(task: str, rng: np.random.Generator) -> Question:
     return Question(facts, "", asked, answer) if task == TASKS[1] else Question("", facts, asked, answer)
 
 
-def items(backbone: Any, plan: Plan, task: str, number: int, documents: list[Document]) -> list[Item]:
+def items(backbone: Any, plan: SuitePlan, task: str, number: int, documents: list[Document]) -> list[Item]:
     """Draws a batch of a task's items; the same number gives the same items."""
     rng = np.random.default_rng([TASKS.index(task), number])
     found = []
@@ -85,7 +85,7 @@ def items(backbone: Any, plan: Plan, task: str, number: int, documents: list[Doc
     return [item._replace(behind=np.pad(item.behind, (0, WIDTH - len(item.behind)))) for item in found]
 
 
-def _copy(plan: Plan, document: Document) -> Item:
+def _copy(plan: SuitePlan, document: Document) -> Item:
     """A chunk that repeats what stands in front of it from its middle on, and has to be gone on with."""
     size = plan.facts
     front = document.ids[:size]
@@ -95,7 +95,7 @@ def _copy(plan: Plan, document: Document) -> Item:
     return Item(front, chunk, behind, (1, COPIED), ())
 
 
-def _asked(backbone: Any, plan: Plan, question: Question, document: Document) -> Item:
+def _asked(backbone: Any, plan: SuitePlan, question: Question, document: Document) -> Item:
     tokens = lambda text: np.asarray(backbone.prepare([text])["input_ids"])[0].astype(np.int32)
     asked = tokens(question.asked)
     behind = np.concatenate([asked, tokens(question.answer)])
@@ -108,7 +108,7 @@ def _asked(backbone: Any, plan: Plan, question: Question, document: Document) ->
     return Item(chunks[0], chunks[1], behind, (len(asked), len(behind)), choices)
 
 
-def measured(backbone: Any, plan: Plan, task: str, number: int, documents: list[Document]) -> Iterator[Record]:
+def measured(backbone: Any, plan: SuitePlan, task: str, number: int, documents: list[Document]) -> Iterator[Record]:
     """Asks a batch of a task's items in every way: a record per item and arm."""
     drawn = items(backbone, plan, task, number, documents)
     stack = lambda name: np.stack([getattr(item, name) for item in drawn])

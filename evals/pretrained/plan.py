@@ -11,7 +11,7 @@ TASKS = ("copy", "retrieve from what stands in front", "retrieve from the reused
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SuitePlan:
     """Sizes. Tokens: chunk, scored, greedy, answer, long. The rest are counts.
 
     chunk: tokens of a passage, and of what stands in front of it. scored: the text's next tokens, that every arm reads.
@@ -45,8 +45,8 @@ class Plan:
         return self.wide > 0 and number % self.wide == 0
 
 
-FULL = Plan()
-QUICK = Plan(
+FULL = SuitePlan()
+QUICK = SuitePlan(
     chunk=32, scored=8, passages=2, documents=1, wide=0, long=(), windows=0, slides=0, greedy=8, items=2, batch=2
 )
 
@@ -69,7 +69,7 @@ class Part(NamedTuple):
         return f"{self.kind}, {self.of}, {self.number}"
 
 
-def parts(plan: Plan) -> list[Part]:
+def parts(plan: SuitePlan) -> list[Part]:
     """Lists all parts, kinds interleaved, so that what was measured when one stops is a picture of the whole."""
     found = []
     size, scored = plan.chunk, plan.scored

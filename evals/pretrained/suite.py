@@ -16,7 +16,7 @@ from ..results.environment import environment
 from ..results.parts import add_part, finished_parts, make_out
 from ..results.rows import without_nan
 from . import behaviour, text, texts, windows
-from .plan import DOMAINS, FULL, QUICK, Part, Plan, parts
+from .plan import DOMAINS, FULL, QUICK, Part, SuitePlan, parts
 from .report import write_report
 from .rows import rows_of
 
@@ -32,7 +32,7 @@ PACKAGES = ("kvpatch_jax", "jax", "jaxlib", "flax", "numpy", "scipy", "scikit-le
 class Texts:
     """The documents of all domains, read once; `long` have room for a passage of so many tokens."""
 
-    def __init__(self, backbone: Any, plan: Plan):
+    def __init__(self, backbone: Any, plan: SuitePlan):
         self.plan = plan
         most = max([plan.passages * plan.chunk, *(plan.chunk + length for length, _ in plan.long)]) + plan.scored
         least = plan.passages * plan.chunk + plan.scored
@@ -63,7 +63,7 @@ class Texts:
         return [document for own in self.of.values() for document in own]
 
 
-def records_of(backbone: Any, plan: Plan, found: Texts, part: Part) -> Iterator[Record]:
+def records_of(backbone: Any, plan: SuitePlan, found: Texts, part: Part) -> Iterator[Record]:
     """Measures one part."""
     if part.kind == "text":
         own, other = found.of[part.of][part.number], found.next_to(part.of, part.number)
@@ -117,7 +117,7 @@ def run(out: Path, path: str | None = None, limit: int = 0, quick: bool = False)
     return results
 
 
-def config_of(backbone: Any, plan: Plan, found: Texts, file: Path) -> dict[str, Any]:
+def config_of(backbone: Any, plan: SuitePlan, found: Texts, file: Path) -> dict[str, Any]:
     """What was measured: plan, model, text and its licences; of JSON's types."""
     packages = {document.name.partition("/")[0]: document.licence for document in found.all}
     config = {
@@ -132,7 +132,7 @@ def config_of(backbone: Any, plan: Plan, found: Texts, file: Path) -> dict[str, 
     return json.loads(json.dumps(config))
 
 
-def measure(backbone: Any, plan: Plan, found: Texts, config: dict[str, Any], out: Path, limit: int) -> None:
+def measure(backbone: Any, plan: SuitePlan, found: Texts, config: dict[str, Any], out: Path, limit: int) -> None:
     """Measures what the file of parts lacks, and writes each part as it is done, with the time that is left."""
     done = {part["part"] for part in finished_parts(out / PARTS, config)}
     todo = [part for part in parts(plan) if part.name not in done]

@@ -12,7 +12,7 @@ from kvpatch_jax import deficit
 
 from .arms import Arms
 from .passages import KV, Passages, placed
-from .plan import Plan
+from .plan import SuitePlan
 from .texts import Document
 
 Record = dict[str, Any]
@@ -30,7 +30,7 @@ GREEDY_ARMS = (
 )
 
 
-def compared(backbone: Any, plan: Plan, document: Document, other: Document, wide: bool) -> Iterator[Record]:
+def compared(backbone: Any, plan: SuitePlan, document: Document, other: Document, wide: bool) -> Iterator[Record]:
     """A document's passages: every second one behind the text before it, the others behind another document's.
 
     Args:
@@ -49,7 +49,7 @@ def compared(backbone: Any, plan: Plan, document: Document, other: Document, wid
         yield {"document": document.name, "domain": document.domain, "length": size, **names[row], **record}
 
 
-def long_passage(backbone: Any, plan: Plan, document: Document, length: int) -> Iterator[Record]:
+def long_passage(backbone: Any, plan: SuitePlan, document: Document, length: int) -> Iterator[Record]:
     """One long passage behind the text in front of it."""
     size = plan.chunk
     ids = document.ids[None, : size + length + plan.scored]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 import kvpatch_jax as kvp
 
 from .passages import Passages, cut, joined, placed, scores
-from .plan import Plan
+from .plan import SuitePlan
 from .texts import Document
 
 KV = Mapping[str, Array]
@@ -24,7 +24,7 @@ DRIFTS = ("dropped and doubled", "replaced 1", "replaced 2", "replaced 3")
 RANK = 16
 
 
-def varied(backbone: Any, plan: Plan, document: Document, other: Document) -> Iterator[Record]:
+def varied(backbone: Any, plan: SuitePlan, document: Document, other: Document) -> Iterator[Record]:
     """Reorder and drift of one document's passage: a record per antecedent and arm."""
     size, chunk = plan.piece, plan.chunk
     own = [document.ids[place * size : (place + 1) * size] for place in range(3)]
@@ -98,7 +98,7 @@ def _records(probe: str, cases: Sequence[str], arm: str, found: Sequence[dict[st
         yield {"probe": probe, "case": case, "arm": arm, **numbers}
 
 
-def slides(backbone: Any, plan: Plan, documents: Sequence[Document]) -> Iterator[Record]:
+def slides(backbone: Any, plan: SuitePlan, documents: Sequence[Document]) -> Iterator[Record]:
     """The first of three pieces leaves, with nothing pinned in front: passages kept as they are, or with a patch.
 
     Scored against a re-prefill of what is left. A record per document and arm.

@@ -1,9 +1,10 @@
 """Rolling digests over pieces: what stands in front of each, and so how truly each is served."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from ..provenance import EXACT, Antecedent, Member
-from .entry import FRESH, PlacedPiece, State, apart, short_digest
+from .entry import FRESH, PatchNote, PlacedPiece, State, apart, short_digest
 
 
 def root(backbone: str) -> str:
@@ -22,6 +23,14 @@ def chain_digest(backbone: str, antecedent: Antecedent) -> str:
     for member in antecedent.members:
         front = behind(front, member.id if member.content is None else member.content, member.state)
     return front
+
+
+def chain_of(backbone: str, note: PatchNote) -> str:
+    """The digest that a window has in front of a piece behind a patch's antecedent, computed once for each note."""
+    found = note.chains.get(backbone)
+    if found is None:
+        found = note.chains[backbone] = chain_digest(backbone, note.antecedent)
+    return found
 
 
 def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tuple[PlacedPiece, ...]:
@@ -58,6 +67,19 @@ def _link(backbone: str, previous: PlacedPiece | None, piece: PlacedPiece) -> Pl
     return PlacedPiece(entry, start, state, aside, born, placed, front, fidelity, latest, pure)
 
 
+def target_digests(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> tuple[str, ...]:
+    """For each piece the chain digest of what a patch must have been formed behind to serve it where it stands."""
+    found, front, exact = [root(backbone)], root(backbone), True
+    for piece, following in itertools.pairwise(pieces):
+        service = EXACT
+        if not forget:
+            service = apart(_aimed_service(piece, exact, front), following.start - piece.end)
+            exact = exact and service == EXACT
+        front = behind(front, piece.entry.key, service)
+        found.append(front)
+    return tuple(found[: len(pieces)])
+
+
 def served(pieces: Sequence[PlacedPiece], start: int) -> Iterable[Member]:
     """The pieces as members of the antecedent of what begins at `start`, as they are served."""
     for piece, gap in _gaps(pieces, start):
@@ -71,15 +93,20 @@ def aimed(backbone: str, pieces: Sequence[PlacedPiece], start: int) -> Iterable[
     """
     front, exact = root(backbone), True
     for piece, gap in _gaps(pieces, start):
-        service, own = piece.service, piece.state
-        if exact and own.kind == "conditioned" and own.pure and own.behind == front:
-            service = EXACT
-        elif piece.fidelity == "approximate":
-            service = EXACT if exact else f"survivor:{State('conditioned', front, True).digest}"
-        service = apart(service, gap)
+        service = apart(_aimed_service(piece, exact, front), gap)
         exact = exact and service == EXACT
         yield Member(piece.entry.id, piece.entry.content, service)
         front = behind(front, piece.entry.key, service)
+
+
+def _aimed_service(piece: PlacedPiece, exact: bool, front: str) -> str:
+    """How a piece would have to be served behind a front that is served as it is aimed at."""
+    own = piece.state
+    if exact and own.kind == "conditioned" and own.pure and own.behind == front:
+        return EXACT
+    if piece.fidelity == "approximate":
+        return EXACT if exact else f"survivor:{State('conditioned', front, True).digest}"
+    return piece.service
 
 
 def _gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterable[tuple[PlacedPiece, int]]:

@@ -1,12 +1,14 @@
 """What edits cost on one backbone: exact bytes and FLOPs from a few static numbers, serialisable."""
 
 import dataclasses
+import functools
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..backbone import Backbone, ForwardCosts
+from ..backbone import Backbone, ForwardCosts, seen_pairs
 from ..content import fingerprint_of
 from ..patch_metadata import Patch
 
@@ -63,9 +65,22 @@ class Costs:
 
     def prefill(self, tokens: int, behind: int, start_layer: int = 0, logits: int = 0) -> dict[str, int]:
         """Costs of a forward over tokens, causal behind `behind` others: KV read and written, FLOPs of the products."""
-        flops = self.forward.flops(tokens, behind, start_layer) + logits * self.forward.logit
+        flops = self._forward(tokens, behind) if start_layer == 0 else self.forward.flops(tokens, behind, start_layer)
+        flops += logits * self.forward.logit
         own = self.kv_bytes * (self.layers - start_layer) // self.layers
         return {"bytes": own * (tokens + behind), "flops": flops}
+
+    def _forward(self, tokens: int, behind: int) -> int:
+        """What `ForwardCosts.flops` counts through all layers, of sums that are taken once."""
+        each, pairs = self._sums
+        return each * tokens + sum(pair * seen_pairs(tokens, behind, window) for window, pair in pairs)
+
+    @functools.cached_property
+    def _sums(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        pairs = Counter[int]()
+        for pair, window in zip(self.forward.pair, self.forward.window, strict=True):
+            pairs[window] += pair
+        return sum(self.forward.token), tuple(pairs.items())
 
     def rotate(self, tokens: int) -> dict[str, int]:
         """Costs of turning keys where they lie: channels with phase are read and written, the others stay."""

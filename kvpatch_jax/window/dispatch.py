@@ -21,7 +21,7 @@ class Added(NamedTuple):
 
 
 @runtime_checkable
-class Plan(Protocol):
+class Steps(Protocol):
     """What edits of one branch are turned into, kind by kind."""
 
     def drop(self, id: str) -> None:
@@ -65,7 +65,7 @@ class Plan(Protocol):
         ...
 
 
-def plan(executor: Executor, run: Plan, window: Window, edits: Sequence[Edit]) -> None:
+def plan(executor: Executor, run: Steps, window: Window, edits: Sequence[Edit]) -> None:
     """Plans edits that led to a window, in their order.
 
     Raises:
@@ -88,7 +88,7 @@ def plan(executor: Executor, run: Plan, window: Window, edits: Sequence[Edit]) -
     executor.check_holds(run.standing(), window)
 
 
-def _plan_one(executor: Executor, run: Plan, window: Window, edit: Edit, later: Sequence[Edit]) -> None:
+def _plan_one(executor: Executor, run: Steps, window: Window, edit: Edit, later: Sequence[Edit]) -> None:
     match edit:
         case Drop():
             run.drop(edit.id)

@@ -245,6 +245,16 @@ class PatchNote:
             flops=adding_flops(patch),
         )
 
+    @functools.cached_property
+    def chains(self) -> dict[str, str]:
+        """Chain digests of the antecedent by backbone, as `chain.chain_of` computed them."""
+        return {}
+
+    @functools.cached_property
+    def served(self) -> State:
+        """The state of a piece that this patch serves, with its digest computed once."""
+        return self.state()
+
     def state(self) -> State:
         """The state of a piece that this patch serves."""
         return State(

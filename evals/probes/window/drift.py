@@ -15,7 +15,7 @@ from ...small_task.scenes import Answers
 from ..results_table import ResultsTable
 from .common import RANK, Step, add, patch_of, setting
 from .line import KV, Image, Line, Loop, cut, read
-from .stock import Stock, foreign_legends, with_foreign
+from .stock import ImageStock, foreign_legends, with_foreign
 
 CORRECTION_RANK = 16
 QUESTIONS = {"chain": 6, "aggregate": 4, "override": 4, "page": 2}
@@ -55,7 +55,7 @@ class Safety:
             getattr(self, field.name).extend(getattr(other, field.name))
 
 
-def changes(stock: Stock) -> list[Change]:
+def changes(stock: ImageStock) -> list[Change]:
     """Lists the ways: another order, one dropped and one doubled, 1 to 3 replaced, 1 to 3 distractors in front."""
     own, foreign, contexts = list(stock.legends), foreign_legends(stock, 1), stock.contexts
     every = np.ones(LEGENDS, bool)
@@ -75,7 +75,12 @@ def changes(stock: Stock) -> list[Change]:
 
 
 def measure_drift(
-    table: ResultsTable, stock: Stock, lead: bool, rng: np.random.Generator, step: Step, safety: Safety | None = None
+    table: ResultsTable,
+    stock: ImageStock,
+    lead: bool,
+    rng: np.random.Generator,
+    step: Step,
+    safety: Safety | None = None,
 ) -> None:
     """Serves the page behind legends that changed since its patch was formed; the legends as re-prefill has them.
 
@@ -136,7 +141,7 @@ def kept_is_exact(before: Line, now: Line) -> bool:
     return all(stood.get(name, front) == front for name, front in ahead)
 
 
-def as_kept(stock: Stock, line: Line, known: dict[int, KV], room: int) -> KV:
+def as_kept(stock: ImageStock, line: Line, known: dict[int, KV], room: int) -> KV:
     """Prefills the page behind the line as a window keeps it: known legends as they were, new ones in their places."""
     loop = Loop(stock.backbone, room)
     for image in line.images[:-1]:
@@ -161,13 +166,13 @@ def deep_refresh(line: Line, whole: KV, alone: KV, layer: int) -> KV:
     return {name: np.concatenate([alone[name][:layer], value[layer:]]) for name, value in turned.items()}
 
 
-def _updated(stock: Stock, stored: kvp.Patch, conditioned: KV, ids: tuple[str, ...]) -> kvp.Patch:
+def _updated(stock: ImageStock, stored: kvp.Patch, conditioned: KV, ids: tuple[str, ...]) -> kvp.Patch:
     correction = kvp.correction_patch(stock.page.chunk, stored, conditioned, CORRECTION_RANK, ids, method="exact")
     return kvp.update_patch(stored, correction, rank=RANK)
 
 
 def _note(
-    safety: Safety, stock: Stock, before: Line, line: Line, name: str, said: dict[str, Answers], questions
+    safety: Safety, stock: ImageStock, before: Line, line: Line, name: str, said: dict[str, Answers], questions
 ) -> None:
     """Writes down per context how far the legends moved and what the stored patch cost."""
     asked = questions.valid & np.isin(

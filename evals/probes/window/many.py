@@ -8,20 +8,20 @@ from ... import small_task
 from ..results_table import ResultsTable
 from .common import Step, add, patch_of, setting
 from .line import KV, Image, Line, Loop, joined, read
-from .stock import Stock
+from .stock import ImageStock
 
 RANK = 16
 QUESTIONS = {"page": 2, "legend": 2, "chain": 6, "aggregate": 4, "override": 4}
 
 
-def images_in_front(stock: Stock, count: int, first: int = 1) -> list[Image]:
+def images_in_front(stock: ImageStock, count: int, first: int = 1) -> list[Image]:
     """Lists `count` images of other contexts: three legends and a page of each in turn."""
     own = [*stock.legends, stock.page]
     return [own[number % len(own)].of_others(first + number // len(own)) for number in range(count)]
 
 
 def measure_many(
-    table: ResultsTable, stock: Stock, count: int, lead: bool, rng: np.random.Generator, step: Step
+    table: ResultsTable, stock: ImageStock, count: int, lead: bool, rng: np.random.Generator, step: Step
 ) -> None:
     """Fills a window with `count` images, the context's own three legends and page last, and serves all from the cache.
 

@@ -7,12 +7,12 @@ from ...small_task import LEGENDS
 from ..results_table import ResultsTable
 from .common import Step, add, patch_of, setting
 from .line import Line, Loop, read, read_in_one
-from .stock import Stock, foreign_legends, with_foreign
+from .stock import ImageStock, foreign_legends, with_foreign
 
 QUESTIONS = {"chain": 6, "override": 4, "aggregate": 4, "page": 2}
 
 
-def measure_recall(table: ResultsTable, stock: Stock, lead: bool, rng: np.random.Generator, step: Step) -> None:
+def measure_recall(table: ResultsTable, stock: ImageStock, lead: bool, rng: np.random.Generator, step: Step) -> None:
     """Runs a window of three legends over a history of nine; the page was seen and evicted in its middle.
 
     Every legend was prefilled once, behind the two in front of it, and is kept as it is; so the page meets legends that

@@ -10,14 +10,14 @@ from ...small_task import LEGENDS
 from ..results_table import ResultsTable
 from .common import Step, add, patch_of, setting
 from .line import KV, Line, read
-from .stock import Stock
+from .stock import ImageStock
 
 ORBIT_RANK = 16
 QUESTIONS = {"chain": 4, "aggregate": 3, "override": 4, "page": 1}
 
 
 def measure_reorder(
-    table: ResultsTable, stock: Stock, count: int, most: int, lead: bool, rng: np.random.Generator, step: Step
+    table: ResultsTable, stock: ImageStock, count: int, most: int, lead: bool, rng: np.random.Generator, step: Step
 ) -> None:
     """Serves the page behind `count` images in every order, all or `most` of them.
 
@@ -71,7 +71,7 @@ def without(total: Accumulated, conditioned: KV) -> Accumulated:
     return Accumulated(left, total.count - 1, total.chunk, total.antecedent)
 
 
-def _effect(stock: Stock, page: list[KV]) -> np.ndarray:
+def _effect(stock: ImageStock, page: list[KV]) -> np.ndarray:
     """How far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
     first = _apart(page[0], stock.page.canonical)
     apart = [_apart(kv, page[0]) / first for kv in page[1:]]

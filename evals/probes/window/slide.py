@@ -13,13 +13,13 @@ from ...small_task import KINDS, LEGENDS, VOCABULARY, Contexts, Questions
 from ..results_table import ResultsTable
 from .common import RANK, Step, add, asked_through, setting
 from .line import KV, Line, read, read_in_one
-from .stock import Stock, foreign_legends
+from .stock import ImageStock, foreign_legends
 
 SLIDE_KINDS = ("page", "legend", "survivor", "evicted", "aggregate")
 QUESTIONS = {"page": 2, "legend": 3, "chain": 8, "aggregate": 4}
 
 
-def measure_slide(table: ResultsTable, stock: Stock, lead: bool, rng: np.random.Generator, step: Step) -> None:
+def measure_slide(table: ResultsTable, stock: ImageStock, lead: bool, rng: np.random.Generator, step: Step) -> None:
     """Lets one, two, then all three legends leave; the page and the legends that stay move up.
 
     Arms: "keep", survivors' KV as it is, only turned; "removal", with a patch formed in another context (the same
@@ -69,7 +69,7 @@ def measure_slide(table: ResultsTable, stock: Stock, lead: bool, rng: np.random.
         step(f"slide {part}")
 
 
-def _last(stock: Stock, full: Line, place: int, lead: bool, gone: int) -> KV:
+def _last(stock: ImageStock, full: Line, place: int, lead: bool, gone: int) -> KV:
     """Prefills an image of the line behind other contexts' legends, the first `gone` of them left out."""
     front = stock.front(lead)
     foreign = foreign_legends(stock, 1)[gone : place - len(front)]
@@ -80,7 +80,7 @@ def _removal(chunk: kvp.Chunk, target: KV, base: KV, left: Sequence[str], before
     return kvp.removal_patch(chunk, target, base, RANK, left, before, method="exact")
 
 
-def _behind_lead(stock: Stock, left: Line) -> list[KV]:
+def _behind_lead(stock: ImageStock, left: Line) -> list[KV]:
     """Canonicals that were prefilled right behind the lead, the lead's own first."""
     behind = lambda image: Line(stock.backbone, [stock.lead, image]).prefill()[-1]
     return [left.images[0].canonical, *(behind(image) for image in left.images[1:])]

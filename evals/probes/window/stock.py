@@ -17,7 +17,7 @@ LEAD = ("r0", "r1", "r2", "r3")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stock:
+class ImageStock:
     """The images of one batch of contexts.
 
     Attributes:
@@ -42,7 +42,9 @@ class Stock:
         return [self.lead] if lead else []
 
 
-def load_stock(backbone: ModelBackbone, contexts: Contexts, clusters: np.ndarray, seed: int, folder: Path) -> Stock:
+def load_stock(
+    backbone: ModelBackbone, contexts: Contexts, clusters: np.ndarray, seed: int, folder: Path
+) -> ImageStock:
     """Renders, reads and prefills everything of a batch of contexts; PNG files go to `folder`."""
     own = scenes.load_scene(backbone, contexts, folder)
     rng = np.random.default_rng([seed, int(clusters[0]), 11])
@@ -52,7 +54,7 @@ def load_stock(backbone: ModelBackbone, contexts: Contexts, clusters: np.ndarray
     for number, (tokens, chunk) in enumerate(zip(others.images[:-1], others.chunks[:-1], strict=True)):
         distractors.append(Image(tokens, dataclasses.replace(chunk, id=f"distractor{number}")))
     lead = lead_image(backbone, len(contexts))
-    return Stock(backbone, contexts, clusters, tuple(images[:-1]), images[-1], tuple(distractors), lead)
+    return ImageStock(backbone, contexts, clusters, tuple(images[:-1]), images[-1], tuple(distractors), lead)
 
 
 def irrelevant(contexts: Contexts, rng: np.random.Generator) -> Contexts:
@@ -108,6 +110,6 @@ def with_foreign(contexts: Contexts, which: np.ndarray, by: int) -> Contexts:
     )
 
 
-def foreign_legends(stock: Stock, by: int) -> list[Image]:
+def foreign_legends(stock: ImageStock, by: int) -> list[Image]:
     """Lists the legends of the context `by` further on."""
     return [image.of_others(by) for image in stock.legends]
