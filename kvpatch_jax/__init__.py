@@ -33,6 +33,7 @@ Modules:
   pool, engines       a paged pool, slots and `splice`; the page layouts of other engines
   store               chunks and patches on disk (`ChunkStore`), libraries, snapshots
   window              entries, edits and costs of a Window
+  plan                which way of reuse each chunk of a window gets, within a goal
   repair              other published ways of mending a reused cache, to compare with
   deficit, rope       statistics of a deficit; tables of angles, and `Scaling` of frequencies
   errors              every error that is raised on purpose
@@ -59,7 +60,7 @@ from .rope import Rope
 from .update import correction_patch, update_patch
 
 if TYPE_CHECKING:
-    from . import deficit, engines, pool, repair, store, window
+    from . import deficit, engines, plan, pool, repair, store, window
     from .plan import Certificate
     from .store import ChunkStore
     from .window import Window
@@ -94,6 +95,7 @@ __all__ = [
     "merge_readouts",
     "ops",
     "orbit_patch",
+    "plan",
     "pool",
     "quantise",
     "relocate",
@@ -110,7 +112,7 @@ __all__ = [
 ]
 
 # Loaded when first used: the store needs POSIX file locks and cryptography, pool and repair are not everybody's.
-_LAZY_MODULES = ("deficit", "engines", "pool", "repair", "store", "window")
+_LAZY_MODULES = ("deficit", "engines", "plan", "pool", "repair", "store", "window")
 _LAZY_CLASSES = {"Certificate": "plan", "ChunkStore": "store", "Window": "window"}
 
 

@@ -1,5 +1,6 @@
 """From the edits of a window to what a run plans, one kind after the other."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -160,10 +161,12 @@ def _fetch(executor: Executor, window: Window, edit: Fetch) -> None:
         return
     if edit.digest in unit.patches:
         return
-    for patch in [] if store is None else store.get_patches(_served(executor, window, edit.id)):
-        if sources.give(edit.id, patch=patch) == edit.digest:
-            executor.meter.fetched("Fetch", patch.nbytes)
-            return
+    served = _served(executor, window, edit.id)
+    for asked in (served, dataclasses.replace(served, orbit=True)):
+        for patch in [] if store is None else store.get_patches(asked):
+            if sources.give(edit.id, patch=patch) == edit.digest:
+                executor.meter.fetched("Fetch", patch.nbytes)
+                return
     raise InputError(f"fetch: no patch {edit.digest} of {brief(edit.id)!r} was given and no store has it; expected one")
 
 

@@ -1,0 +1,228 @@
+"""What each piece of a window could be served by, and what each of these ways takes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..window.arranging import KEEP, PREFILL, Arranged, AtHand, Service
+from ..window.chain import chain_digest
+from ..window.entry import Entry, PlacedPiece
+from .device_costs import DeviceCosts, Rates
+from .points import Point
+from .stock import Stock, Stocked
+
+Way = tuple[str, int]
+"""A point and a rank, as a certificate has rows of them."""
+BARE_WAY: Way = ("bare", 0)
+UNKNOWN: Way = ("", 0)
+"""Of a piece that is approximate in a way that nobody knows: nothing bounds it."""
+
+
+class Option(NamedTuple):
+    """One way of serving a piece.
+
+    Attributes:
+      point: its operating point. service: what a window is told.
+      stocked: the patch, where it is one. rank: its rank.
+      way: what a certificate is asked for; None: its KV is what the window promises. `UNKNOWN`: nothing bounds it.
+      open: whether it is made behind what stands in front now, and so takes over what is wrong there.
+    """
+
+    point: Point
+    service: Service
+    bytes: int
+    flops: int
+    seconds: float
+    way: Way | None = None
+    open: bool = False
+    stocked: Stocked | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of its patch; 0 without one."""
+        return 0 if self.stocked is None else self.stocked.note.rank
+
+
+class Priced:
+    """What edits of a window take on a device."""
+
+    def __init__(self, arranged: Arranged, devices: DeviceCosts, at_hand: AtHand | None):
+        """Takes the rates down."""
+        self.costs = arranged.window.costs
+        self.at_hand = at_hand
+        self.prefill, self.recompute, self.apply, self.copy, self.fetch, self.turn = (
+            devices.rates(kind) for kind in ("Prefill", "Recompute", "ApplyPatch", "Copy", "Fetch", "Rotate")
+        )
+        copied, turned = self.costs.copy(1), self.costs.rotate(1)
+        self._copy = copied["bytes"], copied["flops"]
+        self._turn = turned["bytes"], turned["flops"]
+
+    def forward(self, entry: Entry, behind: int, again: bool) -> tuple[int, int, float]:
+        """Bytes, FLOPs and seconds of a prefill, or of a recompute in place."""
+        numbers = self.costs.prefill(entry.tokens, behind)
+        return _priced(numbers["bytes"], numbers["flops"], self.recompute if again else self.prefill)
+
+    def turned(self, tokens: int) -> tuple[int, int, float]:
+        """Of turning keys, without the launch, which all that turn share."""
+        nbytes, flops = self._turn[0] * tokens, self._turn[1] * tokens
+        return nbytes, flops, flops * self.turn.flop + nbytes * self.turn.byte
+
+    def bare(self, entry: Entry, here: bool = False) -> tuple[int, int, float]:
+        """Of placing a canonical, or what was kept aside (`here`)."""
+        tokens = entry.tokens
+        nbytes, flops, seconds = _priced(self._copy[0] * tokens, self._copy[1] * tokens, self.copy)
+        if not here and not (self.at_hand is not None and self.at_hand(entry.id, None)):
+            fetched = self.costs.kv_bytes * tokens
+            return nbytes + fetched, flops, seconds + self.fetch.launch + fetched * self.fetch.byte
+        return nbytes, flops, seconds
+
+    def patched(self, entry: Entry, stocked: Stocked) -> tuple[int, int, float]:
+        """Of placing a base with a patch."""
+        note, tokens = stocked.note, entry.tokens
+        nbytes, flops, seconds = _priced(
+            self._copy[0] * tokens + note.nbytes, (self._copy[1] + note.flops) * tokens, self.apply
+        )
+        hand, fetch, fetched = self.at_hand, self.fetch, 0
+        if note.base == "canonical" and not (hand is not None and hand(entry.id, None)):
+            fetched += self.costs.kv_bytes * tokens
+            seconds += fetch.launch
+        if not (hand is not None and hand(entry.id, note.digest)):
+            fetched += note.nbytes
+            seconds += fetch.launch
+        return nbytes + fetched, flops, seconds + fetched * fetch.byte
+
+
+def _priced(nbytes: int, flops: int, rates: Rates) -> tuple[int, int, float]:
+    return nbytes, flops, rates.launch + flops * rates.flop + nbytes * rates.byte
+
+
+class Menu:
+    """The options of every piece of an arranged window."""
+
+    def __init__(
+        self,
+        arranged: Arranged,
+        stock: Stock,
+        priced: Priced,
+        *,
+        known: Mapping[str, Way],
+        encoded: Any,
+        forming: bool,
+        allow_stale: bool,
+    ):
+        """Nothing looked up yet. Arguments as those of `plan`."""
+        self.arranged, self.stock, self.priced = arranged, stock, priced
+        self.known, self.encoded, self.forming, self.allow_stale = known, encoded, forming, allow_stale
+        self.forget = arranged.window.promise == "forget"
+
+    def options(self) -> list[list[Option]]:
+        """For each piece its options: the first one is as the window promises, and the cheapest of that kind."""
+        arranged, behind, found = self.arranged, 0, []
+        starts = {piece[0].id: piece[1] for piece in arranged.before.pieces}
+        for index, (piece, kept) in enumerate(zip(arranged.window.pieces, arranged.kept, strict=True)):
+            own = self._standing(index, piece, behind, starts) if kept else self._coming(index, piece, behind)
+            found.append(own)
+            behind += piece.entry.tokens
+        return found
+
+    def _coming(self, index: int, piece: PlacedPiece, behind: int) -> list[Option]:
+        """Of a piece that comes in."""
+        entry, priced = piece.entry, self.priced
+        forward = priced.forward(entry, behind, again=False)
+        if entry.kind == "text":
+            return [Option("prefill", PREFILL, *forward, open=True)]
+        patched = list(self._patched(index, entry))
+        point: Point = "encoded" if entry.id in self.encoded else "prefill"
+        if self.forming and index and not any(option.way != UNKNOWN for option in patched):
+            point = "fresh"
+        options = [Option(point, PREFILL, *forward, open=True), *patched]
+        if self.stock.canonical(entry):
+            options.append(Option("bare", _BARE, *priced.bare(entry), BARE_WAY))
+        return options
+
+    def _patched(self, index: int, entry: Entry, kept: PlacedPiece | None = None) -> Iterator[Option]:
+        """By what patches a piece could be served at its place."""
+        target = self.arranged.targets[index]
+        found = self.stock.serving(entry, target, self._antecedent(index))
+        for stocked in found:
+            if stocked.note.base == "canonical" or (kept is not None and self._has_base(stocked, kept)):
+                way = stocked.point, stocked.note.rank
+                numbers = self.priced.patched(entry, stocked)
+                yield Option(stocked.point, Service("patch", stocked.note), *numbers, way, stocked=stocked)
+        if self.allow_stale:
+            serving = {stocked.note.digest for stocked in found}
+            for stocked in self.stock.stale(entry, target):
+                if stocked.note.digest not in serving:
+                    service = Service("patch", stocked.note, allow_stale=True)
+                    numbers = self.priced.patched(entry, stocked)
+                    yield Option(stocked.point, service, *numbers, UNKNOWN, stocked=stocked)
+
+    def _has_base(self, stocked: Stocked, kept: PlacedPiece) -> bool:
+        """Whether a piece stands as what a removal patch is added to."""
+        base, state = stocked.note.base_antecedent, kept.aside or kept.state
+        return (
+            base is not None and state.kind == "conditioned" and state.behind == chain_digest(self.stock.backbone, base)
+        )
+
+    def _antecedent(self, index: int) -> Callable[[], Any]:
+        window = self.arranged.window
+        return lambda: window.target(window.pieces[index].entry.id)
+
+    def _standing(self, index: int, piece: PlacedPiece, behind: int, starts: Mapping[str, int]) -> list[Option]:
+        """Of a piece that stands in the window already."""
+        entry, priced = piece.entry, self.priced
+        turn = priced.turned(entry.tokens) if starts[entry.id] != piece.start else (0, 0, 0.0)
+        keep = Option(_kept_point(piece), KEEP, *turn)
+        if self._is_promised(index, piece):
+            return [keep]
+        forward = priced.forward(entry, behind, again=True)
+        again = Option("prefill", PREFILL, *(own + more for own, more in zip(forward, turn, strict=True)), open=True)
+        keep = keep._replace(way=self._kept_way(index, piece))
+        if entry.kind == "text":
+            return [again, keep]
+        options = [again, keep, *self._patched(index, entry, piece)]
+        if piece.state.kind != "bare" and self.stock.canonical(entry):
+            options.append(Option("bare", _BARE, *priced.bare(entry), BARE_WAY))
+        if piece.state.kind == "bare" and piece.aside is not None and self._is_promised(index, piece, aside=True):
+            options.insert(0, Option("survivor", _RESTORE, *priced.bare(entry, here=True)))
+        return options
+
+    def _is_promised(self, index: int, piece: PlacedPiece, aside: bool = False) -> bool:
+        """Whether a piece's KV is what the window promises there, however those in front are served.
+
+        It was computed behind the very front that a prefill there is to see; or it is a survivor that is remembered.
+        """
+        state = piece.aside if aside else piece.state
+        if state is None or state.kind != "conditioned" or not state.pure:
+            return False
+        if state.behind == self.arranged.targets[index]:
+            return True
+        pieces = self.arranged.window.pieces
+        seen = index == 0 or pieces[index - 1].latest <= piece.born
+        return seen and not self.forget
+
+    def _kept_way(self, index: int, piece: PlacedPiece) -> Way:
+        """What a certificate is asked for, of a piece that is approximate and stays as it is."""
+        state, pieces = piece.state, self.arranged.window.pieces
+        if state.kind == "bare":
+            return BARE_WAY
+        if state.kind == "conditioned":
+            survives = state.pure and (index == 0 or pieces[index - 1].latest <= piece.born)
+            return ("survivor", 0) if survives else self.known.get(state.digest, UNKNOWN)
+        seen = index == 0 or pieces[index - 1].latest <= piece.born
+        if seen and not self.forget:  # it remembers, as a survivor does
+            return self.known.get(state.digest, ("stored", state.rank))
+        if state.behind == self._antecedent(index)().digest:
+            return self.known.get(state.digest, ("stored", state.rank))
+        return UNKNOWN
+
+
+_BARE = Service("bare")
+_RESTORE = Service("restore")
+
+
+def _kept_point(piece: PlacedPiece) -> Point:
+    if piece.state.kind == "bare":
+        return "bare"
+    if piece.state.kind == "patched":
+        return "stored"
+    return "leading" if piece.fidelity == "exact" else "survivor"

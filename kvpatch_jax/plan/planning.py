@@ -1,0 +1,362 @@
+"""`plan`: which way of reuse each piece of a window gets, within a goal; `Plan`: what that is, takes and loses."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from ..chunk import brief
+from ..errors import CertificateError, PlanError
+from ..window.arranging import arrange
+from ..window.edits import Edits, Rotate
+from ..window.entry import Entry, Fidelity
+from ..window.executor import Executor
+from ..window.window import Window
+from .certificate import Certificate
+from .choosing import Bounds, Chooser, Chosen
+from .device_costs import DeviceCosts
+from .goal import Goal
+from .menu import UNKNOWN, Menu, Option, Priced, Way
+from .points import MEANING, Point
+from .stock import Stock
+
+
+class PlannedChunk(NamedTuple):
+    """One piece of a plan.
+
+    Attributes:
+      entry: what it is. point: how it comes to stand there.
+      patch: digest of its patch, None without one. rank: that patch's, 0 without one.
+      bytes, flops, seconds: of its edits.
+      fidelity: the window's own word for how truly it is served.
+      kl: bound, in nats, of an answer behind the window as far as this piece is concerned; 0 of one whose KV is what
+        the window promises; None where nothing bounds it.
+    """
+
+    entry: Entry
+    point: Point
+    patch: str | None
+    rank: int
+    bytes: int
+    flops: int
+    seconds: float
+    fidelity: Fidelity
+    kl: float | None
+
+    @property
+    def id(self) -> str:
+        """The entry's."""
+        return self.entry.id
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """How a window is brought to hold what is wanted.
+
+        planned = plan(window, entries, Goal(kl=0.05), stored=stock, certificate=certificate)
+        print(planned.explain())
+        planned.provide(executor)
+        executor.run(planned.window, planned.edits)
+
+    Attributes:
+      before: the window that was planned for. window: it afterwards. edits: what leads there, for an executor.
+      chunks: all pieces, in order.
+      goal: what was asked for.
+      kl, flips: bounds of an answer behind the whole window against what it promises; None where nothing bounds them.
+      seconds: that the edits are predicted to take on `devices`. bytes, flops: of the edits, exact.
+      devices: what seconds were predicted with. certificate: digest of the one that bounds are from, or None.
+      known: the ways of pieces that are approximate, by the digest of their state; the next plan takes it.
+    """
+
+    before: Window
+    window: Window
+    edits: Edits
+    chunks: tuple[PlannedChunk, ...]
+    goal: Goal
+    kl: float | None
+    flips: float | None
+    seconds: float
+    devices: DeviceCosts
+    certificate: str | None
+    _menu: list[list[Option]]
+    _taken: list[Option]
+    _stock: Stock
+    _bounds: Bounds
+    _known: Mapping[str, Way]
+
+    @property
+    def bytes(self) -> int:
+        """Of all edits."""
+        return sum(edit.bytes for edit in self.edits)
+
+    @property
+    def flops(self) -> int:
+        """Of all edits."""
+        return sum(edit.flops for edit in self.edits)
+
+    @property
+    def as_promised(self) -> bool:
+        """Whether every piece's KV is what the window promises."""
+        return self.kl == 0.0 and all(option.way is None for option in self._taken)
+
+    @functools.cached_property
+    def known(self) -> dict[str, Way]:
+        """See the attributes."""
+        found, worst = {}, None
+        for piece, option in zip(self.window.pieces, self._taken, strict=True):
+            if option.way is not None:
+                worst = option.way if worst is None else self._worse(worst, option.way)
+                found[piece.state.digest] = option.way
+            elif worst is not None and option.open:
+                found[piece.state.digest] = worst
+        gone = {piece.state.digest for piece in self.window.evicted}
+        return {digest: way for digest, way in {**self._known, **found}.items() if digest not in gone}
+
+    def _worse(self, first: Way, second: Way) -> Way:
+        """The way that less is known of, or that loses more."""
+        one, other = (self._bounds.kl(way, 0) for way in (first, second))
+        if one is None or other is None:
+            return UNKNOWN
+        return first if one >= other else second
+
+    def provide(self, executor: Executor) -> None:
+        """Gives an executor what the edits need of what the stock has in memory: canonicals and patches."""
+        for option, piece in zip(self._taken, self.window.pieces, strict=True):
+            chunk = self._stock.chunk(piece.id)
+            if chunk is not None and (option.stocked is not None or option.point == "bare"):
+                executor.provide(piece.id, chunk=chunk)
+            if option.stocked is not None and option.stocked.patch is not None:
+                executor.provide(piece.id, patch=option.stocked.patch)
+
+    def menu(self, id: str) -> list[str]:
+        """Says what a piece could have been served by, a line for each way, and what would bound it.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        index = self.window.index(id)
+        return [
+            f"{'→' if option is self._taken[index] else ' '} {self._named(option)}: {_took(option)}, "
+            f"{_lost(None if option.way is None else self._bounds.kl(option.way, 0), option)}"
+            for option in self._menu[index]
+        ]
+
+    def explain(self) -> str:
+        """Says how each piece is served and why, a line for each, below a line for all."""
+        whole = (
+            f"{len(self.chunks)} pieces, goal {self.goal}: {self.flops:.3g} FLOPs, {self.bytes:.3g} bytes, "
+            f"{self.seconds:.3g} s ({'measured' if self.devices.measured else 'assumed'} on {self.devices.device}), "
+            f"KL {_bound(self.kl)}, flips {_bound(self.flips)}"
+        )
+        return "\n".join([whole, *(f"  {self._line(index)}" for index in range(len(self.chunks)))])
+
+    def _line(self, index: int) -> str:
+        chunk, option = self.chunks[index], self._taken[index]
+        said = f"{brief(chunk.id)!r}: {self._named(option)}, {chunk.fidelity}, {_took(option)}, KL {_bound(chunk.kl)}"
+        refused = self._refused(index)
+        return f"{said} ({refused})" if refused else said
+
+    def _refused(self, index: int) -> str:
+        """Why a quicker way was not taken; empty where none was."""
+        taken = self._taken[index]
+        quicker = [option for option in self._menu[index] if option.seconds < taken.seconds]
+        if not quicker:
+            return ""
+        best = min(quicker, key=lambda option: option.seconds)
+        assert best.way is not None
+        if best.way == UNKNOWN:
+            why = "stale" if best.service.allow_stale else "nothing says how far it is off"
+        elif self._bounds.kl(best.way, 0) is None:
+            why = "uncertified"
+        else:
+            why = "beyond the goal" if not self.goal.as_promised else "the goal is what the window promises"
+        return f"not {self._named(best)}: {why}"
+
+    def _named(self, option: Option) -> str:
+        return f"{option.point} rank {option.rank}" if option.stocked is not None else option.point
+
+    def __repr__(self) -> str:
+        points = [chunk.point for chunk in self.chunks]
+        counts = ", ".join(f"{points.count(point)} {point}" for point in MEANING if point in points)
+        return f"Plan({counts}; {self.seconds:.3g} s, {self.bytes} bytes, {self.flops} FLOPs, KL {_bound(self.kl)})"
+
+
+def _took(option: Option) -> str:
+    return f"{option.flops:.3g} FLOPs, {option.bytes:.3g} bytes, {option.seconds:.3g} s"
+
+
+def _lost(bound: float | None, option: Option) -> str:
+    return "as promised" if option.way is None else f"KL {_bound(bound)}"
+
+
+def _bound(number: float | None) -> str:
+    if number is None:
+        return "not bounded"
+    return f"≤ {number:.3g}" if number else "0"
+
+
+def plan(
+    window: Window,
+    wanted: Sequence[Entry],
+    goal: Goal | None = None,
+    *,
+    stored: Stock,
+    certificate: Certificate | None = None,
+    costs: DeviceCosts | None = None,
+    uncertified: bool = False,
+    allow_stale: bool = False,
+    encoded: Collection[str] = frozenset(),
+    forming: bool = False,
+    executor: Executor | None = None,
+    known: Mapping[str, Way] | None = None,
+) -> Plan:
+    """Chooses how every piece of a window is served, within a goal.
+
+    Args:
+      window: as it is. wanted: all that it is to hold, in order; what is pinned in front may be left out. What stands
+        there and is not wanted leaves; what was evicted comes back; chunks move where they are order-free.
+      goal: see `Goal`. None: as promised, at the least seconds.
+      stored: canonicals and patches that lie ready.
+      certificate: of this backbone. Approximate ways that it does not bound are not taken.
+      costs: of this device; None: assumed ones.
+      uncertified: takes ways that nothing bounds too, where no bound on KL or flips is asked for.
+      allow_stale: lists patches formed behind something else too; nothing bounds them.
+      encoded: ids whose tower output is stored, so that a forward of theirs needs no tower.
+      forming: a `Former` watches, and forms a patch of what is prefilled: "fresh".
+      executor: what will run the edits; what it was given is not fetched.
+      known: `Plan.known` of the plan before: how what is approximate in the window came to be so.
+
+    Raises:
+      WindowError: what the window cannot hold so. CertificateError: a certificate of another backbone; a goal that
+      uncertified ways alone would meet. PlanError: a goal that nothing meets, a stock of another backbone.
+    """
+    goal = goal or Goal()
+    _check(window, stored, certificate)
+    pinned = [piece.entry for piece in window.pieces[: window.lead]]
+    if pinned and (not wanted or wanted[0] != pinned[0]):
+        wanted = [*pinned, *wanted]
+    arranged = arrange(window, wanted)
+    devices = costs or DeviceCosts.assumed()
+    at_hand = _at_hand(arranged.window, stored, executor)
+    menu = Menu(
+        arranged,
+        stored,
+        Priced(arranged, devices, at_hand),
+        known=known or {},
+        encoded=frozenset(encoded),
+        forming=forming,
+        allow_stale=allow_stale,
+    )
+    options = menu.options()
+    bounds = Bounds(certificate, _promise(arranged.window), len(options))
+    chosen = _choose(Chooser(options, bounds), goal, uncertified, arranged.window)
+    there, edits = arranged.serve([option.service for option in chosen.options], at_hand)
+    return Plan(
+        window,
+        there,
+        edits,
+        _planned(there, chosen, edits, devices, bounds),
+        goal,
+        chosen.kl,
+        chosen.flips,
+        devices.seconds(edits),
+        devices,
+        None if certificate is None else certificate.digest,
+        options,
+        chosen.options,
+        stored,
+        bounds,
+        known or {},
+    )
+
+
+def _check(window: Window, stored: Stock, certificate: Certificate | None) -> None:
+    if stored.backbone != window.backbone:
+        raise PlanError(f"plan: a stock of backbone {stored.backbone[:16]!r}; expected {window.backbone[:16]!r}")
+    if certificate is not None and certificate.backbone != window.backbone:
+        raise CertificateError(
+            f"plan: a certificate of {certificate.model!r:.80}, backbone {certificate.backbone[:16]!r}; expected "
+            f"{window.backbone[:16]!r}"
+        )
+
+
+def _promise(window: Window) -> str:
+    """What a certificate is asked for: without survivors both promises are the same."""
+    return window.promise if any(piece.fidelity == "survivor" for piece in window.pieces) else "forget"
+
+
+def _at_hand(window: Window, stored: Stock, executor: Executor | None):
+    """Whether a canonical or a patch needs no `Fetch`: the stock has it in memory, or the executor was given it."""
+    ids = window.ids
+
+    def at_hand(id: str, digest: str | None) -> bool:
+        if digest is None:
+            if stored.chunk(id) is not None:
+                return True
+        elif (stocked := stored.note(id, digest)) is not None and stocked.patch is not None:
+            return True
+        if executor is None:
+            return False
+        unit = executor.sources[id]
+        if digest is not None:
+            return digest in unit.patches
+        content = window.pieces[ids[id]].entry.content
+        return unit.chunk is not None and content in (None, unit.chunk.content)
+
+    return at_hand
+
+
+def _choose(chooser: Chooser, goal: Goal, uncertified: bool, window: Window) -> Chosen:
+    """The choice that meets a goal.
+
+    Raises:
+      CertificateError, PlanError: none does.
+    """
+    infinite = float("inf")
+    flips = 1.0 if goal.flips is None else goal.flips
+    bounded = goal.kl is not None or goal.flips is not None
+    kl = goal.kl if goal.kl is not None else infinite if bounded or goal.budgeted else 0.0
+    unknown = uncertified and not bounded
+    if not goal.budgeted:
+        return chooser.within(kl, flips, unknown)
+    limits = (infinite if goal.seconds is None else goal.seconds, infinite if goal.bytes is None else goal.bytes)
+    found = chooser.truest(limits, kl, flips)
+    if found is None and unknown:
+        found = chooser.affordable(limits, infinite, 1.0, unknown=True)
+    if found is not None:
+        return found
+    least = [chooser.within(kl, flips, unknown, per_byte) for per_byte in (0.0, infinite)]
+    said = f"plan: goal {goal}; expected at least {least[0].seconds:.3g} s and {least[1].bytes} bytes"
+    without = chooser.affordable(limits, infinite, 1.0, unknown=True)
+    if without is None or unknown:
+        raise PlanError(said)
+    blind = next(index for index, option in enumerate(without.options) if option.way is not None)
+    option, id = without.options[blind], brief(window.pieces[blind].id)
+    own = None if option.way is None else chooser.bounds.kl(option.way, 0)
+    if own is None:
+        raise CertificateError(
+            f"{said}, or a certificate of {option.point} of rank {option.rank} for {id!r} (`python -m evals.certify` "
+            "measures one), or uncertified=True"
+        )
+    raise PlanError(f"{said}; with {option.point} of {id!r} the bound on KL is {_bound(without.kl)}")
+
+
+def _planned(
+    window: Window, chosen: Chosen, edits: Edits, devices: DeviceCosts, bounds: Bounds
+) -> tuple[PlannedChunk, ...]:
+    turning = next((edit.id for edit in edits if isinstance(edit, Rotate)), None)
+    launch, tainted, made = devices.rates("Rotate").launch, False, []
+    others = sum(option.open or option.way is not None for option in chosen.options) - 1
+    for piece, option in zip(window.pieces, chosen.options, strict=True):
+        entry, way, stocked = piece[0], option.way, option.stocked
+        kl: float | None = 0.0
+        if way is not None:
+            tainted, kl = True, bounds.kl(way, others) if others >= 0 else None
+        elif tainted and option.open:
+            kl = chosen.kl
+        seconds = option.seconds + launch if entry.id == turning else option.seconds
+        digest, rank = (None, 0) if stocked is None else (stocked.note.digest, stocked.note.rank)
+        made.append(
+            PlannedChunk(entry, option.point, digest, rank, option.bytes, option.flops, seconds, piece.fidelity, kl)
+        )
+    return tuple(made)
