@@ -3,6 +3,7 @@
 from ._dispatch import preferring as preferring
 from ._kernel_wins import configured_by as configured_by
 from ._target import targeting as targeting
+from .block_product import block_product as block_product
 from .errors import KernelDtypeError as KernelDtypeError
 from .errors import KernelError as KernelError
 from .errors import KernelShapeError as KernelShapeError

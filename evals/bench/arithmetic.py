@@ -2,7 +2,7 @@
 
 Matrix products and convolutions are counted, at 2 operations per multiplication and addition; elementwise work is not.
 A loop of known length counts that often, of a branch the dearest side. A grouped product counts each row once
-(`jax.lax.ragged_dot`: what its kernel on TPUs does).
+(`jax.lax.ragged_dot`: what its kernel on TPUs does), and a kernel what it says of itself.
 """
 
 import math
@@ -43,6 +43,8 @@ def _equation(equation: Any) -> int:
         features = equation.params["dimension_numbers"].rhs_spec[0]
         each = math.prod(kernel) // kernel[features]
         return 2 * math.prod(equation.outvars[0].aval.shape) * each
+    if equation.params.get("cost_estimate") is not None:
+        return equation.params["cost_estimate"].flops
 
     inside = [_jaxpr(inner) for inner in _inner(equation)]
     if name == "cond":

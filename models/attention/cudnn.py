@@ -1,6 +1,6 @@
 """cuDNN's flash attention (`jax.nn.dot_product_attention`) behind our masks, for NVIDIA GPUs.
 
-Nothing of it was lowered, compiled or run by this project, which needs cuDNN and a GPU: only what it refuses is tested.
+It is lowered, and compiled ahead of time for an H200, in tests; nobody ran it, which needs cuDNN and a GPU, here.
 
 Axis letters: B batch, T queries, S keys, N query heads, K KV heads, H width.
 """

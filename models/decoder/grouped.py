@@ -1,12 +1,14 @@
 """The MLPs of a mixture of experts, over tokens grouped by the experts that they chose.
 
-`mix_experts` has three implementations of one function; `choose_implementation` says which is taken where.
+`mix_experts` has four implementations of one function; `choose_implementation` says which is taken where.
 
 * "blockwise": the pairs of a token and an expert, sorted by expert and padded per expert to whole blocks of rows; a
   loop over blocks, each reading its one expert's weights. Plain XLA. It reads the weights of chosen experts only, and
   computes at most `block_rows` - 1 rows too many per expert.
 * "ragged": `jax.lax.ragged_dot` over the sorted pairs. XLA lowers it to a grouped kernel on TPUs, but on CPUs and GPUs
   (jax 0.12) to every expert for every row: for Qwen3-30B-A3B 128 times the arithmetic.
+* "hopper": the same blocks as "blockwise", of 64 or 128 rows, multiplied all at once by `pallas_kernels.block_product`:
+  three launches of a kernel for Hopper GPUs, 16-bit weights.
 * "dense": every expert for every token, the unchosen ones weighted with zero. The oracle of the others, and as good
   where tokens choose half of the experts.
 
@@ -17,23 +19,29 @@ Axis letters: T tokens, X chosen experts per token, D model width, E experts, I 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvpatch_jax.errors import KernelUnavailableError
+from pallas_kernels import block_product
 from pallas_kernels._target import platform
+from pallas_kernels.block_product import what_runs
 
-IMPLEMENTATIONS = ("blockwise", "ragged", "dense")
+IMPLEMENTATIONS = ("blockwise", "ragged", "hopper", "dense")
 SMALLEST_SPREAD = 2
 """Up to this many experts per chosen one, computing all of them costs no more than grouping."""
 LARGEST_BLOCK = 512
 CACHE_BLOCK = 16
 """Rows that share a read of an expert's weights almost for free: blocks grow to this before padding is looked at."""
-RAGGED_TOKENS = 4096
-"""The ragged form takes so many tokens at a time: its temporaries hold every pair's row several times over."""
+KERNEL_ROWS = (64, 128)
+"""Rows of the kernel's blocks: the tensor cores multiply 64 whether they are filled or not."""
+KERNEL_SPREAD = 4
+"""Pairs per expert from which the kernel is taken: with fewer, a loop over the experts in use has few trips."""
+PART_TOKENS = 4096
+"""Forms without a loop over blocks take so many tokens at a time: they hold every pair's row several times over."""
 
 
 class ExpertWeights(NamedTuple):
@@ -49,24 +57,37 @@ class Blocks(NamedTuple):
 
     tokens [M,rows]: each row's token, or numbers from T on, each once, where a block is not full.
     weights [M,rows]: what the expert's output is multiplied by. expert [M]: whose block it is. used: how many of the M
-    blocks hold anything; they are the first ones.
+    blocks hold anything; they are the first ones. places [T,X]: each pair's row, M·rows for one that is left out.
     """
 
     tokens: Int[Array, "M rows"]
     weights: Float[Array, "M rows"]
     expert: Int[Array, " M"]
     used: Int[Array, ""]
+    places: Int[Array, "T X"]
 
 
-def choose_implementation(pairs: int, experts: int, chosen: int) -> str:
+def choose_implementation(
+    pairs: int, experts: int, chosen: int, x: Any = None, stack: ExpertWeights | None = None
+) -> str:
     """Names the implementation for so many pairs of token and expert: the one that `mix_experts` takes by itself.
 
     "dense" where tokens choose half of the experts or more. On TPUs "ragged", except where there are fewer pairs than
-    experts (decoding), elsewhere "blockwise".
+    experts (decoding). On GPUs "hopper" where kernels are asked for (`pallas_kernels.preferring`, `targeting`), it can
+    take the arrays, and there are `KERNEL_SPREAD` pairs per expert. Elsewhere "blockwise".
+
+    Args:
+      x, stack: what is to be multiplied, or shapes; without them no kernel is thought of.
     """
     if experts <= SMALLEST_SPREAD * chosen:
         return "dense"
-    return "ragged" if platform() == "tpu" and pairs >= experts else "blockwise"
+    if platform() == "tpu":
+        return "ragged" if pairs >= experts else "blockwise"
+    if x is None or stack is None or platform() != "gpu" or pairs < KERNEL_SPREAD * experts:
+        return "blockwise"
+    rows = kernel_rows(pairs, experts)
+    flat = (jax.ShapeDtypeStruct((1, *part.shape[-2:]), part.dtype) for part in stack)
+    return "hopper" if all(what_runs(rows, x.dtype, part) == "gpu" for part in flat) else "blockwise"
 
 
 def mix_experts(
@@ -90,11 +111,11 @@ def mix_experts(
       skip: "blockwise" looks at run time whether a block holds anything: where most pairs may be left out.
 
     Raises:
-      KernelUnavailableError: an unknown implementation.
+      KernelUnavailableError: an unknown implementation, or "hopper" where the kernel cannot run.
     """
     experts, pairs = stack.gate.shape[-3], index.size
     if implementation is None:
-        implementation = choose_implementation(pairs, experts, index.shape[1])
+        implementation = choose_implementation(pairs, experts, index.shape[1], x, stack)
     if implementation not in IMPLEMENTATIONS:
         raise KernelUnavailableError(f"experts: implementation {implementation!r}; expected one of {IMPLEMENTATIONS}")
     if implementation == "dense":
@@ -104,7 +125,9 @@ def mix_experts(
     flat = ExpertWeights(*(part.reshape(-1, *part.shape[-2:]) for part in stack))
     first = 0 if layer is None else layer * experts
     if implementation == "ragged":
-        return _ragged(x, index, weights, flat, activation, experts, first)
+        return _in_parts(_ragged, x, index, weights, flat, activation, experts, first)
+    if implementation == "hopper":
+        return _in_parts(_by_kernel, x, index, weights, flat, activation, experts, first)
     return _blockwise(x, index, weights, flat, activation, experts, first, skip)
 
 
@@ -116,6 +139,30 @@ def spread(index: Int[Array, "*lead X"], weights: Float[Array, "*lead X"], exper
 def expert_load(index: Int[Array, "T X"], experts: int) -> Int[Array, " E"]:
     """How many tokens chose each expert, int32; numbers outside 0 … E-1 are not counted."""
     return jnp.sum(index.reshape(-1)[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+
+
+def _in_parts(
+    mix: Callable[..., Array],
+    x: Array,
+    index: Array,
+    weights: Array,
+    flat: ExpertWeights,
+    activation: Callable[[Array], Array],
+    experts: int,
+    first: Array | int,
+) -> Float[Array, "T D"]:
+    """`mix` of at most `PART_TOKENS` tokens after the other."""
+    T = x.shape[0]
+    if T <= PART_TOKENS:
+        return mix(x, index, weights, flat, activation, experts, first)
+    parts = -(-T // PART_TOKENS)
+    cut = lambda part, fill: jnp.pad(part, ((0, parts * PART_TOKENS - T), (0, 0)), constant_values=fill).reshape(
+        parts, PART_TOKENS, -1
+    )
+    mixed = jax.lax.map(
+        lambda part: mix(*part, flat, activation, experts, first), (cut(x, 0), cut(index, experts), cut(weights, 0))
+    )
+    return mixed.reshape(-1, x.shape[1])[:T]
 
 
 def _sort_pairs(index: Array, experts: int) -> tuple[Array, Array, Array]:
@@ -172,7 +219,8 @@ def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], exper
     tokens = put(T + jnp.arange(count * rows, dtype=jnp.int32), (order // X).astype(jnp.int32))
     scale = put(jnp.zeros(count * rows, weights.dtype), weights.reshape(-1)[order])
     expert = jnp.sum(ends <= jnp.arange(count)[:, None], axis=1)
-    return Blocks(tokens, scale, jnp.minimum(expert, experts - 1), ends[-1])
+    places = jnp.zeros_like(place).at[order].set(jnp.minimum(place, count * rows), unique_indices=True).reshape(T, X)
+    return Blocks(tokens, scale, jnp.minimum(expert, experts - 1), ends[-1], places)
 
 
 def _blockwise(
@@ -226,30 +274,6 @@ def _ragged(
     experts: int,
     first: Array | int,
 ) -> Float[Array, "T D"]:
-    T = x.shape[0]
-
-    def mix(part: tuple[Array, Array, Array]) -> Array:
-        return _ragged_part(*part, flat, activation, experts, first)
-
-    if T <= RAGGED_TOKENS:
-        return mix((x, index, weights))
-    parts = -(-T // RAGGED_TOKENS)
-    cut = lambda part, fill: jnp.pad(part, ((0, parts * RAGGED_TOKENS - T), (0, 0)), constant_values=fill).reshape(
-        parts, RAGGED_TOKENS, -1
-    )
-    mixed = jax.lax.map(mix, (cut(x, 0), cut(index, experts), cut(weights, 0)))
-    return mixed.reshape(-1, x.shape[1])[:T]
-
-
-def _ragged_part(
-    x: Array,
-    index: Array,
-    weights: Array,
-    flat: ExpertWeights,
-    activation: Callable[[Array], Array],
-    experts: int,
-    first: Array | int,
-) -> Float[Array, "T D"]:
     T, X = index.shape
     _, order, sizes = _sort_pairs(index, experts)
     # Experts of other layers are groups without rows.
@@ -263,3 +287,31 @@ def _ragged_part(
     out = jnp.where((jnp.arange(T * X) < jnp.sum(sizes))[:, None], out, 0)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(T * X), unique_indices=True)
     return jnp.einsum("TXD,TX->TD", out[back].reshape(T, X, -1), weights, preferred_element_type=jnp.float32)
+
+
+# -------------------------------------------------------------------------------------------------------- hopper
+
+
+def kernel_rows(pairs: int, experts: int) -> int:
+    """Rows of a block for the kernel: as `block_rows`, but no fewer and no more than it can take."""
+    return min(max(block_rows(pairs, experts), KERNEL_ROWS[0]), KERNEL_ROWS[-1])
+
+
+def _by_kernel(
+    x: Array,
+    index: Array,
+    weights: Array,
+    flat: ExpertWeights,
+    activation: Callable[[Array], Array],
+    experts: int,
+    first: Array | int,
+) -> Float[Array, "T D"]:
+    blocks = lay_out_blocks(index, weights, experts, kernel_rows(index.size, experts))
+    which = (first + blocks.expert).astype(jnp.int32)
+    product = lambda x, part: block_product(x, part, which, blocks.used.astype(jnp.int32), implementation="gpu")
+    inside = x.at[blocks.tokens.reshape(-1)].get(mode="fill", fill_value=0)
+    inner = activation(product(inside, flat.gate)) * product(inside, flat.up)
+    out = product(inner, flat.down)
+    # Rows of blocks that hold nothing are anything; no pair's place is there.
+    out = out.at[blocks.places].get(mode="fill", fill_value=0)
+    return jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1)

@@ -125,7 +125,7 @@ class Experts(nnx.Module):
         """The chosen experts' sum, over the devices of the mesh that is set, each computing its own experts."""
         experts, activation = self.config.experts, ACTIVATIONS[self.activation]
         if implementation is None:
-            implementation = choose_implementation(index.size, experts, self.config.chosen)
+            implementation = choose_implementation(index.size, experts, self.config.chosen, x, stack)
         mix = functools.partial(mix_experts, activation=activation, implementation=implementation)
         devices = _devices()
         if devices == 1 or experts % devices or implementation == "dense":  # which the compiler spreads by itself

@@ -10,12 +10,14 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from evals.bench.arithmetic import count_flops
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import InputError, KernelUnavailableError
 from models import Buckets, ModelBackbone, load
 from models.decoder import grouped
+from models.decoder.config import ExpertConfig
 from models.decoder.grouped import (
     IMPLEMENTATIONS,
     ExpertWeights,
@@ -27,7 +29,7 @@ from models.decoder.grouped import (
     mix_experts,
 )
 from models.decoder.moe import Experts
-from pallas_kernels import targeting
+from pallas_kernels import preferring, targeting
 from tests.arrays import placed
 from tests.goldens.load_text import write_text_checkpoint
 
@@ -72,7 +74,7 @@ def routings(tokens: int = TOKENS, experts: int = EXPERTS, beyond: int = 0) -> s
 def programs():
     """Each implementation, compiled once, over one layer of a stack; blocks of 4 rows, looked at and not."""
     made = {}
-    kinds = [(name, False) for name in IMPLEMENTATIONS] + [("blockwise", True)]
+    kinds = [(name, False) for name in IMPLEMENTATIONS if name != "hopper"] + [("blockwise", True)]
     for name, skip in kinds:
         options = {"implementation": name, "skip": skip}
         mix = lambda x, index, weights, layer, options=options: mix_experts(
@@ -92,6 +94,35 @@ def test_every_implementation_equals_a_loop_over_tokens(programs, index, layer, 
             found = program(x, index, weights, layer)
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, expected, atol=2e-5, err_msg=str(name))
+
+
+HOPPER = {"experts": 4, "width": 64, "inner": 64, "tokens": 70}
+"""What the kernel takes: 16 bits and multiples of 64. One expert's tokens may need two blocks."""
+
+
+@pytest.fixture(scope="module")
+def by_kernel():
+    """The Hopper kernel, interpreted, over the second of two layers: program, tokens and that layer in float32."""
+    experts, width, inner, tokens = HOPPER.values()
+    shapes = ((width, inner), (width, inner), (inner, width))
+    drawn = (numbers(2, experts, *shape, seed=seed) for seed, shape in enumerate(shapes))
+    stack = ExpertWeights(*(placed(part / 8, jnp.bfloat16) for part in drawn))
+    x = placed(numbers(tokens, width, seed=9), jnp.bfloat16)
+    mix = lambda index, weights: mix_experts(x, index, weights, stack, jax.nn.silu, layer=1, implementation="hopper")
+    return jax.jit(mix), np.asarray(x, np.float32), jax.tree.map(lambda part: np.asarray(part[1], np.float32), stack)
+
+
+@settings(max_examples=3, deadline=None)
+@given(index=routings(HOPPER["tokens"], HOPPER["experts"], beyond=1), seed=st.integers(0, 9))
+def test_the_hopper_kernel_equals_a_loop_over_tokens(by_kernel, index, seed):
+    """Numbers of no expert are left out, as each device of a mesh leaves out the others'."""
+    program, x, one = by_kernel
+    weights = np.abs(numbers(HOPPER["tokens"], CHOSEN, seed=seed))
+    with targeting("gpu", plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")):
+        found = program(index, weights)
+    expected = looped(x, index, weights, one)
+    assert found.dtype == jnp.float32
+    assert np.abs(found - expected).max() <= 2**-7 * max(np.abs(expected).max(), 1)
 
 
 LAY_OUT = jax.jit(lay_out_blocks, static_argnums=(2, 3))
@@ -119,6 +150,9 @@ def test_blocks_hold_every_pair_once_and_one_expert_each(index, rows):
     assert filled.tolist() == sorted(filled.tolist(), reverse=True)
     assert filled.sum() == blocks.used
     assert (blocks.weights[blocks.tokens >= len(index)] == 0).all()
+    for (token, rank), place in np.ndenumerate(blocks.places):
+        within = 0 <= index[token, rank] < EXPERTS
+        assert (blocks.tokens.reshape(-1)[place] == token) if within else place == blocks.tokens.size
     for tokens in blocks.tokens:  # what `unique_indices` promises to the scatter
         assert len(set(tokens)) == rows
     assert ((blocks.expert >= 0) & (blocks.expert < EXPERTS)).all()
@@ -187,6 +221,51 @@ def test_what_runs_where():
     with targeting("tpu"):
         assert choose_implementation(4096 * 8, 128, 8) == "ragged"
         assert choose_implementation(8, 128, 8) == "blockwise"
+
+
+def test_the_hopper_kernel_is_taken_where_it_is_asked_for_and_can_be():
+    x, *_, stack, _ = shapes_of_30b(4096)
+    choose = lambda pairs, x=x: choose_implementation(pairs, 128, 8, x, stack)
+    with preferring("gpu"):  # but this is no GPU
+        assert choose(4096 * 8) == "blockwise"
+    with targeting("gpu"):
+        assert choose(4096 * 8) == "hopper"
+        assert choose(64 * 8) == "hopper"
+        assert choose(63 * 8) == "blockwise"
+        assert choose(4096 * 8, jax.ShapeDtypeStruct(x.shape, jnp.float32)) == "blockwise"
+        assert choose_implementation(4096 * 8, 128, 8) == "blockwise"
+        with preferring():
+            assert choose(4096 * 8) == "blockwise"
+        with pytest.raises(KernelUnavailableError, match="expected one dtype of 16 bits"):
+            mix_experts(
+                placed(numbers(3, 5)),
+                placed(np.ones((3, 2), np.int32)),
+                placed(numbers(3, 2)),
+                ExpertWeights(*(part[0] for part in LAYERS)),
+                jax.nn.silu,
+                implementation="hopper",
+            )
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256, 512, 1024])
+def test_padded_rows_of_the_hopper_kernel_cost_less_than_reading_the_experts(tokens):
+    """At an H200's published peaks: with few tokens per expert blocks of 64 rows are mostly padding, and free."""
+    read = 2 * 3 * MODEL["experts"] * MODEL["width"] * MODEL["inner"] / 4.8e12
+    with targeting("gpu"):
+        assert count_flops(mix_30b, *shapes_of_30b(tokens)) / 989e12 <= read
+
+
+def test_over_a_mesh_each_device_runs_the_hopper_kernel():
+    """Traced, not run: three products, of which each device has its own experts."""
+    config = ExpertConfig(experts=8, chosen=2, intermediate=64, router="softmax", renormalise=True)
+    experts = nnx.eval_shape(lambda: Experts(config, 64, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    graph, state = nnx.split(experts)
+    run = lambda state, x: nnx.merge(graph, state)(x)
+    mesh = jax.sharding.AbstractMesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh), targeting("gpu"):
+        made = str(jax.make_jaxpr(run)(state, jax.ShapeDtypeStruct((1, 200, 64), jnp.bfloat16)))
+    assert made.count("name=block_product") == 3
+    assert "shard_map" in made
 
 
 def test_unknown_implementation_is_refused():
