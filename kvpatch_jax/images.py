@@ -5,6 +5,7 @@ same pixels are the same image.
 
 import io
 import os
+import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,54 @@ def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 
     return np.ascontiguousarray(image[..., :3]) if opaque else image
 
 
+def expect_small(source: ImageSource, most: int, name: str = "image") -> None:
+    """Refuses an image of more bytes than `most`, as a file or as pixels, before its pixels are read.
+
+    Raises:
+      ImageError: one that is too large, a path that is no regular file, or a file whose size cannot be told.
+    """
+    if isinstance(source, os.PathLike):
+        name = os.fspath(source)
+        try:
+            told = os.stat(source)
+        except (OSError, ValueError) as error:
+            raise ImageError(f"{name!r:.300} is not there ({error}); expected an image file") from error
+        if not stat.S_ISREG(told.st_mode):
+            raise ImageError(f"{name!r:.300} is no regular file; expected an image file")
+        _expect_bytes(told.st_size, most, name, "of its file")
+        _expect_bytes(_pixel_bytes(source, name), most, name, "of its pixels")
+    elif isinstance(source, bytes):
+        _expect_bytes(len(source), most, name, "of its file")
+        _expect_bytes(_pixel_bytes(io.BytesIO(source), name), most, name, "of its pixels")
+    elif hasattr(source, "getbands"):
+        _expect_bytes(source.width * source.height * 3, most, name, "of its pixels")
+    elif hasattr(source, "nbytes"):
+        _expect_bytes(source.nbytes, most, name, "of its pixels")
+
+
+def _expect_bytes(found: int, most: int, name: str, what: str) -> None:
+    if found > most:
+        raise ImageError(f"{name!r:.300}: {found} bytes {what}; expected at most {most}")
+
+
+def _pixel_bytes(file: Any, name: str) -> int:
+    """Bytes of a file's pixels as RGB, by its header."""
+    Image = require("PIL.Image", "Pillow")
+    try:
+        with Image.open(file) as image:
+            return image.width * image.height * 3
+    except Image.UnidentifiedImageError as error:
+        raise ImageError(f"{name!r:.300} is not an image file that Pillow knows") from error
+    except _unreadable(Image) as error:
+        raise ImageError(f"{name!r:.300} is damaged or cut short: {error}") from error
+
+
+def _unreadable(Image: Any) -> tuple[type[BaseException], ...]:
+    """What Pillow raises of files that are no images after all, warnings too where they are errors."""
+    bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+    return (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs)
+
+
 def _of_file(file: Any, name: str) -> np.ndarray:
     Image, ImageOps = require("PIL.Image", "Pillow"), require("PIL.ImageOps", "Pillow")
     try:
@@ -67,7 +116,7 @@ def _of_file(file: Any, name: str) -> np.ndarray:
         raise ImageError(f"{name} is not there; expected an image file") from error
     except Image.UnidentifiedImageError as error:
         raise ImageError(f"{name} is not an image file that Pillow knows") from error
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except _unreadable(Image) as error:
         raise ImageError(f"{name} is damaged or cut short: {error}") from error
     return _of_pil(turned, name)
 

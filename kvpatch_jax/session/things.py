@@ -1,0 +1,166 @@
+"""What a session is given: images, frames, texts, paths, told apart; named by their contents, and embedded."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..backbone import Backbone, Tokens
+from ..chunk_ids import chunk_id
+from ..content import Text, sort_of
+from ..errors import InputError
+from ..images import decoded, expect_small
+from ..window import Entry
+from ..window.entry import Kind
+
+LARGEST_IMAGE = 64 << 20
+"""Bytes of an image, of its file and of its pixels."""
+_IMAGE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif", ".heic")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Thing:
+    """What was given, in the one form that its id is taken over.
+
+    Attributes:
+      items: as `Backbone.prepare` takes them; images are pixels.
+      content: `chunk_id` of the items.
+      textual: whether all of it is text or token ids.
+    """
+
+    items: tuple[Any, ...]
+    content: str
+    textual: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the items."""
+        return sum(
+            len(item.encode("utf-8", "surrogatepass")) if isinstance(item, str) else np.asarray(item).nbytes
+            for item in self.items
+        )
+
+
+def thing_of(backbone: Backbone, given: Any, largest: int = LARGEST_IMAGE) -> Thing:
+    """Reads what was given.
+
+    A `pathlib.Path`, or a str that names a file, is an image file; any other str is a text, but for one that looks like
+    the name of an image file that is not there. `Text` is always a text. Lists and tuples of integers are token ids,
+    other lists, and arrays [F, H, W] or more of frames, one unit of several items.
+
+    Args:
+      largest: bytes that an image may have.
+
+    Raises:
+      InputError: nothing, or what is none of these. ImageError: an image that cannot be read, or is too large.
+    """
+    several = isinstance(given, list | tuple) and not (given and sort_or_none(given) == "tokens")
+    if isinstance(given, np.ndarray | jax.Array) and given.ndim == 4:
+        given, several = list(np.asarray(given)), True
+    if several and not given:
+        raise InputError(f"session: an empty {type(given).__name__}; expected an image, frames, a text or a path")
+    items = tuple(_item(each, largest) for each in (given if several else [given]))
+    textual = all(sort_of(item, "session") != "image" for item in items)
+    return Thing(items, chunk_id(backbone.fingerprint, *items), textual)
+
+
+def sort_or_none(given: Any) -> str | None:
+    """What `content.sort_of` calls something, None where it knows no word."""
+    try:
+        return sort_of(given)
+    except InputError:
+        return None
+
+
+def _item(given: Any, largest: int) -> Any:
+    """One item in its one form."""
+    if isinstance(given, str) and not isinstance(given, Text):
+        given = _path_or_text(given)
+    if isinstance(given, Text):
+        if not given:
+            raise InputError("session: an empty text; expected some")
+        return given
+    if sort_of(given, "session") == "tokens":
+        ids = [int(token) for token in given]
+        if not ids:
+            raise InputError("session: no token ids; expected some")
+        return ids
+    expect_small(given, largest)
+    name = os.fspath(given) if isinstance(given, os.PathLike) else "image"
+    # A copy: whoever gave an array or a PIL image may go on writing into it.
+    return np.array(decoded(np.asarray(given) if isinstance(given, jax.Array) else given, name))
+
+
+def _path_or_text(given: str) -> Path | Text:
+    """A path where a file has this name, else a text."""
+    if os.path.isfile(given):
+        return Path(given)
+    if given.lower().endswith(_IMAGE_NAMES) and len(given.splitlines()) == 1 and not _is_sentence(given):
+        raise InputError(
+            f"session: {given[:300]!r} looks like an image file and names none that is there; expected a file, or "
+            "kvpatch_jax.Text(...) for the text itself"
+        )
+    return Text(given)
+
+
+def _is_sentence(given: str) -> bool:
+    """Whether words stand in front of what looks like a file's name."""
+    return " " in given.strip() and os.sep not in given
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Embedded:
+    """A thing as tokens.
+
+    Attributes:
+      tokens: one row, padded where the backbone has buckets. length: how many count. span: as an `Entry` has it.
+    """
+
+    tokens: Tokens
+    length: int
+    span: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the embeddings."""
+        deep = self.tokens.deepstack
+        return self.tokens.embeddings.nbytes + (0 if deep is None else deep.nbytes)
+
+    def entry(self, id: str, content: str | None, kind: Kind, order_free: bool) -> Entry:
+        """It as an entry of a window."""
+        return Entry(id, content, self.length, self.span, kind, order_free)
+
+
+def embedded(backbone: Backbone, items: Any, behind: Any = ()) -> Embedded:
+    """Embeds items, and token ids that follow them, at positions from 0.
+
+    Args:
+      behind: token ids, such as an answer's, at the positions that decoding gives them.
+
+    Raises:
+      What `prepare` and `embed` raise.
+    """
+    prompt = dict(backbone.prepare(list(items)))
+    if len(behind):
+        prompt = followed(prompt, behind)
+    maker: Any = backbone
+    if hasattr(maker, "embed_padded"):
+        tokens, length = maker.embed_padded(**prompt)
+    else:
+        tokens = maker.embed(**prompt)
+        length = tokens.embeddings.shape[1]
+    places = np.asarray(tokens.positions)[:, :length]
+    return Embedded(tokens, length, int(np.floor(places.max())) - int(np.floor(places.min())) + 1)
+
+
+def followed(prompt: dict[str, Any], ids: Any) -> dict[str, Any]:
+    """A prompt with token ids behind it, one position after the other on all axes."""
+    places = np.asarray(prompt["position_ids"])
+    following = places.max() + 1 + np.arange(len(ids), dtype=places.dtype)
+    following = following.reshape(1, -1, *(1 for _ in places.shape[2:]))
+    following = np.broadcast_to(following, (1, len(ids), *places.shape[2:]))
+    whole = np.concatenate([np.asarray(prompt["input_ids"]), np.asarray(ids, np.int32)[None]], axis=1)
+    return {**prompt, "input_ids": whole, "position_ids": np.concatenate([places, following], axis=1)}
