@@ -19,6 +19,7 @@ Patches:
 
 What a model is to read:
   Window              chunks and texts at their places, as a value; what to do to their KV when it changes
+  Session             an agent's window with what it takes to run it: add, ask, slide, recall, fork
   Certificate         what each way of reuse was measured to lose on a backbone, with bounds
 
 Frames of keys, described by a layout:
@@ -32,6 +33,7 @@ Modules:
   ops                 the same on bare arrays: to be jitted, vmapped and differentiated
   pool, engines       a paged pool, slots and `splice`; the page layouts of other engines
   store               chunks and patches on disk (`ChunkStore`), libraries, snapshots
+  session             runtimes of sessions, answers, traces
   window              entries, edits and costs of a Window
   plan                which way of reuse each chunk of a window gets, within a goal
   repair              other published ways of mending a reused cache, to compare with
@@ -60,8 +62,9 @@ from .rope import Rope
 from .update import correction_patch, update_patch
 
 if TYPE_CHECKING:
-    from . import deficit, engines, plan, pool, repair, store, window
+    from . import deficit, engines, plan, pool, repair, session, store, window
     from .plan import Certificate
+    from .session import Session
     from .store import ChunkStore
     from .window import Window
 
@@ -76,6 +79,7 @@ __all__ = [
     "Patch",
     "PatchMetadata",
     "Rope",
+    "Session",
     "Text",
     "Tokens",
     "Window",
@@ -102,6 +106,7 @@ __all__ = [
     "removal_patch",
     "repair",
     "rope",
+    "session",
     "store",
     "to_engine",
     "to_local",
@@ -112,8 +117,8 @@ __all__ = [
 ]
 
 # Loaded when first used: the store needs POSIX file locks and cryptography, pool and repair are not everybody's.
-_LAZY_MODULES = ("deficit", "engines", "plan", "pool", "repair", "store", "window")
-_LAZY_CLASSES = {"Certificate": "plan", "ChunkStore": "store", "Window": "window"}
+_LAZY_MODULES = ("deficit", "engines", "plan", "pool", "repair", "session", "store", "window")
+_LAZY_CLASSES = {"Certificate": "plan", "ChunkStore": "store", "Session": "session", "Window": "window"}
 
 
 def __getattr__(name: str) -> Any:

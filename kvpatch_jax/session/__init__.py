@@ -6,6 +6,7 @@
 
 from .events import Event
 from .runtime import PrivateRuntime, Runtime
+from .session import Session
 from .trace import Recorder, Trace
 
-__all__ = ["Event", "PrivateRuntime", "Recorder", "Runtime", "Trace"]
+__all__ = ["Event", "PrivateRuntime", "Recorder", "Runtime", "Session", "Trace"]

@@ -28,7 +28,8 @@ class Audit:
 
     def __str__(self) -> str:
         served = "as promised" if self.as_promised else "approximately"
-        return f"KL {self.kl:.2g} (first token {self.first:.2g}), {self.flips} of {self.places} flipped, served {served}"
+        flips = f"{self.flips} of {self.places} flipped"
+        return f"KL {self.kl:.2g} (first token {self.first:.2g}), {flips}, served {served}"
 
 
 class Answer:

@@ -1,10 +1,8 @@
 """`Session`: what an agent sees, added, asked, slid, recalled, reordered and forked in a few calls."""
 
-import dataclasses
 import secrets
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,63 +10,22 @@ import jax
 from ..backbone import Backbone
 from ..chunk import brief
 from ..compress import Rank
-from ..content import Text, check_text, names_of
-from ..errors import InputError, SessionClosedError, SessionError
-from ..sampling import Sampling
+from ..content import names_of
+from ..errors import SessionError
 from ..window import Costs, Edits, Entry, Window
-from ..window.entry import Fidelity, Kind, PlacedPiece
+from ..window.entry import Fidelity, Kind
 from ..window.pieces import Promise
 from ..window.sources import PatchStore
-from .answers import Answer, Audit
-from .asking import Asking, Question
-from .checking import compared, prefilled_logits, served_logits
-from .events import Happened
+from .answers import Answer
+from .asking import Asking
+from .events import Op
+from .holding import Known, Owners
 from .runtime import PAGE_SIZE, PrivateRuntime, Runtime
-from .stats import Counts, Stats
-from .things import LARGEST_IMAGE, Embedded, Thing, embedded, thing_of
+from .stats import Stats
+from .things import LARGEST_IMAGE, Thing, embedded, thing_of
 
 MEMORY = 512 << 20
 """Bytes that a session keeps of what has left, to bring it back without being given it again."""
-
-
-@dataclasses.dataclass(eq=False)
-class Known:
-    """A piece that a session was given.
-
-    Attributes:
-      entry: as the window has it. name: the session's own.
-      thing: what was given; None where it was let go of.
-      held: its tokens, while the runtime has them.
-    """
-
-    entry: Entry
-    name: str
-    thing: Thing | None = None
-    held: Embedded | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is kept to bring it back."""
-        return (0 if self.thing is None else self.thing.nbytes) + (0 if self.held is None else self.held.nbytes)
-
-
-class _Owners:
-    """How many sessions use a runtime that was made for them; the last one closes it."""
-
-    def __init__(self, runtime: Runtime, private: bool):
-        self.runtime, self.private, self.count = runtime, private, 0
-        self.lock = threading.Lock()
-
-    def enter(self) -> None:
-        with self.lock:
-            self.count += 1
-
-    def leave(self) -> None:
-        with self.lock:
-            self.count -= 1
-            last = self.count == 0
-        if last and self.private:
-            self.runtime.close()
 
 
 class Session(Asking):
@@ -80,9 +37,9 @@ class Session(Asking):
                 print(session.ask("What changed since the last one?"))
             session.recall(shots[0])
 
-    A session is a window with what it takes to run it. What stays is turned and not computed again; what was formed behind
-    the back goes into the store. It may be used by several threads, one call at a time. Where a call raises, the session
-    is as it was.
+    A session is a window with what it takes to run it. What stays is turned and not computed again; what was formed
+    behind the back goes into the store. Several threads may use it, one call at a time. Where a call raises, the
+    session is as it was.
 
     Attributes:
       window: what the model reads now, a value.
@@ -101,6 +58,7 @@ class Session(Asking):
         rank: Rank | None = None,
         runtime: Runtime | None = None,
         branch: str = "",
+        name: str | None = None,
         linker: Any = None,
         retriever: Any = None,
         around: tuple[str, str] = ("", ""),
@@ -123,6 +81,7 @@ class Session(Asking):
           rank: of patches that are formed behind the back; 0 forms none.
           runtime: shared with other sessions; None makes one of this session's own.
           branch: of the runtime's pool, where it is shared.
+          name: of the session, for those who watch it; None: its branch, or drawn at random.
           linker: a `Linker`: `IMAGE#NAME` in questions stands for what a library has.
           retriever: what looks for chunks while an answer is made; see `ask`.
           around: what stands in front of and behind every question, such as a chat template's marks.
@@ -137,16 +96,16 @@ class Session(Asking):
         _check(backbone, store, keep, runtime, linker)
         if runtime is None:
             options: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": dtype, "rank": rank}
-            owners = _Owners(PrivateRuntime(backbone, store, **options), True)
+            owners = Owners(PrivateRuntime(backbone, store, **options), True)
         else:
-            owners = _Owners(runtime, False)
-        self._set_up(owners, keep, largest_image, memory)
-        self.linker, self.retriever, self.around = linker, retriever, around
-        first = [] if lead is None or lead == 0 else lead if _is_several(lead) else [lead]
-        pinned = 0 if isinstance(lead, int) else len(first) or None
-        options = {"branch": branch} if branch else {}
-        costs = Costs.of(backbone, self.runtime.executor.dtype)
-        self._window = Window.empty(costs, lead=pinned, promise=promise, **options)
+            owners = Owners(runtime, False)
+        first = [] if lead is None or isinstance(lead, int) else list(lead) if _is_several(lead) else [lead]
+        pinned = lead if isinstance(lead, int) else len(first) or None
+        costs = Costs.of(backbone, owners.runtime.executor.dtype)
+        window = Window.empty(costs, lead=pinned, promise=promise, branch=branch)
+        how: dict[str, Any] = {"linker": linker, "retriever": retriever, "around": around}
+        how |= {"largest_image": largest_image, "memory": memory}
+        self._set_up(name or branch or secrets.token_hex(8), owners, window, keep, **how)
         try:
             for thing in first:
                 self.add(thing)
@@ -154,49 +113,13 @@ class Session(Asking):
             self.close()
             raise
 
-    def _set_up(self, owners: _Owners, keep: int | None, largest_image: int, memory: int) -> None:
-        self._owners, self.runtime, self.keep = owners, owners.runtime, keep
-        self.largest_image, self.memory = largest_image, memory
-        self._lock = threading.RLock()
-        self._known: dict[str, Known] = {}
-        self._names: dict[str, str] = {}
-        self._counts = Counts()
+    def _set_up(self, name: str, owners: Owners, window: Window, keep: int | None, **how: Any) -> None:
+        self.keep, self.largest_image = keep, how["largest_image"]
+        self.linker, self.retriever, self.around = how["linker"], how["retriever"], how["around"]
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
-        self._watchers: list[Callable[[Happened], None]] = []
-        self._closed = False
-        owners.enter()
+        self._hold_nothing(name, owners, window, how["memory"])
 
     # ------------------------------------------------------------------------------------------- what is seen
-
-    @property
-    def backbone(self) -> Backbone:
-        """Who reads the window."""
-        return self.runtime.backbone
-
-    @property
-    def store(self) -> PatchStore | None:
-        """Where canonicals and patches are kept, or None."""
-        return self.runtime.store
-
-    @property
-    def window(self) -> Window:
-        """What the model reads now."""
-        return self._window
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Names of the pieces, from the front."""
-        return tuple(self._name(piece.entry.id) for piece in self._window.pieces)
-
-    @property
-    def gone(self) -> tuple[str, ...]:
-        """Names of the chunks that left and can be recalled, the last one to leave last."""
-        return tuple(self._name(piece.entry.id) for piece in self._window.evicted)
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._closed
 
     def fidelity(self, id: str) -> Fidelity:
         """How truly a piece is served: "exact", "survivor" or "approximate" (`Window.fidelity`)."""
@@ -227,7 +150,7 @@ class Session(Asking):
             pixels; several of them as one chunk (a clip); a text, `Text` where a file has its name; or token ids.
           id: the session's name for it; None: the digest of its content.
           order_free: a chunk that `reorder` may move.
-          kind: "chunk" or "text" (which cannot be recalled, and leaves with the chunk behind it); None: "text" of texts.
+          kind: "chunk" or "text" (it cannot be recalled, and leaves with the chunk behind it); None: "text" of texts.
 
         Returns:
           Its name.
@@ -251,15 +174,15 @@ class Session(Asking):
             self._hold(known, tokens)
             try:
                 window, edits = self._slid(known.entry)
-                window, placing = self._append(window, known.entry)
+                window, placing = window.append(known.entry)
                 self._run(window, (*edits, *placing))
             except BaseException:
                 self._let_go(known)
                 raise
-            self._known[piece_id], self._names[name] = known, piece_id
+            self._enter(known)
             self._counts.add("added")
             self._settled()
-            self._tell("add", known)
+            self._tell("add", known, read.items, **_text_of(read))
             return name
 
     def recall(self, thing: Any) -> str:
@@ -281,7 +204,9 @@ class Session(Asking):
             if known is None or known.entry.id in self._window:
                 shown = brief(thing) if isinstance(thing, str) else f"a {type(thing).__name__}"
                 there = "in the window" if known is not None or self._shows(read) else "unknown"
-                raise SessionError(f"recall: {shown!r:.80} is {there}; expected one that left: {self._listed(self.gone)}")
+                raise SessionError(
+                    f"recall: {shown!r:.80} is {there}; expected one that left: {self._listed(self.gone)}"
+                )
             return self._bring_back(known, read)
 
     def slide(self, keep: int) -> tuple[str, ...]:
@@ -290,15 +215,18 @@ class Session(Asking):
         Raises:
           SessionClosedError. WindowError: a negative number, or none.
         """
-        return self._leave("slide", lambda: self._window.slide(keep))
+        return self._leave("slide", lambda: self._window.slide(keep), keep=keep)
 
-    def evict(self, *ids: str) -> tuple[str, ...]:
-        """Takes pieces out. Returns the names of the chunks among them, which can be recalled.
+    def evict(self, id: str) -> tuple[str, ...]:
+        """Takes a piece out. Returns its name where it is a chunk, which can be recalled.
 
         Raises:
-          SessionClosedError. SessionError: an unknown name. WindowError: a piece of the lead, or named twice.
+          SessionClosedError. SessionError: an unknown name. WindowError: a piece of the lead, or one that has left.
         """
-        return self._leave("evict", lambda: self._window.evict(*map(self._piece, names_of(ids, "evict"))))
+        with self._lock:
+            self._expect_open()
+            known = self._known[self._piece(id)]
+            return self._leave("evict", lambda: self._window.evict(known.entry.id), chunk=known.name)
 
     def replace(self, id: str, thing: Any, *, name: str | None = None, order_free: bool = False) -> str:
         """Puts something in the place of a piece, which leaves. What stands behind has not seen it.
@@ -313,25 +241,22 @@ class Session(Asking):
         read = thing_of(self.backbone, thing, self.largest_image)
         with self._lock:
             self._expect_open()
-            old = self._piece(id)
-            back = self._left(read, name)
-            if back is not None:  # it has a name, and its old piece is let go of with what has left
-                self._forget_gone(back)
+            old = self._known[self._piece(id)]
             new_name, piece_id = self._names_for(read, name)
             tokens = embedded(self.backbone, read.items)
             kind: Kind = "text" if read.textual and not order_free else "chunk"
             known = Known(tokens.entry(piece_id, read.content, kind, order_free), new_name, read)
             self._hold(known, tokens)
             try:
-                window, edits = self._window.replace(old, known.entry)
+                window, edits = self._window.replace(old.entry.id, known.entry)
                 self._run(window, edits)
             except BaseException:
                 self._let_go(known)
                 raise
-            self._known[piece_id], self._names[new_name] = known, piece_id
+            self._enter(known)
             self._counts.add("added")
             self._settled()
-            self._tell("replace", known, ids=(id, new_name))
+            self._tell("replace", known, read.items, replaced=old.name, **_text_of(read))
             return new_name
 
     def reorder(self, ids: Iterable[str]) -> None:
@@ -344,9 +269,9 @@ class Session(Asking):
         """
         with self._lock:
             self._expect_open()
-            named = names_of(ids, "reorder")
-            self._run(*self._window.reorder([self._piece(id) for id in named]))
-            self._tell("reorder", None, ids=named)
+            pieces = [self._piece(id) for id in names_of(ids, "reorder")]
+            self._run(*self._window.reorder(pieces))
+            self._tell("reorder", order=tuple(self._name(piece) for piece in pieces))
 
     def fork(self, *, keep: int | None = None) -> "Session":
         """Starts a side branch: a session that shares all KV with this one until one of the two changes a piece.
@@ -362,15 +287,17 @@ class Session(Asking):
             window, edits = self._window.fork(secrets.token_hex(8))
             self.runtime.run(window, edits)
             branch = object.__new__(Session)
-            branch._set_up(self._owners, self.keep if keep is None else keep, self.largest_image, self.memory)
-            branch.linker, branch.retriever, branch.around = self.linker, self.retriever, self.around
-            branch._window = window
-            branch._names = dict(self._names)
+            how: dict[str, Any] = {"linker": self.linker, "retriever": self.retriever, "around": self.around}
+            how |= {"largest_image": self.largest_image, "memory": self.memory}
+            name = f"{self.name}/{window.branch.rpartition('/')[2]}"
+            branch._set_up(name, self._owners, window, self.keep if keep is None else keep, **how)
+            branch._names, branch._used = dict(self._names), set(self._used)
+            branch.watchers = list(self.watchers)
             for id, known in self._known.items():
                 branch._known[id] = Known(known.entry, known.name, known.thing)
                 if known.held is not None:
                     branch._hold(branch._known[id], known.held)
-            self._tell("fork", None)
+            self._tell("fork", branch=name)
             return branch
 
     def close(self) -> None:
@@ -379,11 +306,10 @@ class Session(Asking):
             if self._closed:
                 return
             self._closed = True
-            self._tell("close", None)
+            self._tell("close")
             for answer in list(self._answers):
                 answer.close()
-            if hasattr(self, "_window"):
-                self.runtime.release(self._window.branch)
+            self.runtime.release(self._window.branch)
             for known in self._known.values():
                 self._let_go(known)
             self._owners.leave()
@@ -413,63 +339,7 @@ class Session(Asking):
                 formed=None if former is None else former.done,
             )
 
-    def watch(self, told: Callable[[Happened], None]) -> None:
-        """Has what happens told to a function from now on, once it has happened: for traces."""
-        self._watchers.append(told)
-
     # -------------------------------------------------------------------------------------------------- inside
-
-    def _expect_open(self) -> None:
-        if self._closed:
-            raise SessionClosedError("session: it was closed; expected an open one")
-
-    def _name(self, piece_id: str) -> str:
-        known = self._known.get(piece_id)
-        return piece_id if known is None else known.name
-
-    def _piece(self, name: str) -> str:
-        """The piece's id of a name.
-
-        Raises:
-          SessionError: an unknown one.
-        """
-        if isinstance(name, str):
-            found = self._names.get(name, name)
-            if found in self._known:
-                return found
-        raise SessionError(f"session: {name!r:.80} is no piece of it; expected one of {self._listed(self.ids)}")
-
-    def _listed(self, names: Sequence[str]) -> str:
-        return ", ".join(repr(brief(name)) for name in names[-8:]) or "none"
-
-    def _shows(self, read: Thing | None) -> bool:
-        return read is not None and any(piece.entry.content == read.content for piece in self._window.pieces)
-
-    def _left(self, read: Thing, name: str | None) -> Known | None:
-        """The chunk that left and shows this, or has this name and shows this; None where there is none."""
-        for piece in reversed(self._window.evicted):
-            known = self._known.get(piece.entry.id)
-            if known is not None and piece.entry.content == read.content and name in (None, known.name):
-                return known
-        return None
-
-    def _names_for(self, read: Thing, name: str | None) -> tuple[str, str]:
-        """The name and the piece's id of something new.
-
-        Raises:
-          SessionError: a name that is taken.
-        """
-        piece_id, number = read.content, 1
-        while piece_id in self._known:
-            number += 1
-            piece_id = f"{read.content}#{number}"
-        if name is None:
-            return piece_id, piece_id
-        if not isinstance(name, str) or not name:
-            raise InputError(f"session: id {name!r:.80}; expected a name")
-        if name in self._names or name in self._known:
-            raise SessionError(f"session: {name!r:.80} is the name of another piece; expected a new name")
-        return name, piece_id
 
     def _slid(self, entry: Entry) -> tuple[Window, Edits]:
         """The window with room for one chunk more."""
@@ -477,14 +347,14 @@ class Session(Asking):
             return self._window, ()
         return self._window.slide(self.keep - 1)
 
-    def _append(self, window: Window, entry: Entry) -> tuple[Window, Edits]:
-        return window.append(entry)
+    def _shows(self, read: Thing | None) -> bool:
+        return read is not None and any(piece.entry.content == read.content for piece in self._window.pieces)
 
     def _bring_back(self, known: Known, read: Thing | None) -> str:
         if known.thing is None:
             known.thing = read
-        self._hold(known)
         window, edits = self._slid(known.entry)
+        self._hold(known)
         window, placing = window.recall(known.entry.id)
         self._run(window, (*edits, *placing))
         self._counts.add("recalled")
@@ -493,81 +363,22 @@ class Session(Asking):
         self._tell("recall", known)
         return known.name
 
-    def _leave(self, op: str, change: Callable[[], tuple[Window, Edits]]) -> tuple[str, ...]:
+    def _leave(self, op: Op, change: Callable[[], tuple[Window, Edits]], **fields: Any) -> tuple[str, ...]:
         with self._lock:
             self._expect_open()
-            before = self.gone
+            before = set(self.gone)
             window, edits = change()
             if edits:
                 self._run(window, edits)
-            left = tuple(name for name in self.gone if name not in set(before))
+            left = tuple(name for name in self.gone if name not in before)
             self._settled()
-            self._tell(op, None, ids=left)
+            self._tell(op, **fields)
             return left
 
-    def _run(self, window: Window, edits: Edits) -> None:
-        """Executes edits; the window is the session's once they were."""
-        ledger = self.runtime.run(window, edits)
-        self._counts.executed(ledger, window, edits)
-        self._window = window
 
-    def _hold(self, known: Known, tokens: Embedded | None = None) -> None:
-        """Sees to it that the runtime has a piece's tokens.
-
-        Raises:
-          SessionError: neither they nor what was given are here any more.
-        """
-        if known.held is not None:
-            return
-        if tokens is None:
-            if known.thing is None:
-                raise SessionError(
-                    f"session: what {brief(known.name)!r} showed was let go of ({self.memory} bytes are kept of what "
-                    "left); expected it given again"
-                )
-            tokens = embedded(self.backbone, known.thing.items)
-        self.runtime.provide(known.entry.id, tokens.tokens, tokens.length, known.entry.content)
-        known.held = tokens
-
-    def _let_go(self, known: Known) -> None:
-        if known.held is not None:
-            known.held = None
-            self.runtime.forget(known.entry.id)
-
-    def _settled(self) -> None:
-        """Forgets texts that left, and the oldest of what left beyond what is kept of it."""
-        there = {piece.entry.id for piece in (*self._window.pieces, *self._window.evicted)}
-        for id in [id for id in self._known if id not in there]:
-            known = self._known.pop(id)
-            self._names.pop(known.name, None)
-            self._let_go(known)
-        left = [self._known[piece.entry.id] for piece in self._window.evicted if piece.entry.id in self._known]
-        size = sum(known.nbytes for known in left)
-        for forget in (self._let_go, _without_thing):
-            for known in left:
-                if size <= self.memory:
-                    return
-                size -= known.nbytes
-                forget(known)
-                size += known.nbytes
-
-    def _forget_gone(self, known: Known) -> None:
-        """Takes a chunk that left out of what can be recalled."""
-        left = tuple(piece for piece in self._window.evicted if piece.entry.id != known.entry.id)
-        self._window = dataclasses.replace(self._window, evicted=left)
-        self._settled()
-
-    def _tell(self, op: str, known: Known | None, **more: Any) -> None:
-        if not self._watchers:
-            return
-        thing = None if known is None else known.thing
-        happened = Happened(op, (known.name,) if known else (), known and known.entry, thing and thing.items)
-        for told in self._watchers:
-            told(dataclasses.replace(happened, **more))
-
-
-def _without_thing(known: Known) -> None:
-    known.thing = None
+def _text_of(read: Thing) -> dict[str, str]:
+    """The text of a thing that is one, for those who watch."""
+    return {"text": "".join(read.items)} if read.items and all(isinstance(item, str) for item in read.items) else {}
 
 
 def _is_several(lead: Any) -> bool:

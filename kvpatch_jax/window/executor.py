@@ -160,7 +160,7 @@ class Executor:
 
         Args:
           tokens: at positions from 0. length: how many count, of tokens padded to a bucket.
-          options: of `backbone.prefill`; `logits` is "last" or "all".
+          options: of `backbone.prefill`; `logits` is "last", "all", or indices [1,n].
 
         Raises:
           WindowError: as `context`. What the backbone raises.
@@ -168,7 +168,8 @@ class Executor:
         tokens, length = self.question(window, tokens, length)
         context = self.context(window)
         options = dict(options)
-        if options.get("logits", "last") == "last":
+        wanted = options.get("logits", "last")
+        if isinstance(wanted, str) and wanted == "last":
             options["logits"] = np.full((len(tokens.embeddings), 1), length - 1, np.int32)
         self._count(tokens, length, context, 1)
         return self.backbone.prefill(tokens, context, **options)

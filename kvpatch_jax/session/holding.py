@@ -1,0 +1,240 @@
+"""What a session knows of its pieces: names, what was given, and how much of it is kept once it left."""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from ..backbone import Backbone
+from ..chunk import brief
+from ..errors import InputError, SessionClosedError, SessionError
+from ..window import Edits, Entry, Window
+from ..window.sources import PatchStore
+from .events import Event, Op
+from .runtime import Runtime
+from .stats import Counts
+from .things import Embedded, Thing, embedded
+from .trace import Watcher
+
+
+@dataclasses.dataclass(eq=False)
+class Known:
+    """A piece that a session was given.
+
+    Attributes:
+      entry: as the window has it. name: the session's own.
+      thing: what was given; None where it was let go of.
+      held: its tokens, while the runtime has them.
+    """
+
+    entry: Entry
+    name: str
+    thing: Thing | None = None
+    held: Embedded | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept to bring it back."""
+        return (0 if self.thing is None else self.thing.nbytes) + (0 if self.held is None else self.held.nbytes)
+
+
+class Owners:
+    """How many sessions use a runtime; the last one closes it where it was made for them."""
+
+    def __init__(self, runtime: Runtime, private: bool):
+        self.runtime, self.private, self.count = runtime, private, 0
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        """One more."""
+        with self._lock:
+            self.count += 1
+
+    def leave(self) -> None:
+        """One less."""
+        with self._lock:
+            self.count -= 1
+            last = self.count == 0
+        if last and self.private:
+            self.runtime.close()
+
+
+class Holding:
+    """A session's window, and what it knows of its pieces.
+
+    Attributes:
+      name: of the session, for those who watch it.
+      runtime: what it runs on.
+      watchers: told of each event once it has happened, with what it brought; forks have the same.
+    """
+
+    name: str
+    runtime: Runtime
+    memory: int
+    watchers: list[Watcher]
+
+    def _hold_nothing(self, name: str, owners: Owners, window: Window, memory: int) -> None:
+        self.name, self.runtime, self.memory, self.watchers = name, owners.runtime, memory, []
+        self._owners, self._window, self._closed = owners, window, False
+        self._lock = threading.RLock()
+        self._known: dict[str, Known] = {}
+        self._names: dict[str, str] = {}
+        self._used: set[str] = set()
+        self._counts = Counts()
+        owners.enter()
+
+    @property
+    def backbone(self) -> Backbone:
+        """Who reads the window."""
+        return self.runtime.backbone
+
+    @property
+    def store(self) -> PatchStore | None:
+        """Where canonicals and patches are kept, or None."""
+        return self.runtime.store
+
+    @property
+    def window(self) -> Window:
+        """What the model reads now, a value."""
+        return self._window
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Names of the pieces, from the front."""
+        return tuple(self._name(piece.entry.id) for piece in self._window.pieces)
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """Names of the chunks that left and can be recalled, the last one to leave last."""
+        return tuple(self._name(piece.entry.id) for piece in self._window.evicted)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"session {self.name!r:.80} was closed; expected an open one")
+
+    # ------------------------------------------------------------------------------------------------ names
+
+    def _name(self, piece_id: str) -> str:
+        known = self._known.get(piece_id)
+        return piece_id if known is None else known.name
+
+    def _piece(self, name: Any) -> str:
+        """The piece's id of a name, or of what is a piece's id itself.
+
+        Raises:
+          SessionError: an unknown one.
+        """
+        if isinstance(name, str):
+            found = self._names.get(name, name)
+            if found in self._known:
+                return found
+            name = brief(name)
+        raise SessionError(f"session: {name!r:.80} is no piece of it; expected one of {self._listed(self.ids)}")
+
+    def _listed(self, names: Sequence[str]) -> str:
+        return ", ".join(repr(brief(name)) for name in names[-8:]) or "none, for there is none"
+
+    def _left(self, read: Thing, name: str | None) -> Known | None:
+        """The chunk that left and shows this, under this name where one is asked for; None where there is none."""
+        for piece in reversed(self._window.evicted):
+            known = self._known.get(piece.entry.id)
+            if known is not None and piece.entry.content == read.content and name in (None, known.name):
+                return known
+        return None
+
+    def _names_for(self, read: Thing, name: str | None) -> tuple[str, str]:
+        """The name and the piece's id of something new. No name is used twice.
+
+        Raises:
+          SessionError: a name that is taken. InputError: what is no name.
+        """
+        piece_id, number = read.content, 1
+        while piece_id in self._used:
+            number += 1
+            piece_id = f"{read.content}#{number}"
+        if name is None:
+            return piece_id, piece_id
+        if not isinstance(name, str) or not name:
+            raise InputError(f"session: id {name!r:.80}; expected a name")
+        if name in self._used:
+            raise SessionError(f"session: {name!r:.80} is the name of another piece; expected a new name")
+        return name, piece_id
+
+    def _enter(self, known: Known) -> None:
+        """Enters a piece that came in."""
+        self._known[known.entry.id], self._names[known.name] = known, known.entry.id
+        self._used |= {known.entry.id, known.name}
+
+    # ----------------------------------------------------------------------------------------- what is held
+
+    def _run(self, window: Window, edits: Edits) -> None:
+        """Executes edits; the window is the session's once they were."""
+        ledger = self.runtime.run(window, edits)
+        self._counts.executed(ledger, window, edits)
+        self._window = window
+
+    def _hold(self, known: Known, tokens: Embedded | None = None) -> Embedded:
+        """Sees to it that the runtime has a piece's tokens, and returns them.
+
+        Raises:
+          SessionError: neither they nor what was given are here any more.
+        """
+        if known.held is not None:
+            return known.held
+        if tokens is None:
+            if known.thing is None:
+                raise SessionError(
+                    f"session: what {brief(known.name)!r} shows was let go of ({self.memory} bytes are kept of what "
+                    "has left); expected it given again"
+                )
+            tokens = embedded(self.backbone, known.thing.items)
+        self.runtime.provide(known.entry.id, tokens.tokens, tokens.length, known.entry.content)
+        known.held = tokens
+        return tokens
+
+    def _let_go(self, known: Known) -> None:
+        if known.held is not None:
+            known.held = None
+            self.runtime.forget(known.entry.id)
+
+    def _settled(self) -> None:
+        """Forgets texts that left, and the oldest of what left beyond what is kept of it."""
+        there = {piece.entry.id for piece in (*self._window.pieces, *self._window.evicted)}
+        for id in [id for id in self._known if id not in there]:
+            known = self._known.pop(id)
+            self._names.pop(known.name, None)
+            self._let_go(known)
+        left = [self._known[piece.entry.id] for piece in self._window.evicted if piece.entry.id in self._known]
+        size = sum(known.nbytes for known in left)
+        for forget in (self._let_go, _without_thing):  # tokens can be made again of what was given
+            for known in left:
+                if size <= self.memory:
+                    return
+                size -= known.nbytes
+                forget(known)
+                size += known.nbytes
+
+    # -------------------------------------------------------------------------------------------- who watches
+
+    def _tell(self, op: Op, known: Known | None = None, things: Sequence[Any] = (), **fields: Any) -> None:
+        """Tells the watchers of an event, of a piece where one is named."""
+        if not self.watchers:
+            return
+        if known is not None and op in ("add", "replace"):
+            entry = known.entry
+            fields |= {"content": entry.content, "tokens": entry.tokens, "span": entry.span, "kind": entry.kind}
+            fields["order_free"] = entry.order_free
+        if known is not None:
+            fields["chunk"] = known.name
+        event = Event(0.0, self.name, op, **fields)
+        for told in list(self.watchers):
+            told(event, things)
+
+
+def _without_thing(known: Known) -> None:
+    known.thing = None
