@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ LONG = (
     "test_window_executor.py",
 )
 
+MAPS = Path("/proc/self/maps")
+MOST_MAPS = 40_000
+"""Every compiled program maps memory of its own. Linux gives a process 65 530 maps; XLA crashes at the next."""
+_looked = time.monotonic()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps the order below: pytest-xdist would put the files of most tests first."""
@@ -60,3 +66,16 @@ def pytest_collection_finish() -> None:
     """Keeps the garbage collector off what was imported, which stays anyway."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """Lets go of compiled programs before there are too many for one process."""
+    global _looked
+    if time.monotonic() - _looked < 20 or not MAPS.exists():
+        return
+    _looked = time.monotonic()
+    if MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        import jax  # reads its environment when it is imported, which is set above
+
+        jax.clear_caches()
+        gc.collect()
