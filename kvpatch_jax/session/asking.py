@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from ..content import Text, check_text
-from ..errors import InputError
+from ..errors import InputError, SessionError
 from ..sampling import Piece, Sampling
 from ..window import Window
 from .answers import Answer, Audit
 from .checking import compared, prefilled_logits, served_logits
 from .holding import Holding
+from .looking import looking_on
 from .things import Embedded, embedded, thing_of
 
 STEPS = 256
@@ -36,11 +37,12 @@ class Asking(Holding):
         *,
         steps: int = STEPS,
         stop: Stop = None,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        temperature: float | int = 0.0,
+        top_p: float | int = 1.0,
         top_k: int | None = None,
         seed: int | None = None,
         audit: bool = False,
+        look: int = 16,
     ) -> Answer:
         """Asks behind the window; nothing of the question is kept, and the window stays as it is.
 
@@ -53,8 +55,13 @@ class Asking(Holding):
             the backbone's own stop tokens, () none.
           temperature, top_p, top_k: how tokens are drawn; 0 takes the likeliest.
           seed: of what is drawn; None draws one, which the answer says.
+          look: where the session has a retriever, it is asked before the first token and whenever so many were made.
           audit: reads the answer to its end, then runs window, question and answer through the model at once, without
             any reuse, and compares: `answer.kl`, `answer.audit`.
+
+        `IMAGE#NAME` in a text stands for what the session's linker has under it: those chunks are placed behind the
+        window for this question alone, with the text between them. What the retriever finds (see `Looking`) is placed
+        so too, before the answer goes on; `answer.recalled` names both.
 
         Returns:
           The answer: an iterable of text as it comes; `str(answer)` is all of it.
@@ -68,23 +75,98 @@ class Asking(Holding):
         stops = self._stops(stop)
         if sampling.temperature > 0 and seed is None:
             seed = secrets.randbits(32)
-        items = self._items(question)
-        asked = embedded(self.backbone, items)
+        key = seed if sampling.temperature > 0 else None
+        if not isinstance(look, int) or isinstance(look, bool) or look < 1:
+            raise InputError(f"look {look!r:.80}; expected after how many tokens a retriever is asked, 1 or more")
         with self._lock:
             self._expect_open()
-            window = self._window
-            key = seed if sampling.temperature > 0 else None
-            answer = Answer(self._stream(window, asked, steps, sampling, key, stops), key)
+            linked = self._linked(question)
+            if linked is None and self.retriever is None:
+                answer = self._plainly(question, steps, sampling, key, stops, audit)
+            else:
+                answer = self._on_a_fork(question, linked, steps, sampling, key, stops, audit, look)
             self._answers.add(answer)
             self._counts.add("asked")
-            self._counts.add("questions")
-            if audit:
-                answer.audit = self._audit(window, items, asked, answer.ids)
             if isinstance(question, str):
                 self._tell("ask", text=str(question), steps=steps)
             return answer
 
     # -------------------------------------------------------------------------------------------------- inside
+
+    def _plainly(self, question: Any, steps: int, sampling: Sampling, key: Any, stops: Any, audit: bool) -> Answer:
+        """An answer behind the window as it is."""
+        items = self._items(question)
+        asked = embedded(self.backbone, items)
+        answer = Answer(self._stream(self._window, asked, steps, sampling, key, stops), key)
+        self._counts.add("questions")
+        if audit:
+            answer.audit = self._audit(self._window, items, asked, answer.ids)
+        return answer
+
+    def _on_a_fork(
+        self,
+        question: Any,
+        linked: "list[Any] | None",
+        steps: int,
+        sampling: Sampling,
+        key: Any,
+        stops: Any,
+        audit: bool,
+        look: int,
+    ) -> Answer:
+        """An answer behind a fork of the window, where what a question names or a retriever finds is placed too."""
+        branch = self._fork()
+        branch.keep = branch.linker = None
+        recalled: list[str] = []
+        try:
+            *before, last = [("text", question)] if linked is None else linked
+            for _, thing in before:
+                branch.add(thing)
+            items = branch._items(last[1], last[0] == "text" and linked is None)
+            recalled += [name for name, _ in [*before, last] if name != "text"]
+            asked = embedded(self.backbone, items)
+            if self.retriever is None:
+                pieces = branch._stream(branch.window, asked, steps, sampling, key, stops)
+            else:
+                how = steps, sampling, key, stops, look
+                pieces = looking_on(self, branch, items, asked, recalled, *how)
+            answer = Answer(pieces if audit else _closing(pieces, self, branch), key)
+            answer.recalled = recalled
+            if audit:
+                answer.audit = branch._audit(branch.window, items, asked, answer.ids)
+                _close(self, branch)
+        except BaseException:
+            branch.close()
+            raise
+        return answer
+
+    def _linked(self, question: Any) -> list[tuple[str, Any]] | None:
+        """The parts of a question that names resources, each a text or what a library has; None of one that does not.
+
+        Raises:
+          UnknownReferenceError: a name that no library has. SessionError: one that was put without content.
+        """
+        if self.linker is None or not isinstance(question, str):
+            return None
+        before, behind = self.around
+        parts: list[tuple[str, Any]] = []
+        with self.linker.link(str(question)) as linked:
+            if not linked.chunks:
+                return None
+            for segment in linked.segments:
+                if isinstance(segment, str):
+                    parts.append(("text", segment))
+                elif segment.resource.content is None:
+                    shown = f"{segment.reference!s:.80}"
+                    raise SessionError(f"question: {shown} was put as a chunk alone; expected its content too")
+                else:
+                    parts.append((str(segment.reference), segment.resource.item))
+        if before:
+            parts.insert(0, ("text", before))
+        if behind:
+            parts.append(("text", behind))
+        parts = [part for part in parts if part[0] != "text" or part[1].strip()]
+        return [(name, Text(thing) if name == "text" else thing) for name, thing in parts]
 
     def _stream(
         self, window: Window, asked: Embedded, steps: int, sampling: Sampling, key: int | None, stop: Any
@@ -92,15 +174,19 @@ class Asking(Holding):
         """The tokens of an answer behind a window."""
         yield from self.runtime.answer(window, asked.tokens, asked.length, steps, sampling, key, stop)
 
-    def _items(self, question: Any) -> list[Any]:
-        """A question as `prepare` takes it."""
-        if isinstance(question, str):
-            check_text(question, "question")
-            if not question:
-                raise InputError("question: an empty text; expected some")
-            before, behind = self.around
-            return [Text(f"{before}{question}{behind}")]
-        return list(thing_of(self.backbone, question, self.largest_image).items)
+    def _fork(self) -> Any:
+        """A side branch that nobody is told of."""
+        raise NotImplementedError
+
+    def _items(self, question: Any, framed: bool = True) -> list[Any]:
+        """A question as `prepare` takes it, a text with what stands around every one if `framed`."""
+        if not isinstance(question, str):
+            return list(thing_of(self.backbone, question, self.largest_image).items)
+        check_text(question, "question")
+        if not question:
+            raise InputError("question: an empty text; expected some")
+        before, behind = self.around if framed else ("", "")
+        return [Text(f"{before}{question}{behind}")]
 
     def _stops(self, stop: Stop) -> tuple[int, ...] | None:
         """Stop tokens by their ids.
@@ -141,3 +227,19 @@ class Asking(Holding):
             return embedded(self.backbone, items, ids[:-1]), len(ids)
         except InputError:  # tokens that stand for images, which nobody gave: the first place is what can be compared
             return asked, 1
+
+
+def _closing(pieces: Generator[Piece, None, None], session: Asking, branch: Any) -> Generator[Piece, None, None]:
+    """The same, which lets go of the branch at its end."""
+    try:
+        yield from pieces
+    finally:
+        pieces.close()
+        _close(session, branch)
+
+
+def _close(session: Asking, branch: Any) -> None:
+    """Lets go of a branch, and counts what it did as the session's."""
+    if not branch.closed:
+        branch.close()
+        session._count_branch(branch._counts)

@@ -73,8 +73,8 @@ class Holding:
     memory: int
     watchers: list[Watcher]
 
-    def _hold_nothing(self, name: str, owners: Owners, window: Window, memory: int) -> None:
-        self.name, self.runtime, self.memory, self.watchers = name, owners.runtime, memory, []
+    def _hold_nothing(self, name: str, owners: Owners, window: Window) -> None:
+        self.name, self.runtime, self.watchers = name, owners.runtime, []
         self._owners, self._window, self._closed = owners, window, False
         self._lock = threading.RLock()
         self._known: dict[str, Known] = {}
@@ -177,6 +177,11 @@ class Holding:
         ledger = self.runtime.run(window, edits)
         self._counts.executed(ledger, window, edits)
         self._window = window
+
+    def _count_branch(self, counts: Counts) -> None:
+        """Counts what a fork did for a question as this session's own."""
+        for word in ("forwards", "questions", "tokens", "hits", "misses", "bytes", "flops"):
+            self._counts.add(word, counts.words[word])
 
     def _hold(self, known: Known, tokens: Embedded | None = None) -> Embedded:
         """Sees to it that the runtime has a piece's tokens, and returns them.

@@ -167,13 +167,24 @@ class PrivateRuntime:
             except PoolLostError:
                 raise
             except PoolError:
-                if not self._grows:
+                if not self.make_room(window):
                     raise
+            # No error of the first try hangs on to what it saw.
+            return self.executor.run(window, edits)
+
+    def make_room(self, window: Window) -> bool:
+        """Enlarges a pool that was given no size, so that every piece of a window finds room once more.
+
+        Returns:
+          Whether it did.
+        """
+        with self._lock:
+            if not self._grows:
+                return False
             books = self.executor.books.allocator
-            # With room for every piece once more the same edits cannot fail for room again.
             more = sum(-(-piece.entry.tokens // books.page_size) for piece in window.pieces)
             self.executor.enlarge(max(2 * books.pages, books.pages + more))
-            return self.executor.run(window, edits)
+            return True
 
     def answer(
         self,

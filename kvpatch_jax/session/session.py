@@ -12,23 +12,28 @@ from ..chunk import brief
 from ..compress import Rank
 from ..content import names_of
 from ..errors import SessionError
-from ..window import Costs, Edits, Entry, Window
+from ..plan import Certificate, DeviceCosts, Goal
+from ..window import Costs, Edits, Window
 from ..window.entry import Fidelity, Kind
 from ..window.pieces import Promise
 from ..window.sources import PatchStore
 from .answers import Answer
-from .asking import Asking
+from .choosing import check_certificate
 from .events import Op
 from .holding import Known, Owners
+from .needs import Needing
+from .restoring import Restoring
 from .runtime import PAGE_SIZE, PrivateRuntime, Runtime
 from .stats import Stats
 from .things import LARGEST_IMAGE, Thing, embedded, thing_of
 
+SETTINGS = ("certificate", "goal", "costs", "uncertified", "linker", "retriever", "around", "largest_image", "memory")
+"""What a session is set to, its forks too."""
 MEMORY = 512 << 20
 """Bytes that a session keeps of what has left, to bring it back without being given it again."""
 
 
-class Session(Asking):
+class Session(Needing, Restoring):
     """What an agent sees: images, frames and texts, of which the last ones stay, and questions behind them.
 
         with kvp.Session(load(directory), store=kvp.ChunkStore("cache"), keep=4) as session:
@@ -53,6 +58,10 @@ class Session(Asking):
         store: PatchStore | None = None,
         keep: int | None = None,
         *,
+        certificate: Certificate | None = None,
+        goal: Goal | None = None,
+        costs: DeviceCosts | None = None,
+        uncertified: bool = False,
         lead: Any = None,
         promise: Promise = "remember",
         rank: Rank | None = None,
@@ -74,6 +83,13 @@ class Session(Asking):
           backbone: what `models.load` gives.
           store: a `ChunkStore`: canonicals and patches are kept there, and formed behind the back.
           keep: how many chunks stay behind the lead; the oldest leaves when one more comes in. None: all stay.
+          certificate: what reuse was measured to lose on this backbone. With one, what comes back is served by stored
+            patches where that keeps to the goal; without, it is prefilled.
+          goal: bounds on what an answer loses, or on bytes or seconds; None: 0.05 nats with a certificate, else exactly
+            what the window promises.
+          costs: of this device, for plans; None: assumed.
+          uncertified: takes stored patches that were formed behind the very antecedent without a certificate. What is
+            served so is "approximate", and nothing says how far it is off.
           lead: what is pinned in front: a text or image, a list of them, or 0 for nothing. None: the texts that are
             added before the first chunk, or where there are none that chunk.
           promise: what the window is held against: "remember" (the model where no token sees what had left by then), or
@@ -94,6 +110,7 @@ class Session(Asking):
           SessionError: a backbone, store, keep or runtime that is none or does not belong. What adding the lead raises.
         """
         _check(backbone, store, keep, runtime, linker)
+        check_certificate(certificate, goal, backbone.fingerprint)
         if runtime is None:
             options: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": dtype, "rank": rank}
             owners = Owners(PrivateRuntime(backbone, store, **options), True)
@@ -103,8 +120,9 @@ class Session(Asking):
         pinned = lead if isinstance(lead, int) else len(first) or None
         costs = Costs.of(backbone, owners.runtime.executor.dtype)
         window = Window.empty(costs, lead=pinned, promise=promise, branch=branch)
-        how: dict[str, Any] = {"linker": linker, "retriever": retriever, "around": around}
-        how |= {"largest_image": largest_image, "memory": memory}
+        how: dict[str, Any] = {"linker": linker, "retriever": retriever, "around": around, "goal": goal}
+        how |= {"largest_image": largest_image, "memory": memory, "certificate": certificate, "costs": costs}
+        how |= {"uncertified": uncertified}
         self._set_up(name or branch or secrets.token_hex(8), owners, window, keep, **how)
         try:
             for thing in first:
@@ -114,10 +132,12 @@ class Session(Asking):
             raise
 
     def _set_up(self, name: str, owners: Owners, window: Window, keep: int | None, **how: Any) -> None:
-        self.keep, self.largest_image = keep, how["largest_image"]
-        self.linker, self.retriever, self.around = how["linker"], how["retriever"], how["around"]
+        self.keep = keep
+        for word in SETTINGS:
+            setattr(self, word, how[word])
+        self._ways = {}
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
-        self._hold_nothing(name, owners, window, how["memory"])
+        self._hold_nothing(name, owners, window)
 
     # ------------------------------------------------------------------------------------------- what is seen
 
@@ -173,9 +193,7 @@ class Session(Asking):
             known = Known(tokens.entry(piece_id, read.content, kind, order_free), name, read)
             self._hold(known, tokens)
             try:
-                window, edits = self._slid(known.entry)
-                window, placing = window.append(known.entry)
-                self._run(window, (*edits, *placing))
+                self._bring(known)
             except BaseException:
                 self._let_go(known)
                 raise
@@ -284,21 +302,25 @@ class Session(Asking):
         """
         with self._lock:
             self._expect_open()
-            window, edits = self._window.fork(secrets.token_hex(8))
-            self.runtime.run(window, edits)
-            branch = object.__new__(Session)
-            how: dict[str, Any] = {"linker": self.linker, "retriever": self.retriever, "around": self.around}
-            how |= {"largest_image": self.largest_image, "memory": self.memory}
-            name = f"{self.name}/{window.branch.rpartition('/')[2]}"
-            branch._set_up(name, self._owners, window, self.keep if keep is None else keep, **how)
-            branch._names, branch._used = dict(self._names), set(self._used)
+            branch = self._fork()
+            branch.keep = self.keep if keep is None else keep
             branch.watchers = list(self.watchers)
-            for id, known in self._known.items():
-                branch._known[id] = Known(known.entry, known.name, known.thing)
-                if known.held is not None:
-                    branch._hold(branch._known[id], known.held)
-            self._tell("fork", branch=name)
+            self._tell("fork", branch=branch.name)
             return branch
+
+    def _fork(self) -> "Session":
+        window, edits = self._window.fork(secrets.token_hex(8))
+        self.runtime.run(window, edits)
+        branch = object.__new__(Session)
+        how = {word: getattr(self, word) for word in SETTINGS}
+        name = f"{self.name}/{window.branch.rpartition('/')[2]}"
+        branch._set_up(name, self._owners, window, self.keep, **how)
+        branch._names, branch._used, branch._ways = dict(self._names), set(self._used), dict(self._ways)
+        for id, known in self._known.items():
+            branch._known[id] = Known(known.entry, known.name, known.thing)
+            if known.held is not None:
+                branch._hold(branch._known[id], known.held)
+        return branch
 
     def close(self) -> None:
         """Lets go of everything; answers that are not read to their end are ended. Closing twice is allowed."""
@@ -341,24 +363,14 @@ class Session(Asking):
 
     # -------------------------------------------------------------------------------------------------- inside
 
-    def _slid(self, entry: Entry) -> tuple[Window, Edits]:
-        """The window with room for one chunk more."""
-        if self.keep is None or entry.kind == "text" or not self._window.lead_settled:
-            return self._window, ()
-        return self._window.slide(self.keep - 1)
-
     def _shows(self, read: Thing | None) -> bool:
         return read is not None and any(piece.entry.content == read.content for piece in self._window.pieces)
 
     def _bring_back(self, known: Known, read: Thing | None) -> str:
         if known.thing is None:
             known.thing = read
-        window, edits = self._slid(known.entry)
-        self._hold(known)
-        window, placing = window.recall(known.entry.id)
-        self._run(window, (*edits, *placing))
+        self._bring(known)
         self._counts.add("recalled")
-        self._counts.add("misses")
         self._settled()
         self._tell("recall", known)
         return known.name

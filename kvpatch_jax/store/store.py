@@ -19,7 +19,7 @@ from .disk.tenant_disk import TenantDisk
 from .format.bases import basis_blobs, basis_id, basis_of, completed
 from .format.codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_parts, with_encoder
 from .format.expiry import Seconds, checked_ttl, expires_at
-from .format.naming import Encoding, Name, Names, Served
+from .format.naming import Encoding, Name, Names, Served, part_of
 from .format.objects import Blob
 from .metrics import Statistics
 from .serving import serving
@@ -273,6 +273,16 @@ class ChunkStore:
             if wanted and None not in wanted:
                 found = [(own, metadata) for own, metadata in found if metadata.content in (None, *wanted)]
         return sorted(completed(found, self.get_basis), key=lambda patch: -patch.nbytes)
+
+    def patch_count(self, id: str, backbone: str) -> int:
+        """Counts a chunk's patches on the disk, whatever they were formed behind. None is read.
+
+        Raises:
+          StoreClosedError.
+        """
+        self.tenant_disk.expect_open()
+        parts = [part_of(entry.path) for entry in self.disk.of_chunk(self.names.canonical(backbone, id))]
+        return sum(part.startswith("p.") for part in parts)
 
     def put_basis(self, basis: Basis, *, ttl: Seconds | None = None) -> None:
         """Stores a basis that patches share, under its digest, before the patches that name it. Raises as `put`."""

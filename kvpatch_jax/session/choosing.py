@@ -1,0 +1,166 @@
+"""How a chunk comes in: by a forward, by a patch that lies ready, or as a plan says."""
+
+from typing import Any
+
+from ..errors import CertificateError, InputError, SessionError
+from ..plan import Certificate, DeviceCosts, Goal, Plan, Stock, plan
+from ..plan.menu import Way
+from ..window import Edits, Entry, Fetch, PatchNote, Prefill, Recompute, Window
+from ..window.chain import chain_digest
+from .holding import Holding, Known
+from .things import embedded, thing_of
+
+LOSS = Goal(kl=0.05)
+"""What a certificate is asked for where nobody says what an answer may lose."""
+
+
+class Choosing(Holding):
+    """What serves the chunks of a session.
+
+    Attributes:
+      keep: how many chunks stay behind the lead; None: all.
+      certificate, goal, costs: what plans are made by. uncertified: whether stored patches that were formed behind the
+        very antecedent are taken where no certificate says what that loses.
+    """
+
+    keep: int | None
+    largest_image: int
+    certificate: Certificate | None
+    goal: Goal | None
+    costs: DeviceCosts | None
+    uncertified: bool
+    _ways: dict[str, Way]
+
+    def plan(self, *things: Any) -> Plan:
+        """Plans how things would come in now, in this order, behind all others; runs nothing.
+
+        Args:
+          things: names of chunks that left, or what `add` takes. None: how the window is served best as it stands.
+
+        Raises:
+          As `plan.plan`, and as `add` of what cannot be read.
+        """
+        self._expect_open()
+        with self._lock:
+            entries = [self._entry_of(thing) for thing in things]
+            window = self._window
+            chunks = sum(entry.kind == "chunk" for entry in entries)
+            if self.keep is not None and chunks and window.lead_settled:
+                window, _ = window.slide(max(self.keep - chunks, 0))
+            return self._plan(window, entries)
+
+    def _entry_of(self, thing: Any) -> Entry:
+        if isinstance(thing, str) and (thing in self._names or thing in self._known):
+            return self._known[self._piece(thing)].entry
+        read = thing_of(self.backbone, thing, self.largest_image)
+        left = self._left(read, None)
+        if left is not None:
+            return left.entry
+        _, piece_id = self._names_for(read, None)
+        kind = "text" if read.textual else "chunk"
+        return embedded(self.backbone, read.items).entry(piece_id, read.content, kind, False)
+
+    # -------------------------------------------------------------------------------------------------- inside
+
+    def _plan(self, stay: Window, entries: list[Entry]) -> Plan:
+        """A plan of the pieces that stay and of those that come."""
+        goal = LOSS if self.goal is None and self.certificate is not None else self.goal
+        return plan(
+            self._window,
+            [*(piece.entry for piece in stay.pieces), *entries],
+            goal,
+            stored=Stock.of(self.store, self.backbone),
+            certificate=self.certificate,
+            costs=self.costs,
+            uncertified=self.uncertified,
+            forming=self.runtime.former is not None,
+            known=self._ways,
+        )
+
+    def _slid(self, entry: Entry) -> tuple[Window, Edits]:
+        """The window with room for one chunk more."""
+        if self.keep is None or entry.kind == "text" or not self._window.lead_settled:
+            return self._window, ()
+        return self._window.slide(self.keep - 1)
+
+    def _bring(self, known: Known) -> None:
+        """Has a piece come in, behind all others, and counts how."""
+        back = any(piece.entry.id == known.entry.id for piece in self._window.evicted)
+        met = back or self._stored(known.entry)
+        window, edits, planned = self._choose(known.entry, back)
+        try:
+            self._execute(window, edits, known)
+        except InputError:
+            # What lay ready when the choice was made may have been deleted since.
+            if not any(isinstance(edit, Fetch) for edit in edits):
+                raise
+            window, edits, planned = *self._prefilled(known.entry, back), None
+            self._execute(window, edits, known)
+        if planned is not None:
+            self._ways = planned.known
+        if known.entry.kind == "chunk" and met:
+            hit = window.piece(known.entry.id).state.kind != "conditioned"
+            self._counts.add("hits" if hit else "misses")
+            if not hit and self._patches(known.entry):
+                self._counts.add("stale")
+
+    def _execute(self, window: Window, edits: Edits, known: Known) -> None:
+        for edit in edits:
+            if isinstance(edit, Prefill | Recompute):
+                self._hold(known if edit.id == known.entry.id else self._known[edit.id])
+        self._run(window, edits)
+
+    def _choose(self, entry: Entry, back: bool) -> tuple[Window, Edits, Plan | None]:
+        """What brings an entry in."""
+        slid, edits = self._slid(entry)
+        if self.uncertified and self.certificate is None and entry.kind == "chunk":
+            note = self._serving(slid, entry)
+            if note is not None:
+                change = slid.recall(entry.id, "patch", note) if back else slid.append(entry, "patch", note)
+                return change[0], (*edits, *change[1]), None
+        if self.certificate is None and self.goal is None and slid.promise == "remember":
+            return *self._prefilled(entry, back), None  # what a plan would say
+        planned = self._plan(slid, [entry])
+        return planned.window, planned.edits, planned
+
+    def _prefilled(self, entry: Entry, back: bool) -> tuple[Window, Edits]:
+        slid, edits = self._slid(entry)
+        window, placing = slid.recall(entry.id) if back else slid.append(entry)
+        return window, (*edits, *placing)
+
+    def _serving(self, window: Window, entry: Entry) -> PatchNote | None:
+        """The largest stored patch of an entry that was formed behind what it will stand behind."""
+        stock = Stock.of(self.store, self.backbone)
+        if self.store is None or not stock.canonical(entry):
+            return None
+        target = window.target()
+        found = stock.serving(entry, chain_digest(window.backbone, target), lambda: target)
+        notes = [each.note for each in found if each.note.base == "canonical"]
+        return max(notes, key=lambda note: (not note.orbit, note.rank), default=None)
+
+    def _stored(self, entry: Entry) -> bool:
+        """Whether the store has met an entry, so far as it says without reading."""
+        contains = getattr(self.store, "contains", None)
+        return contains is not None and contains(entry.id, self.backbone.fingerprint)
+
+    def _patches(self, entry: Entry) -> int:
+        """How many patches of an entry the store has, formed behind whatever, so far as it says."""
+        count = getattr(self.store, "patch_count", None)
+        return 0 if count is None else count(entry.id, self.backbone.fingerprint)
+
+
+def check_certificate(certificate: Any, goal: Any, backbone: str) -> None:
+    """Refuses what is no certificate or goal, or vouches for other weights.
+
+    Raises:
+      CertificateError, SessionError: either.
+    """
+    if certificate is not None and not isinstance(certificate, Certificate):
+        raise SessionError(f"session: certificate {certificate!r:.80}; expected Certificate.read(…), or None")
+    if certificate is not None and certificate.backbone != backbone:
+        raise CertificateError(
+            f"session: a certificate of {certificate.model!r:.80}, backbone {certificate.backbone[:16]!r}; expected "
+            f"{backbone[:16]!r}, this session's"
+        )
+    if goal is not None and not isinstance(goal, Goal):
+        raise SessionError(f"session: goal {goal!r:.80}; expected a kvpatch_jax.plan.Goal, or None")
