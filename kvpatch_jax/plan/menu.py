@@ -132,7 +132,7 @@ class Menu:
             return [Option("prefill", PREFILL, *forward, open=True)]
         patched = list(self._patched(index, entry))
         point: Point = "encoded" if entry.id in self.encoded else "prefill"
-        if self.forming and index and not any(option.way != UNKNOWN for option in patched):
+        if self.forming and index and point == "prefill" and all(option.way == UNKNOWN for option in patched):
             point = "fresh"
         options = [Option(point, PREFILL, *forward, open=True), *patched]
         if self.stock.canonical(entry):

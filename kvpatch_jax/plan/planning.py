@@ -13,7 +13,7 @@ from ..window.entry import Entry, Fidelity
 from ..window.executor import Executor
 from ..window.window import Window
 from .certificate import Certificate
-from .choosing import Bounds, Chooser, Chosen
+from .choosing import Bounds, Chooser, Chosen, Unknown
 from .device_costs import DeviceCosts
 from .goal import Goal
 from .menu import UNKNOWN, Menu, Option, Priced, Way
@@ -84,12 +84,12 @@ class Plan:
     _bounds: Bounds
     _known: Mapping[str, Way]
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """Of all edits."""
         return sum(edit.bytes for edit in self.edits)
 
-    @property
+    @functools.cached_property
     def flops(self) -> int:
         """Of all edits."""
         return sum(edit.flops for edit in self.edits)
@@ -219,7 +219,8 @@ def plan(
       stored: canonicals and patches that lie ready.
       certificate: of this backbone. Approximate ways that it does not bound are not taken.
       costs: of this device; None: assumed ones.
-      uncertified: takes ways that nothing bounds too, where no bound on KL or flips is asked for.
+      uncertified: takes stored patches that nothing bounds too, where no bound on KL or flips is asked for; and where
+        a budget asks for it, canonicals alone and stale patches.
       allow_stale: lists patches formed behind something else too; nothing bounds them.
       encoded: ids whose tower output is stored, so that a forward of theirs needs no tower.
       forming: a `Former` watches, and forms a patch of what is prefilled: "fresh".
@@ -313,32 +314,38 @@ def _choose(chooser: Chooser, goal: Goal, uncertified: bool, window: Window) -> 
       CertificateError, PlanError: none does.
     """
     infinite = float("inf")
-    flips = 1.0 if goal.flips is None else goal.flips
+    flips = 1.0 if goal.flips is None else float(goal.flips)
     bounded = goal.kl is not None or goal.flips is not None
-    kl = goal.kl if goal.kl is not None else infinite if bounded or goal.budgeted else 0.0
-    unknown = uncertified and not bounded
+    kl = infinite if bounded or goal.budgeted else 0.0
+    kl = kl if goal.kl is None else float(goal.kl)
+    unknown: Unknown = "patches" if uncertified and not bounded else "none"
     if not goal.budgeted:
         return chooser.within(kl, flips, unknown)
-    limits = (infinite if goal.seconds is None else goal.seconds, infinite if goal.bytes is None else goal.bytes)
+    seconds, nbytes = (infinite if each is None else float(each) for each in (goal.seconds, goal.bytes))
+    limits = seconds, nbytes
     found = chooser.truest(limits, kl, flips)
-    if found is None and unknown:
-        found = chooser.affordable(limits, infinite, 1.0, unknown=True)
+    if found is None and unknown != "none":
+        found = chooser.affordable(limits, infinite, 1.0, unknown) or chooser.affordable(limits, infinite, 1.0, "all")
     if found is not None:
         return found
-    least = [chooser.within(kl, flips, unknown, per_byte) for per_byte in (0.0, infinite)]
+    most: Unknown = "none" if unknown == "none" else "all"
+    least = [chooser.within(kl, flips, most, per_byte) for per_byte in (0.0, infinite)]
     said = f"plan: goal {goal}; expected at least {least[0].seconds:.3g} s and {least[1].bytes} bytes"
-    without = chooser.affordable(limits, infinite, 1.0, unknown=True)
-    if without is None or unknown:
+    if most == "all":
         raise PlanError(said)
-    blind = next(index for index, option in enumerate(without.options) if option.way is not None)
+    certified = chooser.affordable(limits, infinite, 1.0)
+    if certified is not None:
+        raise PlanError(f"{said}, or KL ≤ {certified.kl:.3g} and flips ≤ {certified.flips:.3g}")
+    without = chooser.affordable(limits, infinite, 1.0, "patches") or chooser.affordable(limits, infinite, 1.0, "all")
+    if without is None:
+        raise PlanError(said)
+    unbounded = (index for index, option in enumerate(without.options) if option.way is not None)
+    blind = next(index for index in unbounded if chooser.bounds.kl(without.options[index].way or UNKNOWN, 0) is None)
     option, id = without.options[blind], brief(window.pieces[blind].id)
-    own = None if option.way is None else chooser.bounds.kl(option.way, 0)
-    if own is None:
-        raise CertificateError(
-            f"{said}, or a certificate of {option.point} of rank {option.rank} for {id!r} (`python -m evals.certify` "
-            "measures one), or uncertified=True"
-        )
-    raise PlanError(f"{said}; with {option.point} of {id!r} the bound on KL is {_bound(without.kl)}")
+    raise CertificateError(
+        f"{said}, or a certificate of {option.point} of rank {option.rank} for {id!r} (`python -m evals.certify` measures "
+        "one), or uncertified=True"
+    )
 
 
 def _planned(

@@ -77,6 +77,8 @@ class Arranged:
         clock, again = window.clock, False
         for index, (kept, service) in enumerate(zip(self.kept, services, strict=True)):
             if service.how == ("keep" if kept else "prefill"):
+                if changed and not kept:  # behind other KV than was thought
+                    pieces[index] = pieces[index]._replace(state=FRESH)
                 continue
             changed.append(index)
             if service.how == "prefill":

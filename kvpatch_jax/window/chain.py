@@ -70,12 +70,13 @@ def _link(backbone: str, previous: PlacedPiece | None, piece: PlacedPiece) -> Pl
 def target_digests(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> tuple[str, ...]:
     """For each piece the chain digest of what a patch must have been formed behind to serve it where it stands."""
     found, front, exact = [root(backbone)], root(backbone), True
+    same = True  # what is aimed at has been what stands there, whose digests are known
     for piece, following in itertools.pairwise(pieces):
-        service = EXACT
-        if not forget:
-            service = apart(_aimed_service(piece, exact, front), following.start - piece.end)
-            exact = exact and service == EXACT
-        front = behind(front, piece.entry.key, service)
+        gap = following.start - piece.end
+        service = EXACT if forget else apart(_aimed_service(piece, exact, front), gap)
+        exact = exact and service == EXACT
+        same = same and service == apart(piece.service, gap)
+        front = following.front if same else behind(front, piece.entry.key, service)
         found.append(front)
     return tuple(found[: len(pieces)])
 

@@ -145,6 +145,14 @@ def test_windows_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_plans_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    space = run(python_blocks(ROOT / "docs" / "guides" / "plans.md"), "docs/guides/plans.md")
+    assert space["executor"].ledger["ApplyPatch"].launches == 1
+
+
+@pytest.mark.slow
 def test_generation_page_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     space = run(python_blocks(ROOT / "docs" / "guides" / "generation.md"), "docs/guides/generation.md")

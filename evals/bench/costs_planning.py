@@ -1,0 +1,84 @@
+"""What planning takes: windows of many chunks, by what has to be planned of them. No model runs, no store is read."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvpatch_jax.backbone import ForwardCosts
+from kvpatch_jax.plan import Certificate, Certified, DeviceCosts, Goal, Plan, Rank, Stock, plan
+from kvpatch_jax.provenance import Antecedent, Member
+from kvpatch_jax.window import Costs, Entry, PatchNote, Window
+
+BACKBONE = "f" * 64
+LAYERS = 28
+COSTS = Costs(
+    BACKBONE, LAYERS, 57344, 28672, 7168, ForwardCosts((4 * 10**8,) * LAYERS, (4096,) * LAYERS, (0,) * LAYERS, 10**9)
+)
+"""About Qwen2.5-VL-7B's."""
+
+
+def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
+    """Times plans of `count` chunks.
+
+    Returns:
+      A row each: a step of a loop (one leaves, one comes), all of them new and served as promised, all of them by
+      stored patches under a bound, all of them in another order, and within a budget of seconds.
+    """
+    entries = [Entry(f"page {number}", f"{number:032x}", 256, 256, "chunk", True) for number in range(count + 1)]
+    whole, new = entries[:count], entries[count]
+    stock = Stock(BACKBONE)
+    stock.add(*entries, *(_note(each, whole[:place]) for place, each in enumerate(whole)))
+    devices, signed = DeviceCosts.assumed("cpu"), _certificate(count)
+    empty = Window.empty(COSTS)
+    standing = plan(empty, whole, stored=stock, costs=devices).window
+    turned = [whole[0], *random.Random(0).sample(whole[1:], count - 1)]
+    quick = plan(empty, whole, Goal(kl=1.0), stored=stock, costs=devices, certificate=signed).seconds
+    cases: dict[str, Callable[[], Plan]] = {
+        "one leaves, one comes": lambda: plan(standing, [whole[0], *whole[2:], new], stored=stock, costs=devices),
+        "all new, as promised": lambda: plan(empty, whole, stored=stock, costs=devices),
+        "all new, by patches within a bound": lambda: plan(
+            empty, whole, Goal(kl=1.0), stored=stock, costs=devices, certificate=signed
+        ),
+        "all new, within a budget": lambda: plan(
+            empty, whole, Goal(seconds=2 * quick), stored=stock, costs=devices, certificate=signed
+        ),
+        "all in another order": lambda: plan(standing, turned, stored=stock, costs=devices),
+    }
+    return [_timed(name, make, repeats, count) for name, make in cases.items()]
+
+
+def _timed(name: str, make: Callable[[], Plan], repeats: int, count: int) -> dict[str, Any]:
+    make()
+    cpu, seconds = [], []
+    for _ in range(repeats):
+        begin, spent = time.perf_counter(), time.process_time()
+        make()
+        cpu.append(time.process_time() - spent)
+        seconds.append(time.perf_counter() - begin)
+    return {
+        "name": name,
+        "pieces": count,
+        "cpu": statistics.median(cpu),
+        "cpu_low": min(cpu),
+        "seconds": statistics.median(seconds),
+        "seconds_low": min(seconds),
+    }
+
+
+def _note(own: Entry, front: list[Entry]) -> PatchNote:
+    behind = Antecedent(tuple(Member(each.id, each.content) for each in front))
+    return PatchNote(f"{own.id} 16", own.id, own.content, "canonical", behind, None, False, 16, 10**6, 10**5)
+
+
+def _certificate(count: int) -> Certificate:
+    """Invented: nothing is served here."""
+    rows = tuple(
+        Certified(point, rank, behind, promise, 0.1, 0.1, 0.1, kl, 0.95, 0.9, 1.0, 0.5, 0.01, 0.02, 40)
+        for point, rank, kl in (("stored", 16, 0.5), ("bare", 0, 2.0))
+        for behind in (0, count)
+        for promise in ("remember", "forget")
+    )
+    about = ("invented", "2026-01-01", 0.95, 10, 10, count, 256 * count, "nothing", "nothing", True)
+    return Certificate(BACKBONE, *about, rows, Rank(16, "invented"))
