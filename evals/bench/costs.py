@@ -27,7 +27,7 @@ from models import Buckets, ModelBackbone, load
 from ..results.environment import environment
 from . import costs_planning
 from .checkpoints import LARGE, random_backbone, tiny_config
-from .window_material import text_tokens, wait, with_buckets
+from .window_material import span, text_tokens, wait, with_buckets
 
 MEDIUM = LARGE | {
     "hidden_size": 512,
@@ -125,8 +125,7 @@ class _Bench:
         entry = Entry.of_tokens(id, tokens, id, kind="chunk")
         again = lambda window: window.evict(id)
 
-        chunk = kvp.make_chunk(self.backbone, [tokens], id=id)
-        chunk = dataclasses.replace(chunk, content=id)
+        chunk = self._canonical(id, tokens)
         executor.provide(id, chunk=chunk)
         prefilled = before.append(entry)
         yield self._timed("Prefill", size, front, before, prefilled, again)
@@ -218,6 +217,12 @@ class _Bench:
         window, edits = window.append(Entry.of_tokens(id, tokens, id))
         self.executor.run(window, edits)
         return window
+
+    def _canonical(self, id: str, tokens: Tokens) -> kvp.Chunk:
+        kv = {name: value[:, 0] for name, value in self.backbone.prefill(tokens).kv.items()}
+        local = np.asarray(tokens.positions, np.float32)[0]
+        about = self.backbone.layout, self.backbone.fingerprint
+        return kvp.Chunk(kv, local, span(tokens), len(local), id, *about, content=id)
 
     def _chunk(self, id: str, size: int, tokens: Tokens | None = None) -> Tokens:
         tokens = self._tokens(size) if tokens is None else tokens

@@ -339,12 +339,13 @@ def _choose(chooser: Chooser, goal: Goal, uncertified: bool, window: Window) -> 
     without = chooser.affordable(limits, infinite, 1.0, "patches") or chooser.affordable(limits, infinite, 1.0, "all")
     if without is None:
         raise PlanError(said)
-    unbounded = (index for index, option in enumerate(without.options) if option.way is not None)
-    blind = next(index for index in unbounded if chooser.bounds.kl(without.options[index].way or UNKNOWN, 0) is None)
-    option, id = without.options[blind], brief(window.pieces[blind].id)
+    approximate = [index for index, option in enumerate(without.options) if option.way is not None]
+    alone = lambda index: chooser.bounds.kl(without.options[index].way or UNKNOWN, 0)
+    place = next((index for index in approximate if alone(index) is None), approximate[0])
+    option, id = without.options[place], brief(window.pieces[place].id)
     raise CertificateError(
-        f"{said}, or a certificate of {option.point} of rank {option.rank} for {id!r} (`python -m evals.certify` measures "
-        "one), or uncertified=True"
+        f"{said}, or a certificate (`python -m evals.certify` measures one) of {option.point} of rank {option.rank}, "
+        f"for {id!r} and {len(approximate) - 1} others, or uncertified=True"
     )
 
 
