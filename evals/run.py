@@ -27,6 +27,7 @@ from models import Buckets, ModelBackbone, load
 
 from . import probes, small_task
 from .command_line import errors_as_one_line
+from .compilation import use_compilation_cache
 from .console import Progress, in_words, quiet_backends
 from .probes.results_table import ResultsTable
 from .probes.window import FULL, QUICK, Parts, WindowSizes, measure_window, work_of
@@ -148,12 +149,6 @@ class RunConfig:
     batch: int = RULES.batch
     arms: str = "main"
     window: WindowSizes = FULL
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs in the project's own cache directory, .cache/jax."""
-    jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".cache" / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def _plan(config: RunConfig, arms: int) -> dict[str, int]:

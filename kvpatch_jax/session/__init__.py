@@ -4,9 +4,23 @@
 `Trace` is what it wrote.
 """
 
+from .batch import BatchReport, answer_batch
+from .batch_file import read_answers
+from .batch_items import BatchItem
 from .events import Event
 from .runtime import PrivateRuntime, Runtime
 from .session import Session
 from .trace import Recorder, Trace
 
-__all__ = ["Event", "PrivateRuntime", "Recorder", "Runtime", "Session", "Trace"]
+__all__ = [
+    "BatchItem",
+    "BatchReport",
+    "Event",
+    "PrivateRuntime",
+    "Recorder",
+    "Runtime",
+    "Session",
+    "Trace",
+    "answer_batch",
+    "read_answers",
+]
