@@ -2,8 +2,8 @@
 
 A trace is drawn (`--kind`), or was recorded (`--trace=FILE`, as `kvpatch_jax.session.Recorder` writes it). It is
 answered by re-prefill, behind a prefix cache, by a window without patches, with patches at the first meeting and when
-all was met before, and blind. Printed are forwards, FLOPs, bytes of KV, programs compiled, KL and flips against what the window
-promises; `--out` gets them as JSON and Markdown, with figures.
+all was met before, and blind. Printed are forwards, FLOPs, bytes of KV, programs compiled, KL and flips against what
+the window promises; `--out` gets them as JSON and Markdown, with figures.
 """
 
 from . import extra as extra  # isort: split

@@ -26,7 +26,7 @@ from .. import small_task
 from ..results.parts import make_out
 from ..small_task import sequences, task
 
-STEPS = 24
+STEPS = 20
 KEEP = {"screenshots": 3, "video": 3}
 """Images behind the pinned one: with it four, as many as the shipped models were trained with."""
 SECONDS = 2.0

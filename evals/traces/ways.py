@@ -16,7 +16,8 @@ import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.canonical import one_behind_the_other
 from kvpatch_jax.provenance import Member
-from kvpatch_jax.window import Costs, Edit, Entry, HostExecutor, PagedExecutor, PlacedPiece, Window
+from kvpatch_jax.window import Costs, Edits, Entry, HostExecutor, PagedExecutor, PatchNote, PlacedPiece, Window
+from kvpatch_jax.window.arranging import KEEP, PREFILL, Service, arrange
 from models import ModelBackbone
 
 from ..bench.window_loop import PrefixCache, canonical_of
@@ -221,7 +222,7 @@ class Windows:
             window, edits = self.served(moment.session, moment.pieces)
             self.executor.run(window, edits)
             self.windows[moment.session] = window
-            branch, edits = window.fork(moment.branch.rpartition("/")[2])
+            branch, edits = window.fork(moment.branch.replace("/", "-"))
             self.executor.run(branch, edits)
             self.windows[moment.branch] = branch
             return self._taken(np.zeros(0, np.float32), before)
@@ -241,7 +242,7 @@ class Windows:
 
     # ---------------------------------------------------------------------------------------------- edits
 
-    def served(self, session: str, wanted: Sequence[Entry]) -> tuple[Window, tuple[Edit, ...]]:
+    def served(self, session: str, wanted: Sequence[Entry]) -> tuple[Window, Edits]:
         """The session's window with these pieces, and the edits that lead there from what it holds."""
         window = self.windows.get(session)
         if window is None:
@@ -249,33 +250,19 @@ class Windows:
             window = Window.empty(
                 self.costs, promise=self.shape.promise, lead=self.shape.lead, branch=f"replay {self.trees}"
             )
-        edits: list[Edit] = []
-
-        def take(changed: tuple[Window, Sequence[Edit]]) -> None:
-            nonlocal window
-            window, more = changed
-            edits.extend(more)
-
-        ids = [entry.id for entry in wanted]
-        gone = [piece.id for piece in window.pieces if piece.id not in ids or piece.entry not in wanted]
-        if gone:
-            take(window.evict(*gone))
-        there = [id for id in ids if id in window]
-        if there != list(window.ids):
-            take(window.reorder([id for id in there if window.piece(id).entry.order_free]))
-        stored = self._all_stored(wanted)
-        for place, entry in enumerate(wanted):
+        for entry in wanted:
             tokens = self.contents.pieces[entry.content or ""]
             self.executor.provide(entry.id, tokens=tokens, content=entry.content)
-            following = next((id for id in ids[place + 1 :] if id in window), None)
-            if entry.id not in window:
-                take(self._placed(window, entry, following, stored))
-            elif not self._stays(window, window.piece(entry.id), stored):
-                take(self._mended(window, entry, stored))
-        return window, tuple(edits)
+        arranged = arrange(window, wanted)
+        stored = self._all_stored(wanted)
+        services = []
+        for piece, kept in zip(arranged.window.pieces, arranged.kept, strict=True):
+            stays = kept and self._stays(arranged.window, piece, stored)
+            services.append(KEEP if stays else self._service(arranged.window, piece.entry, stored))
+        return arranged.serve(services)
 
     def _all_stored(self, wanted: Sequence[Entry]) -> bool:
-        """Whether every piece behind the first has a patch formed behind those in front of it, all exact."""
+        """Whether patches may be used: where windows forget, whether every piece behind the first has one."""
         if self.policy != "patch" or self.stock is None or self.shape.promise == "remember":
             return self.policy == "patch"
         front: list[Member] = []
@@ -292,60 +279,26 @@ class Windows:
         index = window.index(piece.id)
         if self.shape.promise == "remember":  # it stays where it has seen all that stands in front of it
             return index == 0 or window.pieces[index - 1].latest <= piece.born
-        first = not index and piece.state.kind == "bare"
-        if self.policy == "blind" or (stored and first):
+        if self.policy == "blind" or (stored and not index):
             return piece.state.kind == "bare"
         return stored and piece.state.kind == "patched" and piece.state.behind == window.target(piece.id).digest
 
-    def _patch(self, window: Window, entry: Entry, place: str | None, stored: bool) -> kvp.Patch | None:
-        """The stored patch that serves a piece at the end, or in front of another."""
-        target = window.target(place)
-        if not stored or self.stock is None or entry.kind == "text" or not target.members:
-            self.misses += self.policy == "patch" and bool(target.members)
-            return None
-        found = self.stock.patch(entry, target, self.rank)
-        self.hits += found is not None
-        self.misses += found is None
-        return found
-
-    def _placed(
-        self, window: Window, entry: Entry, following: str | None, stored: bool
-    ) -> tuple[Window, Sequence[Edit]]:
-        """Places a piece at the end, or in front of another."""
-        known = any(piece.id == entry.id for piece in window.evicted)
-        if known:
-            put = lambda **how: window.recall(entry.id, before=following, **how)
-        elif following is not None:
-            put = lambda **how: window.insert(entry, following, **how)
-        else:
-            put = lambda **how: window.append(entry, **how)
-        patch = self._patch(window, entry, following, stored)
-        if patch is not None and self.stock is not None:
-            self.executor.provide(entry.id, chunk=self.stock.chunk(entry), patch=patch)
-            return put(how="patch", patch=patch, fetched=True)
-        if self._bare(window, entry, following, stored):
-            return put(how="bare", fetched=True)
-        return put(how="prefill")
-
-    def _mended(self, window: Window, entry: Entry, stored: bool) -> tuple[Window, Sequence[Edit]]:
-        """Serves a piece that is there as the policy has it."""
-        patch = self._patch(window, entry, entry.id, stored)
-        if patch is not None and self.stock is not None:
-            self.executor.provide(entry.id, chunk=self.stock.chunk(entry), patch=patch)
-            return window.condition(entry.id, patch, fetched=True)
-        if self._bare(window, entry, entry.id, stored):
-            return window.bare(entry.id)
-        return window.recompute(entry.id)
-
-    def _bare(self, window: Window, entry: Entry, place: str | None, stored: bool) -> bool:
-        """Whether a chunk is served by its canonical: blind, or in front of all, where it is the KV itself."""
+    def _service(self, window: Window, entry: Entry, stored: bool) -> Service:
+        """How the policy serves a piece that comes in, or that cannot stay as it is."""
+        target = window.target(entry.id)
         if self.stock is None or entry.kind == "text":
-            return False
-        leading = stored and self.shape.promise == "forget" and not window.target(place).members
-        if self.policy != "blind" and not (leading and self.stock.knows(entry)):
-            return False
-        self.executor.provide(entry.id, chunk=self.stock.chunk(entry))
-        return True
+            return PREFILL
+        leading = stored and self.shape.promise == "forget" and not target.members and self.stock.knows(entry)
+        if self.policy == "blind" or leading:
+            self.executor.provide(entry.id, chunk=self.stock.chunk(entry))
+            return Service("bare")
+        patch = self.stock.patch(entry, target, self.rank) if stored else None
+        self.hits += patch is not None
+        self.misses += patch is None and bool(target.members)
+        if patch is None:
+            return PREFILL
+        self.executor.provide(entry.id, chunk=self.stock.chunk(entry), patch=patch)
+        return Service("patch", PatchNote.of(patch))
 
 
 def log_softmax(logits: Float[np.ndarray, " V"]) -> np.ndarray:

@@ -139,6 +139,8 @@ class Run:
             kv = self._forward("Recompute", tokens, held, front, start_layer)
             undo = self._save(held.slots)
             self._write("Recompute", held, kv, {}, first=start_layer)
+            if not start_layer:
+                executor.tell(self.window, id, tokens, held.length, kv)
             return undo
 
         self.actions.append(Action(run, forward=True))
