@@ -20,6 +20,7 @@ Patches:
 What a model is to read:
   Window              chunks and texts at their places, as a value; what to do to their KV when it changes
   Session             an agent's window with what it takes to run it: add, ask, slide, recall, fork
+  answer_batch        many questions over images and texts that they share, as lines of JSON
   Certificate         what each way of reuse was measured to lose on a backbone, with bounds
 
 Frames of keys, described by a layout:
@@ -64,7 +65,7 @@ from .update import correction_patch, update_patch
 if TYPE_CHECKING:
     from . import deficit, engines, plan, pool, repair, session, store, window
     from .plan import Certificate
-    from .session import Session
+    from .session import Session, answer_batch
     from .store import ChunkStore
     from .window import Window
 
@@ -84,6 +85,7 @@ __all__ = [
     "Tokens",
     "Window",
     "accumulate",
+    "answer_batch",
     "apply_patch",
     "attention_with_lse",
     "conditioned",
@@ -118,7 +120,13 @@ __all__ = [
 
 # Loaded when first used: the store needs POSIX file locks and cryptography, pool and repair are not everybody's.
 _LAZY_MODULES = ("deficit", "engines", "plan", "pool", "repair", "session", "store", "window")
-_LAZY_CLASSES = {"Certificate": "plan", "ChunkStore": "store", "Session": "session", "Window": "window"}
+_LAZY_CLASSES = {
+    "Certificate": "plan",
+    "ChunkStore": "store",
+    "Session": "session",
+    "Window": "window",
+    "answer_batch": "session",
+}
 
 
 def __getattr__(name: str) -> Any:
