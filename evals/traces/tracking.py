@@ -136,6 +136,8 @@ def moments(trace: Trace, contents: Contents, costs: Costs) -> Iterator[Moment]:
 
 def _changed(window: Window, event: Event, contents: Contents) -> Window:
     chunk = event.chunk or ""
+    if event.op in ("add", "recall") and event.keep is not None and event.kind == "chunk":
+        window, _ = window.slide(max(event.keep - 1, 0))
     if event.op == "add":
         return window.append(contents.entry(event))[0]
     if event.op == "replace":

@@ -12,12 +12,12 @@ from ..window.entry import LIMIT, Entry, Kind
 Op = Literal["add", "ask", "slide", "recall", "reorder", "fork", "replace", "evict", "close"]
 OPS: tuple[str, ...] = get_args(Op)
 
-_PLACED = frozenset({"chunk", "content", "tokens", "span", "kind", "order_free", "payload", "text"})
+_PLACED = frozenset({"chunk", "content", "tokens", "span", "kind", "order_free", "payload", "text", "keep"})
 _FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "add": (frozenset({"chunk"}), _PLACED),
     "ask": (frozenset({"text"}), frozenset({"text", "steps"})),
     "slide": (frozenset({"keep"}), frozenset({"keep"})),
-    "recall": (frozenset({"chunk"}), frozenset({"chunk"})),
+    "recall": (frozenset({"chunk"}), frozenset({"chunk", "keep"})),
     "reorder": (frozenset({"order"}), frozenset({"order"})),
     "fork": (frozenset({"branch"}), frozenset({"branch"})),
     "replace": (frozenset({"chunk", "replaced"}), _PLACED | {"replaced"}),
@@ -49,7 +49,8 @@ class Event:
       payload: files of what it shows, relative to the trace's folder, with forward slashes: one for an image, several
         for frames, none for a text or where they were not kept.
       text: the question, or the text that is added.
-      keep: chunks that stay behind the lead.
+      keep: chunks that stay behind the lead. Of a piece that comes in or back: with it; where as many were there, those
+        in front have left first. None: all stay.
       order: ids, as `Window.reorder` takes them.
       replaced: id of the piece that leaves.
       branch: name of the new session.

@@ -200,7 +200,7 @@ class Session(Needing, Restoring):
             self._enter(known)
             self._counts.add("added")
             self._settled()
-            self._tell("add", known, read.items, **_text_of(read))
+            self._tell("add", known, read.items, keep=self.keep, **_text_of(read))
             return name
 
     def recall(self, thing: Any) -> str:
@@ -372,7 +372,7 @@ class Session(Needing, Restoring):
         self._bring(known)
         self._counts.add("recalled")
         self._settled()
-        self._tell("recall", known)
+        self._tell("recall", known, keep=self.keep)
         return known.name
 
     def _leave(self, op: Op, change: Callable[[], tuple[Window, Edits]], **fields: Any) -> tuple[str, ...]:

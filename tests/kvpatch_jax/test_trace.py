@@ -85,7 +85,7 @@ def test_an_entry_is_what_a_window_takes():
         ({"payload": ["a\x00b"]}, "relative path"),
         ({"payload": [3]}, "payload 3"),
         ({"payload": ["a"] * 5000}, "at most 4096"),
-        ({"keep": 3}, "add with keep"),
+        ({"steps": 3}, "add with steps"),
         ({"more": 1}, "field 'more'"),
     ],
 )
@@ -226,6 +226,45 @@ def test_a_recorder_writes_as_it_happens(tmp_path):
     (first,), (second,) = trace.payloads(trace.events[0]), trace.payloads(trace.events[1])
     assert first == second  # the same pixels, kept once
     np.testing.assert_array_equal(np.asarray(Image.open(first)), pixels)
+
+
+@pytest.mark.slow
+def test_what_a_session_does_is_recorded_and_can_be_followed(tmp_path):
+    """A real session: what the trace says of its windows is what they held."""
+    from session_cases import QUESTION, image_of, reader
+
+    from evals.traces.tracking import Asked, Contents, moments, shape_of
+    from kvpatch_jax import Session
+    from kvpatch_jax.window import Costs
+
+    backbone, held = reader(), []
+    with Recorder(tmp_path / "t.jsonl") as recorder, Session(backbone, keep=2) as session:
+        recorder.watch(session)
+
+        def ask(who) -> None:
+            str(who.ask(QUESTION, steps=1))
+            held.append([piece.entry.content for piece in who.window.pieces])
+
+        session.add("w5 w6")
+        for step in range(4):
+            session.add(image_of(step), order_free=True)
+            ask(session)
+        session.recall(image_of(0))
+        ask(session)
+        branch = session.fork()
+        branch.add(image_of(9))
+        ask(branch)
+        session.slide(1)
+        session.replace(image_of(0), image_of(3))
+        ask(session)
+        branch.close()
+    trace = Trace.read(tmp_path / "t.jsonl")
+    assert shape_of(trace) == ("remember", None)
+    contents = Contents.of(trace, backbone)
+    found = [each for each in moments(trace, contents, Costs.of(backbone)) if isinstance(each, Asked)]
+    assert [[entry.content for entry in each.pieces] for each in found] == held
+    assert len(found) == 7
+    assert {each.text for each in found} == {QUESTION}
 
 
 def test_recording_that_fails_is_no_sessions_error(tmp_path, unchecked):
