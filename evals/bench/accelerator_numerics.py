@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels import factorise, rotate_patch, splice
+from pallas_kernels import block_product, factorise, rotate_patch, splice
 
 from .accelerator_cases import PAGE_SIZE, Case, cases_of_numbers, draw, implementation
 from .accelerator_rows import Row, Task
@@ -34,6 +34,9 @@ def numerics(tiny: bool, which: str) -> Iterator[Task]:
     """Yields errors of an implementation, in units in the last place of a row's largest bfloat16 value."""
     checks = _checks if which == "xla" else _not_scattered
     yield from _tasks(cases_of_numbers(tiny), implementation(which), checks)
+    name = implementation(which)
+    for rows in (64, 128):
+        yield Task(f"block_product {name} {rows}", functools.partial(_multiplied, tiny, name, rows, _fresh_seed()))
     if which == "xla":
         yield Task("factorise", lambda: _factorised(tiny, _fresh_seed()))
 
@@ -205,6 +208,30 @@ def _spliced(case: Case, given, exact, layers: list[int], implementation: str, o
     others = np.setdiff1d(np.arange(total), slots[:length])
     bits = jax.lax.bitcast_convert_type(flat[:, jnp.asarray(others)], jnp.uint16)
     return units(found, exact[:, :length]) if bool((bits == pattern).all()) else np.inf
+
+
+def _multiplied(tiny: bool, name: str, rows: int, seed: int) -> Row:
+    """Blocks of rows times one layer's experts of Qwen3-30B-A3B's shape, the last quarter of the blocks not in use."""
+    experts, depth, width, blocks = (5, 64, 192, 8) if tiny else (128, 2048, 768, 640)
+    used = blocks * 3 // 4
+    keys = jax.random.split(jax.random.key(seed), 3)
+    normal = lambda key, *sizes: jax.random.normal(key, sizes, jnp.float32).astype(jnp.bfloat16)
+    x, stack = normal(keys[0], blocks * rows, depth), normal(keys[1], experts, depth, width)
+    which = jax.random.randint(keys[2], (blocks,), 0, experts, jnp.int32)
+    found = jax.jit(functools.partial(block_product, implementation=name))(x, stack, which, jnp.int32(used))
+    error = 0.0
+    for block in sorted({*range(0, used, 1 + used // 16), used - 1}):
+        place = slice(block * rows, (block + 1) * rows)
+        exact = np.asarray(x[place], np.float64) @ np.asarray(stack[which[block]], np.float64)
+        error = max(error, units(np.asarray(found[place].astype(jnp.float32)), exact))
+    case = f"{blocks} × {rows} × {depth} · {depth} × {width} of {experts}"
+    row: Row = {"operation": "block_product", "implementation": name, "case": case, "dtype": "bfloat16"}
+    return row | {
+        "result": "bfloat16",
+        "seed": seed,
+        "error": error,
+        "verdict": "pass" if error <= LIMITS["bfloat16"] else "FAIL",
+    }
 
 
 def _factorised(tiny: bool, seed: int) -> dict[str, Any]:

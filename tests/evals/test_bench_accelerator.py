@@ -36,7 +36,13 @@ def test_xla_is_right_and_the_kernel_that_is_not_here_is_left_out_with_its_reaso
     rows = [accelerator_rows._row(task) for task in accelerator_numerics.numerics(True, "xla")]
     assert {row["verdict"] for row in rows} == {"pass"}
     assert {row["dtype"] for row in rows} == {"bfloat16", "float32", *accelerator_numerics.NARROW}
-    assert {row["operation"] for row in rows} >= {"rotate_patch", "splice", "splice, scattered", "factorise"}
+    assert {row["operation"] for row in rows} >= {
+        "rotate_patch",
+        "splice",
+        "splice, scattered",
+        "block_product",
+        "factorise",
+    }
     refused = [accelerator_rows._row(task) for task in accelerator_numerics.scattered(True, "kernel")]
     assert refused
     assert all("the platform is 'cpu'" in row["skipped"] for row in refused)
@@ -55,6 +61,20 @@ def test_rows_that_went_astray_are_named(monkeypatch):
     made = [accelerator_rows._row(task) for task in list(accelerator_numerics.scattered(True, "xla"))[:2]]
     assert [row["verdict"] for row in made] == ["FAIL", "FAIL"]
     assert made[0]["first wrong"] == "token 3 column 8: 5.0; 8 in all"
+
+
+def test_products_of_blocks_are_held_against_float64(monkeypatch):
+    made = lambda which: [
+        accelerator_rows._row(task)
+        for task in accelerator_numerics.numerics(True, which)
+        if task.key.startswith("block_product")
+    ]
+    assert [row["verdict"] for row in made("xla")] == ["pass", "pass"]
+    assert all("the platform is 'cpu'" in row["skipped"] for row in made("kernel"))
+    right = accelerator_numerics.block_product
+    wrong = lambda x, stack, which, used, **plan: right(x, stack, which.at[5].set((which[5] + 1) % 5), used, **plan)
+    monkeypatch.setattr(accelerator_numerics, "block_product", wrong)
+    assert [row["verdict"] for row in made("xla")] == ["FAIL", "FAIL"]
 
 
 def test_tasks_have_names_of_their_own_and_none_is_made_twice():

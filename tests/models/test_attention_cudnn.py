@@ -16,6 +16,7 @@ from pallas_kernels import preferring, targeting
 
 SCALE = 0.21
 ROWS, TOKENS = 2, 4096
+Shapes = tuple[Any, Any, Any]
 CAUSAL = Mask(causal=True)
 
 
@@ -27,15 +28,13 @@ def cudnn(monkeypatch):
         yield
 
 
-def shapes(
-    heads=28, kv_heads=4, width=128, value_width=None, dtype: Any = "bfloat16", keys=TOKENS
-) -> tuple[Any, Any, Any]:
+def shapes(heads=28, kv_heads=4, width=128, value_width=None, dtype: Any = "bfloat16", keys=TOKENS) -> Shapes:
     """Queries, keys and values."""
     one = lambda length, heads, width: jax.ShapeDtypeStruct((ROWS, length, heads, width), jnp.dtype(dtype))
     return one(TOKENS, heads, width), one(keys, kv_heads, width), one(keys, kv_heads, value_width or width)
 
 
-def calls(arrays: tuple[Any, Any, Any], mask: Mask) -> list[tuple[str, dict[str, Any]]]:
+def calls(arrays: Shapes, mask: Mask) -> list[tuple[str, dict[str, Any]]]:
     """The custom calls of the lowered program: name and configuration."""
     run = lambda query, key, value: attention(query, key, value, mask, scale=SCALE)
     text = jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
@@ -57,7 +56,7 @@ def calls(arrays: tuple[Any, Any, Any], mask: Mask) -> list[tuple[str, dict[str,
     ],
     ids=["grouped heads", "window", "tower", "across"],
 )
-def test_one_call_with_the_mask_as_structure(cudnn, arrays, mask, kind, window):
+def test_one_call_with_the_mask_as_structure(cudnn, arrays: Shapes, mask, kind, window):
     """Grouped heads go in as they are; a window counts the query's own place, as ours does."""
     assert what_runs(*arrays, mask) == "cudnn"
     ((name, config),) = calls(arrays, mask)
@@ -96,7 +95,7 @@ SEGMENTS = np.zeros((ROWS, TOKENS), np.int32)
         (shapes(), Mask(allowed=np.ones((1, 1, TOKENS, TOKENS), bool)), "the mask has arrays of places or of bools"),
     ],
 )
-def test_what_it_cannot_do_is_refused_and_goes_to_the_next(cudnn, arrays, mask, words):
+def test_what_it_cannot_do_is_refused_and_goes_to_the_next(cudnn, arrays: Shapes, mask, words):
     run = lambda query, key, value: attention(query, key, value, mask, scale=SCALE, implementation="cudnn")
     with pytest.raises(KernelUnavailableError, match=f"'cudnn': {words}"):
         jax.eval_shape(run, *arrays)
