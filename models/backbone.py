@@ -32,6 +32,7 @@ from kvpatch_jax.layout import KVLayout
 from kvpatch_jax.paging import Paged
 from kvpatch_jax.rope import check_positions
 
+from .answering import Answering
 from .decoder.costs import forward_costs
 from .families.family import Config, Family, feature_arrays, placeholders, with_parameters
 from .fingerprint import fingerprint_of
@@ -58,7 +59,7 @@ Features = Float[Array | np.ndarray, "arrays E D"]
 """A tower's output: E image features in the order of their placeholders; n is 1, and one more per deepstack layer."""
 
 
-class ModelBackbone(Generating, Writing):
+class ModelBackbone(Generating, Writing, Answering):
     """A model of any family with its weights, its image settings and (where the directory has one) its tokenizer.
 
     Attributes:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import KV, Context, Output, Step, Tokens
 from kvpatch_jax.layout import KVLayout, to_engine
 from kvpatch_jax.paging import Paged
@@ -30,7 +31,7 @@ from .decoder.stacks import unstacked
 from .families.family import embed_tokens
 from .inputs.masks import causal_mask, paged_mask
 from .prefill import by_layer, run_prompt, take_tokens
-from .sampling import REFUSED, Draw, choose
+from .sampling import REFUSED, Draw, choose, choose_rows
 
 STEP_TOKENS = 16
 """Tokens of all rows up to which a forward is bound by reading the weights."""
@@ -60,7 +61,8 @@ class Forward:
     Attributes:
       state: the parameters, the first argument of every program.
       step_state: the same for steps of at most `STEP_TOKENS` tokens, from which these copy no weights.
-      encode, embed, prefill, recompute, recompute_in_pages, first, begin, advance, router_load: the programs, jitted.
+      encode, embed, prefill, recompute, recompute_in_pages, first_in_pages, next_in_pages, first, begin, advance,
+        router_load: the programs, jitted.
     """
 
     def __init__(self, model: Any, pads: tuple[int, ...], layout: KVLayout, mesh: Mesh | None):
@@ -76,6 +78,8 @@ class Forward:
         self.prefill = self._program(self._prefill, Output(whole, kv, whole), "start_layer", "hidden_at", "chunk")
         self.recompute = self._program(self._recompute, Step(whole, kv))
         self.recompute_in_pages = self._program(self._recompute_in_pages, Step(whole, kv), donate="pool")
+        self.first_in_pages = self._program(self._first_in_pages, (whole, kv), donate="pool")
+        self.next_in_pages = self._program(self._next_in_pages, (whole, kv), donate="pool")
         self.router_load = self._program(self._router_load, P())
         self.first = self._program(self._first, whole)
         self.begin = self._program(self._begin, (whole, kv), "room", "apart")
@@ -187,6 +191,48 @@ class Forward:
         held = self._spread(pool)
         step = self._rewrite(state, tokens, context._replace(pool=held), keys, keep, found, rows)
         return Step(step.logits, self._spread(written_into_pages(held, step.cache, slots, keep)))
+
+    def _first_in_pages(
+        self,
+        state: Any,
+        tokens: Tokens,
+        pool: KV,
+        context: Paged,
+        slots: Array,
+        written: tuple[Int[Array, "B T"], Int[Array, "B T"]],
+        last: Int[Array, "B 1"],
+        draws: Draws,
+    ) -> tuple[Int[Array, " B"], KV]:
+        """Writes a question into the pool, as `_recompute_in_pages` does, and chooses the first token behind it."""
+        step = self._recompute_in_pages(state, tokens, pool, context, slots, written, None, None, last)
+        return choose_rows(step.logits[:, 0], draws, jnp.zeros_like(last[:, 0])), step.cache
+
+    def _next_in_pages(
+        self, state: Any, pool: KV, rows: AnswerRows, draws: Draws
+    ) -> tuple[tuple[Array, Array, Array, Array], KV]:
+        """Writes the last token of each row into the pool and chooses the next one.
+
+        Returns:
+          Token, place, position and index of each row, one further; and the pool.
+        """
+        decoder, size = nnx.merge(self.graph, state).decoder, next(iter(pool.values())).shape[2]
+        at, total = rows.place[:, None], next(iter(pool.values())).shape[1] * size
+        stand = jnp.where(rows.owned & (rows.places <= at), rows.places, NOWHERE)
+        key = jnp.argmax(stand == at, axis=1, keepdims=True).astype(jnp.int32)
+        page = jnp.take_along_axis(rows.table, key // size, axis=1)
+        slots = jnp.where(page < 0, total, page * size + key % size)
+
+        axes = () if self.layout.rope.axes is None else (self.layout.rope.axes,)
+        positions = rows.position.reshape(-1, 1, *(1 for _ in axes))
+        positions = jnp.broadcast_to(positions, (len(positions), 1, *axes))
+        mask = Mask(causal=True, query_places=at, key_places=stand)
+        held = self._spread(pool)
+        context = Paged(held, rows.table, stand != NOWHERE, rows.places)
+        run = decoder.run(decoder.embed(rows.token[:, None]), positions, mask, context=context, slots=key)
+
+        token = choose_rows(decoder.logits(run.hidden)[:, -1], draws, rows.index)
+        after = token, rows.place + 1, rows.position + 1, rows.index + 1
+        return after, self._spread(written_into_pages(held, run.cache, slots, None))
 
     def _rewrite(
         self, state: Any, tokens: Tokens, cache: Context, slots: Array, keep: Any, mask: Any, rows: Array | None

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from kvpatch_jax.answers import Draws
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.sampling import Sampling
 
@@ -81,20 +82,49 @@ def choose(logits: Float[Array, "B V"], draw: Draw, index: Int[Array, ""] | int)
     return jnp.where(jnp.isfinite(top), chosen, REFUSED).astype(jnp.int32)
 
 
-def kept(scaled: Float[Array, "B V"], draw: Draw) -> Bool[Array, "B V"]:
-    """Tokens that a draw is among, by logits over temperature of which each row's largest is 0."""
+def choose_rows(logits: Float[Array, "B V"], draws: Draws, index: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Chooses each row's next token by a draw of its own, as `choose` does for a single row: nothing else counts.
+
+    Args:
+      index: how many tokens of each row were chosen before.
+    """
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    greedy = jnp.argmax(logits, axis=-1)
+
+    def drawn() -> Array:
+        warm = (draws.temperature > 0)[:, None]
+        scaled = (logits - top) / jnp.where(warm, draws.temperature[:, None], 1)
+        share, number = draws.top_p[:, None], draws.top_k[:, None]
+        whole = (share >= 1) & (number >= logits.shape[-1])
+        some = lambda: whole | kept(scaled, share, number)
+        among = jax.lax.cond(jnp.all(whole | ~warm), lambda: jnp.ones(logits.shape, bool), some)
+        fold = lambda key, at: jax.random.fold_in(jax.random.fold_in(key, 0), at)
+        keys = jax.vmap(fold)(jax.random.wrap_key_data(draws.key), index)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
+        return jnp.where(warm[:, 0], jnp.argmax(jnp.where(among, scaled, -jnp.inf) + noise, axis=-1), greedy)
+
+    chosen = jax.lax.cond(jnp.any(draws.temperature > 0), drawn, lambda: greedy)
+    return jnp.where(jnp.isfinite(top[:, 0]), chosen, REFUSED).astype(jnp.int32)
+
+
+def kept(scaled: Float[Array, "B V"], top_p: Any, top_k: Any) -> Bool[Array, "B V"]:
+    """Tokens that a draw is among, by logits over temperature of which each row's largest is 0.
+
+    Args:
+      top_p, top_k: of all rows, or of each one, [B,1].
+    """
     weights = jnp.exp(scaled)
-    among = jnp.where(weights >= _threshold(weights, jnp.ones_like(weights), draw.top_k), weights, 0)
-    mass = draw.top_p * jnp.sum(among, axis=-1, keepdims=True)
+    among = jnp.where(weights >= _threshold(weights, jnp.ones_like(weights), top_k), weights, 0)
+    mass = top_p * jnp.sum(among, axis=-1, keepdims=True)
     # At a share of 1 rounding must not cost the least likely ones.
-    lowest = jnp.where(draw.top_p < 1, _threshold(among, among, mass), 0)
+    lowest = jnp.where(top_p < 1, _threshold(among, among, mass), 0)
     return (among >= lowest) & (among > 0)
 
 
 def _drawn(logits: Array, draw: Draw, index: Array | int) -> Array:
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / draw.temperature
     whole = (draw.top_p >= 1) & (draw.top_k >= logits.shape[-1])
-    among = jax.lax.cond(whole, lambda: jnp.ones(logits.shape, bool), lambda: kept(scaled, draw))
+    among = jax.lax.cond(whole, lambda: jnp.ones(logits.shape, bool), lambda: kept(scaled, draw.top_p, draw.top_k))
     keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(draw.key, row), index))(jnp.arange(len(logits)))
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
     return jnp.argmax(jnp.where(among, scaled, -jnp.inf) + noise, axis=-1)

@@ -1,0 +1,136 @@
+"""`Sessions`: many sessions in one process, on one pool and one store."""
+
+import dataclasses
+import secrets
+from typing import Any
+
+import jax
+
+from ..backbone import Backbone
+from ..compress import Rank
+from ..window import Former, PagedExecutor
+from ..window.sources import PatchStore
+from .runtime import PAGE_SIZE, RANK, dtype_of
+from .shared import Shared
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedStats:
+    """What many sessions do and did. `print` shows a line.
+
+    Attributes:
+      growing: answers that grow now. waiting: questions that wait for a place or for room. in_line: calls that wait for
+        room in the pool, or to ask.
+      free: slots that nobody owns, of `slots`.
+      steps: launches that made tokens. answers: that ended, `cancelled` ones among them.
+      busy: calls that waited in vain. renewed: how often the pool was lost.
+      programs: shapes of steps (rows, pages) and of questions (tokens, pages) that were compiled.
+    """
+
+    growing: int
+    waiting: int
+    in_line: int
+    free: int
+    slots: int
+    steps: int
+    answers: int
+    cancelled: int
+    busy: int
+    renewed: int
+    programs: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name)}" for field in dataclasses.fields(self))
+
+
+class Sessions:
+    """Many sessions in one process: they share one pool, one store, and what is compiled.
+
+        with kvp.Sessions(backbone, store, pages=4096) as sessions:
+            session = sessions.open(keep=4)      # on any thread, as many as there are
+            session.add(screenshot)
+            print(session.ask("What changed?"))
+
+    Edits run one after the other; questions that are under way at the same time get their next tokens in one launch.
+    Where the pool is full, or as many questions wait as may, calls wait for others, each in its turn.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        store: PatchStore | None = None,
+        *,
+        pages: int,
+        page_size: int = PAGE_SIZE,
+        batch: int = 8,
+        waiting: int = 64,
+        timeout: float = 60.0,
+        dtype: jax.typing.DTypeLike | None = None,
+        rank: Rank | None = None,
+        **options: Any,
+    ):
+        """Allocates the pool.
+
+        Args:
+          store: where canonicals and patches are kept.
+          pages, page_size: of the pool, which stays so large.
+          batch: answers that grow together. waiting: questions that may wait for a place among them.
+          timeout: seconds that a call waits for others before it raises SessionBusyError.
+          dtype: of the pool; None: the one that the backbone computes in.
+          rank: of the patches that are formed; 0 forms none. None: 16.
+          options: of `PagedExecutor`.
+
+        Raises:
+          InputError: numbers that are none. PoolError: no pages, or an empty page.
+        """
+        dtype = dtype_of(backbone) if dtype is None else dtype
+        executor = PagedExecutor(backbone, pages, page_size, dtype, store=store, **options)
+        self.backbone, self.store = backbone, store
+        former = None
+        if store is not None and rank != 0:
+            former = Former(backbone, store, RANK if rank is None else rank)
+        try:
+            self.shared = Shared(executor, former, batch=batch, waiting=waiting, timeout=timeout)
+        except BaseException:
+            if former is not None:
+                former.close()
+            raise
+        if former is not None:
+            former.watch(executor)
+
+    @staticmethod
+    def name() -> str:
+        """A name for a window of its own in the pool: `Window.empty(…, branch=…)`."""
+        return secrets.token_hex(8)
+
+    def stats(self) -> SharedStats:
+        """What goes on, and went on."""
+        shared, driver = self.shared, self.shared.driver
+        with shared.locked():
+            allocator = shared.executor.books.allocator
+            return SharedStats(
+                growing=len(driver.batch.rows),
+                waiting=len(driver.asks),
+                in_line=len(driver.room) + len(driver.door),
+                free=int((allocator.counts == 0).sum()),
+                slots=allocator.pages * allocator.page_size,
+                steps=driver.batch.steps,
+                answers=driver.ended,
+                cancelled=driver.cancelled,
+                busy=shared.busy,
+                renewed=shared.renewed,
+                programs=len(driver.batch.shapes),
+            )
+
+    def close(self) -> None:
+        """Ends every answer and every wait with SessionClosedError; sessions that are open take no further call.
+
+        Patches of what was prefilled are formed and stored first. Closing twice is allowed.
+        """
+        self.shared.close()
+
+    def __enter__(self) -> "Sessions":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

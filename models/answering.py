@@ -1,0 +1,125 @@
+"""Answers of many contexts of one pool, a token of each at a time: what a batch of them asks of a backbone.
+
+An answer's tokens depend on its own context, question, sampling and key, and on no row beside it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from kvpatch_jax.answers import AnswerRows, Draws
+from kvpatch_jax.backbone import Tokens, check_cached, check_tokens
+from kvpatch_jax.errors import InputError, ShapeError
+from kvpatch_jax.layout import KVLayout
+from kvpatch_jax.paging import Paged, held_arrays
+from kvpatch_jax.sampling import Piece, Sampling
+from pallas_kernels.splice import check_slots
+
+from .forward import Forward
+from .generation import check_stop, pieces_of
+from .sampling import draw_of
+
+
+class Answering:
+    """What a backbone gets from its programs and a check of positions: questions and steps of answers in pages."""
+
+    config: Any
+    layout: KVLayout
+    programs: Forward
+    stop_tokens: tuple[int, ...]
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of `tokenizers`, or None."""
+        raise NotImplementedError
+
+    def _check_regime(self, positions: Array | np.ndarray, ahead: int = 0) -> None:
+        """Refuses positions that the rope does not serve."""
+        raise NotImplementedError
+
+    def answer_choices(
+        self, sampling: Sampling | None, key: PRNGKeyArray | int | None, stop: Sequence[int] | None
+    ) -> tuple[Draws, tuple[int, ...]]:
+        """Checks how an answer's tokens are chosen and what ends it.
+
+        Args:
+          sampling, key, stop: as `generate` takes them.
+
+        Returns:
+          One row of `Draws`, and the stop tokens.
+
+        Raises:
+          InputError: a temperature without a key, a key of another generator than jax's default, or stop tokens that
+          are none.
+        """
+        stops = self.stop_tokens if stop is None else check_stop(stop, self.config.text.vocabulary)
+        draw = draw_of(sampling or Sampling(), key, stops)
+        data = np.asarray(jax.random.key_data(draw.key))
+        default = jax.random.key_impl(jax.random.key(0))
+        if data.ndim != 1 or jax.random.key_impl(draw.key) != default:
+            raise InputError(
+                f"key of {jax.random.key_impl(draw.key)}, shape {draw.key.shape}; expected one of {default}"
+            )
+        numbers = (np.asarray(value)[None] for value in (draw.temperature, draw.top_p, draw.top_k, data))
+        return Draws(*numbers), stops
+
+    def begin_answer(
+        self, tokens: Tokens, length: int, context: Paged, slots: Int[np.ndarray, " T"], draws: Draws, steps: int
+    ) -> tuple[Int[Array, "1"], dict[str, Float[Array, "L P O _ _"]]]:
+        """Runs a question behind a context, writes it into the pool and chooses the first token of its answer.
+
+        Args:
+          tokens: one row at its place in the sequence, padded as it is to run. length: how many count.
+          context: pages, those of `slots` among them; its pool is donated.
+          slots: of the pool, [length], one for each token that counts.
+          draws: one row. steps: tokens of the answer, whose positions the rope must serve.
+
+        Returns:
+          The token [1], `models.sampling.REFUSED` where the logits say nothing; and the pool.
+
+        Raises:
+          ShapeError: slots that are not one per token. What `decode` raises.
+        """
+        check_tokens(tokens, "begin_answer")
+        check_cached(self.layout, tokens, context, "begin_answer: context")
+        self._check_regime(tokens.positions, steps)
+        size, given = tokens.embeddings.shape[1], np.asarray(slots, np.int32)
+        if not 1 <= length <= size or given.shape != (length,):
+            raise ShapeError(f"begin_answer: slots {given.shape}, length {length} of {size} tokens; expected one each")
+        total = int(np.prod(next(iter(context.pool.values())).shape[1:3]))
+        check_slots(given, total)
+        after, (keys, places) = context.extended(given[None]).written(given[None])
+        room = ((0, 0), (0, size - length))
+        written = np.pad(keys, room, constant_values=after.key_count), np.pad(places, room)
+        padded = np.pad(given[None], room, constant_values=total)
+        pool = held_arrays(self.layout, context.pool)
+        state, last = self.programs.state_for(size), np.array([[length - 1]], np.int32)
+        return self.programs.first_in_pages(state, tokens, pool, after._replace(pool={}), padded, written, last, draws)
+
+    def advance_answers(
+        self, pool: dict[str, Float[Array, "L P O _ _"]], rows: AnswerRows, draws: Draws
+    ) -> tuple[AnswerRows, dict[str, Float[Array, "L P O _ _"]]]:
+        """Writes every row's last token into the pool and chooses the next one, in one program.
+
+        It is compiled once for each number of rows and pages of a table. The pool is donated.
+
+        Args:
+          rows: where each answer stands; those that stand for none (`kvpatch_jax.answers.no_row`) are run, and written
+            nowhere. draws: as many rows.
+
+        Returns:
+          The rows, each a token further: what the next step takes; and the pool.
+        """
+        state = self.programs.state_for(len(rows.token))
+        moved, pool = self.programs.next_in_pages(state, held_arrays(self.layout, pool), rows, draws)
+        token, place, position, index = moved
+        return rows._replace(token=token, place=place, position=position, index=index), pool
+
+    def answer_pieces(
+        self, blocks: Iterator[Int[np.ndarray, "1 n"]], steps: int, stop: Sequence[int]
+    ) -> Iterator[Piece]:
+        """Yields one answer's tokens as `stream` does, each with the text that it completes."""
+        return pieces_of(blocks, self.tokenizer, 1, steps, stop)
