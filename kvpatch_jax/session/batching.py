@@ -21,6 +21,7 @@ from ..window.books import Held, all_slots
 
 TABLES = Buckets(smallest=64, steps=1)
 """Keys of a row are rounded up to powers of two: a batch's programs are few, whatever its contexts."""
+LEAST_KEYS = 64
 REFUSED = -1
 """The token of a row whose logits say nothing."""
 
@@ -209,6 +210,7 @@ class Batch:
         executor = self.executor
         pieces = executor.books.ordered(ask.branch)
         where = Paged.of(executor.pools.engine, all_slots(pieces), TABLES)
+        where = _widened(where, -(-LEAST_KEYS // where.page_size))
         return where, sum(piece.length for piece in pieces if piece.id)
 
     def _gathered(self) -> tuple[AnswerRows, Draws]:
@@ -217,10 +219,9 @@ class Batch:
             if row.where is None:
                 row.where, _ = self._where(row.ask)
         pages = max(row.where.table.shape[1] for row in self.rows if row.where is not None)
-        size = self.executor.books.allocator.page_size
         # Fractional positions are M-RoPE's alone, of a question with a video in it.
         kind = np.float32 if any(isinstance(row.position, float) for row in self.rows) else np.int32
-        made = [_row(row, pages, size, kind) for row in self.rows]
+        made = [_row(row, pages, kind) for row in self.rows]
         count = row_bucket(len(made), self.size)
         whole = [*made, *[no_row(made[0])] * (count - len(made))]
         rows = AnswerRows(*(np.concatenate(values) for values in zip(*whole, strict=True)))
@@ -230,21 +231,20 @@ class Batch:
         return jax.device_put((rows, Draws(*(np.concatenate(values) for values in zip(*draws, strict=True)))))
 
 
-def _row(row: Row, pages: int, size: int, kind: type[np.generic]) -> AnswerRows:
+def _widened(where: Paged, pages: int) -> Paged:
+    """A context whose table has room for so many pages at least."""
+    assert where.places is not None
+    room = max(0, pages - where.table.shape[1])
+    table = np.pad(np.asarray(where.table), ((0, 0), (0, room)), constant_values=NO_PAGE)
+    wide = lambda value: np.pad(np.asarray(value), ((0, 0), (0, room * where.page_size)))
+    return Paged(where.pool, table, wide(where.seen), wide(where.places))
+
+
+def _row(row: Row, pages: int, kind: type[np.generic]) -> AnswerRows:
     """A row as arrays, its table of so many pages and its position of a kind."""
     assert row.where is not None
-    assert row.where.places is not None
-    room = pages - row.where.table.shape[1]
-    table = np.pad(np.asarray(row.where.table), ((0, 0), (0, room)), constant_values=NO_PAGE)
-    wide = lambda value: np.pad(np.asarray(value), ((0, 0), (0, room * size)))
-    one = lambda number, kind=np.int32: np.array([number], kind)
-    made = row.count - 1
-    return AnswerRows(
-        one(row.token),
-        one(row.behind + made),
-        one(row.position + made, kind),
-        one(row.count),
-        table,
-        wide(row.where.seen),
-        wide(row.where.places),
-    )
+    where, made = _widened(row.where, pages), row.count - 1
+    numbers = row.token, row.behind + made, row.position + made, row.count
+    kinds = np.int32, np.int32, kind, np.int32
+    token, place, position, index = (np.array([each], of) for each, of in zip(numbers, kinds, strict=True))
+    return AnswerRows(token, place, position, index, where.table, where.seen, where.places)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from ..errors import KVPatchError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
+from ..errors import KVPatchError, PoolError, SessionBusyError, SessionClosedError
 from ..sampling import Piece
 from ..window import PagedExecutor
 from .batching import Ask, Batch
@@ -29,7 +29,7 @@ class Driver:
     Attributes:
       batch: the answers under way. asks: questions that wait for a row, or for room.
       room: threads that wait for slots. door: threads that wait to ask.
-      ended, cancelled: answers, so far.
+      ended, cancelled: answers, so far. busy: calls that waited in vain.
     """
 
     def __init__(self, executor: PagedExecutor, turns: Turns, batch: int, lost: Callable[[BaseException], None]):
@@ -42,7 +42,7 @@ class Driver:
         self.batch = Batch(executor, batch)
         self.asks: collections.deque[Ask] = collections.deque()
         self.room, self.door = Line(turns), Line(turns)
-        self.ended, self.cancelled = 0, 0
+        self.ended, self.cancelled, self.busy = 0, 0, 0
         self._lost = lost
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -130,6 +130,7 @@ class Driver:
                 if time.monotonic() < ask.deadline:
                     return
                 busy = SessionBusyError(f"ask: {error}; others held the pool for as long as the session waits")
+                self.busy += 1
                 self._end(ask, busy)
                 continue
             try:
@@ -171,11 +172,6 @@ class Driver:
     def _fail(self, error: BaseException) -> None:
         """Ends all answers: a launch failed. Where it took the pool along, it is begun anew."""
         if self.executor.lost:
-            if not isinstance(error, PoolLostError):
-                try:
-                    self.executor.check_pool(error)
-                except PoolLostError as lost:
-                    error = lost
             self._lost(error)
             return
         for ask in [row.ask for row in self.batch.rows] or list(self.asks):

@@ -117,7 +117,7 @@ class Sessions:
                 steps=driver.batch.steps,
                 answers=driver.ended,
                 cancelled=driver.cancelled,
-                busy=shared.busy,
+                busy=driver.busy,
                 renewed=shared.renewed,
                 programs=len(driver.batch.shapes),
             )

@@ -28,7 +28,7 @@ class Shared:
 
     Attributes:
       executor, store, former, backbone: as `Runtime` has them.
-      driver: of the answers. renewed: how often the pool was lost and begun anew. busy: calls that waited in vain.
+      driver: of the answers. renewed: how often the pool was lost and begun anew.
     """
 
     def __init__(self, executor: PagedExecutor, former: Former | None, *, batch: int, waiting: int, timeout: float):
@@ -52,7 +52,7 @@ class Shared:
         self.waiting, self.timeout = waiting, timeout
         self.turns = Turns()
         self.driver = Driver(executor, self.turns, batch, self._lose)
-        self.renewed, self.busy, self.closed = 0, 0, False
+        self.renewed, self.closed = 0, False
         self._process = os.getpid()
         self._given: collections.Counter[str] = collections.Counter()
         self._numbers = itertools.count()
@@ -193,7 +193,7 @@ class Shared:
             wait(place, deadline, what)
         except PoolError:
             self.check_open()
-            self.busy += 1
+            self.driver.busy += 1
             raise
         self.check_open()
 
