@@ -20,6 +20,7 @@ Patches:
 What a model is to read:
   Window              chunks and texts at their places, as a value; what to do to their KV when it changes
   Session             an agent's window with what it takes to run it: add, ask, slide, recall, fork
+  Sessions            many sessions in one process, on one pool and one store
   answer_batch        many questions over images and texts that they share, as lines of JSON
   Certificate         what each way of reuse was measured to lose on a backbone, with bounds
 
@@ -65,7 +66,7 @@ from .update import correction_patch, update_patch
 if TYPE_CHECKING:
     from . import deficit, engines, plan, pool, repair, session, store, window
     from .plan import Certificate
-    from .session import Session, answer_batch
+    from .session import Session, Sessions, answer_batch
     from .store import ChunkStore
     from .window import Window
 
@@ -81,6 +82,7 @@ __all__ = [
     "PatchMetadata",
     "Rope",
     "Session",
+    "Sessions",
     "Text",
     "Tokens",
     "Window",
@@ -124,6 +126,7 @@ _LAZY_CLASSES = {
     "Certificate": "plan",
     "ChunkStore": "store",
     "Session": "session",
+    "Sessions": "session",
     "Window": "window",
     "answer_batch": "session",
 }

@@ -1,7 +1,7 @@
 """Sessions: an agent's window, with what reuse it may have, in a few calls.
 
-`Session` is one agent's; what it runs on is a `Runtime`. A `Recorder` writes down what happens in sessions, a
-`Trace` is what it wrote.
+`Session` is one agent's; `Sessions` are many, on one pool and one store; what they run on is a `Runtime`. A `Recorder`
+writes down what happens in sessions, a `Trace` is what it wrote.
 """
 
 from .batch import BatchReport, answer_batch
@@ -10,6 +10,7 @@ from .batch_items import BatchItem
 from .events import Event
 from .runtime import PrivateRuntime, Runtime
 from .session import Session
+from .sessions import Sessions, SharedStats
 from .trace import Recorder, Trace
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Recorder",
     "Runtime",
     "Session",
+    "Sessions",
+    "SharedStats",
     "Trace",
     "answer_batch",
     "read_answers",

@@ -13,7 +13,7 @@ from ..sampling import Piece, Sampling
 from ..window import Window
 from .answers import Answer, Audit
 from .checking import compared, prefilled_logits, served_logits
-from .holding import Holding
+from .holding import Holding, outliving_the_pool
 from .looking import looking_on
 from .things import Embedded, embedded, thing_of
 
@@ -31,6 +31,7 @@ class Asking(Holding):
     retriever: Any
     _answers: weakref.WeakSet[Answer]
 
+    @outliving_the_pool
     def ask(
         self,
         question: Any,

@@ -1,13 +1,14 @@
 """What a session knows of its pieces: names, what was given, and how much of it is kept once it left."""
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..backbone import Backbone
 from ..chunk import brief
-from ..errors import InputError, SessionClosedError, SessionError
+from ..errors import InputError, PoolLostError, SessionClosedError, SessionError
 from ..window import Edits, Entry, Window
 from ..window.sources import PatchStore
 from .events import Event, Op
@@ -57,6 +58,21 @@ class Owners:
             last = self.count == 0
         if last and self.private:
             self.runtime.close()
+
+
+def outliving_the_pool[**Given, Made](call: Callable[Given, Made]) -> Callable[Given, Made]:
+    """A session's method that has another try where the pool was lost: the window is placed again before."""
+
+    @functools.wraps(call)
+    def tried(*args: Given.args, **options: Given.kwargs) -> Made:
+        try:
+            return call(*args, **options)
+        except PoolLostError:
+            session: Any = args[0]
+            session.place_anew()
+        return call(*args, **options)
+
+    return tried
 
 
 class Holding:
@@ -182,6 +198,15 @@ class Holding:
         """Counts what a fork did for a question as this session's own."""
         for word in ("forwards", "questions", "tokens", "hits", "misses", "bytes", "flops"):
             self._counts.add(word, counts.words[word])
+
+    def place_anew(self) -> None:
+        """Places the window again where the pool was lost; survivors forget what has left."""
+        with self._lock:
+            for piece in self._window.pieces:
+                known = self._known.get(piece.entry.id)
+                if known is not None:
+                    self._hold(known)
+            self._window = self.runtime.anew(self._window)
 
     def _hold(self, known: Known, tokens: Embedded | None = None) -> Embedded:
         """Sees to it that the runtime has a piece's tokens, and returns them.

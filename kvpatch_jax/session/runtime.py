@@ -70,6 +70,10 @@ class Runtime(Protocol):
         """Executes the edits that led to a window. Raises as `PagedExecutor.run`; then all is as it was."""
         ...
 
+    def anew(self, window: Window) -> Window:
+        """Places a window again where the pool was lost, and begins another one; returns it as it is served then."""
+        ...
+
     def answer(
         self,
         window: Window,
@@ -185,6 +189,17 @@ class PrivateRuntime:
             more = sum(-(-piece.entry.tokens // books.page_size) for piece in window.pieces)
             self.executor.enlarge(max(2 * books.pages, books.pages + more))
             return True
+
+    def anew(self, window: Window) -> Window:
+        """See `Runtime.anew`."""
+        with self._lock:
+            if self.executor.lost:
+                self.executor.renew()
+            if self.executor.current(window.branch) == window.pieces:
+                return window
+            there, edits = window.anew()
+            self.run(there, edits)
+            return there
 
     def answer(
         self,

@@ -20,7 +20,7 @@ from ..window.sources import PatchStore
 from .answers import Answer
 from .choosing import check_certificate
 from .events import Op
-from .holding import Known, Owners
+from .holding import Known, Owners, outliving_the_pool
 from .needs import Needing
 from .restoring import Restoring
 from .runtime import PAGE_SIZE, PrivateRuntime, Runtime
@@ -159,6 +159,7 @@ class Session(Needing, Restoring):
 
     # ------------------------------------------------------------------------------------- what comes and goes
 
+    @outliving_the_pool
     def add(self, thing: Any, *, id: str | None = None, order_free: bool = False, kind: Kind | None = None) -> str:
         """Places an image, frames or a text behind all others; where `keep` are there the oldest chunk leaves.
 
@@ -203,6 +204,7 @@ class Session(Needing, Restoring):
             self._tell("add", known, read.items, keep=self.keep, **_text_of(read))
             return name
 
+    @outliving_the_pool
     def recall(self, thing: Any) -> str:
         """Brings a chunk back that left: by its name, or by what it shows; where `keep` are there the oldest leaves.
 
@@ -227,6 +229,7 @@ class Session(Needing, Restoring):
                 )
             return self._bring_back(known, read)
 
+    @outliving_the_pool
     def slide(self, keep: int) -> tuple[str, ...]:
         """Takes out all but the last `keep` chunks behind the lead. Returns the names of the chunks that left.
 
@@ -235,6 +238,7 @@ class Session(Needing, Restoring):
         """
         return self._leave("slide", lambda: self._window.slide(keep), keep=keep)
 
+    @outliving_the_pool
     def evict(self, id: str) -> tuple[str, ...]:
         """Takes a piece out. Returns its name where it is a chunk, which can be recalled.
 
@@ -246,6 +250,7 @@ class Session(Needing, Restoring):
             known = self._known[self._piece(id)]
             return self._leave("evict", lambda: self._window.evict(known.entry.id), chunk=known.name)
 
+    @outliving_the_pool
     def replace(self, id: str, thing: Any, *, name: str | None = None, order_free: bool = False) -> str:
         """Puts something in the place of a piece, which leaves. What stands behind has not seen it.
 
@@ -277,6 +282,7 @@ class Session(Needing, Restoring):
             self._tell("replace", known, read.items, replaced=old.name, **_text_of(read))
             return new_name
 
+    @outliving_the_pool
     def reorder(self, ids: Iterable[str]) -> None:
         """Puts order-free chunks into another order: the places of those that are named are filled in this order.
 
@@ -291,6 +297,7 @@ class Session(Needing, Restoring):
             self._run(*self._window.reorder(pieces))
             self._tell("reorder", order=tuple(self._name(piece) for piece in pieces))
 
+    @outliving_the_pool
     def fork(self, *, keep: int | None = None) -> "Session":
         """Starts a side branch: a session that shares all KV with this one until one of the two changes a piece.
 

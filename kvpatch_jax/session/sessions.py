@@ -11,6 +11,7 @@ from ..compress import Rank
 from ..window import Former, PagedExecutor
 from ..window.sources import PatchStore
 from .runtime import PAGE_SIZE, RANK, dtype_of
+from .session import Session
 from .shared import Shared
 
 
@@ -97,6 +98,18 @@ class Sessions:
             raise
         if former is not None:
             former.watch(executor)
+
+    def open(self, keep: int | None = None, **options: Any) -> Session:
+        """Opens a session on the shared pool and store; `Session.close` gives its pages back.
+
+        Args:
+          keep: how many chunks stay behind the lead; None: all. options: of `Session`, but for those of the pool.
+
+        Raises:
+          SessionClosedError. As `Session`; and SessionBusyError: no room for its lead, for as long as a call waits.
+        """
+        self.shared.check_open()
+        return Session(self.backbone, self.store, keep, runtime=self.shared, branch=self.name(), **options)
 
     @staticmethod
     def name() -> str:

@@ -144,4 +144,15 @@ def expect_balanced(shared: Shared, branches: set[str]) -> None:
     assert not shared.driver.asks
 
 
-__all__ = ["PAGE", "PAGES", "Agent", "backbone_of", "expect_balanced", "ids_of", "on_threads", "opened", "question_of"]
+__all__ = [
+    "LENGTHS",
+    "PAGE",
+    "PAGES",
+    "Agent",
+    "backbone_of",
+    "expect_balanced",
+    "ids_of",
+    "on_threads",
+    "opened",
+    "question_of",
+]

@@ -10,8 +10,20 @@ import time
 import jax
 import numpy as np
 import pytest
-from sessions_load import PAGES, Agent, backbone_of, expect_balanced, ids_of, on_threads, opened, question_of
+from sessions_load import (
+    LENGTHS,
+    PAGE,
+    PAGES,
+    Agent,
+    backbone_of,
+    expect_balanced,
+    ids_of,
+    on_threads,
+    opened,
+    question_of,
+)
 
+import kvpatch_jax as kvp
 from kvpatch_jax.errors import (
     InputError,
     NotFiniteError,
@@ -19,11 +31,13 @@ from kvpatch_jax.errors import (
     PoolLostError,
     SessionBusyError,
     SessionClosedError,
+    SessionError,
     WindowError,
 )
 from kvpatch_jax.sampling import Sampling
 from kvpatch_jax.session.batching import row_bucket
 from kvpatch_jax.session.turns import Line, Turns
+from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.window import Entry
 from kvpatch_jax.window.books import Held
 
@@ -399,3 +413,56 @@ def test_32_agents_on_threads(backbone, record_property, acts: int | None, secon
             agent.live(min(agents[number].done, 200))
             assert agent.said == agents[number].said[: len(agent.said)]
             assert len(agent.said) > 1
+
+
+# ------------------------------------------------------------------------------------------------- sessions
+
+
+def shots_of(count: int) -> list[list[int]]:
+    """What sessions are shown: token ids, as chunks."""
+    return [np.random.default_rng(number).integers(3, 40, LENGTHS[number % 3]).tolist() for number in range(count)]
+
+
+def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_path):
+    shots, question = shots_of(4), [5, 6]
+    with kvp.Session(backbone, keep=2, pages=PAGES, page_size=PAGE) as alone:
+        expected = []
+        for shot in shots[:3]:
+            alone.add(shot, kind="chunk")
+            expected.append(alone.ask(question, steps=3, stop=()).ids)
+
+    def agent(said: list) -> None:
+        session = sessions.open(keep=2)
+        for shot in shots[:3]:
+            session.add(shot, kind="chunk")
+            said.append(session.ask(question, steps=3, stop=()).ids)
+        opened.append(session)
+
+    store = ChunkStore(tmp_path / "store")
+    with kvp.Sessions(backbone, store, pages=PAGES, page_size=PAGE, rank=4) as sessions:
+        opened: list[kvp.Session] = []
+        said: list[list] = [[], [], []]
+        on_threads([lambda each=each: agent(each) for each in said])
+        assert said == [expected] * 3
+        first, second, third = opened
+        branch = first.fork()
+        assert branch.ask(question, steps=3, stop=()).ids == expected[-1]
+        branch.close()
+        third.close()
+        sessions.shared.former.flush()
+        with pytest.raises(SessionError, match="another one"):
+            kvp.Session(backbone, ChunkStore(tmp_path / "other"), runtime=sessions.shared)
+
+        executor = sessions.shared.executor
+        for value in jax.tree.leaves(executor.pools):
+            value.delete()
+        first.add(shots[3], kind="chunk")
+        assert len(second.ask(question, steps=3, stop=()).ids) == 3
+        assert sessions.stats().renewed == 1
+        expect_balanced(sessions.shared, {session.window.branch for session in (first, second)})
+    with pytest.raises(SessionClosedError):
+        first.add(shots[0])
+    with pytest.raises(SessionClosedError):
+        sessions.open()
+    first.close()
+    store.close()
