@@ -10,12 +10,23 @@ from absl import app, flags
 
 from ..command_line import errors_as_one_line
 from ..console import quiet_backends
-from . import backbones, costs, kernels, patch, sizes, store, store_growth, window, window_pretrained
+from . import (
+    backbones,
+    costs,
+    kernels,
+    patch,
+    sessions,
+    sizes,
+    store,
+    store_growth,
+    window,
+    window_pretrained,
+)
 
 _SUITE = flags.DEFINE_enum(
     "suite",
     "patch",
-    ["backbones", "costs", "kernels", "patch", "sizes", "store", "window", "window_pretrained"],
+    ["backbones", "costs", "kernels", "patch", "sessions", "sizes", "store", "window", "window_pretrained"],
     "Which benchmark to run.",
 )
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
@@ -50,7 +61,9 @@ _PARTS = flags.DEFINE_integer(
     lower_bound=0,
 )
 _QUICK = flags.DEFINE_bool(
-    "quick", False, "costs, store, window, window_pretrained: tiny sizes, no measurement; sizes: compiles nothing."
+    "quick",
+    False,
+    "costs, sessions, store, window, window_pretrained: tiny sizes, no measurement; sizes: compiles nothing.",
 )
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: seven at least.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
@@ -71,6 +84,8 @@ def _run() -> dict[str, Any]:
     if _SUITE.value == "costs":
         choices = {"large": _LARGE.value, "quick": _QUICK.value, "checkpoint": _CHECKPOINT.value}
         return costs.run(**common, out=_OUT.value, **choices)
+    if _SUITE.value == "sessions":
+        return sessions.run(**common, quick=_QUICK.value)
     if _SUITE.value == "window_pretrained":
         choices = {"path": _CHECKPOINT.value, "parts": _PARTS.value, "quick": _QUICK.value}
         with errors_as_one_line():
@@ -106,6 +121,8 @@ def main(argv: list[str]) -> None:
         print(costs.table(result))
     if _SUITE.value == "window":
         print(window.table(result))
+    if _SUITE.value == "sessions":
+        print(sessions.table(result))
     if _SUITE.value == "window_pretrained":
         print(window_pretrained.table(result))
     if _SUITE.value == "store":

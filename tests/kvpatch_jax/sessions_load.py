@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
-from window_drill import backbone_of
+from window_drill import backbone_of as backbone_of
 from window_oracle import tokens_of
 
 from kvpatch_jax.sampling import Sampling
@@ -142,17 +142,3 @@ def expect_balanced(shared: Shared, branches: set[str]) -> None:
     assert set(books.branches) == branches
     assert shared.driver.batch.rows == []
     assert not shared.driver.asks
-
-
-__all__ = [
-    "LENGTHS",
-    "PAGE",
-    "PAGES",
-    "Agent",
-    "backbone_of",
-    "expect_balanced",
-    "ids_of",
-    "on_threads",
-    "opened",
-    "question_of",
-]
