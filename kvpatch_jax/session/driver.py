@@ -50,11 +50,16 @@ class Driver:
     # -------------------------------------------------------------------------------------------- from outside
 
     def take(self, ask: Ask) -> "Answer":
-        """Puts a question in the line."""
-        self.asks.append(ask)
+        """Puts a question in the line.
+
+        Raises:
+          RuntimeError: no thread can be started; nothing is in the line.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._drive, name="sessions")
-            self._thread.start()
+            thread = threading.Thread(target=self._drive, name="sessions")
+            thread.start()  # it does nothing before it gets its turn
+            self._thread = thread
+        self.asks.append(ask)
         self._wake.set()
         return Answer(self, ask)
 

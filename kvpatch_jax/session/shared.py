@@ -243,7 +243,11 @@ class Shared:
             books.share(window.branch, own, [piece.entry.id for piece in window.pieces])
             self.executor.books = books
             ask = Ask(arrival(), own, window.branch, question, count, steps, draws, stops, deadline)
-            return self.driver.take(ask)
+            try:
+                return self.driver.take(ask)
+            except BaseException:
+                self.executor.release(own)
+                raise
 
     def _enter(self, deadline: float) -> None:
         """Waits until fewer questions wait than may."""

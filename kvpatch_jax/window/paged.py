@@ -82,6 +82,7 @@ class PagedExecutor(Pooled):
         """Lets go of all that a branch holds."""
         books = self.books.copy()
         books.let_go(branch)
+        books.joined = {other for other in books.joined if not other.startswith(f"{branch}/")}
         self.books = books
         self._current.pop(branch, None)
 
