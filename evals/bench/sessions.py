@@ -136,7 +136,8 @@ class Agent:
         questions = self.shown.material.questions
         for step in range(self.shown.load.images):
             begun = time.perf_counter()
-            self.shared.run(self.window, self._placed(step))
+            edits = self._placed(step)
+            self.shared.run(self.window, edits)
             question = questions[self.shown.image(self.number, step) % len(questions)]
             said: list[int] = []
             how: tuple[Any, ...] = (None, self.shown.load.steps, None, None, ())
