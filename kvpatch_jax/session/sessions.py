@@ -1,6 +1,7 @@
 """`Sessions`: many sessions in one process, on one pool and one store."""
 
 import dataclasses
+import os
 import secrets
 from typing import Any
 
@@ -110,6 +111,18 @@ class Sessions:
         """
         self.shared.check_open()
         return Session(self.backbone, self.store, keep, runtime=self.shared, branch=self.name(), **options)
+
+    def restore(self, path: str | os.PathLike[str], **options: Any) -> Session:
+        """Goes on, on the shared pool and store, from a session that `Session.save` wrote.
+
+        Args:
+          options: of `Session.restore`, but for those of the pool.
+
+        Raises:
+          SessionClosedError. As `Session.restore`; PoolError: no room, for as long as a call waits.
+        """
+        self.shared.check_open()
+        return Session.restore(path, self.backbone, self.store, runtime=self.shared, branch=self.name(), **options)
 
     @staticmethod
     def name() -> str:

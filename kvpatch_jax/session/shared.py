@@ -14,7 +14,7 @@ from typing import Any
 
 from ..backbone import Backbone, Tokens
 from ..chunk import brief
-from ..errors import InputError, PoolError, PoolLostError, SessionClosedError
+from ..errors import InputError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
 from ..sampling import Piece, Sampling
 from ..window import ApplyPatch, Compact, Copy, Drop, Edit, Former, Ledger, PagedExecutor, Prefill, Window
 from ..window.sources import PatchStore
@@ -128,6 +128,24 @@ class Shared:
             self.run(there, edits)
         return there
 
+    def make_room(self, window: Window) -> bool:
+        """Waits until a window that holds nothing yet fits into the pool; False where that does not happen in time."""
+        with self.locked():
+            self.check_open()
+            line, deadline = self.driver.room, time.monotonic() + self.timeout
+            pages = self._pages(window)
+            if pages > self.executor.books.allocator.pages:
+                return False
+            place = line.enter()
+            try:
+                while line.first is not place or self.executor.books.allocator.free_pages < pages:
+                    self._wait(line.wait, place, deadline, f"room for {window.tokens} tokens")
+            except SessionBusyError:
+                return False
+            finally:
+                line.leave(place)
+        return True
+
     def release(self, branch: str) -> None:
         """See `Runtime.release`. Answers that grow behind it end."""
         with self.locked():
@@ -152,6 +170,8 @@ class Shared:
 
     def _lose(self, error: BaseException | None) -> None:
         """Begins the pool anew; every answer ends, and every session finds its window gone at its next call."""
+        for branch in self.executor.books.branches:
+            self._since.setdefault(branch, self.renewed)
         self.executor.renew()
         self.renewed += 1
         lost = PoolLostError("answer: the pool was lost while it grew; expected the question again, behind `anew`")
@@ -200,9 +220,14 @@ class Shared:
     def _hopeless(self, window: Window) -> bool:
         """Whether nobody could make room: the window is more than the pool, or nobody else holds anything."""
         books = self.executor.books
-        size = books.allocator.page_size
-        pages = sum(-(-piece.entry.tokens // size) for piece in window.pieces)
-        return pages > books.allocator.pages or not any(branch != window.branch for branch in books.branches)
+        return self._pages(window) > books.allocator.pages or not any(
+            branch != window.branch for branch in books.branches
+        )
+
+    def _pages(self, window: Window) -> int:
+        """Pages that a window takes, each piece on its own."""
+        size = self.executor.books.allocator.page_size
+        return sum(-(-piece.entry.tokens // size) for piece in window.pieces)
 
     # ------------------------------------------------------------------------------------------------ answers
 

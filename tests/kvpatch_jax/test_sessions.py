@@ -448,6 +448,10 @@ def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_pat
         branch = first.fork()
         assert branch.ask(question, steps=3, stop=()).ids == expected[-1]
         branch.close()
+        third.save(tmp_path / "third")
+        third.close()
+        third = sessions.restore(tmp_path / "third")
+        assert third.ask(question, steps=3, stop=()).ids == expected[-1]
         third.close()
         sessions.shared.former.flush()
         with pytest.raises(SessionError, match="another one"):
