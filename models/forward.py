@@ -216,7 +216,7 @@ class Forward:
           Token, place, position and index of each row, one further; and the pool.
         """
         decoder, size = nnx.merge(self.graph, state).decoder, next(iter(pool.values())).shape[2]
-        at, total = rows.place[:, None], next(iter(pool.values())).shape[1] * size
+        at, total = jnp.asarray(rows.place)[:, None], next(iter(pool.values())).shape[1] * size
         stand = jnp.where(rows.owned & (rows.places <= at), rows.places, NOWHERE)
         key = jnp.argmax(stand == at, axis=1, keepdims=True).astype(jnp.int32)
         page = jnp.take_along_axis(rows.table, key // size, axis=1)
@@ -230,8 +230,9 @@ class Forward:
         context = Paged(held, rows.table, stand != NOWHERE, rows.places)
         run = decoder.run(decoder.embed(rows.token[:, None]), positions, mask, context=context, slots=key)
 
-        token = choose_rows(decoder.logits(run.hidden)[:, -1], draws, rows.index)
-        after = token, rows.place + 1, rows.position + 1, rows.index + 1
+        index = jnp.asarray(rows.index)
+        token = choose_rows(decoder.logits(run.hidden)[:, -1], draws, index)
+        after = token, at[:, 0] + 1, jnp.asarray(rows.position) + 1, index + 1
         return after, self._spread(written_into_pages(held, run.cache, slots, None))
 
     def _rewrite(

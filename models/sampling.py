@@ -99,7 +99,7 @@ def choose_rows(logits: Float[Array, "B V"], draws: Draws, index: Int[Array, " B
         some = lambda: whole | kept(scaled, share, number)
         among = jax.lax.cond(jnp.all(whole | ~warm), lambda: jnp.ones(logits.shape, bool), some)
         fold = lambda key, at: jax.random.fold_in(jax.random.fold_in(key, 0), at)
-        keys = jax.vmap(fold)(jax.random.wrap_key_data(draws.key), index)
+        keys = jax.vmap(fold)(jax.random.wrap_key_data(jnp.asarray(draws.key)), index)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
         return jnp.where(warm[:, 0], jnp.argmax(jnp.where(among, scaled, -jnp.inf) + noise, axis=-1), greedy)
 

@@ -136,7 +136,7 @@ class Batch:
         executor = self.executor
         where, behind = self._where(ask)
         own = executor.books.held(ask.branch, "").slots[: ask.length]
-        context = where._replace(seen=where.seen & (where.places < behind))
+        context = where._replace(seen=where.seen & (where.places_of_keys() < behind))
         question = ask.tokens, ask.length, context, own, ask.draws, ask.steps
         found, pool = self.backbone.begin_answer(*question)
         executor.pools = programs.Pools(dict(pool), executor.pools.source)
@@ -233,11 +233,10 @@ class Batch:
 
 def _widened(where: Paged, pages: int) -> Paged:
     """A context whose table has room for so many pages at least."""
-    assert where.places is not None
     room = max(0, pages - where.table.shape[1])
     table = np.pad(np.asarray(where.table), ((0, 0), (0, room)), constant_values=NO_PAGE)
     wide = lambda value: np.pad(np.asarray(value), ((0, 0), (0, room * where.page_size)))
-    return Paged(where.pool, table, wide(where.seen), wide(where.places))
+    return Paged(where.pool, table, wide(where.seen), wide(where.places_of_keys()))
 
 
 def _row(row: Row, pages: int, kind: type[np.generic]) -> AnswerRows:
@@ -247,4 +246,4 @@ def _row(row: Row, pages: int, kind: type[np.generic]) -> AnswerRows:
     numbers = row.token, row.behind + made, row.position + made, row.count
     kinds = np.int32, np.int32, kind, np.int32
     token, place, position, index = (np.array([each], of) for each, of in zip(numbers, kinds, strict=True))
-    return AnswerRows(token, place, position, index, where.table, where.seen, where.places)
+    return AnswerRows(token, place, position, index, where.table, where.seen, where.places_of_keys())

@@ -48,7 +48,7 @@ class Agent:
     between: list[float] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.backbone = self.shared.backbone
+        self.backbone: Any = self.shared.backbone
         self.window = Window.empty(Costs.of(self.backbone, "float32"), branch=Sessions.name())
         self.rng = np.random.default_rng(self.number)
 
@@ -71,7 +71,7 @@ class Agent:
         sampling, key = (Sampling(0.9, 0.8), number) if number % 3 == 0 else (Sampling(), None)
         begun = time.perf_counter()
         there = self.window if window is None else window
-        answer = self.shared.answer(there, question_of(self.backbone, number), None, steps, sampling, key, ())
+        answer: Any = self.shared.answer(there, question_of(self.backbone, number), None, steps, sampling, key, ())
         found: list[int] = []
         for piece in answer:
             now = time.perf_counter()

@@ -1,5 +1,6 @@
 """Many sessions in one pool: the same tokens in company, slots given back, turns, waiting, a lost pool, the end."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 import contextlib
 import gc
