@@ -23,6 +23,7 @@ from models import ModelBackbone
 
 from ...small_task import Questions, scenes, sequences
 from ...small_task.scenes import Answers
+from ...small_task.sequences import QuestionTokens
 
 KV = dict[str, Float[Array | np.ndarray, "L B _ _ _"]]
 """{channel: [L, B, T, K, H]}, mostly on the host."""
@@ -161,17 +162,20 @@ PIECE = 512
 
 def read(line: Line, caches: Mapping[str, KV], questions: Questions) -> dict[str, Answers]:
     """Asks every question behind the line, over each of its engine-frame caches; answers by the caches' names."""
-    asked, tail, mask = _asked(line, questions, None)
-    tokens = line.backbone.embed(tail.ids, tail.positions)
+    tail, number = _tail(line, questions), questions.answer.shape[1]
+    return {name: read_behind(line, cache, tail, number) for name, cache in caches.items()}
+
+
+def read_behind(line: Line, cache: KV, tail: QuestionTokens, number: int | None = None) -> Answers:
+    """Runs packed tokens behind the line over one of its engine-frame caches; what they say, the first `number`."""
     # Padded here, and not by the backbone, which would compile that for every length.
-    room = _bucket(line.backbone, line.size)
-    padding = [(0, 0), (0, 0), (0, 0), (0, room - line.size)]
-    mask = np.concatenate([np.pad(mask[..., : line.size], padding), mask[..., line.size :]], axis=3)
-    said = {}
-    for name, cache in caches.items():
-        held = {channel: jnp.asarray(_filled(value, room, 2)) for channel, value in cache.items()}
-        said[name] = _answers(line.backbone.prefill(tokens, held, mask, logits=asked).logits, questions)
-    return said
+    room, rows = _bucket(line.backbone, line.size), len(tail.ids)
+    seen = np.broadcast_to(np.arange(room) < line.size, (rows, 1, len(tail.among), room))
+    mask = np.concatenate([seen, np.broadcast_to(tail.among, (rows, 1, *tail.among.shape))], axis=3)
+    held = {channel: jnp.asarray(_filled(value, room, 2)) for channel, value in cache.items()}
+    tokens = line.backbone.embed(tail.ids, tail.positions)
+    asked = np.broadcast_to(tail.asked, (rows, len(tail.asked)))
+    return _answers(line.backbone.prefill(tokens, held, mask, logits=asked).logits, number)
 
 
 def read_in_one(
@@ -184,34 +188,33 @@ def read_in_one(
     Args:
       sees: which images the questions look at; all when None.
     """
-    asked, tail, mask = _asked(line, questions, sees)
+    tail, count = _tail(line, questions), len(questions.answer)
+    looks = np.ones(len(line), bool) if sees is None else np.asarray(sees, bool)
+    seen = np.repeat(looks, [image.size for image in line.images])
+    prefix = np.broadcast_to(seen, (count, 1, len(tail.among), line.size))
+    mask = np.concatenate([prefix, np.broadcast_to(tail.among, (count, 1, *tail.among.shape))], axis=3)
+    asked = np.broadcast_to(tail.asked, (count, len(tail.asked)))
     tokens = _one_behind_the_other([line.tokens, line.backbone.embed(tail.ids, tail.positions)])
     none = np.zeros((*mask.shape[:2], line.size, mask.shape[2]), bool)
     whole = np.concatenate([np.concatenate([line.band(band), none], axis=3), mask], axis=2)
-    return _answers(line.backbone.prefill(tokens, mask=whole, logits=line.size + asked).logits, questions)
+    return _answers(
+        line.backbone.prefill(tokens, mask=whole, logits=line.size + asked).logits, questions.answer.shape[1]
+    )
 
 
-def _asked(line: Line, questions: Questions, sees: Sequence[bool] | None):
-    """The last token of each question [B,Q'], the questions' tokens, and their mask [B,1,2Q',S+2Q'].
-
-    The last question is repeated until there are as many as a bucket of tokens holds.
-    """
+def _tail(line: Line, questions: Questions) -> QuestionTokens:
+    """The questions' tokens behind the line; the last question is repeated until a bucket of tokens is full."""
     backbone, (count, number) = line.backbone, questions.answer.shape
     per = sequences.QUESTION_TOKENS
     more = _bucket(backbone, per * number) // per - number
     repeated = jax.tree.map(lambda column: np.pad(column, [(0, 0), (0, more)], mode="edge"), vars(questions))
     form = scenes.form_of(backbone.config, backbone.image_config)
-    tail = sequences.question_tokens(form, Questions(**repeated), np.full(count, line.end))
-    looks = np.ones(len(line), bool) if sees is None else np.asarray(sees, bool)
-    seen = np.repeat(looks, [image.size for image in line.images])
-    prefix = np.broadcast_to(seen, (count, 1, len(tail.among), line.size))
-    among = np.broadcast_to(tail.among, (count, 1, *tail.among.shape))
-    return np.broadcast_to(tail.asked, (count, len(tail.asked))), tail, np.concatenate([prefix, among], axis=3)
+    return sequences.question_tokens(form, Questions(**repeated), np.full(count, line.end))
 
 
-def _answers(logits: Float[Array, "B Q V"], questions: Questions) -> Answers:
+def _answers(logits: Float[Array, "B Q V"], number: int | None) -> Answers:
     said = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-    return Answers(said[:, : questions.answer.shape[1]])
+    return Answers(said[:, :number])
 
 
 def _bucket(backbone: ModelBackbone, size: int) -> int:

@@ -4,8 +4,10 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int
 
 import kvpatch_jax as kvp
+from kvpatch_jax.backbone import Tokens
 from models import ModelBackbone
 
 from ... import small_task
@@ -77,20 +79,29 @@ def irrelevant(contexts: Contexts, rng: np.random.Generator) -> Contexts:
 def lead_image(backbone: ModelBackbone, count: int) -> Image:
     """Makes the pinned lead, the same in every context."""
     ids = np.array([VOCABULARY.names.index(word) for word in LEAD], np.int32)
+    return of_ids(backbone, np.repeat(ids[None], count, axis=0), "lead", "lead " + " ".join(LEAD))
+
+
+def of_ids(backbone: ModelBackbone, ids: Int[np.ndarray, "B T"], id: str, content: str) -> Image:
+    """Makes what is placed of token ids of texts, a row each; prefilled alone."""
     axes = backbone.layout.rope.axes
-    local = np.arange(len(ids), dtype=np.int32)
+    local = np.arange(ids.shape[1], dtype=np.int32)
     places = local if axes is None else np.repeat(local[:, None], axes, axis=1)
-    repeat = lambda array: np.repeat(array[None], count, axis=0)
-    tokens = backbone.embed(repeat(ids), repeat(places))
+    return of_tokens(backbone, backbone.embed(ids, np.repeat(places[None], len(ids), axis=0)), id, content)
+
+
+def of_tokens(backbone: ModelBackbone, tokens: Tokens, id: str, content: str) -> Image:
+    """Makes what is placed of embedded tokens, whose rows share their positions; prefilled alone."""
+    local = np.asarray(tokens.positions)[0]
     chunk = kvp.Chunk(
         kv=backbone.prefill(tokens).kv,
-        local=places,
-        span=len(ids),
-        length=len(ids),
-        id="lead",
+        local=local,
+        span=int(local.max()) + 1,
+        length=len(local),
+        id=id,
         layout=backbone.layout,
         backbone=backbone.fingerprint,
-        content="lead " + " ".join(LEAD),
+        content=content,
     )
     return Image(tokens, chunk)
 

@@ -1,0 +1,123 @@
+"""Certifies a backbone: `python -m evals.certify --model=DIR --out=FILE`.
+
+Serves windows of chunks in every way of reuse and asks behind them, on the user's own images or texts or, without any,
+on what every machine has; writes bounds that plans hold to, tried on held-out windows, and recommends a rank.
+"""
+
+from . import greeting as greeting  # isort: split
+
+from .. import extra as extra  # isort: split
+
+import tempfile
+import time
+from pathlib import Path
+
+from absl import app, flags
+
+from kvpatch_jax.errors import InputError
+from models import Buckets, ModelBackbone, load
+
+from ..command_line import errors_as_one_line
+from ..compilation import use_compilation_cache
+from ..console import Progress, in_words, quiet_backends
+from ..trained import shipped
+from .asking import QUESTIONS
+from .certifying import certify, table
+from .scores import least_windows
+from .ways import RANKS
+from .windows import DrawnImages, OwnImages, Source, Texts, drawn_images_fit
+
+SEED = 40961
+WAYS = 12
+"""Ways that are read under a promise beside those of each rank, about; it only has to count progress."""
+
+_MODEL = flags.DEFINE_string("model", None, "a checkpoint directory or GGUF file, or the name of a shipped small model")
+_IMAGES = flags.DEFINE_string("images", None, "a folder of images to measure on, such as screenshots of your agent's")
+_TEXTS = flags.DEFINE_string("texts", None, "a folder of texts to measure on (.txt, .md, .rst)")
+_QUESTIONS = flags.DEFINE_string("questions", None, "a file of questions to ask behind images or texts, a line each")
+_OUT = flags.DEFINE_string("out", None, "the certificate's file")
+_NUMBER = flags.DEFINE_integer("n", 128, "windows, half of them held out", lower_bound=4)
+_BATCH = flags.DEFINE_integer("batch", 32, "windows in one forward: less for large models", lower_bound=1)
+_CHUNKS = flags.DEFINE_integer("chunks", 4, "chunks of a window of your own images, or of texts", lower_bound=3)
+_LEVEL = flags.DEFINE_float(
+    "level", 0.95, "of the bounds: the share of answers behind new windows that they are to hold for", 0.5, 0.999
+)
+_KL = flags.DEFINE_float("kl", None, "nats that an answer may lose: recommends the smallest rank whose bound is within")
+_RANKS = flags.DEFINE_list("ranks", [str(rank) for rank in RANKS], "of the patches, at least 1")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16"], "as models.load takes it: a certificate is of the weights in one dtype"
+)
+_SEED = flags.DEFINE_integer("seed", SEED, "of what is drawn; the default was first used once all this was written")
+
+
+def source_of(backbone: ModelBackbone) -> Source:
+    """What the flags ask to be measured on. Raises InputError for what cannot be."""
+    count, batch, seed, chunks = _NUMBER.value, _BATCH.value, _SEED.value, _CHUNKS.value
+    questions = QUESTIONS
+    if _QUESTIONS.value is not None:
+        path = Path(_QUESTIONS.value)
+        if not path.is_file():
+            raise InputError(f"--questions={path} is no file; expected one with a question a line")
+        questions = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        if not questions:
+            raise InputError(f"--questions={path} is empty; expected a question a line")
+    if _IMAGES.value is not None:
+        return OwnImages.of(backbone, Path(_IMAGES.value), count, batch, seed, chunks, questions)
+    if _TEXTS.value is None and drawn_images_fit(backbone):
+        return DrawnImages.of(count, batch, seed)
+    folder = None if _TEXTS.value is None else Path(_TEXTS.value)
+    return Texts.of(backbone, folder, count, batch, seed, chunks, questions)
+
+
+def check_flags() -> tuple[int, ...]:
+    """Refuses flags that contradict each other before anything is loaded; the ranks, ascending."""
+    if _IMAGES.value is not None and _TEXTS.value is not None:
+        raise InputError("--images and --texts; expected one of them, or neither")
+    if (_NUMBER.value + 1) // 2 < least_windows(_LEVEL.value):
+        raise InputError(
+            f"--n={_NUMBER.value}; expected {2 * least_windows(_LEVEL.value)} or more for --level={_LEVEL.value:g}"
+        )
+    out = Path(_OUT.value)
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise InputError(f"--out={out} is a folder, or lies in none; expected a file's name")
+    if not all(rank.isdigit() and int(rank) >= 1 for rank in _RANKS.value) or not _RANKS.value:
+        raise InputError(f"--ranks={','.join(_RANKS.value)}; expected numbers from 1")
+    return tuple(sorted({int(rank) for rank in _RANKS.value}))
+
+
+def main(arguments: list[str]) -> None:
+    """Parses flags, measures, writes, prints."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+    quiet_backends()
+    use_compilation_cache()
+    began = time.perf_counter()
+    with errors_as_one_line(), tempfile.TemporaryDirectory() as folder:
+        ranks = check_flags()
+        path = Path(_MODEL.value)
+        path = path if path.is_file() else shipped(_MODEL.value)
+        buckets = None if _IMAGES.value is None else Buckets()  # sizes of images differ
+        backbone = load(path, dtype=_DTYPE.value, buckets=buckets)
+        source = source_of(backbone)
+        if source.windows[0] < least_windows(_LEVEL.value):
+            raise InputError(
+                f"{source.windows[0]} calibration windows of {source.content}; expected "
+                f"{least_windows(_LEVEL.value)} or more for --level={_LEVEL.value:g}"
+            )
+        print(
+            f"{source.content}: {source.windows[0]} windows for calibration, {source.windows[1]} held out", flush=True
+        )
+        progress = Progress({"certify": 2 * len(source.planned) * (WAYS + 8 * len(ranks))})
+        made = certify(
+            backbone, path.name, source, Path(folder), progress, level=_LEVEL.value, goal=_KL.value, ranks=ranks
+        )
+        progress.close()
+        made.write(_OUT.value)
+    print(table(made))
+    print(f"rank {made.recommended_rank}: {made.recommended.reason}")
+    print(f"{in_words(time.perf_counter() - began)}; {_OUT.value}, digest {made.digest}")
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["model", "out"])
+    app.run(main)
