@@ -23,20 +23,19 @@ from ..console import Progress, in_words, quiet_backends
 from ..trained import shipped
 from .asking import QUESTIONS
 from .certifying import certify, table
+from .plans import measure_plans
 from .scores import least_windows
-from .ways import RANKS
+from .ways import RANKS, ways_of
 from .windows import DrawnImages, OwnImages, Source, Texts, drawn_images_fit
 
 SEED = 40961
-WAYS = 12
-"""Ways that are read under a promise beside those of each rank, about; it only has to count progress."""
 
 _MODEL = flags.DEFINE_string("model", None, "a checkpoint directory or GGUF file, or the name of a shipped small model")
 _IMAGES = flags.DEFINE_string("images", None, "a folder of images to measure on, such as screenshots of your agent's")
 _TEXTS = flags.DEFINE_string("texts", None, "a folder of texts to measure on (.txt, .md, .rst)")
 _QUESTIONS = flags.DEFINE_string("questions", None, "a file of questions to ask behind images or texts, a line each")
 _OUT = flags.DEFINE_string("out", None, "the certificate's file")
-_NUMBER = flags.DEFINE_integer("n", 128, "windows, half of them held out", lower_bound=4)
+_NUMBER = flags.DEFINE_integer("n", 64, "windows, half of them held out", lower_bound=4)
 _BATCH = flags.DEFINE_integer("batch", 32, "windows in one forward: less for large models", lower_bound=1)
 _CHUNKS = flags.DEFINE_integer("chunks", 4, "chunks of a window of your own images, or of texts", lower_bound=3)
 _LEVEL = flags.DEFINE_float(
@@ -107,9 +106,17 @@ def main(arguments: list[str]) -> None:
         print(
             f"{source.content}: {source.windows[0]} windows for calibration, {source.windows[1]} held out", flush=True
         )
-        progress = Progress({"certify": 2 * len(source.planned) * (WAYS + 8 * len(ranks))})
+        progress = Progress({"certify": len(source.planned) * ways_of(ranks)})
         made = certify(
-            backbone, path.name, source, Path(folder), progress, level=_LEVEL.value, goal=_KL.value, ranks=ranks
+            backbone,
+            path.name,
+            source,
+            Path(folder),
+            progress,
+            level=_LEVEL.value,
+            goal=_KL.value,
+            ranks=ranks,
+            plans=lambda found: measure_plans(backbone, source, Path(folder), found, ranks, _SEED.value),
         )
         progress.close()
         made.write(_OUT.value)

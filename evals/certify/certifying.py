@@ -15,7 +15,7 @@ from ..results.tables import aligned_table
 from ..small_task.scenes import Answers
 from .asking import scored
 from .scores import Scores, recommend, rows_of
-from .ways import RANKS, stages, ways
+from .ways import RANKS, fresh_ranks, stages, ways
 from .windows import Source, Windows
 
 Step = Callable[[str], None]
@@ -37,7 +37,7 @@ def measure(
     # Behind chunks that are served as promised, a patch that is formed now is the stored one.
     for table in (scores.kl, scores.flips):
         for (point, rank, behind, promise), values in list(table.items()):
-            if point == "stored" and behind == 0:
+            if point == "stored" and behind == 0 and rank in fresh_ranks(tuple(ranks)):
                 table["fresh", rank, behind, promise] = values
     return scores, asked, tokens
 

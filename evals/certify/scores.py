@@ -22,6 +22,8 @@ Values = Float[np.ndarray, " answers"]
 DIGITS = 6
 REMOVED, ALIKE = 0.9, 1e-3
 """Of blind reuse's KL, what a sufficient rank removes; the mean KL, in nats, below which there is hardly any."""
+LEAST = 1e-6
+"""Nats that no bound is below: what rounding alone makes of logits in float32, and more."""
 Key = tuple[str, int, int, str]
 
 
@@ -109,7 +111,7 @@ def rows_of(scores: Scores, level: float) -> list[Certified]:
     for key in scores.kl:
         point, rank, behind, promise = key
         kl, flips = scores.of(key)
-        bound = rounded_up(max(0.0, conformal_bound(kl[~held_out], cluster[~held_out], level)))
+        bound = rounded_up(max(LEAST, conformal_bound(kl[~held_out], cluster[~held_out], level)))
         share = covered(kl[held_out] <= bound, cluster[held_out])
         mean, flipped = intervals.mean(kl, cluster), intervals.mean(flips, cluster)
         blind, _ = scores.of(("bare", 0, behind, promise))

@@ -16,6 +16,7 @@ from kvpatch_jax.orbit import Accumulated, orders_of
 from kvpatch_jax.plan.certificate import Promise
 from kvpatch_jax.repair import SplicedCache, cacheblend, fraction_to_count
 
+from ..probes.repair import leading
 from ..probes.window.line import KV, Image, Line, Loop, on_host
 from .windows import Windows
 
@@ -100,11 +101,11 @@ def ways(stage: Stage, ranks: tuple[int, ...]) -> Iterator[Way]:
     yield Way("repair", PERCENT, 0, promise, _repaired(stage, stage.alone(bare[last]), [last]))
     yield Way("repair", PERCENT, others, promise, _repaired(stage, stage.every(bare), list(stage.places)))
 
-    old = {place: _behind_another(stage, place) for place in stage.places[1:]}
-    total = _accumulated(stage) if promise == "forget" else None
+    whole = {place: _patch(stage, place, stage.target[place]) for place in stage.places}
+    old = {place: _patch_of_another(stage, place) for place in stage.places[1:]}
+    orbit = kvp.orbit_patch(_accumulated(stage), max(ranks), method="exact") if promise == "forget" else None
     for rank in ranks:
-        stored = {place: _patch(stage, place, stage.target[place], rank) for place in stage.places}
-        served = {place: line.serve(place, patch) for place, patch in stored.items()}
+        served = {place: line.serve(place, leading(patch, rank)) for place, patch in whole.items()}
         yield Way("stored", rank, 0, promise, stage.alone(served[last]))
         yield Way("stored", rank, others, promise, stage.every(served))
 
@@ -112,31 +113,45 @@ def ways(stage: Stage, ranks: tuple[int, ...]) -> Iterator[Way]:
         now = {**served, **{place: line.serve(place, patch) for place, patch in updated.items()}}
         yield Way("update", rank, 0, promise, stage.alone(now[last]))
         yield Way("update", rank, others, promise, stage.every(now))
-        yield Way("fresh", rank, others, promise, stage.every(_fresh(stage, rank)))
-        if total is not None:
-            orbit = line.serve(last, kvp.orbit_patch(total, rank))
-            yield Way("orbit", rank, 0, promise, stage.alone(orbit))
-            yield Way("orbit", rank, others, promise, stage.every({**served, last: orbit}))
+        if rank in fresh_ranks(ranks):
+            yield Way("fresh", rank, others, promise, stage.every(_fresh(stage, rank)))
+        if orbit is not None:
+            own = line.serve(last, leading(orbit, rank))
+            yield Way("orbit", rank, 0, promise, stage.alone(own))
+            yield Way("orbit", rank, others, promise, stage.every({**served, last: own}))
 
 
-def _patch(stage: Stage, place: int, conditioned: KV, rank: int) -> kvp.Patch:
-    return kvp.form_patch(stage.line.images[place].chunk, conditioned, rank, stage.line.antecedent(place))
+def ways_of(ranks: tuple[int, ...]) -> int:
+    """How many ways there are, both promises taken together."""
+    return 10 + 10 * len(ranks) + 2 * len(fresh_ranks(ranks))
 
 
-def _behind_another(stage: Stage, place: int) -> KV:
-    """A piece behind a window whose first piece was another one; all in between as it is."""
+def fresh_ranks(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Those at which a chain of patches is formed one behind the other, which takes longest: every other one."""
+    return ranks[1::2] or ranks
+
+
+def _patch(stage: Stage, place: int, conditioned: KV) -> kvp.Patch:
+    """All directions of a deficit, of which smaller ranks are the leading ones."""
+    chunk = stage.line.images[place].chunk
+    return kvp.form_patch(chunk, conditioned, chunk.length, stage.line.antecedent(place), method="exact", dense=False)
+
+
+def _patch_of_another(stage: Stage, place: int) -> kvp.Patch:
+    """A patch that was formed behind a window whose first piece was another one; all in between as it is."""
     front = {own: stage.target[own] for own in range(place)}
     other = stage.windows.other
     front[1] = stage.held({0: stage.target[0]}).prefill(other)
-    return stage.held(front, {1: other}).prefill(stage.line.images[place])
+    chunk, behind = stage.line.images[place].chunk, stage.line.antecedent(place)
+    kv = stage.held(front, {1: other}).prefill(stage.line.images[place])
+    before = [behind[0], other.chunk.id, *behind[2:]]
+    return kvp.form_patch(chunk, kv, chunk.length, before, method="exact", dense=False)
 
 
-def _updated(stage: Stage, place: int, old: KV, rank: int) -> kvp.Patch:
-    """A patch that was formed behind the other first piece, and brought up to date by a correction of its rank."""
-    chunk = stage.line.images[place].chunk
-    behind = [*stage.line.antecedent(place)]
-    patch = kvp.form_patch(chunk, old, rank, [behind[0], stage.windows.other.chunk.id, *behind[2:]])
-    correction = kvp.correction_patch(chunk, patch, stage.target[place], rank, behind)
+def _updated(stage: Stage, place: int, old: kvp.Patch, rank: int) -> kvp.Patch:
+    """The patch of another window at a rank, brought up to date by a correction of that rank."""
+    chunk, patch = stage.line.images[place].chunk, leading(old, rank)
+    correction = kvp.correction_patch(chunk, patch, stage.target[place], rank, stage.line.antecedent(place))
     return kvp.update_patch(patch, correction)
 
 
@@ -145,7 +160,8 @@ def _fresh(stage: Stage, rank: int) -> dict[int, KV]:
     front, served = {0: stage.target[0]}, {}
     for place in stage.places:
         chunk = stage.line.images[place].chunk
-        patch = _patch(stage, place, stage.held(front).prefill(stage.line.images[place]), rank)
+        kv = stage.held(front).prefill(stage.line.images[place])
+        patch = kvp.form_patch(chunk, kv, rank, stage.line.antecedent(place))
         metadata = patch.metadata
         added = ops.correction(chunk.layout, dict(patch.factors), layers=metadata.layers, heads=metadata.heads)
         kv = {name: jnp.asarray(value) + added.get(name, 0.0) for name, value in chunk.kv.items()}
