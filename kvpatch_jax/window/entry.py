@@ -15,6 +15,7 @@ from ..backbone import Tokens
 from ..chunk import Chunk, brief, content_of
 from ..chunk_ids import encoded
 from ..errors import WindowError
+from ..ops import Quantised, is_low_rank
 from ..patch_metadata import Patch, patch_digest
 from ..provenance import EXACT, Antecedent, Member
 from .costs import adding_flops
@@ -115,7 +116,8 @@ class State:
         no token sees a chunk that had left by then.
       patch: digest of the patch; None without one.
       base: what the patch is added to.
-      rank, patch_bytes, patch_flops: of the patch: its largest rank, bytes of its factors, FLOPs per token to add it.
+      rank, patch_bytes, patch_flops: of the patch: its rank as in `PatchNote`, bytes of its factors, FLOPs per token to
+        add it.
     """
 
     kind: StateKind
@@ -201,7 +203,9 @@ class PatchNote:
       digest: as `patch_digest` gives it. chunk, content: of the chunk it is of.
       base: what it is added to. antecedent: what it was formed behind; any order of it if `orbit`.
       base_antecedent: what the base was conditioned on, of a removal patch.
-      rank: the largest of its channels. nbytes: of its factors. flops: per token, of multiplying and adding them.
+      rank: directions of its own that it has in every channel and layer (where it is dense, all), by which a
+        certificate is asked; 0 where it leaves some out, was rounded to 8 bits or has a shared basis.
+      nbytes: of its factors. flops: per token, of multiplying and adding them.
     """
 
     digest: str
@@ -240,7 +244,7 @@ class PatchNote:
             antecedent=metadata.behind,
             base_antecedent=metadata.base_behind,
             orbit=metadata.orbit,
-            rank=max((rank or 0 for rank in patch.ranks.values()), default=0),
+            rank=_common_rank(patch),
             nbytes=patch.nbytes,
             flops=adding_flops(patch),
         )
@@ -266,3 +270,14 @@ class PatchNote:
             patch_bytes=self.nbytes,
             patch_flops=self.flops,
         )
+
+
+def _common_rank(patch: Patch) -> int:
+    """See `PatchNote.rank`: never more than what the patch has anywhere, for bounds are looked up by it."""
+    metadata, layout = patch.metadata, patch.metadata.layout
+    leaves = [leaf for own in patch.factors.values() for leaf in (own if is_low_rank(own) else (own,))]
+    rounded = any(isinstance(leaf, Quantised) for leaf in leaves)
+    if rounded or metadata.basis is not None or len(metadata.layers) < layout.layers:
+        return 0
+    found = patch.ranks
+    return min(layout.channel(name).features if rank is None else rank for name, rank in found.items())

@@ -245,6 +245,13 @@ def test_notes_are_taken_of_real_patches():
     note = PatchNote.of(patch)
     assert (note.rank, note.nbytes) == (2, patch.nbytes)
     assert note.flops == 2 * (2 * 2 * 8) * 2, "two channels of 8 features, rank 2, two layers"
+    dense = kvp.form_patch(own, draw(), 8, window.target())
+    assert PatchNote.of(dense).rank == 8
+    for less in (kvp.keep_layers(patch, [1]), kvp.quantise(patch, "int8"), kvp.quantise(dense, "int8")):
+        assert PatchNote.of(less).rank == 0, "no bound of whole patches is for it"
+    unequal = kvp.form_patch(own, draw(), {"k": 1, "v": 2}, window.target())
+    assert PatchNote.of(unequal).rank == 1
+    assert PatchNote.of(kvp.form_patch(own, draw(), {"v": 2}, window.target())).rank == 0
     served, edits = window.append(Entry.of(own), patch=patch, fetched=True)
     assert served.piece("N").state.patch == note.digest
     assert edits[0].bytes == 2 * 96 * 10 + patch.nbytes

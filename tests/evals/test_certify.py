@@ -1,0 +1,251 @@
+"""Certificates as they are made: bounds and coverage against other ways of getting them, and (slow) a whole run."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evals.certify import asking, certifying, plans, scores, ways, windows
+from evals.trained import MAIN, shipped
+from kvpatch_jax.errors import CertificateError, InputError
+from kvpatch_jax.plan.certificate import Certificate
+from models import load
+
+# --------------------------------------------------------------------------------------------------------- bounds
+
+
+def brute_force_bound(values: np.ndarray, cluster: np.ndarray, level: float) -> float:
+    """The least value below which the weights of answers, and of a window to come at infinity, reach the level."""
+    names = sorted(set(cluster.tolist()))
+    for bound in sorted(values.tolist()):
+        reached = 0.0
+        for name in names:
+            own = values[cluster == name]
+            reached += (own <= bound).sum() / len(own) / (len(names) + 1)
+        if reached >= level - 1e-12:
+            return bound
+    return math.inf
+
+
+def test_bounds_are_the_hierarchical_quantile():
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        cluster = rng.integers(0, 12, 60)
+        values = rng.choice(20, 60) / 7  # with ties
+        level = rng.uniform(0.5, 0.9)
+        assert scores.conformal_bound(values, cluster, level) == brute_force_bound(values, cluster, level)
+
+
+def test_a_bound_covers_new_windows_at_its_level():
+    """Windows differ far more than answers behind one of them: the coverage of a random answer, over many draws."""
+    rng, level, within = np.random.default_rng(1), 0.9, []
+    for _ in range(800):
+        easy = rng.exponential(size=31) ** 2
+        values = easy[:, None] * rng.uniform(0.8, 1.2, (31, 6))
+        bound = scores.conformal_bound(values[:30].ravel(), np.repeat(np.arange(30), 6), level)
+        within.append((values[30] <= bound).mean())
+    assert np.mean(within) > level - 3 * np.std(within) / math.sqrt(len(within))
+    assert np.mean(within) < level + 0.06
+
+
+def test_too_few_windows_for_a_level_are_refused():
+    assert [scores.least_windows(level) for level in (0.5, 0.9, 0.95, 0.99)] == [1, 9, 19, 99]
+    values = np.arange(19.0)
+    assert scores.conformal_bound(values, np.arange(19), 0.95) == 18.0
+    with pytest.raises(InputError, match=r"18 calibration windows for level 0\.95; expected 19 or more"):
+        scores.conformal_bound(values[:18], np.arange(18), 0.95)
+    with pytest.raises(InputError, match="1 calibration windows"):  # many answers behind one window are one window
+        scores.conformal_bound(values, np.zeros(19, int), 0.95)
+
+
+def test_coverage_counts_windows_alike_and_says_how_sure_it_is():
+    every = scores.covered(np.ones(40, bool), np.repeat(np.arange(8), 5))
+    assert every.value == 1.0
+    assert every.low == pytest.approx(8 / (8 + 1.959964**2), abs=1e-6)  # Wilson's, of eight windows and not 40 answers
+    assert every.high == 1.0
+    none = scores.covered(np.zeros(40, bool), np.repeat(np.arange(8), 5))
+    assert (none.value, none.low) == (0.0, 0.0)
+    assert none.high == pytest.approx(1 - every.low)
+    # A window with one answer counts as much as one with nine.
+    uneven = scores.covered(np.arange(10) < 9, np.array([0] * 9 + [1]))
+    assert uneven.value == 0.5
+
+
+def test_bounds_are_rounded_up():
+    for value in (0.123456789, 1e-9, 3.0, 0.9999999, 1.23456e-5):
+        assert value <= scores.rounded_up(value) <= value * (1 + 2e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------- rows
+
+
+def said(kl: dict[tuple[str, int], float], held_out: float = 1.0) -> scores.Scores:
+    """Answers of 24 windows, four each, half of them held out, whose KL is about as given (times `held_out` there)."""
+    rng = np.random.default_rng(2)
+    cluster, side = np.repeat(np.arange(24), 4), np.repeat(np.arange(24) >= 12, 4)
+    found = scores.Scores.none()
+    for promise in ("forget", "remember"):
+        for (point, rank), mean in kl.items():
+            for behind in (0, 3):
+                values = mean * rng.uniform(0.9, 1.1, 96) * np.where(side, held_out, 1.0)
+                found.kl[point, rank, behind, promise] = [values]
+                found.flips[point, rank, behind, promise] = [(values > 1.0).astype(float)]
+    found.cluster, found.held_out = [cluster], [side]
+    return found
+
+
+def test_rows_are_of_calibration_and_tried_on_the_rest():
+    found = {row.key: row for row in scores.rows_of(said({("bare", 0): 2.0, ("stored", 8): 0.1}), 0.9)}
+    assert len(found) == 8
+    row = found["stored", 8, 3, "forget"]
+    assert 0.1 < row.kl_bound <= 0.1101
+    assert row.kl_low <= row.kl <= row.kl_high
+    assert row.coverage > 0.8
+    assert row.coverage_low < row.coverage <= row.coverage_high
+    assert row.eta == pytest.approx(0.95, abs=0.01)
+    assert (row.flips, row.answers) == (0.0, 96)
+    assert found["bare", 0, 0, "forget"].flips == 1.0
+    # Bounds do not move with what is held out, coverage does.
+    worse = {row.key: row for row in scores.rows_of(said({("bare", 0): 2.0, ("stored", 8): 0.1}, 1.5), 0.9)}
+    assert worse["stored", 8, 3, "forget"].kl_bound == row.kl_bound
+    assert worse["stored", 8, 3, "forget"].coverage == 0.0
+
+
+def test_answers_that_are_no_numbers_are_not_certified():
+    found = said({("bare", 0): 2.0, ("stored", 8): 0.1})
+    found.kl["stored", 8, 0, "forget"][0][3] = math.nan
+    with pytest.raises(CertificateError, match="kl"):
+        scores.rows_of(found, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("kl", "goal", "rank", "why"),
+    [
+        ({0: 2.0, 4: 1.0, 8: 0.15, 16: 0.05}, None, 8, "removes at least"),
+        ({0: 2.0, 4: 1.0, 8: 0.15, 16: 0.05}, 0.1, 16, "loses at most"),
+        ({0: 2.0, 4: 1.0, 8: 0.9, 16: 0.8}, None, 16, "not enough"),
+        ({0: 2.0, 4: 1.0, 8: 0.15, 16: 0.05}, 1e-6, 16, "not enough"),
+        ({0: 1e-4, 4: 1e-5, 8: 1e-6, 16: 1e-6}, None, 4, "hardly any patch"),
+    ],
+)
+def test_the_recommended_rank(kl, goal, rank, why):
+    found = said({("bare" if own == 0 else "stored", own): mean for own, mean in kl.items()})
+    recommended = scores.recommend(found, goal, 0.9)
+    assert recommended.rank == rank
+    assert why in recommended.reason
+    # What is held out has no say.
+    other = said({("bare" if own == 0 else "stored", own): mean for own, mean in kl.items()}, 50.0)
+    assert scores.recommend(other, goal, 0.9) == recommended
+
+
+# ----------------------------------------------------------------------------------------------- what is asked
+
+
+def test_packed_questions_see_themselves_alone():
+    parts = [(np.full((2, 3), 7), [1, 2]), (np.full((2, 2), 8), [1])]
+    asked = asking.packed(parts, 3, "two answers")
+    assert asked.tail.ids.tolist() == [[7, 7, 7, 8, 8]] * 2
+    assert asked.tail.positions[0, :, 2].tolist() == [0, 1, 2, 0, 1]
+    assert asked.behind(100).positions[1, :, 0].tolist() == [100, 101, 102, 100, 101]
+    assert asked.tail.among.sum(axis=1).tolist() == [1, 2, 3, 1, 2]
+    assert asked.tail.asked.tolist() == [1, 2, 4]
+    values = np.array([[1.0, 3.0, 5.0], [0.0, 2.0, 9.0]])
+    assert asking.scored(values, asked).tolist() == [[2.0, 5.0], [1.0, 9.0]]
+
+
+def test_windows_share_images_only_where_there_are_too_few():
+    rng = np.random.default_rng(0)
+    dealt, apart = windows.deal(np.arange(40), 5, 8, rng)
+    assert apart
+    assert len(set(dealt.ravel().tolist())) == 40
+    dealt, apart = windows.deal(np.arange(10, 20), 5, 8, rng)
+    assert not apart
+    assert all(len(set(row)) == 8 and set(row) <= set(range(10, 20)) for row in dealt.tolist())
+    dealt, apart = windows.deal(np.arange(5), 3, 8, rng)  # fewer than a window and what stood there before
+    assert not apart
+    assert all(len(set(row[:5])) == 5 for row in dealt.tolist())
+
+
+def test_folders_without_what_is_wanted_are_refused(tmp_path: Path):
+    with pytest.raises(InputError, match="is no folder"):
+        windows.files_in(tmp_path / "missing", "images")
+    (tmp_path / "text.txt").write_text("words")
+    with pytest.raises(InputError, match="holds no images"):
+        windows.files_in(tmp_path, "images")
+    assert windows.files_in(tmp_path, "texts") == [tmp_path / "text.txt"]
+
+
+def test_which_windows_are_held_out_is_settled_before_anything_is_computed():
+    source = windows.DrawnImages.of(10, 2, 5)
+    sides = [planned.held_out for planned in source.planned for _ in planned.clusters]
+    assert sides == [False] * 5 + [True] * 5
+    assert sorted(np.concatenate([planned.clusters for planned in source.planned]).tolist()) == list(range(10))
+    assert len({tuple(planned.batch) for planned in source.planned}) == len(source.planned)
+
+
+@pytest.mark.slow
+def test_a_run_from_end_to_end(tmp_path: Path):
+    """Few windows of the small task: every way is there, exact ways are exact, a bare chunk loses most."""
+    backbone = load(shipped(MAIN), dtype="float32")
+    source, ranks, steps = windows.DrawnImages.of(4, 2, 7), (8, 64), []
+    made = certifying.certify(
+        backbone,
+        MAIN,
+        source,
+        tmp_path,
+        steps.append,
+        level=0.6,
+        ranks=ranks,
+        plans=lambda found: plans.measure_plans(backbone, source, tmp_path, found, ranks, 7),
+    )
+    assert len(steps) == len(source.planned) * ways.ways_of(ranks)
+    assert (made.calibration, made.held_out, made.chunks, made.disjoint) == (2, 2, 4, True)
+    exact = made.row("prefill", behind=3)
+    assert exact is not None
+    assert abs(exact.kl) < 1e-6
+    for promise in ("forget", "remember"):
+        whole, bare = (made.row(*way, behind=3, promise=promise) for way in (("stored", 64), ("bare", 0)))
+        assert whole is not None
+        assert bare is not None
+        assert whole.kl < 1e-4 < 0.5 < bare.kl
+        fresh, stored = (made.row(point, 64, promise=promise) for point in ("fresh", "stored"))
+        assert fresh is not None
+        assert stored is not None
+        assert dataclasses.replace(fresh, point="stored") == stored
+    assert made.plans
+    assert Certificate.from_json(made.to_json(), backbone=backbone) == made
+    assert json.loads(made.to_json())["certificate"]["model"] == MAIN
+
+
+@pytest.mark.slow
+def test_a_users_own_images_and_texts(tmp_path: Path):
+    """Images of two sizes, and texts, on a backbone whose tokenizer knows few words."""
+    from PIL import Image
+
+    backbone = load(shipped(MAIN), dtype="float32")
+    rng = np.random.default_rng(0)
+    for number in range(10):
+        size = (30, 70, 3) if number % 5 else (40, 40, 3)
+        Image.fromarray(rng.integers(0, 255, size, np.uint8)).save(tmp_path / f"{number}.png")
+    images = windows.OwnImages.of(backbone, tmp_path, 4, 2, 0, 3, ("glyph? r1t2", "no word of it"))
+    assert not images.disjoint
+    made = certifying.certify(backbone, MAIN, images, tmp_path, lambda _: None, level=0.6, ranks=(8,))
+    assert made.chunks == 3
+    assert "1 questions" in made.asked
+    assert made.bound("stored", 8, behind=2) is not None
+    with pytest.raises(InputError, match=r"10 images in .*; expected 12 or more"):
+        windows.OwnImages.of(backbone, tmp_path, 4, 2, 0, 5, ("glyph?",))
+    with pytest.raises(InputError, match="--questions=FILE"):
+        asking.questions_of(backbone, ("nothing that it knows",), 1)
+
+    words = " ".join(f"r{row} t{tag} a{row % 8} b{tag % 8}" for row in range(10) for tag in range(9))
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(" ".join(rng.permutation((words + " " + words).split())))
+    texts = windows.Texts.of(backbone, tmp_path, 4, 2, 0, 3, asking.QUESTIONS)
+    made = certifying.certify(backbone, MAIN, texts, tmp_path, lambda _: None, level=0.6, ranks=(8,))
+    assert made.bound("stored", 8, behind=2) is not None
+    with pytest.raises(InputError, match=r"0 texts of"):
+        windows.Texts.of(backbone, tmp_path, 4, 2, 0, 300, asking.QUESTIONS)
