@@ -28,8 +28,11 @@ def behind(cached: Mapping[str, Array] | None, _: KV, turned: KV) -> tuple[KV, N
 
 def written_into(
     cache: Mapping[str, Any], layer: Any, slots: Any, kept: Array | None, _: KV, turned: KV
-) -> tuple[KV, KV]:
-    """Engine-frame KV of one layer with the tokens written into it, and the whole cache with them."""
+) -> tuple[KV, dict[str, Any]]:
+    """Engine-frame KV of one layer with the tokens written into it, and the whole cache with them.
+
+    A channel of the cache is [L,B,S,K,H], or a tuple of its layers.
+    """
     keys, written = {}, {}
     for name, new in turned.items():
         whole = cache[name]

@@ -15,9 +15,11 @@ from kvpatch_jax.errors import ConfigError, InputError, NotFiniteError, ShapeErr
 from kvpatch_jax.layout import to_engine
 from models import Piece, Sampling, load, pad_rows
 from models.decoder import stacks
+from models.decoder.cached import written_into
 from models.forward import BLOCK
 from models.generation import TextPieces
 from models.inputs.stops import read_stop_tokens
+from tests.arrays import placed
 from tests.goldens.load_text import write_text_checkpoint
 
 T, STEPS = 8, BLOCK + 9
@@ -193,6 +195,23 @@ def test_generation_over_unstacked_layers_equals_that_over_stacks(family, tmp_pa
     for options in ({}, WARM):
         expected = plain.generate(tokens, STEPS, stop=(), **options)
         assert np.array_equal(apart.generate(tokens, STEPS, stop=(), **options), expected)
+
+
+@pytest.mark.parametrize("kept", [None, [[True, False, True], [True, True, False]]])
+def test_tokens_are_written_into_layers_that_lie_apart_as_into_a_stack(kept):
+    rng = np.random.default_rng(0)
+    stack, new = rng.normal(size=(2, 2, 7, 1, 4)).astype(np.float32), rng.normal(size=(2, 3, 1, 4)).astype(np.float32)
+    slots = np.array([[0, 5, 2], [6, 1, 3]], np.int32)
+    expected = stack.copy()
+    for row, token in np.ndindex(2, 3):
+        if kept is None or kept[row][token]:
+            expected[1, row, slots[row, token]] = new[row, token]
+    for cache in (placed(stack), tuple(placed(layer) for layer in stack)):
+        write = jax.jit(lambda cache, new, keep: written_into({"k": cache}, 1, slots, keep, {}, {"k": new}))
+        keys, written = write(cache, placed(new), None if kept is None else placed(kept, bool))
+        assert isinstance(written["k"], tuple) == isinstance(cache, tuple)
+        assert np.array_equal(np.stack(written["k"]), expected)
+        assert np.array_equal(keys["k"], expected[1])
 
 
 # ------------------------------------------------------------------------------------------------------- text
