@@ -1,7 +1,7 @@
 """Saving a session, and going on from what was saved."""
 
 import os
-from typing import Any, Self
+from typing import Any
 
 from ..backbone import Backbone
 from ..errors import PoolError, PoolLostError, SessionError, WindowError
@@ -64,7 +64,7 @@ class Restoring(Choosing):
         costs: Any = None,
         linker: Any = None,
         retriever: Any = None,
-    ) -> Self:
+    ) -> Any:
         """Goes on from a session that was saved, in this process or another: answers are the same, bit for bit.
 
         A fork goes on as a session of its own. What was given of a piece is embedded when it is needed again.
