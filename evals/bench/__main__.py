@@ -10,6 +10,7 @@ from absl import app, flags
 
 from ..command_line import errors_as_one_line
 from ..console import quiet_backends
+from ..placement import suite as placement
 from . import (
     backbones,
     costs,
@@ -26,7 +27,18 @@ from . import (
 _SUITE = flags.DEFINE_enum(
     "suite",
     "patch",
-    ["backbones", "costs", "kernels", "patch", "sessions", "sizes", "store", "window", "window_pretrained"],
+    [
+        "backbones",
+        "costs",
+        "kernels",
+        "patch",
+        "placement",
+        "sessions",
+        "sizes",
+        "store",
+        "window",
+        "window_pretrained",
+    ],
     "Which benchmark to run.",
 )
 _OUT = flags.DEFINE_string("out", None, "Directory to write bench_<suite>.json to; store: its disk is measured.")
@@ -60,10 +72,11 @@ _PARTS = flags.DEFINE_integer(
     "window_pretrained: parts measured now, of 34; the same command goes on from there. 0 for all.",
     lower_bound=0,
 )
+_TRACES = flags.DEFINE_list("traces", [], "placement: files of recorded traces, measured beside those that are drawn.")
 _QUICK = flags.DEFINE_bool(
     "quick",
     False,
-    "costs, sessions, store, window, window_pretrained: tiny sizes, no measurement; sizes: compiles nothing.",
+    "costs, placement, sessions, store, window, window_pretrained: tiny sizes, no measurement; sizes: compiles none.",
 )
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: seven at least.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
@@ -79,6 +92,9 @@ def _run() -> dict[str, Any]:
         return store.run(**common, out=_OUT.value, quick=_QUICK.value)
     if _SUITE.value == "sizes":
         return sizes.run(_DEVICE.value, _CHECKPOINTS.value, temporaries=not _QUICK.value)
+    if _SUITE.value == "placement":
+        with errors_as_one_line():
+            return placement.run(seed=_SEED.value, out=_OUT.value, quick=_QUICK.value, traces=_TRACES.value)
     if _SUITE.value == "window":
         return window.run(**common, out=_OUT.value, large=_LARGE.value, quick=_QUICK.value)
     if _SUITE.value == "costs":
@@ -105,7 +121,7 @@ def main(argv: list[str]) -> None:
     quiet_backends(own=True)
     result = _run()
     text = json.dumps(result, indent=2)
-    if _SUITE.value not in ("costs", "window"):  # thousands of lines; its table is below
+    if _SUITE.value not in ("costs", "placement", "window"):  # thousands of lines; its table is below
         print(text)
     if _OUT.value:
         directory = pathlib.Path(_OUT.value)
@@ -125,6 +141,10 @@ def main(argv: list[str]) -> None:
         print(sessions.table(result))
     if _SUITE.value == "window_pretrained":
         print(window_pretrained.table(result))
+    if _SUITE.value == "placement":
+        print(placement.table(result))
+        if _OUT.value:
+            (pathlib.Path(_OUT.value) / "bench_placement.md").write_text(placement.table(result))
     if _SUITE.value == "store":
         print(store.table(result))
         if _OUT.value:

@@ -1,0 +1,138 @@
+"""Fidelity against the number of pieces rebuilt: a cascade's order beside every other one, on the small model.
+
+A window of three legends and three pages; the first legend is replaced. The five pieces behind it still have the KV
+that the old one gave them. Rebuilding a piece places its patch of rank 32, formed of a prefill of the window as it is
+now. Every subset is read, so that the best subset of every size, and the best order, are known. Losses that the cascade
+orders by were measured on other contexts: of each piece, what is lost where it alone is not rebuilt.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.plan.cascade import Dependent, rebuild
+from models import Buckets, ModelBackbone, load
+
+from .. import small_task
+from ..probes.window.common import patch_of
+from ..probes.window.line import Line, cut, joined, read
+from ..probes.window.stock import ImageStock as Stock
+from ..probes.window.stock import foreign_legends, load_stock
+from ..results.intervals import paired_difference, ratio
+from ..results.tables import markdown_table
+from ..trained import MAIN, shipped
+
+CONTEXTS = 8
+QUESTIONS = {"chain": 6, "override": 4, "aggregate": 4, "page": 2}
+Subset = frozenset[int]
+
+
+def measure(seed: int = 0, contexts: int = CONTEXTS) -> dict[str, Any]:
+    """Measures losses on some contexts, and what cascades and other orders leave on others."""
+    backbone = load(shipped(MAIN), dtype="float32", buckets=Buckets())
+    with tempfile.TemporaryDirectory() as folder:
+        calibrated, _ = _losses(backbone, seed + 1, contexts, Path(folder))
+        kl, sizes = _losses(backbone, seed + 2, contexts, Path(folder))
+    print("cascade: every subset read", flush=True)
+    places = range(len(sizes))
+    whole = frozenset(places)
+    lost = {place: float(calibrated[whole - {place}].mean()) for place in places}
+    mean = {subset: float(values.mean()) for subset, values in kl.items()}
+
+    orders = {
+        "cascade": _cascade_order(lost, sizes),
+        "by tokens alone": _cascade_order(dict(enumerate(map(float, sizes))), sizes),
+        "from the front": tuple(places),
+        "from the back": tuple(places)[::-1],
+    }
+    orders["best order"] = min(itertools.permutations(places), key=lambda order: sum(_curve(mean, order)))
+    curves = {name: _curve(mean, order) for name, order in orders.items()}
+    of_size = lambda count: [mean[frozenset(chosen)] for chosen in itertools.combinations(places, count)]
+    counts = range(len(sizes) + 1)
+    curves |= {
+        "best subset": [min(of_size(count)) for count in counts],
+        "any": [np.mean(of_size(count)) for count in counts],
+    }
+
+    cluster = np.repeat(np.arange(contexts), kl[whole].shape[1])
+    flat = {subset: values.ravel() for subset, values in kl.items()}
+    area = {name: np.sum(_curve(flat, order), axis=0) for name, order in orders.items()}
+    predicted = [sum(lost[place] for place in orders["cascade"][count:]) for count in counts]
+    return {
+        "contexts": contexts,
+        "pieces": ["legend", "legend", "page", "another page", "another page"],
+        "orders": {name: list(order) for name, order in orders.items()},
+        "curves": {name: [float(value) for value in curve] for name, curve in curves.items()},
+        "predicted": predicted,
+        "area over the best order's": {
+            name: list(ratio(area[name], area["best order"], cluster)[:3]) for name in orders
+        },
+        "cascade less best, nats": list(paired_difference(area["cascade"], area["best order"], cluster)[:3]),
+    }
+
+
+def _cascade_order(losses: Mapping[int, float], sizes: Sequence[int]) -> tuple[int, ...]:
+    """The order in which a cascade places patches that are stored: every step costs what its tokens take."""
+    pieces = [Dependent(str(place), max(losses[place], 1e-9), 1.0, float(size)) for place, size in enumerate(sizes)]
+    # A forward costs more than all patches, so that none is run.
+    dear = [piece._replace(form=1e9) for piece in pieces]
+    return tuple(int(step.id) for step in rebuild(dear, 0.0).steps)
+
+
+def _curve(kl: Mapping[Subset, Any], order: Sequence[int]) -> list[Any]:
+    return [kl[frozenset(order[:count])] for count in range(len(order) + 1)]
+
+
+def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tuple[dict[Subset, np.ndarray], list[int]]:
+    """KL to re-prefill of every subset of pieces that could be rebuilt, [B, Q] each; tokens of the pieces."""
+    rng = np.random.default_rng([seed, 16])
+    contexts = small_task.sample_contexts(rng, count)
+    stock = load_stock(backbone, contexts, np.arange(count), seed, folder)
+    old, new = _lines(stock)
+    before, after = old.prefill(), new.prefill()
+    questions = small_task.ask(contexts, rng, QUESTIONS)
+
+    first = len(stock.front(True)) + 1
+    places = range(first, len(new))
+    exact, stale = (new.engine(parts) for parts in (after, [*after[:first], *before[first:]]))
+    served = {
+        place: new.serve(place, patch_of(new.images[place], after[place], new.antecedent(place))) for place in places
+    }
+    caches = {}
+    for size in range(len(places) + 1):
+        for chosen in itertools.combinations(range(len(places)), size):
+            pieces = [cut(stale, where) for where in new.slices]
+            for which in chosen:
+                pieces[first + which] = served[first + which]
+            caches[",".join(map(str, chosen)) or "none"] = joined(pieces)
+    said = read(new, caches | {"re-prefill": exact}, questions)
+    found = {}
+    for name in caches:
+        subset = frozenset(() if name == "none" else map(int, name.split(",")))
+        found[subset] = said[name].divergence_from(said["re-prefill"])
+    return found, [new.images[place].size for place in places]
+
+
+def _lines(stock: Stock) -> tuple[Line, Line]:
+    """The window before and behind the replacement of its first legend, which another context's takes the place of."""
+    pages = [stock.page, stock.page.of_others(1), stock.page.of_others(2)]
+    rest = [*stock.legends[1:], *pages]
+    lead, other = stock.front(True), foreign_legends(stock, 3)[0]
+    return Line(stock.backbone, [*lead, other, *rest]), Line(stock.backbone, [*lead, stock.legends[0], *rest])
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """KL by the number of pieces rebuilt, of every order."""
+    counts = range(len(result["predicted"]))
+    lines = []
+    for name, curve in result["curves"].items():
+        area = result["area over the best order's"].get(name)
+        shown = "" if area is None else f"{area[0]:.2f} ({area[1]:.2f}–{area[2]:.2f})"
+        lines.append([name, *(f"{value:.4f}" for value in curve), shown])
+    lines.append(["left, as the cascade predicts", *(f"{value:.4f}" for value in result["predicted"]), ""])
+    head = ("rebuilt", *map(str, counts), "sum over the best order's")
+    return "KL to re-prefill, nats, by the number of pieces rebuilt:\n\n" + markdown_table(head, lines)

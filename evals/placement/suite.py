@@ -1,0 +1,201 @@
+"""Placement over traces, and cascades on a small model: rows, a table, figures.
+
+Policies are compared on the forming cost of whole traces, in FLOPs of Qwen2.5-VL-7B's shape. What an online policy may
+see ends with the request it serves. Seeds 100 and above were looked at while policies were chosen; these are 0 and on.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpatch_jax.plan.offline import optimum, schedule
+from kvpatch_jax.plan.schedule import ARRIVAL, LEAST_RECENT, ONLINE, ServedWindow, Terms, Wanted, replay, total
+from kvpatch_jax.session import Trace
+from kvpatch_jax.window import Entry
+
+from ..results.environment import environment
+from ..results.intervals import Interval, ratio
+from ..results.parts import make_out
+from ..results.tables import markdown_table
+from . import figures, rebuilding
+from .drawn import KINDS, bytes_of_chunks, drawn, released_costs, wanted_of
+from .prefix_cache import serve_by_prefix
+
+OURS = ("online", "offline")
+OTHERS = ("arrival", "LRU", "prefix cache", "prefix cache, ordered")
+BUDGETS = {"ample": None, "scarce": 0.3}
+"""Bytes of the store, as a share of the canonicals of all chunks of a trace; None: all there is to store."""
+SOLVED_BAR = 1.2
+"""Offline over the exact optimum, where that can be found."""
+Row = dict[str, Any]
+
+
+def run(*, seed: int = 0, out: str | None = None, quick: bool = False, traces: Sequence[str] = ()) -> dict[str, Any]:
+    """Measures all of it.
+
+    Args:
+      seed: the first of the traces' seeds.
+      out: folder of the figures; None draws none.
+      quick: two traces of each kind, and nothing that runs a model: a look, not a measurement.
+      traces: files of recorded traces, measured beside those that are drawn.
+    """
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        make_out(folder)
+    count = 2 if quick else 6
+    rows: list[Row] = []
+    for kind in KINDS:
+        rows += compared(kind, [drawn(kind, seed + number) for number in range(count)])
+        print(f"{kind}: replayed", flush=True)
+    for path in traces:
+        rows += compared(Path(path).stem, [Trace.read(path)])
+    solved = against_the_optimum(seed, 2 if quick else 8)
+    result = {
+        "config": {"seed": seed, "quick": quick, "traces": count, "recorded": [str(path) for path in traces]},
+        "environment": environment(),
+        "rows": rows,
+        "solved": solved,
+        "cascade": {} if quick else rebuilding.measure(seed),
+    }
+    if folder is not None:
+        figures.draw(result, folder)
+    return result
+
+
+# -------------------------------------------------------------------------------------------------------- traces
+
+
+def compared(kind: str, traces: Sequence[Trace]) -> list[Row]:
+    """Serves traces of one kind by every policy under every budget."""
+    costs, rows = released_costs(), []
+    for budget, share in BUDGETS.items():
+        taken: dict[str, list[float]] = {}
+        clusters: list[int] = []
+        tokens: dict[str, np.ndarray] = {}
+        for number, trace in enumerate(traces):
+            requests = wanted_of(trace, costs)
+            room = None if share is None else int(share * bytes_of_chunks(requests, costs))
+            promise = "remember" if trace.parameters.get("promise", "remember") == "remember" else "forget"
+            terms = Terms(costs, room, promise=promise)
+            window = costs.kv_bytes * max(sum(entry.tokens for entry in request.pieces) for request in requests)
+            tree = None if room is None else room + window  # the pool is ours beside the store
+            served = {
+                "arrival": replay(requests, terms, ARRIVAL),
+                "LRU": replay(requests, terms, LEAST_RECENT),
+                "online": replay(requests, terms, ONLINE),
+                "offline": list(schedule(requests, terms).served),
+            }
+            forming = {name: [each.forming for each in steps] for name, steps in served.items()}
+            forming["prefix cache"] = serve_by_prefix(requests, terms, budget=tree)
+            forming["prefix cache, ordered"] = serve_by_prefix(requests, terms, budget=tree, ordered=True)
+            forming["re-prefill"] = [
+                terms.forward(sum(entry.tokens for entry in request.pieces), 0) for request in requests
+            ]
+            for name, values in forming.items():
+                taken.setdefault(name, []).extend(values)
+            for name, steps in served.items():
+                tokens[name] = tokens.get(name, np.zeros(4)) + _tokens(steps)
+            clusters += [number] * len(requests)
+        rows.append(_row(kind, budget, taken, np.array(clusters), tokens))
+    return rows
+
+
+def _tokens(steps: Sequence[ServedWindow]) -> np.ndarray:
+    """Tokens served exactly, as survivors, by a patch, and in another way."""
+    return np.array([[each.exact, each.survivors, each.patched, each.approximate] for each in steps]).sum(axis=0)
+
+
+def _row(
+    kind: str, budget: str, taken: dict[str, list[float]], clusters: np.ndarray, tokens: dict[str, np.ndarray]
+) -> Row:
+    columns = {name: np.array(values, np.float64) for name, values in taken.items()}
+    over = lambda name, other: _listed(ratio(columns[name], columns[other], clusters))
+    return {
+        "kind": kind,
+        "budget": budget,
+        "requests": len(clusters),
+        "traces": int(clusters.max()) + 1,
+        "of re-prefill": {name: over(name, "re-prefill") for name in (*OTHERS, *OURS)},
+        "online over": {name: over("online", name) for name in (*OTHERS, "offline")},
+        "offline over": {name: over("offline", name) for name in OTHERS},
+        "shares": {name: (values / values.sum()).tolist() for name, values in tokens.items()},
+    }
+
+
+def _listed(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def against_the_optimum(seed: int, count: int) -> list[Row]:
+    """Schedules traces that are small enough for the exact optimum: four windows of three of four pages."""
+    costs, rows = released_costs(), []
+    lead = Entry("system", "system", 64, 64, "text")
+    for budget, share in BUDGETS.items():
+        for number in range(count):
+            random = np.random.default_rng([seed + number, 7])
+            sizes = random.integers(500, 1100, 4)
+            requests = []
+            for _ in range(4):
+                chosen = [int(page) for page in random.permutation(4)[:3]]
+                pages = [
+                    Entry(f"{page}", f"{page}", int(sizes[page]), int(sizes[page]), order_free=True) for page in chosen
+                ]
+                requests.append(Wanted(f"session {random.integers(2)}", (lead, *pages)))
+            # A larger share than elsewhere: below it nothing could be kept of so few pages.
+            room = None if share is None else int(2 * share * bytes_of_chunks(requests, costs))
+            terms = Terms(costs, room)
+            best, found = optimum(requests, terms), schedule(requests, terms).cost
+            online = total(replay(requests, terms, ONLINE))
+            rows.append({"budget": budget, "optimum": best, "offline": found / best, "online": online / best})
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------- tables
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    parts = [_forming(result["rows"]), _paired(result["rows"]), _shares(result["rows"]), _solved(result["solved"])]
+    if result["cascade"]:
+        parts.append(rebuilding.table(result["cascade"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(cell: dict[str, float], spread: bool = True) -> str:
+    if not spread or not np.isfinite(cell["low"]):
+        return f"{cell['value']:.2f}"
+    return f"{cell['value']:.2f} ({cell['low']:.2f}–{cell['high']:.2f})"
+
+
+def _forming(rows: Sequence[Row]) -> str:
+    head = ("trace", "store", *OTHERS, *OURS)
+    lines = [[row["kind"], row["budget"], *(_shown(row["of re-prefill"][name]) for name in head[2:])] for row in rows]
+    return "Forming cost over that of re-prefill (95 % interval over traces):\n\n" + markdown_table(head, lines)
+
+
+def _paired(rows: Sequence[Row]) -> str:
+    names = (*OTHERS, "offline")
+    head = ("trace", "store", *(f"over {name}" for name in names))
+    lines = [[row["kind"], row["budget"], *(_shown(row["online over"][name]) for name in names)] for row in rows]
+    return "Online, paired: its forming cost over the others', on the same traces:\n\n" + markdown_table(head, lines)
+
+
+def _shares(rows: Sequence[Row]) -> str:
+    head = ("trace", "store", "exact", "survivors", "by their patch", "behind patched ones")
+    lines = []
+    for row in rows:
+        lines.append([row["kind"], row["budget"], *(f"{share:.0%}" for share in row["shares"]["online"])])
+    return "How the online policy serves tokens (a prefix cache: all exact):\n\n" + markdown_table(head, lines)
+
+
+def _solved(rows: Sequence[Row]) -> str:
+    lines = []
+    for budget in BUDGETS:
+        for name in ("offline", "online"):
+            found = [row[name] for row in rows if row["budget"] == budget]
+            within = ("yes" if max(found) <= SOLVED_BAR else "no") if name == "offline" else ""
+            lines.append([budget, name, f"{np.mean(found):.3f}", f"{max(found):.3f}", str(len(found)), within])
+    head = ("store", "policy", "mean", "worst", "traces", f"all within {SOLVED_BAR}")
+    return "Cost over the exact optimum's, on traces where that can be found:\n\n" + markdown_table(head, lines)

@@ -1,0 +1,298 @@
+"""What is to be rebuilt behind a chunk that came back, moved in or was replaced, and what stopping early leaves lost.
+
+What stands behind it has not seen it there. A piece that is served otherwise than it would have to be is brought right
+by a stored patch, if one was formed behind exactly what stands there now, or by a forward. Kamera App. E.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from ..errors import InputError, StalePatchError
+from ..window import Entry, PatchNote, PlacedPiece, Recompute, Window
+from .orders import Cost, Front
+from .placement import NOTHING, Price, StoredPatches, flops_of, placing
+
+NODES = 50_000
+"""Choices of stored patches that are looked at; beyond, the best one found so far is taken."""
+ROUNDING = 1e-12
+"""Of the whole loss: what its sums may be off by."""
+How = Literal["stored", "formed", "run"]
+
+
+class Dependent(NamedTuple):
+    """A piece of a window behind the change, in window order.
+
+    Attributes:
+      id: its name.
+      loss: what an answer loses while it is served as it is; 0 where nothing is wrong with it.
+      form: cost of its forward where it stands; 0 of a piece whose KV is exact (or a survivor's) already.
+      place: cost of placing the stored patch that fits there; None without one.
+      patch: that patch.
+    """
+
+    id: str
+    loss: Cost
+    form: Cost
+    place: Cost | None = None
+    patch: PatchNote | None = None
+
+
+class Rebuild(NamedTuple):
+    """One step.
+
+    Attributes:
+      id: the piece. how: its "stored" patch is placed; it runs, so that a patch is "formed" of it; or it was right, but
+        served by a patch, and is "run" so that what is formed behind it finds exact KV.
+      cost: of the step. left: the loss that is left behind it.
+      patch: the stored one.
+    """
+
+    id: str
+    how: How
+    cost: Cost
+    left: Cost
+    patch: PatchNote | None = None
+
+
+class Cascade(NamedTuple):
+    """What to rebuild, in order.
+
+    Attributes:
+      steps: the cheapest ones that bring the loss within the bound, in the order in which stopping early loses least.
+      loss: of doing nothing. left_as_they_are: ids of pieces that stay wrong, within the bound.
+      minimal: whether nothing cheaper reaches the bound; else it was looked for, not proved.
+    """
+
+    steps: tuple[Rebuild, ...]
+    loss: Cost
+    left_as_they_are: tuple[str, ...]
+    minimal: bool
+
+    @property
+    def cost(self) -> Cost:
+        """Of all steps."""
+        return sum(step.cost for step in self.steps)
+
+    @property
+    def left(self) -> tuple[Cost, ...]:
+        """The loss behind 0, 1, … steps."""
+        return (self.loss, *(step.left for step in self.steps))
+
+
+def cascade(
+    window: Window,
+    bound: Cost = 0,
+    losses: Mapping[str, Cost] | None = None,
+    stored: StoredPatches = NOTHING,
+    *,
+    price: Price = flops_of,
+    front: Front = "exact",
+) -> Cascade:
+    """Finds what to rebuild in a window, for instance behind a chunk that was recalled or replaced. Kamera App. E.
+
+    Args:
+      window: as it stands behind the change.
+      bound: the loss that may be left, as a sum over pieces.
+      losses: by id, what an answer loses while a piece stays as it is, such as a certificate's bound; a piece that is
+        not named loses nothing. None: its share of the window's tokens.
+      stored: patches that there are.
+      price: of edits; their FLOPs by default.
+      front: "exact": what is formed finds exact KV in front of it, so that all in front that is approximate runs too,
+        and its patch can be stored. "served": it runs behind whatever serves the others.
+
+    Raises:
+      InputError: a bound or a loss that is negative or no number, or a loss of a piece that is not in the window.
+    """
+    if strangers := sorted(set(losses or ()) - set(window.ids)):
+        raise InputError(f"cascade: loss of {strangers[0]!r:.80}; expected pieces of the window")
+    return rebuild(dependents(window, losses, stored, price=price), bound, front)
+
+
+def dependents(
+    window: Window,
+    losses: Mapping[str, Cost] | None = None,
+    stored: StoredPatches = NOTHING,
+    *,
+    price: Price = flops_of,
+) -> list[Dependent]:
+    """Lists what does not have the KV that it would have to have, in window order. Arguments as `cascade`."""
+    found = []
+    for piece in window.pieces:
+        id, tokens = piece.entry.id, piece.entry.tokens
+        if piece.fidelity != "approximate" and (window.promise == "remember" or piece.fidelity == "exact"):
+            continue
+        behind = window.behind(id)
+        form = price((Recompute(id, 0, behind, **window.costs.prefill(tokens, behind)),))
+        if _fits(window, piece, stored):
+            found.append(Dependent(id, 0, form))
+            continue
+        loss = tokens / window.tokens if losses is None else losses.get(id, 0)
+        fitting = [note for note in stored.of_chunk.get(id, ()) if _serves(window, note, piece.entry)]
+        costs = [price(placing(window.costs, piece.entry, note)) for note in fitting]
+        best = min(range(len(costs)), key=costs.__getitem__, default=None)
+        if best is None:
+            found.append(Dependent(id, loss, form))
+        else:
+            found.append(Dependent(id, loss, form, costs[best], fitting[best]))
+    return found
+
+
+def _fits(window: Window, piece: PlacedPiece, stored: StoredPatches) -> bool:
+    """Whether a piece is served by the patch of what stands in front of it."""
+    if piece.state.kind != "patched" or piece.state.base != "canonical":
+        return False
+    for note in stored.of_chunk.get(piece.entry.id, ()):
+        if note.digest == piece.state.patch:
+            return _serves(window, note, piece.entry)
+    return piece.state.behind == window.target(piece.entry.id).digest
+
+
+def _serves(window: Window, note: PatchNote, entry: Entry) -> bool:
+    other = None not in (note.content, entry.content) and note.content != entry.content
+    return not other and note.antecedent.difference(window.target(entry.id), note.orbit) is None
+
+
+def rebuild(pieces: Sequence[Dependent], bound: Cost = 0, front: Front = "exact") -> Cascade:
+    """Finds the cheapest steps that leave at most a loss, and their order. Arguments as `cascade`.
+
+    Of what is formed, the last one decides where the front must be exact: all in front of it runs. So every last one is
+    tried, and behind it the stored patches that reach the bound at the least cost.
+
+    Raises:
+      InputError: a bound, a loss or a cost that is negative or no number.
+    """
+    for number in (bound, *(each for piece in pieces for each in (piece.loss, piece.form, piece.place or 0))):
+        if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
+            raise InputError(f"cascade: {number!r:.80}; expected bound, losses and costs from 0")
+    best: tuple[tuple[Cost, int], list[tuple[Dependent, How]]] | None = None
+    minimal, loss = True, sum(piece.loss for piece in pieces)
+    slack = ROUNDING * loss
+    lasts = range(-1, len(pieces)) if front == "exact" else [-1]
+    for last in lasts:
+        if last >= 0 and not pieces[last].loss:
+            continue
+        run: list[tuple[Dependent, How]] = [(piece, _ran(piece)) for piece in pieces[: last + 1] if piece.form]
+        choices = [choice for piece in pieces[last + 1 :] if (choice := _choice(piece, front)) is not None]
+        fixed = sum(piece.loss for piece in pieces[last + 1 :]) - sum(piece.loss for piece, _, _ in choices)
+        cost = sum(piece.form for piece, _ in run)
+        chosen, proved = _cover(choices, bound - fixed, slack)
+        minimal = minimal and proved
+        if chosen is None:
+            continue
+        steps: list[tuple[Dependent, How]] = run + [(piece, how) for piece, how, _ in chosen]
+        value = cost + sum(price for _, _, price in chosen), len(steps)
+        if best is None or value < best[0]:
+            best = value, steps
+    assert best is not None  # running everything leaves nothing
+    rebuilt = {piece.id for piece, _ in best[1]}
+    left = tuple(piece.id for piece in pieces if piece.loss and piece.id not in rebuilt)
+    place = {piece.id: at for at, piece in enumerate(pieces)}
+    in_place = sorted(best[1], key=lambda step: place[step[0].id])
+    return Cascade(_in_turn(in_place, loss), loss, left, minimal)
+
+
+def _ran(piece: Dependent) -> How:
+    return "formed" if piece.loss else "run"
+
+
+def _choice(piece: Dependent, front: Front) -> tuple[Dependent, How, Cost] | None:
+    """How a piece is brought right for itself, and what that costs; None where it is right, or only a forward can."""
+    if not piece.loss:
+        return None
+    if piece.place is not None and (front == "exact" or piece.place <= piece.form):
+        return piece, "stored", piece.place
+    return None if front == "exact" else (piece, "formed", piece.form)
+
+
+Choice = tuple[Dependent, How, Cost]
+
+
+def _cover(choices: Sequence[Choice], room: Cost, slack: Cost) -> tuple[list[Choice] | None, bool]:
+    """The cheapest choices without which at most `room` of loss is left, fewest first; None where none reach it.
+
+    Branch and bound: by loss for cost, with the fraction of the first that is not taken whole as its bound.
+    """
+    if room < -slack:
+        return None, True
+    ordered = sorted(choices, key=lambda each: -each[0].loss / each[2] if each[2] else -math.inf)
+    need = sum(piece.loss for piece, _, _ in ordered) - room
+    best: list[tuple[tuple[Cost, int], list[Choice]]] = [((math.inf, 0), [])]
+    nodes = 0
+
+    def least(at: int, missing: Cost) -> Cost:
+        cost: Cost = 0
+        for piece, _, price in ordered[at:]:
+            if missing <= 0:
+                break
+            cost += price * min(1, missing / piece.loss)
+            missing -= piece.loss
+        return cost if missing <= slack else math.inf
+
+    def grow(at: int, taken: list[Choice], cost: Cost, missing: Cost) -> None:
+        nonlocal nodes
+        nodes += 1
+        if missing <= slack:
+            if (cost, len(taken)) < best[0][0]:
+                best[0] = (cost, len(taken)), list(taken)
+            return
+        if at == len(ordered) or nodes > NODES or cost + least(at, missing) > best[0][0][0]:
+            return
+        grow(at + 1, [*taken, ordered[at]], cost + ordered[at][2], missing - ordered[at][0].loss)
+        grow(at + 1, taken, cost, missing)
+
+    grow(0, [], 0, need)
+    return (None if best[0][0][0] == math.inf else best[0][1]), nodes <= NODES
+
+
+def _in_turn(steps: Sequence[tuple[Dependent, How]], loss: Cost) -> tuple[Rebuild, ...]:
+    """Orders steps so that stopping at any cost loses least: what takes most loss for its cost first.
+
+    What runs, and what it reads, has to be done from the front: of that, the beginning that takes most for its cost.
+    """
+    last = max((at for at, (_, how) in enumerate(steps) if how != "stored"), default=-1)
+    chain, single = list(steps[: last + 1]), sorted(steps[last + 1 :], key=lambda each: -_gain([each]))
+    turn: list[tuple[Dependent, How]] = []
+    while chain or single:
+        beginnings = [chain[: length + 1] for length in range(len(chain))]
+        first = max(beginnings, key=_gain, default=[])
+        if single and (not first or _gain(single[:1]) >= _gain(first)):
+            turn.append(single.pop(0))
+        else:
+            turn += first
+            chain = chain[len(first) :]
+    found, left = [], loss
+    for at, (piece, how) in enumerate(turn):
+        left = sum(each.loss for each, _ in turn[at + 1 :]) + (loss - sum(each.loss for each, _ in turn))
+        cost = piece.place if how == "stored" else piece.form
+        found.append(
+            Rebuild(piece.id, how, 0 if cost is None else cost, left, piece.patch if how == "stored" else None)
+        )
+    return tuple(found)
+
+
+def _gain(steps: Sequence[tuple[Dependent, How]]) -> float:
+    """Loss that steps take away for their cost."""
+    cost = sum((piece.place if how == "stored" else piece.form) or 0 for piece, how in steps)
+    return sum(piece.loss for piece, _ in steps) / cost if cost else math.inf
+
+
+def carried_out(window: Window, cascade: Cascade, steps: int | None = None) -> tuple[Window, tuple]:
+    """Carries out the first steps of a cascade: the window then, and the edits that bring its KV there.
+
+    Args:
+      steps: how many; None for all.
+
+    Raises:
+      StalePatchError: a stored patch that does not fit, of a cascade of another window.
+    """
+    edits: list = []
+    for step in cascade.steps[:steps]:
+        if step.how == "stored":
+            if step.patch is None:
+                raise StalePatchError(f"cascade: no patch of {step.id!r:.80}; expected the one that was found stored")
+            window, more = window.condition(step.id, step.patch)
+        else:
+            window, more = window.recompute(step.id)
+        edits += more
+    return window, tuple(edits)
