@@ -7,6 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .replaying import AGAIN, BLIND, FIRST, PREFILL, PREFIX, WINDOW
 
@@ -16,7 +17,7 @@ STYLES = {
     PREFILL: ("black", "-"),
     PREFIX: ("grey", "--"),
     WINDOW: ("tab:blue", "-"),
-    FIRST: ("tab:orange", "-"),
+    FIRST: ("tab:orange", (0, (4, 3))),
     AGAIN: ("tab:green", "-"),
     BLIND: ("tab:red", ":"),
 }
@@ -46,6 +47,7 @@ def work(results: Results, path: Path) -> Path:
             spent = np.cumsum(found["ways"][name]["each"]["flops"]) / 1e9
             axis.plot(np.arange(1, len(spent) + 1), spent, color=colour, linestyle=line, label=name)
         axis.set(title=f"{kind} ({found['promise']})", xlabel="question")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     panels[0].set_ylabel("GFLOP so far")
     panels[0].legend(fontsize=7)
@@ -88,9 +90,11 @@ def slide(results: Results, path: Path) -> Path:
         }
         for name, (kls, colour) in lines.items():
             axis.plot(np.arange(1, len(kls) + 1), np.maximum(kls, FLOOR), ".-", color=colour, label=name)
-        axis.set(title=kind, xlabel="question", yscale="log")
+        # Room for the legend above all lines.
+        axis.set(title=kind, xlabel="question", yscale="log", ylim=(FLOOR / 3, 1e3))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     panels[0].set_ylabel("KL, nats")
-    panels[0].legend(fontsize=7)
+    panels[0].legend(fontsize=7, loc="upper left")
     figure.savefig(path, dpi=90)
     return path

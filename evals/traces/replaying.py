@@ -32,16 +32,15 @@ class Run:
     """What one way took over a whole trace.
 
     Attributes:
-      taken: of each question, in order. forks: of what forks took besides. compiled: programs.
+      taken: of each question, in order, with what forks before it took. compiled: programs.
     """
 
     taken: list[Taken]
-    forks: list[Taken]
     compiled: int = 0
 
     def total(self, word: str) -> int:
         """A sum over all."""
-        return sum(getattr(each, word) for each in (*self.taken, *self.forks))
+        return sum(getattr(each, word) for each in self.taken)
 
 
 def run_way(way: Any, seen: Sequence[Moment], compilations: Compilations | None = None) -> Run:
@@ -54,11 +53,16 @@ def run_way(way: Any, seen: Sequence[Moment], compilations: Compilations | None 
     if compilations is not None:
         jax.clear_caches()
         before = compilations.count
-    run = Run([], [])
+    run, forks = Run([]), list[Taken]()
     for moment in seen:
         taken = way.see(moment)
-        if taken is not None:
-            (run.taken if isinstance(moment, Asked) else run.forks).append(taken)
+        if taken is None:
+            continue
+        forks.append(taken)
+        if isinstance(moment, Asked):
+            sums = {word: sum(getattr(each, word) for each in forks) for word in ("forwards", "flops", "bytes")}
+            run.taken.append(taken._replace(**sums))
+            forks.clear()
     run.compiled = 0 if compilations is None else compilations.count - before
     return run
 
@@ -179,9 +183,6 @@ def table(found: Record) -> tuple[tuple[str, ...], list[list[str]]]:
     head = ("way", "forwards", "GFLOP", "MB of KV", "programs", "KL to what is promised", "flips", "KL to re-prefill")
     lines = []
     for name, row in found["ways"].items():
-        low, high = row["kl_low"], row["kl_high"]
-        kl = f"{row['kl']:.2g}" if row["kl"] < 1e-5 else f"{row['kl']:.4f} [{low:.4f}, {high:.4f}]"
-        other = f"{row['forget_kl']:.2g}" if row["forget_kl"] < 1e-5 else f"{row['forget_kl']:.4f}"
         lines.append(
             [
                 name,
@@ -189,9 +190,9 @@ def table(found: Record) -> tuple[tuple[str, ...], list[list[str]]]:
                 f"{row['flops'] / 1e9:.2f}",
                 f"{row['bytes'] / 1e6:.0f}",
                 str(row["compiled"]),
-                kl,
+                _kl(row),
                 f"{100 * row['flips']:.0f} %",
-                other,
+                f"{row['forget_kl']:.2g}",
             ]
         )
     return head, lines
@@ -202,10 +203,16 @@ def rank_table(found: Record) -> tuple[tuple[str, ...], list[list[str]]]:
     head = ("rank", "KL to what is promised", "flips", "KB of patches", "patches", "KB of canonicals")
     lines = []
     for row in found["ranks"]:
-        kl = f"{row['kl']:.4f} [{row['kl_low']:.4f}, {row['kl_high']:.4f}]"
         sizes = f"{row['patch_bytes'] / 1e3:.0f}", str(row["patches"]), f"{row['canonical_bytes'] / 1e3:.0f}"
-        lines.append([str(row["rank"]), kl, f"{100 * row['flips']:.0f} %", *sizes])
+        lines.append([str(row["rank"]), _kl(row), f"{100 * row['flips']:.0f} %", *sizes])
     return head, lines
+
+
+def _kl(row: Record) -> str:
+    """A mean KL with its interval, where it is more than rounding."""
+    if row["kl"] < 1e-9:
+        return f"{row['kl']:.2g}"
+    return f"{row['kl']:.2g} [{row['kl_low']:.2g}, {row['kl_high']:.2g}]"
 
 
 def out_of(folder: Path, kind: str) -> Path:
