@@ -157,7 +157,7 @@ def test_what_cannot_be_asked_is_refused_at_once(sessions):
 def test_letting_go_of_an_answer_frees_its_slots_before_the_next_token(sessions):
     shared, (one, other) = sessions.shared, agents_of(sessions, 2)
     asked = question_of(shared.backbone, 1)
-    ask = lambda agent: shared.answer(agent.window, asked, None, 60, None, None, ())
+    ask = lambda agent: shared.answer(agent.window, asked, None, 40, None, None, ())
     expected = ids_of(ask(other))
     free = sessions.stats().free
     answers = [ask(one), ask(other)]
@@ -304,10 +304,12 @@ def test_a_pool_that_is_lost_is_begun_anew_for_all(sessions, monkeypatch):
     expect_balanced(shared, {one.window.branch, other.window.branch})
 
 
-def test_closing_ends_answers_and_waits(backbone):
+def test_closing_ends_answers_and_waits(backbone, monkeypatch):
     sessions = opened(backbone)
     shared, (one, other) = sessions.shared, agents_of(sessions, 2)
-    answer = shared.answer(one.window, question_of(backbone, 1), None, 200, None, None, ())
+    advance = backbone.advance_answers
+    monkeypatch.setattr(backbone, "advance_answers", lambda *given: (time.sleep(0.2), advance(*given))[1])
+    answer = shared.answer(one.window, question_of(backbone, 1), None, 40, None, None, ())
     next(answer)
     ended: list[BaseException] = []
 
