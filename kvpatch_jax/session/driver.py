@@ -94,7 +94,8 @@ class Driver:
         except BaseException as error:  # whatever it is, nobody waits for an answer that will not come
             with self.turns:
                 self._thread = None
-                self._fail(error)
+                for ask in [*self.asks, *(row.ask for row in self.batch.rows)]:
+                    self._end(ask, error)
 
     def _goes_on(self) -> bool:
         """Does what is to be done at once; returns whether there is more to come."""

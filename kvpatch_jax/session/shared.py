@@ -22,6 +22,9 @@ from .batching import Ask
 from .driver import Driver
 from .turns import Place, Turns, arrival
 
+GONE = -1
+"""In place of which pool a branch was placed in: its own is gone, and it is not placed again yet."""
+
 
 class Shared:
     """One executor, and the order in which sessions get at it.
@@ -105,12 +108,7 @@ class Shared:
         with self.locked():
             self.check_open()
             self._check_kept(window)
-            ledger = self._with_room(window, edits)
-            self._since[window.branch] = self.renewed
-            if any(isinstance(edit, Compact) for edit in edits):
-                self.driver.batch.moved()
-            self.driver.freed()
-        return ledger
+            return self._with_room(window, edits)
 
     def anew(self, window: Window) -> Window:
         """Places the pieces of a window again where the pool was lost; returns the window as it is served then.
@@ -120,12 +118,14 @@ class Shared:
         """
         self.check_open()
         with self.locked():
-            if self._since.get(window.branch) == self.renewed and not self.executor.lost:
+            if self.executor.lost:
+                self._lose(None)
+            if self._since.get(window.branch) == self.renewed:
                 return window
-            self._since.pop(window.branch, None)
+            self._since[window.branch] = GONE
             self.executor.release(window.branch)
             there, edits = window.anew()
-            self.run(there, edits)
+            self._with_room(there, edits)
         return there
 
     def make_room(self, window: Window) -> bool:
@@ -162,16 +162,17 @@ class Shared:
         """
         if self.executor.lost:
             self._lose(None)
-        for branch in (window.branch, window.branch.rpartition("/")[0] if "/" in window.branch else None):
-            if branch is not None and self._since.get(branch, self.renewed) != self.renewed:
-                raise PoolLostError(
-                    f"sessions: branch {brief(branch)!r} went with a pool that was lost; expected `anew`"
-                )
+        branch = window.branch
+        if branch not in self._since and "/" in branch:  # a fork that holds nothing yet
+            branch = branch.rpartition("/")[0]
+        if self._since.get(branch, self.renewed) != self.renewed:
+            raise PoolLostError(f"sessions: the pool with branch {brief(branch)!r} was lost; expected `anew`")
 
     def _lose(self, error: BaseException | None) -> None:
         """Begins the pool anew; every answer ends, and every session finds its window gone at its next call."""
         for branch in self.executor.books.branches:
-            self._since.setdefault(branch, self.renewed)
+            if "//" not in branch:  # no answer's
+                self._since.setdefault(branch, self.renewed)
         self.executor.renew()
         self.renewed += 1
         lost = PoolLostError("answer: the pool was lost while it grew; expected the question again, behind `anew`")
@@ -186,12 +187,14 @@ class Shared:
         """
         line, deadline = self.driver.room, time.monotonic() + self.timeout
         place: Place | None = None
+        renewed = self.renewed
         try:
             while True:
                 # Who takes no more than it gives is let through: others may wait for what it gives.
                 if place is not None or line.first is None or growth(window, edits) <= 0:
                     try:
-                        return self.executor.run(window, edits)
+                        ledger = self.executor.run(window, edits)
+                        break
                     except PoolLostError as error:
                         self._lose(error)
                         raise
@@ -201,11 +204,19 @@ class Shared:
                 place = place or line.enter()
                 self.driver.wake()
                 self._wait(line.wait, place, deadline, f"room for {window.tokens} tokens")
-                self._check_kept(window)
+                if self.executor.lost:
+                    self._lose(None)
+                if self.renewed != renewed:
+                    raise PoolLostError("sessions: the pool was lost while this waited for room; expected `anew`")
         finally:
             if place is not None:
                 line.leave(place)
                 self.driver.wake()
+        self._since[window.branch] = self.renewed
+        if any(isinstance(edit, Compact) for edit in edits):
+            self.driver.batch.moved()
+        self.driver.freed()
+        return ledger
 
     def _wait(self, wait: Callable[[Place, float, str], None], place: Place, deadline: float, what: str) -> None:
         """Waits in a line, and counts those who waited in vain."""

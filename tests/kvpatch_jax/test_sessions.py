@@ -461,10 +461,12 @@ def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_pat
         with pytest.raises(SessionError, match="another one"):
             kvp.Session(backbone, ChunkStore(tmp_path / "other"), runtime=sessions.shared)
 
-        executor = sessions.shared.executor
+        executor, fork = sessions.shared.executor, first.fork()
         for value in jax.tree.leaves(executor.pools):
             value.delete()
+        assert [len(fork.ask(question, steps=3, stop=()).ids) for _ in range(2)] == [3, 3]  # its parent is not there
         first.add(shots[3], kind="chunk")
+        fork.close()
         assert len(second.ask(question, steps=3, stop=()).ids) == 3
         assert sessions.stats().renewed == 1
         expect_balanced(sessions.shared, {session.window.branch for session in (first, second)})
