@@ -1,17 +1,18 @@
 """The benchmark of many agents: who sees what, and its table."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from evals.bench import sessions
+from evals.bench.window_material import Material
 
 LOAD = sessions.Load(agents=2, images=6, keep=2, steps=3, batch=2)
 
 
 def test_agents_keep_their_first_image_and_the_last_ones():
-    shown = sessions.Shown(SimpleNamespace(images=list(range(9))), LOAD)  # pyright: ignore[reportArgumentType]
+    none: Any = None
+    shown = sessions.Shown(Material("none", none, none, list(range(9)), [], None), LOAD)  # pyright: ignore
     assert [shown.wanted(0, step) for step in range(5)] == [(0,), (0, 1), (0, 1, 2), (0, 2, 3), (0, 3, 4)]
     assert shown.wanted(1, 4) == (5, 8, 0)
 
