@@ -15,6 +15,7 @@ from . import (
     backbones,
     costs,
     kernels,
+    needs,
     patch,
     sessions,
     sizes,
@@ -31,6 +32,7 @@ _SUITE = flags.DEFINE_enum(
         "backbones",
         "costs",
         "kernels",
+        "needs",
         "patch",
         "placement",
         "sessions",
@@ -88,6 +90,8 @@ def _run() -> dict[str, Any]:
         return patch.run(**common, deficits=_DEFICITS.value)
     if _SUITE.value == "kernels":
         return kernels.run(**common)
+    if _SUITE.value == "needs":
+        return needs.run(seed=_SEED.value, quick=_QUICK.value)
     if _SUITE.value == "store":
         return store.run(**common, out=_OUT.value, quick=_QUICK.value)
     if _SUITE.value == "sizes":
@@ -131,6 +135,8 @@ def main(argv: list[str]) -> None:
         print(backbones.table(result))
     if _SUITE.value == "kernels":
         print(kernels.table(result))
+    if _SUITE.value == "needs":
+        print(needs.table(result))
     if _SUITE.value == "sizes":
         print(sizes.table(result))
     if _SUITE.value == "costs":

@@ -1,10 +1,12 @@
 """How a chunk comes in: by a forward, by a patch that lies ready, or as a plan says."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import CertificateError, InputError, SessionError
-from ..plan import Certificate, DeviceCosts, Goal, Plan, Stock, plan
+from ..plan import Certificate, DeviceCosts, Goal, Plan, Stock, Stocked, plan
 from ..plan.menu import Way
+from ..provenance import Antecedent
 from ..window import Edits, Entry, Fetch, PatchNote, Prefill, Recompute, Window
 from ..window.chain import chain_digest
 from .holding import Holding, Known
@@ -12,6 +14,21 @@ from .things import embedded, thing_of
 
 LOSS = Goal(kl=0.05)
 """What a certificate is asked for where nobody says what an answer may lose."""
+
+
+class Truest(Stock):
+    """What lies ready where nothing vouches for it: of several patches that would serve the largest one, and no
+    canonical alone, for what is blind is quicker than all of them.
+    """
+
+    def canonical(self, entry: Entry) -> bool:
+        """None is offered."""
+        return False
+
+    def serving(self, entry: Entry, target: str, antecedent: Callable[[], Antecedent]) -> list[Stocked]:
+        """The one patch of the largest rank, behind this very order where there is one."""
+        found = super().serving(entry, target, antecedent)
+        return sorted(found, key=lambda each: (each.point == "orbit", -each.note.rank))[:1]
 
 
 class Choosing(Holding):
@@ -65,11 +82,12 @@ class Choosing(Holding):
     def _plan(self, stay: Window, entries: list[Entry]) -> Plan:
         """A plan of the pieces that stay and of those that come."""
         goal = LOSS if self.goal is None and self.certificate is not None else self.goal
+        stock = Truest if self.uncertified and self.certificate is None else Stock
         return plan(
             self._window,
             [*(piece.entry for piece in stay.pieces), *entries],
             goal,
-            stored=Stock.of(self.store, self.backbone),
+            stored=stock.of(self.store, self.backbone),
             certificate=self.certificate,
             costs=self.costs,
             uncertified=self.uncertified,
@@ -112,14 +130,13 @@ class Choosing(Holding):
 
     def _choose(self, entry: Entry, back: bool) -> tuple[Window, Edits, Plan | None]:
         """What brings an entry in."""
-        slid, edits = self._slid(entry)
-        if self.uncertified and self.certificate is None and entry.kind == "chunk":
-            note = self._serving(slid, entry)
-            if note is not None:
-                change = slid.recall(entry.id, "patch", note) if back else slid.append(entry, "patch", note)
-                return change[0], (*edits, *change[1]), None
-        if self.certificate is None and self.goal is None and slid.promise == "remember":
+        if not self.uncertified and (self.certificate, self.goal, self._window.promise) == (None, None, "remember"):
             return *self._prefilled(entry, back), None  # what a plan would say
+        slid, sliding = self._slid(entry)
+        note = self._serving(slid, entry) if self.uncertified and self.certificate is None else None
+        if note is not None:
+            change = slid.recall(entry.id, "patch", note) if back else slid.append(entry, "patch", note)
+            return change[0], (*sliding, *change[1]), None
         planned = self._plan(slid, [entry])
         return planned.window, planned.edits, planned
 
@@ -129,14 +146,13 @@ class Choosing(Holding):
         return window, (*edits, *placing)
 
     def _serving(self, window: Window, entry: Entry) -> PatchNote | None:
-        """The largest stored patch of an entry that was formed behind what it will stand behind."""
-        stock = Stock.of(self.store, self.backbone)
-        if self.store is None or not stock.canonical(entry):
+        """The stored patch of an entry that was formed behind what it will stand behind; None where there is none."""
+        if self.store is None or entry.kind == "text" or not Stock.of(self.store, self.backbone).canonical(entry):
             return None
         target = window.target()
-        found = stock.serving(entry, chain_digest(window.backbone, target), lambda: target)
-        notes = [each.note for each in found if each.note.base == "canonical"]
-        return max(notes, key=lambda note: (not note.orbit, note.rank), default=None)
+        digest = chain_digest(window.backbone, target)
+        found = Truest.of(self.store, self.backbone).serving(entry, digest, lambda: target)
+        return next((each.note for each in found if each.note.base == "canonical"), None)
 
     def _stored(self, entry: Entry) -> bool:
         """Whether the store has met an entry, so far as it says without reading."""

@@ -1,7 +1,7 @@
 """Saving a session, and going on from what was saved."""
 
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 from ..backbone import Backbone
 from ..errors import PoolError, PoolLostError, SessionError, WindowError
@@ -13,6 +13,8 @@ from .choosing import Choosing, check_certificate
 from .holding import Known, Owners
 from .runtime import PrivateRuntime, Runtime
 from .things import Thing
+
+R = TypeVar("R", bound="Restoring")
 
 WRITTEN = ("keep", "around", "uncertified", "largest_image", "memory", "name")
 """What of a session's settings is saved; what holds objects (certificate, linker, …) is given again."""
@@ -50,7 +52,7 @@ class Restoring(Choosing):
 
     @classmethod
     def restore(
-        cls,
+        cls: type[R],
         path: str | os.PathLike[str],
         backbone: Backbone,
         store: PatchStore | None = None,
@@ -64,7 +66,7 @@ class Restoring(Choosing):
         costs: Any = None,
         linker: Any = None,
         retriever: Any = None,
-    ) -> Any:
+    ) -> R:
         """Goes on from a session that was saved, in this process or another: answers are the same, bit for bit.
 
         A fork goes on as a session of its own. What was given of a piece is embedded when it is needed again.

@@ -118,8 +118,8 @@ class Session(Needing, Restoring):
             owners = Owners(runtime, False)
         first = [] if lead is None or isinstance(lead, int) else list(lead) if _is_several(lead) else [lead]
         pinned = lead if isinstance(lead, int) else len(first) or None
-        costs = Costs.of(backbone, owners.runtime.executor.dtype)
-        window = Window.empty(costs, lead=pinned, promise=promise, branch=branch)
+        numbers = Costs.of(backbone, owners.runtime.executor.dtype)
+        window = Window.empty(numbers, lead=pinned, promise=promise, branch=branch)
         how: dict[str, Any] = {"linker": linker, "retriever": retriever, "around": around, "goal": goal}
         how |= {"largest_image": largest_image, "memory": memory, "certificate": certificate, "costs": costs}
         how |= {"uncertified": uncertified}
@@ -208,11 +208,13 @@ class Session(Needing, Restoring):
     def recall(self, thing: Any) -> str:
         """Brings a chunk back that left: by its name, or by what it shows; where `keep` are there the oldest leaves.
 
+        What is in the window stays as it is.
+
         Returns:
           Its name.
 
         Raises:
-          SessionError: nothing that left by this name or content, or what is left of it does not suffice: give the
+          SessionError: nothing by this name or content was ever added, or what is left of it does not suffice: give the
           image again. Else as `add`.
         """
         self._expect_open()
@@ -220,14 +222,12 @@ class Session(Needing, Restoring):
         read = None if named else thing_of(self.backbone, thing, self.largest_image)
         with self._lock:
             self._expect_open()
-            known = self._known[self._piece(thing)] if read is None else self._left(read, None)
-            if known is None or known.entry.id in self._window:
+            known = self._known[self._piece(thing)] if read is None else self._left(read, None) or self._shows(read)
+            if known is None:
                 shown = brief(thing) if isinstance(thing, str) else f"a {type(thing).__name__}"
-                there = "in the window" if known is not None or self._shows(read) else "unknown"
-                raise SessionError(
-                    f"recall: {shown!r:.80} is {there}; expected one that left: {self._listed(self.gone)}"
-                )
-            return self._bring_back(known, read)
+                left = self._listed(self.gone)
+                raise SessionError(f"recall: {shown!r:.80} was never added; expected one that left: {left}")
+            return known.name if known.entry.id in self._window else self._bring_back(known, read)
 
     @outliving_the_pool
     def slide(self, keep: int) -> tuple[str, ...]:
@@ -370,8 +370,10 @@ class Session(Needing, Restoring):
 
     # -------------------------------------------------------------------------------------------------- inside
 
-    def _shows(self, read: Thing | None) -> bool:
-        return read is not None and any(piece.entry.content == read.content for piece in self._window.pieces)
+    def _shows(self, read: Thing) -> Known | None:
+        """The last piece of the window that shows this; None where none does."""
+        shown = [piece.entry.id for piece in self._window.pieces if piece.entry.content == read.content]
+        return self._known[shown[-1]] if shown else None
 
     def _bring_back(self, known: Known, read: Thing | None) -> str:
         if known.thing is None:

@@ -1,16 +1,24 @@
 """The code in the documents runs as it is printed."""
 
+import functools
 import json
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from evals import small_task
 from evals.report import documents
 from evals.results.rows import Rows
 from evals.trained import CONTROL, MAIN, shipped
+from tests.goldens.load import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,14 +27,14 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def run(blocks: list[str], name: str) -> dict:
-    space = {"__name__": "__main__"}
+def run(blocks: list[str], name: str, **given: Any) -> dict:
+    space = {"__name__": "__main__", **given}
     exec(compile("\n".join(blocks), name, "exec"), space)
     return space
 
 
 def test_readme_shows_the_example():
-    assert python_blocks(ROOT / "README.md")[0] == (ROOT / "docs" / "example.py").read_text("utf-8")
+    assert python_blocks(ROOT / "README.md")[1] == (ROOT / "docs" / "example.py").read_text("utf-8")
 
 
 def test_readme_shows_cells_of_the_results():
@@ -108,10 +116,32 @@ def test_sentences_over_the_pages_marks_agree_with_the_rows(kept):
         assert json.loads((shipped(name) / "training.json").read_text())["recipe"]["auxiliary"] > 0
 
 
+def test_readmes_first_lines_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """The agent's loop, as it is printed, on a tiny model that was written to a directory."""
+    import models
+
+    monkeypatch.setattr(models, "load", functools.partial(models.load, buckets=models.Buckets(smallest=16, steps=1)))
+    directory = write_checkpoint("qwen2_5_vl", tmp_path / "model")
+    words = {word: number for number, word in enumerate(["What", "changed", "since", "the", "last", "one?"], 5)}
+    tokenizer = Tokenizer(WordLevel({**words, "<unknown>": 4}, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.save(str(directory / "tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
+    for number in range(6):
+        pixels = np.random.default_rng(number).integers(0, 255, (28, 28, 3), np.uint8)
+        Image.fromarray(pixels).save(f"{number}.png")
+    block = python_blocks(ROOT / "README.md")[0]
+    assert len(block.split("\n\n")[1].splitlines()) == 5
+    space = run([block], "README.md", directory=directory, screenshots=[f"{number}.png" for number in range(6)])
+    with space["session"] as session:
+        assert capsys.readouterr().out.count("\n") >= 6
+        assert (len(session), session.stats().forwards, session.stats().recalled) == (5, 7, 1)
+
+
 def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    space = run(python_blocks(ROOT / "README.md"), "README.md")
+    space = run(python_blocks(ROOT / "README.md")[1:], "README.md")
     said = [line.split() for line in capsys.readouterr().out.splitlines() if " right " in line]
     assert len(said) == 6
     assert space["patch"].nbytes < 0.3 * space["page"].nbytes
@@ -132,7 +162,9 @@ def test_agents_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     space = run(python_blocks(ROOT / "docs" / "guides" / "agents.md"), "docs/guides/agents.md")
-    assert len(space["costs"]) == 5
+    assert str(space["answer"]) == space["right"]
+    assert space["audited"].kl < 0.1
+    assert space["session"].closed
 
 
 @pytest.mark.slow

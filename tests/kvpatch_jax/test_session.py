@@ -240,7 +240,8 @@ def test_bad_input_is_refused_and_changes_nothing(backbone, session, tmp_path: P
     for wrong in ("", [], None, 3.5):
         with pytest.raises(InputError):
             session.ask(wrong)
-    for wrong in ("no such name", image_of(1), image_of(9), kept):
+    assert session.recall(image_of(1)) == session.recall(kept) == kept  # it is there
+    for wrong in ("no such name", image_of(9)):
         with pytest.raises(SessionError):
             session.recall(wrong)
     for error, call in (

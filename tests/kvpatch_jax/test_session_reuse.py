@@ -1,0 +1,247 @@
+"""Sessions over a store: what comes back and how, files to go on from, references, retrieval, compiles."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+from pathlib import Path
+from typing import Any
+
+import jax.monitoring
+import numpy as np
+import pytest
+from session_cases import QUESTION, image_of, reader
+from window_oracle import tiny
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import InputError, SessionError, UnknownReferenceError, WindowError
+from kvpatch_jax.plan import Goal
+from kvpatch_jax.session import Looking
+from kvpatch_jax.store.libraries.retriever import ExactRetriever
+from kvpatch_jax.store.libraries.static import StaticLibrary
+from kvpatch_jax.store.linker import Linker
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Any:
+    return reader()
+
+
+@pytest.fixture(scope="module")
+def store(backbone, tmp_path_factory):
+    """What a session of three images left behind."""
+    with kvp.ChunkStore(tmp_path_factory.mktemp("store")) as made:
+        with kvp.Session(backbone, made, keep=1, rank=4) as session:
+            for step in range(3):
+                session.add(image_of(step), id=f"shot {step}")
+            session.runtime.former.flush()
+            assert not session.runtime.former.errors
+            assert session.recall("shot 1")  # nothing vouches for patches: it is prefilled
+            assert session.fidelity("shot 1") == "exact"
+            stats = session.stats()
+            assert (stats.hits, stats.misses, stats.stale) == (0, 1, 1)
+        yield made
+
+
+def test_a_stored_patch_serves_what_comes_back_where_that_is_allowed(backbone, store):
+    with kvp.Session(backbone, store, keep=1, rank=0, uncertified=True) as session:
+        session.add(image_of(0))
+        name = session.add(image_of(1))  # met by another session, behind the very image that stands in front here
+        assert session.fidelity(name) == "approximate"
+        assert (session.stats().hits, session.stats().forwards) == (1, 1)
+        patched = session.ask(QUESTION, steps=3, stop=(), audit=True)
+        assert patched.kl > 1e-8
+        assert not patched.audit.as_promised
+        found = session.needs(name, QUESTION, steps=2)
+        assert found.bare.kl > 0
+        session.slide(0)
+        assert name in session.plan(name).window
+        session.recall(name)
+        assert session.stats().hits == 2
+
+
+def test_what_was_deleted_is_prefilled_or_refused(backbone, tmp_path: Path, monkeypatch):
+    with kvp.ChunkStore(tmp_path / "store") as own, kvp.Session(backbone, own, 1, rank=4, uncertified=True) as session:
+        session.add(image_of(0))
+        name = session.add(image_of(1))
+        session.runtime.former.flush()
+        session.slide(0)
+        read = own.get
+        monkeypatch.setattr(own, "get", lambda *args, **how: None)  # deleted since it was looked for
+        session.recall(name)
+        assert session.fidelity(name) == "exact"
+        session.slide(0)
+        monkeypatch.setattr(own, "get", read)
+        assert own.delete(name, backbone.fingerprint)
+        session.recall(name)
+        assert session.fidelity(name) == "exact"
+        session.slide(0)
+        session.memory = 0
+        session.slide(0)
+        before = session.window
+        with pytest.raises(SessionError, match="given again"):
+            session.recall(name)
+        assert session.window == before
+
+
+def test_a_goal_without_a_certificate_is_as_promised(backbone, store):
+    with kvp.Session(backbone, store, keep=1, rank=0, goal=Goal()) as session:
+        session.add(image_of(0))
+        name = session.add(image_of(1))
+        assert session.fidelity(name) == "exact"
+        assert session.plan().as_promised
+    with kvp.Session(backbone, store, keep=2, rank=0, promise="forget") as session:
+        for step in range(4):
+            session.add(image_of(step))
+        assert {session.fidelity(name) for name in session.ids} == {"exact"}  # survivors are prefilled again
+        assert session.ask(QUESTION, steps=2, audit=True).kl < 1e-8
+
+
+# ------------------------------------------------------------------------------------------------------ files
+
+
+@pytest.fixture(scope="module")
+def saved(backbone, tmp_path_factory) -> tuple[Path, list[Any]]:
+    path = tmp_path_factory.mktemp("saved") / "session"
+    with kvp.Session(backbone, keep=2, around=("w30 ", " w31")) as session:
+        session.add("w5 w6", id="system")
+        for step in range(4):
+            session.add(image_of(step), id=f"shot {step}")
+        session.save(path)
+        return path, told(session)
+
+
+def told(session: kvp.Session) -> list[Any]:
+    """What a session says, before and after something comes back."""
+    first = session.ids, session.gone, session.ask(QUESTION, steps=4, stop=(), temperature=1.5, seed=3).ids
+    session.recall("shot 1")
+    return [*first, session.ids, session.ask(QUESTION, steps=4, stop=()).ids]
+
+
+def test_a_restored_session_goes_on(backbone, saved, tmp_path: Path):
+    path, expected = saved
+    with kvp.Session.restore(path, backbone) as session:
+        assert [session.fidelity(name) for name in session.ids] == ["exact", "survivor", "survivor"]
+        again = tmp_path / "again"
+        session.save(again)
+        session.save(again)  # in place of itself
+        assert told(session) == expected
+        assert (session.keep, session.around) == (2, ("w30 ", " w31"))
+    with kvp.Session.restore(again, backbone) as session:
+        branch = session.fork()
+        branch.save(tmp_path / "branch")
+        branch.close()
+        assert told(session) == expected
+        session.save(tmp_path / "bare", kv=False)
+    with kvp.Session.restore(tmp_path / "branch", backbone) as session:
+        assert told(session) == expected
+    with kvp.Session.restore(tmp_path / "bare", backbone) as session:
+        assert {session.fidelity(name) for name in session.ids} == {"exact"}  # it forgot what had left
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["again", "bare", "branch"]
+
+
+def test_files_that_are_no_sessions_are_refused(backbone, saved, tmp_path: Path):
+    path, _ = saved
+    content, bad = path.read_bytes(), tmp_path / "bad"
+    other = tiny("gqa")
+    with pytest.raises(WindowError, match="backbone"):
+        kvp.Session.restore(path, other)
+    for damaged in (
+        b"",
+        b"{}",
+        content[:-1],
+        content[: len(content) // 2],
+        content.replace(b"shot 1", b"shot 7"),
+        bytes([*content[:-3], content[-3] ^ 1, *content[-2:]]),
+        (2**60).to_bytes(8, "little") + content[8:],
+    ):
+        bad.write_bytes(damaged)
+        with pytest.raises(SessionError):
+            kvp.Session.restore(bad, backbone)
+    for missing in (tmp_path / "none", tmp_path):
+        with pytest.raises(SessionError):
+            kvp.Session.restore(missing, backbone)
+    with kvp.Session(backbone) as session, pytest.raises(SessionError, match="cannot be written"):
+        session.save(tmp_path / "no folder" / "file")
+
+
+# ------------------------------------------------------------------------------------- references, retrieval
+
+
+def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path):
+    with kvp.ChunkStore(tmp_path / "store") as own:
+        library = StaticLibrary(own, quota=1 << 20)
+        library.put("A", image_of(8))
+        library.put("B", image_of(9))
+        linker = Linker(backbone.fingerprint, library)
+        with kvp.Session(backbone, own, keep=2, rank=0, linker=linker) as session:
+            session.add(image_of(0))
+            before = session.window, session.runtime.executor.books.allocator.counts.tolist()
+            named = session.ask("w7 IMAGE#A w9 IMAGE#B w11", steps=4, stop=(), audit=True)
+            assert named.recalled == ["IMAGE#A", "IMAGE#B"]
+            assert named.kl < 1e-8
+            by_hand = session.fork(keep=4)
+            for thing in (kvp.Text("w7 "), image_of(8), kvp.Text(" w9 "), image_of(9)):
+                by_hand.add(thing)
+            assert named.ids == by_hand.ask("w11", steps=4, stop=()).ids
+            by_hand.close()
+            assert session.ask("w7 IMAGE#A", steps=2, stop=()).recalled == ["IMAGE#A"]
+            with pytest.raises(UnknownReferenceError):
+                session.ask("w7 IMAGE#C")
+
+            seen: list[Looking] = []
+
+            def find(looking: Looking) -> list[str]:
+                seen.append(looking)
+                assert looking.hidden(1).shape == looking.vector.shape
+                return ["IMAGE#A"] if len(looking.ids) == 2 else []
+
+            session.retriever = find
+            plain = session.fork()
+            plain.retriever = None
+            whole = plain.ask(QUESTION, steps=5, stop=()).ids
+            plain.close()
+            found = session.ask(QUESTION, steps=5, stop=(), look=2)
+            assert found.ids[:2] == whole[:2]
+            assert [len(each.ids) for each in seen] == [0, 2, 4]
+            assert found.recalled == ["IMAGE#A"]
+            behind = session.fork(keep=4)
+            behind.retriever = None
+            behind.add(image_of(8))
+            assert found.ids[2:] == behind.ask(_ids(backbone, found.ids[:2]), steps=3, stop=()).ids
+            behind.close()
+
+            session.retriever = lambda looking: ["none"]
+            with pytest.raises(UnknownReferenceError):
+                session.ask(QUESTION, steps=2)
+            session.retriever = lambda looking: "IMAGE#A"
+            with pytest.raises(InputError, match="list of names"):
+                session.ask(QUESTION, steps=2)
+            width = len(seen[0].vector)
+            session.retriever = ExactRetriever(width)
+            session.retriever.add("IMAGE#B", seen[0].vector)
+            assert session.ask(QUESTION, steps=1).recalled == ["IMAGE#B"]
+            assert (session.window, session.runtime.executor.books.allocator.counts.tolist()) == before
+
+
+def _ids(backbone: Any, behind: tuple[int, ...]) -> list[int]:
+    return [*backbone.prepare([QUESTION])["input_ids"][0].tolist(), *behind]
+
+
+# -------------------------------------------------------------------------------------------------- compiles
+
+
+def test_a_loop_of_many_lengths_compiles_in_its_first_steps_alone(backbone):
+    counted, counting = [0], [True]
+
+    def heard(event: str, duration: float, **_: object) -> None:
+        counted[0] += counting[0] and event == COMPILED
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    after = []
+    with kvp.Session(backbone, keep=2) as session:
+        for step in range(20):
+            session.add(image_of(step, height=20 + 4 * (step % 3)))
+            session.ask(" ".join(f"w{5 + number}" for number in range(3 + step % 5)), steps=3, stop=()).ids  # noqa: B018
+            after.append(counted[0])
+    counting[0] = False
+    assert after[-1] == after[8], np.diff([0, *after]).tolist()
