@@ -191,6 +191,8 @@ def wanted_of(trace: Trace, costs: Costs, tokens: int = 576) -> list[Wanted]:
 def _changed(window: Window, event: Event, tokens: int) -> Window:
     """The window after one event."""
     name = event.chunk or ""
+    if event.op in ("add", "recall") and event.keep is not None and event.kind == "chunk":
+        window, _ = window.slide(max(event.keep - 1, 0))  # what comes in says how many stay, itself among them
     if event.op == "slide":
         return window.slide(event.keep or 0)[0]
     if event.op == "recall":

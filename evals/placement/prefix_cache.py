@@ -18,7 +18,7 @@ def serve_by_prefix(
       ordered: pieces that may move are put in the order that goes furthest into the tree, then as often wanted:
         a prefix cache that was told what may move.
     """
-    tree: dict[Path, float] = {}  # when it was last used
+    tree: dict[Path, int] = {}  # when it was last used
     size: dict[Path, int] = {}
     seen: Counter[str] = Counter()
     took = []
@@ -41,7 +41,7 @@ def serve_by_prefix(
     return took
 
 
-def _furthest(request: Wanted, tree: dict[Path, float], seen: Counter[str]) -> tuple[int, ...]:
+def _furthest(request: Wanted, tree: dict[Path, int], seen: Counter[str]) -> tuple[int, ...]:
     """The order that finds most tokens in the tree."""
     count = len(request.pieces)
     often = sorted(range(count), key=lambda piece: (-seen[request.pieces[piece].id], piece))
@@ -66,7 +66,7 @@ def _furthest(request: Wanted, tree: dict[Path, float], seen: Counter[str]) -> t
     return order
 
 
-def _make_room(tree: dict[Path, float], size: dict[Path, int], budget: int | None, at: int) -> None:
+def _make_room(tree: dict[Path, int], size: dict[Path, int], budget: int | None, at: int) -> None:
     """Gives up leaves until the tree fits; what was just read stays."""
     while budget is not None and sum(size[path] for path in tree) > budget:
         inner = {path[:-1] for path in tree}

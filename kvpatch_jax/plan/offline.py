@@ -121,7 +121,7 @@ class _Search:
         """Schedules to start from."""
         count, none = len(self.requests), frozenset[str]()
         arrival = tuple(tuple(range(len(request.pieces))) for request in self.requests)
-        found = [_Choice(arrival, (front,) * count, none) for front in FRONTS]
+        found: list[_Choice] = [_Choice(arrival, (front,) * count, none) for front in FRONTS]
         for policy in (ONLINE, dataclasses.replace(ONLINE, admit="always")):
             served = replay(self.requests, self.terms, policy)
             found.append(_Choice(tuple(each.order for each in served), tuple(each.front for each in served), none))
@@ -130,7 +130,8 @@ class _Search:
 
     def _in_one_order(self, front: Front) -> _Choice:
         """All requests in the best order of all chunks that moving one at a time finds."""
-        fronts, none = (front,) * len(self.requests), frozenset[str]()
+        fronts: tuple[Front, ...] = (front,) * len(self.requests)
+        none = frozenset[str]()
         ordered = lambda line: _Choice(_following(self.requests, line), fronts, none)
         line = self.chunks
         best = ordered(line)
@@ -162,16 +163,17 @@ class _Search:
     def _neighbours(self, choice: _Choice, at: int) -> Iterator[_Choice]:
         """Schedules in which one request is served otherwise, or it and another that it shares most with."""
         orders, fronts = choice.orders, choice.fronts
-        turned: tuple[Front, ...] = (*fronts[:at], "served" if fronts[at] == "exact" else "exact", *fronts[at + 1 :])
+        other: Front = "served" if fronts[at] == "exact" else "exact"
+        turned = (*fronts[:at], other, *fronts[at + 1 :])
         yield choice._replace(fronts=turned)
         for order in _other_orders(self.requests, orders, at):
             yield choice._replace(orders=(*orders[:at], order, *orders[at + 1 :]))
         names = {entry.id for entry in self.requests[at].pieces if entry.order_free}
-        for other in range(at + 1, min(at + 1 + NEAR, len(orders))):
-            common = [id for id in self.chunks if id in names and any(id == e.id for e in self.requests[other].pieces)]
+        for near in range(at + 1, min(at + 1 + NEAR, len(orders))):
+            common = [id for id in self.chunks if id in names and any(id == e.id for e in self.requests[near].pieces)]
             if len(common) > 1:
                 moved = list(orders)
-                for each in (at, other):
+                for each in (at, near):
                     rest = [self.requests[each].pieces[piece].id for piece in orders[each]]
                     (moved[each],) = _following([self.requests[each]], [*common, *rest])
                 yield choice._replace(orders=tuple(moved))

@@ -1,0 +1,58 @@
+"""The suite of placement: what windows of a trace want, the prefix cache that it is held against, its tables."""
+
+from evals.placement.drawn import KINDS, drawn, released_costs, wanted_of
+from evals.placement.prefix_cache import serve_by_prefix
+from kvpatch_jax.plan.schedule import ONLINE, Terms, Wanted, replay, total
+from kvpatch_jax.session import Event, Trace
+from kvpatch_jax.window import Entry
+
+COSTS = released_costs()
+
+
+def entry(name: str, tokens: int = 10, free: bool = True) -> Entry:
+    return Entry(name, name, tokens, tokens, order_free=free)
+
+
+def test_traces_are_drawn_again_from_their_seed():
+    for kind in KINDS:
+        assert drawn(kind, 3, 6).events == drawn(kind, 3, 6).events
+        requests = wanted_of(drawn(kind, 3, 6), COSTS)
+        assert len(requests) >= 6
+        assert all(request.pieces[0].id == "system" for request in requests)
+
+
+def test_what_a_recorded_trace_wants_is_what_its_windows_hold():
+    look = lambda at, name, **more: Event(at, "one", "add", chunk=name, content=name, tokens=7, span=7, **more)
+    events = (
+        Event(0, "one", "add", chunk="said", kind="text", text="hello"),
+        look(1, "a", keep=2),
+        look(2, "b", keep=2),
+        look(3, "c", keep=2),
+        Event(4, "one", "ask", text="?"),
+        Event(5, "one", "fork", branch="one/x"),
+        Event(6, "one/x", "recall", chunk="a", keep=2),
+        Event(7, "one/x", "ask", text="?"),
+    )
+    first, second = wanted_of(Trace(events), COSTS, tokens=5)
+    assert [piece.id for piece in first.pieces] == ["said", "b", "c"]
+    assert first.pieces[0].tokens == 5
+    assert [piece.id for piece in second.pieces] == ["said", "c", "a"]
+    assert (second.session, second.parent) == ("one/x", "one")
+
+
+def test_a_prefix_cache_runs_from_the_first_piece_that_differs():
+    a, b, c = entry("a", 10), entry("b", 20), entry("c", 30)
+    requests = [Wanted("one", (a, b, c)), Wanted("two", (a, c, b)), Wanted("one", (a, b, c))]
+    terms = Terms(COSTS)
+    whole, behind_a = terms.forward(60, 0), terms.forward(50, 10)
+    assert serve_by_prefix(requests, terms, budget=None) == [whole, behind_a, 0]
+    assert serve_by_prefix(requests, terms, budget=None, ordered=True) == [whole, 0, 0]
+    # Room for one window: the other leaves.
+    assert serve_by_prefix(requests, terms, budget=60 * COSTS.kv_bytes) == [whole, behind_a, behind_a]
+    assert serve_by_prefix([request._replace(pieces=(b, a)) for request in requests], terms, budget=0)[0] > 0
+
+
+def test_survivors_are_what_a_window_that_slides_saves():
+    requests = wanted_of(drawn("screenshots", 1, 8), COSTS)
+    remember, forget = (total(replay(requests, Terms(COSTS, promise=each), ONLINE)) for each in ("remember", "forget"))
+    assert remember < 0.6 * forget
