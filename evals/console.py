@@ -1,6 +1,7 @@
 """What a program says while it works. Imports nothing that takes long, so that the first line stands there at once."""
 
 import sys
+import threading
 import time
 from collections.abc import Mapping
 
@@ -51,6 +52,8 @@ def in_words(seconds: float) -> str:
 class Progress:
     """One bar over all steps of all probes, with the time that is left: expected at first, then by the pace met.
 
+    Steps may be counted by several threads.
+
     Args:
       steps: how many there are, by the probe's name. Names without an expectation of their own count as `STEP`.
     """
@@ -59,7 +62,7 @@ class Progress:
         from tqdm import tqdm
 
         self.expected = sum(count * SECONDS.get(name, STEP) for name, count in steps.items()) + SETTING_UP
-        self.done, self.began = 0.0, time.perf_counter()
+        self.done, self.began, self.alone = 0.0, time.perf_counter(), threading.Lock()
         # A log gets a line now and then, not two a second.
         seldom = 0.5 if sys.stderr.isatty() else 20.0
         form = "{percentage:3.0f} %|{bar:24}| {desc}"
@@ -69,10 +72,11 @@ class Progress:
 
     def __call__(self, name: str, work: int = 1) -> None:
         """Counts a step of `name` as done, or `work` of those that have no expectation of their own."""
-        if self.done == 0.0:
-            self._add(SETTING_UP)
-        self._add(work * STEP if work > 1 else SECONDS.get(name, STEP))
-        self._show(name)
+        with self.alone:
+            if self.done == 0.0:
+                self._add(SETTING_UP)
+            self._add(work * STEP if work > 1 else SECONDS.get(name, STEP))
+            self._show(name)
 
     def skip(self, work: int) -> None:
         """Takes steps that an earlier run has done out of what lies ahead."""

@@ -11,11 +11,13 @@ from . import greeting as greeting  # isort: split
 from . import extra as extra  # isort: split
 
 import dataclasses
+import functools
 import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,45 +170,73 @@ def _ticks(config: RunConfig, arms: int) -> int:
 
 def measure(
     backbone: ModelBackbone, config: RunConfig, folder: Path, progress: Progress, parts: Parts | None = None
-) -> ResultsTable:
-    """Runs the probes of a backbone, scene by scene: what was cached and asked, by every arm.
+) -> list[ResultsTable]:
+    """Runs the probes of a backbone, scene by scene: what was cached and asked, by every arm; and those of the control.
+
+    Compiling, drawing images and factorising keep one core busy, so that two threads work: this one compares repairs,
+    the other takes the probes of windows and the control. Neither's numbers depend on the other.
 
     parts: of the window's suite, where an earlier run left some.
+
+    Returns:
+      The backbone's table, and the control's where it was asked for.
     """
     table = ResultsTable(Path(config.backbone).name)
-    images = folder / "images"
-    reuses = []
+    windows, reuses, images = ResultsTable(table.model), [], folder / "images"
+    jobs: list[Future[Any]] = []
+    control: Future[ResultsTable] | None = None
+    behind = ThreadPoolExecutor(1)
     if set(config.suite) & set(SUITES):
         batches = scenes.scenes(backbone, config.seed, config.contexts, images, config.batch)
     else:
         batches = ()
-    for number, (scene, rng) in enumerate(batches):
-        clusters = number * config.batch + np.arange(len(scene))
-        if "repair" in config.suite:
-            questions = small_task.ask(scene.contexts, rng, QUESTIONS)
-            reuse = probes.compare_repairs(table, scene, questions, clusters, progress, arms_of(config, backbone))
-        else:
-            reuse = probes.PageReuse(scene)
+    try:
+        for number, (scene, rng) in enumerate(batches):
+            clusters = number * config.batch + np.arange(len(scene))
+            if "repair" in config.suite:
+                questions = small_task.ask(scene.contexts, rng, QUESTIONS)
+                reuse = probes.compare_repairs(table, scene, questions, clusters, progress, arms_of(config, backbone))
+            else:
+                reuse = probes.PageReuse(scene)
+            if (number + 1) * config.batch <= config.window_contexts:
+                reuses.append(reuse)
+                jobs.append(behind.submit(_probe_windows, windows, reuse, config, clusters, images, progress))
+            if number == 0 and "control" in config.suite:
+                control = behind.submit(measure_control, config, folder, progress)
+        for job in jobs:
+            job.result()
+        table.take(windows)
+        if "deficit" in config.suite:
+            probes.deficit_shape(table, reuses)
+        probes.orbit_against_exact(table)
+        tables = [table] if control is None else [table, control.result()]
+    finally:
+        behind.shutdown(cancel_futures=True)
 
-        if (number + 1) * config.batch <= config.window_contexts:
-            reuses.append(reuse)
-            # A generator per probe, so that a probe draws the same questions whichever others are run.
-            draws = lambda probe, first=int(clusters[0]): np.random.default_rng([config.seed, first, probe])
-            if "reorder" in config.suite:
-                probes.probe_reorder(table, reuse, draws(1), clusters, progress)
-            if "slide" in config.suite:
-                probes.probe_slide(table, reuse, draws(2), clusters, progress)
-            if "recall" in config.suite:
-                probes.probe_recall(table, reuse, draws(3), clusters, images, progress)
-
-    if "deficit" in config.suite:
-        probes.deficit_shape(table, reuses)
-    probes.orbit_against_exact(table)
     if WINDOW in config.suite:
         # Windows of many sizes: padded to a few, so that few programs are compiled.
         padded = load(shipped(config.backbone), dtype="float32", buckets=Buckets())
         measure_window(table, padded, config.window, config.seed, images, progress, parts)
-    return table
+    return tables
+
+
+def _probe_windows(
+    table: ResultsTable,
+    reuse: probes.PageReuse,
+    config: RunConfig,
+    clusters: np.ndarray,
+    images: Path,
+    progress: Progress,
+) -> None:
+    """Runs the small probes of windows over one scene."""
+    # A generator per probe, so that a probe draws the same questions whichever others are run.
+    draws = lambda probe: np.random.default_rng([config.seed, int(clusters[0]), probe])
+    if "reorder" in config.suite:
+        probes.probe_reorder(table, reuse, draws(1), clusters, progress)
+    if "slide" in config.suite:
+        probes.probe_slide(table, reuse, draws(2), clusters, progress)
+    if "recall" in config.suite:
+        probes.probe_recall(table, reuse, draws(3), clusters, images, progress)
 
 
 def kept_parts(config: RunConfig, backbone: ModelBackbone, folder: Path) -> Parts:
@@ -225,7 +255,9 @@ def measure_control(config: RunConfig, folder: Path, progress: Progress) -> Resu
     """Runs the main comparison, with fewer arms, on the instance that was trained without the sliding window."""
     table = ResultsTable(CONTROL)
     backbone = load(shipped(CONTROL), dtype="float32")
-    batches = scenes.scenes(backbone, config.seed, config.window_contexts, folder / "images", config.batch)
+    # In a folder of its own: the other thread may read what would be written here.
+    images = folder / "images" / "control"
+    batches = scenes.scenes(backbone, config.seed, config.window_contexts, images, config.batch)
     for number, (scene, rng) in enumerate(batches):
         questions = small_task.ask(scene.contexts, rng, QUESTIONS)
         clusters = number * config.batch + np.arange(len(scene))
@@ -239,12 +271,19 @@ def training_of(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def draw_example(backbone: ModelBackbone, folder: Path, seed: int) -> Path:
-    """Draws one held-out context: its images, a few questions, what re-prefill, blind reuse and a patch answer."""
+def read_example(backbone: ModelBackbone, folder: Path, seed: int, batch: int) -> Callable[[], Path]:
+    """Reads one held-out context: its images, a few questions, what re-prefill, blind reuse and a patch answer.
+
+    Returns what draws the figure of it. The context is read `batch` times over, and asked as often as in the main
+    comparison: by programs that are there already.
+    """
     rng = np.random.default_rng([seed, 77])
     contexts = small_task.sample_contexts(rng, 1)
-    scene = scenes.load_scene(backbone, contexts, folder / "images")
     questions = small_task.ask(contexts, rng, {"page": 1, "legend": 1, "chain": 3, "aggregate": 2})
+    scene = scenes.load_scene(backbone, _repeated(contexts, batch), folder / "images")
+    asked = _repeated(questions, batch)
+    columns = np.arange(sum(QUESTIONS.values())) % questions.answer.shape[1]
+    asked = small_task.Questions(*(value[:, columns] for value in vars(asked).values()))
     reuse = probes.PageReuse(scene)
     caches = {
         "re-prefill": reuse.engine,
@@ -254,8 +293,9 @@ def draw_example(backbone: ModelBackbone, folder: Path, seed: int) -> Path:
 
     said = {}
     for arm, cache in caches.items():
-        answers = scenes.read(scene, cache, questions, sees_legends=True)
-        said[arm] = [answer_in_words(token) for token in answers.predicted[0].tolist()]
+        answers = scenes.read(scene, cache, asked, sees_legends=True)
+        tokens = answers.predicted[0, : questions.answer.shape[1]]
+        said[arm] = [answer_in_words(token) for token in tokens.tolist()]
     texts = []
     for kind, ask, argument in zip(questions.kind[0], questions.ask[0], questions.argument[0], strict=True):
         texts.append(f"{len(texts) + 1}  {question_in_words(int(kind), int(ask), int(argument))}")
@@ -263,7 +303,13 @@ def draw_example(backbone: ModelBackbone, folder: Path, seed: int) -> Path:
     legends, pages = small_task.render(contexts)
     path = folder / "figures" / "example.png"
     marks, colours = marks_of(contexts, questions), swatches()
-    return example_figure(list(legends[0]), pages[0], texts, said, path, correct, marks, colours)
+    shown = list(legends[0]), pages[0]
+    return functools.partial(example_figure, *shown, texts, said, path, correct, marks, colours)
+
+
+def _repeated[T: (small_task.Contexts, small_task.Questions)](one: T, times: int) -> T:
+    """Contexts or questions of one context as a batch of the same."""
+    return dataclasses.replace(one, **{name: np.repeat(value, times, axis=0) for name, value in vars(one).items()})
 
 
 def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
@@ -275,9 +321,7 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
     progress = Progress(_plan(config, len(arms_of(config, backbone))))
     about = f"{Path(config.backbone).name}: {config.contexts} contexts, {', '.join(config.suite)}"
     print(f"{about}; about {in_words(progress.left())} on two quiet cores", flush=True)
-    tables = [measure(backbone, config, folder, progress, parts)]
-    if "control" in config.suite:
-        tables.append(measure_control(config, folder, progress))
+    tables = measure(backbone, config, folder, progress, parts)
     progress.close()
 
     models = (config.backbone, *(table.model for table in tables[1:]))
@@ -296,10 +340,16 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
     }
     write_results(results, tables, folder)
 
-    figures = [*draw_all(results, folder / "figures"), *window_figures(results, folder / "figures")]
     notes = [*NOTES, *(WINDOW_NOTES if WINDOW in config.suite else [])]
-    if set(config.suite) & set(SUITES):
-        figures.insert(0, draw_example(backbone, folder, config.seed))
+    with ThreadPoolExecutor(1) as aside:
+        # The example's prefills go on beside the drawing, which keeps one core busy. One thread draws at a time.
+        drawing = aside.submit(draw_all, results, folder / "figures")
+        example = None
+        if set(config.suite) & set(SUITES):
+            example = read_example(backbone, folder, config.seed, config.batch)
+        figures = [*drawing.result(), *window_figures(results, folder / "figures")]
+    if example is not None:
+        figures.insert(0, example())
         write_table(results, folder / "table.md")
     report = write_report(results, figures, folder / "report.html", notes)
     print_summary(results)

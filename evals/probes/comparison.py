@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.repair import REPAIRS
+from kvpatch_jax.repair import REPAIRS, cacheblend, check_by_layer
 
 from ..results.costs import ArmCost
 from ..rules import RULES
@@ -43,10 +43,15 @@ def made_arms(reuse: PageReuse, arms: Iterable[str] | None = None) -> Iterator[A
         if wanted(name):
             yield Arm(name, costs.of_patch(patch), patch.nbytes / reuse.page.nbytes, reuse.cache(patch))
 
-    splice = reuse.splice()
+    splice, backbone, checked = reuse.splice(), reuse.scene.backbone, None
     for name, method, count in token_arms(reuse):
         if wanted(name):
-            repaired = REPAIRS[method](reuse.scene.backbone, splice, count)
+            if method == "cacheblend":
+                # What the check finds does not depend on the budget.
+                checked = check_by_layer(backbone, splice) if checked is None else checked
+                repaired = cacheblend(backbone, splice, count, checked=checked)
+            else:
+                repaired = REPAIRS[method](backbone, splice, count)
             # Which tokens come first is known ahead; other choices may fall on any.
             inputs = count if method == "first_k" else None
             cost = costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots), inputs)

@@ -231,7 +231,7 @@ def read(
       sees_legends: whether questions look at the legends, or only at the page (the legends have slid out).
       shown: bool [B, legends] by place, legends that are there at all.
     """
-    ids, positions, mask, asked = question_arrays(scene, questions, sees_legends, shown)
+    ids, positions, mask, asked = question_arrays(scene, questions, sees_legends, shown, in_common=True)
     tokens = scene.backbone.embed(ids, positions)
     # All questions of a context in one prefill: the mask keeps them apart.
     wanted = np.broadcast_to(asked, (len(ids), len(asked)))
@@ -240,21 +240,29 @@ def read(
 
 
 def question_arrays(
-    scene: Scene, questions: Questions, sees_legends: bool, shown: Bool[np.ndarray, "B legends"] | None
+    scene: Scene,
+    questions: Questions,
+    sees_legends: bool,
+    shown: Bool[np.ndarray, "B legends"] | None,
+    *,
+    in_common: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Makes the tokens that ask: ids [B, 2Q], positions, mask [B, 1, 2Q, S + 2Q], index [Q] of their last tokens."""
+    """Makes the tokens that ask: ids [B, 2Q], positions, mask [B, 1, 2Q, S + 2Q], index [Q] of their last tokens.
+
+    in_common: questions that begin alike share their first token, so that there are fewer (`sequences.in_common`).
+    """
     count = len(questions.answer)
     here = np.ones((count, sequences.CHUNKS), bool)
     if shown is not None:
         here[:, :-1] = shown
     _, behind = sequences.prefix_positions(scene.form, here, np.zeros(count, int))
-    tail = sequences.question_tokens(scene.form, questions, behind)
+    tail = (sequences.in_common if in_common else sequences.question_tokens)(scene.form, questions, behind)
     looks = here & ((np.arange(sequences.CHUNKS) == task.LEGENDS) | sees_legends)
     seen = looks[:, scene.form.owner]
     mask = np.concatenate(
         [
-            np.broadcast_to(seen[:, None], (count, len(tail.among), scene.form.prefix_tokens)),
-            np.broadcast_to(tail.among, (count, *tail.among.shape)),
+            np.broadcast_to(seen[:, None], (count, tail.ids.shape[1], scene.form.prefix_tokens)),
+            np.broadcast_to(tail.among, (count, *tail.among.shape[-2:])),
         ],
         axis=2,
     )

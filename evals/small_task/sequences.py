@@ -148,7 +148,7 @@ def context_images(form: Form, contexts: Contexts, split: str) -> list[np.ndarra
 
 
 class QuestionTokens(NamedTuple):
-    """Packed questions: ids [B,2Q], positions [B,2Q] or [B,2Q,3], among [2Q,2Q] (True: may look), asked [Q]."""
+    """Packed questions: ids [B,N], positions [B,N] or [B,N,3], among [N,N] or [B,N,N] (True: may look), asked [Q]."""
 
     ids: np.ndarray
     positions: np.ndarray
@@ -160,16 +160,40 @@ def question_tokens(form: Form, questions: Questions, behind: np.ndarray) -> Que
     """Makes two tokens of every question, all at the positions from `behind` [B] on, none seeing another."""
     count, asked = questions.answer.shape
     ids = np.stack([questions.ask, questions.argument], axis=2).reshape(count, -1)
-    step = np.tile(np.arange(QUESTION_TOKENS), asked)
-    positions = behind[:, None] + step
-    if form.local.ndim == 2:
-        positions = np.repeat(positions[..., None], form.local.shape[1], axis=2)
+    positions = _tail_positions(form, behind, np.tile(np.arange(QUESTION_TOKENS), asked))
 
     # Packed behind one another in the sequence, each question is masked off from all others.
     own = np.repeat(np.arange(asked), QUESTION_TOKENS)
     among = (own[:, None] == own) & np.tri(own.size, dtype=bool)
     last = QUESTION_TOKENS * np.arange(asked) + QUESTION_TOKENS - 1
-    return QuestionTokens(ids.astype(np.int32), positions.astype(np.int32), among, last.astype(np.int32))
+    return QuestionTokens(ids.astype(np.int32), positions, among, last.astype(np.int32))
+
+
+def in_common(form: Form, questions: Questions, behind: np.ndarray) -> QuestionTokens:
+    """Makes the same questions of fewer tokens: each way of asking once, [B, ways], and then every question's argument.
+
+    A first token sees what stands in front and itself, so that it is the same in all questions that begin with it.
+    Where questions are even in number, one of them is there twice: 12 and 13 are read by one program.
+    """
+    count, asked = questions.answer.shape
+    ways, argument, ask = np.array(VOCABULARY.asks), questions.argument, questions.ask
+    if asked % 2 == 0:
+        argument, ask = (np.concatenate([value, value[:, -1:]], axis=1) for value in (argument, ask))
+    ids = np.concatenate([np.broadcast_to(ways, (count, len(ways))), argument], axis=1)
+    positions = _tail_positions(form, behind, np.repeat(np.arange(QUESTION_TOKENS), [len(ways), ask.shape[1]]))
+
+    among = np.tile(np.eye(ids.shape[1], dtype=bool), (count, 1, 1))
+    among[:, len(ways) :, : len(ways)] = ask[..., None] == ways
+    last = np.arange(len(ways), len(ways) + asked, dtype=np.int32)
+    return QuestionTokens(ids.astype(np.int32), positions, among, last)
+
+
+def _tail_positions(form: Form, behind: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Positions [B,N] or [B,N,3] of tokens that stand `step` [N] behind the place `behind` [B]."""
+    positions = behind[:, None] + step
+    if form.local.ndim == 2:
+        positions = np.repeat(positions[..., None], form.local.shape[1], axis=2)
+    return positions.astype(np.int32)
 
 
 def pack(

@@ -60,6 +60,7 @@ class Vocabulary:
         self.names = specials + asks + rows + tags + glyphs + fills + stripes + cells
         self.pad, self.vision_start, self.vision_end, self.image, self.video, self.end = range(6)
         self.ask_glyph, self.ask_fill, self.ask_stripe, self.ask_most = range(6, 10)
+        self.asks = (self.ask_glyph, self.ask_fill, self.ask_stripe, self.ask_most)
         self.row, self.tag = 10, 10 + ROWS
         self.glyph = self.tag + CELLS
         self.fill, self.stripe = self.glyph + GLYPHS, self.glyph + GLYPHS + COLOURS

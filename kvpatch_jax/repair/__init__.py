@@ -10,7 +10,9 @@ from ._common import SplicedCache as SplicedCache
 from ._common import count_of_equal_bytes as count_of_equal_bytes
 from ._common import fraction_to_count as fraction_to_count
 from ._common import repair_everywhere as repair_everywhere
+from .cacheblend import Checked as Checked
 from .cacheblend import cacheblend as cacheblend
+from .cacheblend import check_by_layer as check_by_layer
 from .first_k import first_k as first_k
 from .oracle_delta import oracle_delta as oracle_delta
 

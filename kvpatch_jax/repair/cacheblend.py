@@ -1,7 +1,10 @@
 """CacheBlend: recompute a few whole layers, see which tokens moved most there, and recompute those above."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from ..backbone import Backbone
 from ..errors import InputError
@@ -19,7 +22,38 @@ from ._common import (
 )
 
 
-def cacheblend(backbone: Backbone, splice: SplicedCache, count: int, check_layer: int = 1) -> Repaired:
+class Checked(NamedTuple):
+    """What the check finds of one splice, for any number of tokens above it.
+
+    cache: with all tokens run again through the check layer, {channel: [L,B,S,K,H]}. score: how far each token moved
+    there [B,T]. rewritten: which tokens at which layer [L,B,T].
+    """
+
+    cache: dict[str, Array]
+    score: Float[Array, "B T"]
+    rewritten: Bool[Array, "L B T"]
+
+
+def check_by_layer(backbone: Backbone, splice: SplicedCache, check_layer: int = 1) -> Checked:
+    """Recomputes all tokens through `check_layer` and scores how far each one's KV moved there.
+
+    Raises:
+      InputError: a layer the backbone does not have. ShapeError, LayoutError, DtypeError: a splice that does not fit.
+    """
+    layout = backbone.layout
+    check_splice(layout, splice, 0)
+    if not 0 <= check_layer < layout.layers:
+        raise InputError(f"cacheblend: check_layer {check_layer}; expected 0 to {layout.layers - 1}")
+    live = live_tokens(splice)
+    below = jax.device_put((np.arange(layout.layers) <= check_layer)[:, None, None])
+    lower = backbone.recompute(splice.tokens, splice.cache, splice.slots, below & live, splice.mask).cache
+    checked = lambda cache: read_slots(cache, splice.slots, check_layer)
+    return Checked(lower, deviation(checked(lower), checked(splice.cache), live), below & live)
+
+
+def cacheblend(
+    backbone: Backbone, splice: SplicedCache, count: int, check_layer: int = 1, *, checked: Checked | None = None
+) -> Repaired:
     """Recomputes all tokens through `check_layer`, and above it the `count` tokens whose KV deviates most there.
 
     The sets are nested: all tokens at layers 0 … check_layer, the chosen ones above. The full recompute of the lower
@@ -29,6 +63,7 @@ def cacheblend(backbone: Backbone, splice: SplicedCache, count: int, check_layer
     Args:
       count: tokens per row above the check layer, static, 0 … T; 0 returns the cache as it is.
       check_layer: static; where fresh and spliced KV are compared.
+      checked: what `check_by_layer` found of this splice at this layer, where several counts are tried; None: it runs.
 
     Returns:
       The mended cache, and the tokens rewritten [L,B,T].
@@ -43,11 +78,9 @@ def cacheblend(backbone: Backbone, splice: SplicedCache, count: int, check_layer
         raise InputError(f"cacheblend: check_layer {check_layer}; expected 0 to {layout.layers - 1}")
     if count == 0:
         return untouched(layout, splice)
-    live = live_tokens(splice)
-    below = jax.device_put((np.arange(layout.layers) <= check_layer)[:, None, None])
-    lower = backbone.recompute(splice.tokens, splice.cache, splice.slots, below & live, splice.mask).cache
-    checked = lambda cache: read_slots(cache, splice.slots, check_layer)
-    index = largest(deviation(checked(lower), checked(splice.cache), live), count)
+    if checked is None:
+        checked = check_by_layer(backbone, splice, check_layer)
+    index = largest(checked.score, count)
     # Run again from the embeddings, the chosen tokens meet fresh lower layers and pass through them unchanged.
-    cache = recompute_tokens(backbone, splice._replace(cache=lower), index)
-    return Repaired(cache, (below & live) | mark(splice, index))
+    cache = recompute_tokens(backbone, splice._replace(cache=checked.cache), index)
+    return Repaired(cache, checked.rewritten | mark(splice, index))

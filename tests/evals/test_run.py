@@ -111,7 +111,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     with pytest.MonkeyPatch.context() as patched:
         if not whole:
             patched.setattr(run, "arms_of", lambda *_: arms)
-        ledger = run.measure(backbone, dataclasses.replace(CONFIG, suite=asked), folder, progress)
+        [ledger] = run.measure(backbone, dataclasses.replace(CONFIG, suite=asked), folder, progress)
     rows = ledger.rows()
     config = {**dataclasses.asdict(CONFIG), "command": "python -m evals.run --seed=77"}
     run.write_results({"config": config, "environment": environment(run.PACKAGES), "rows": rows}, [ledger], folder)
@@ -285,7 +285,10 @@ def test_items_are_one_line_per_valid_question(job: Job):
 def test_report_and_figures_are_written(job: Job, backbone: ModelBackbone):
     """report.html holds every figure inline and nothing from outside; no NaN is shown. (Of made-up rows: reports.)"""
     results = {**job.written, "rows": job.rows}
-    figures = [run.draw_example(backbone, job.folder, CONFIG.seed), *draw_all(results, job.folder / "figures")]
+    figures = [
+        run.read_example(backbone, job.folder, CONFIG.seed, CONFIG.batch)(),
+        *draw_all(results, job.folder / "figures"),
+    ]
     write_report(results, figures, job.folder / "report.html", run.NOTES)
     page = (job.folder / "report.html").read_text()
     figures = sorted((job.folder / "figures").glob("*.png"))
