@@ -327,6 +327,24 @@ def test_positions_equal_the_models(seed: int, seen: list[bool], start: int):
     assert behind[0] - start == delta + keep.sum()
 
 
+@pytest.mark.parametrize("pages", [2, 3])
+def test_questions_with_first_tokens_in_common_see_the_same(pages: int):
+    """Each argument sees its own first token and itself, both at the places that they have as two tokens."""
+    contexts, rng = draw(5)
+    questions = small_task.ask(contexts, rng, {**COUNTS, "page": pages})
+    behind = np.array([7, 30, 2])
+    apart, shared = (make(FORM, questions, behind) for make in (sequences.question_tokens, sequences.in_common))
+    assert shared.ids.shape[1] < apart.ids.shape[1]
+    for context, last in np.ndindex(*questions.answer.shape):
+        token, whole = shared.asked[last], apart.asked[last]
+        seen, expected = np.flatnonzero(shared.among[context, token]), np.flatnonzero(apart.among[whole])
+        np.testing.assert_array_equal(shared.ids[context, seen], apart.ids[context, expected])
+        np.testing.assert_array_equal(shared.positions[context, seen], apart.positions[context, expected])
+        # The first token sees nothing but itself.
+        assert shared.among[context, seen[0]].sum() == 1
+        assert seen[-1] == token
+
+
 def bare_scene(contexts: Contexts) -> scenes.Scene:
     """A scene of these contexts without any image embedded."""
     return scenes.Scene(fresh("qwen2_5_vl"), contexts, (), ())

@@ -16,6 +16,7 @@ from kvpatch_jax.repair import (
     REPAIRS,
     SplicedCache,
     cacheblend,
+    check_by_layer,
     count_of_equal_bytes,
     first_k,
     fraction_to_count,
@@ -164,9 +165,12 @@ def test_cacheblend_equals_one_pass_over_nested_sets(backbone, spliced):
     splice, expected = spliced
     repaired = cacheblend(backbone, splice, 3)
     once = backbone.recompute(splice.tokens, splice.cache, splice.slots, keep=repaired.chosen).cache
+    again = cacheblend(backbone, splice, 3, checked=check_by_layer(backbone, splice))
+    np.testing.assert_array_equal(again.chosen, repaired.chosen)
     for name in once:
         assert error(repaired.cache[name], once[name]) <= 1e-5
         assert error(repaired.cache[name][:2], expected[name][:2]) <= 1e-5  # whole below: as in a prefill
+        np.testing.assert_array_equal(again.cache[name], repaired.cache[name])
 
 
 def test_cacheblend_finds_the_token_that_was_spoilt(backbone, spliced):
