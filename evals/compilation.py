@@ -8,4 +8,5 @@ import jax
 def use_compilation_cache() -> None:
     """Keeps compiled programs in the project's own cache directory, .cache/jax."""
     jax.config.update("jax_compilation_cache_dir", str(Path(__file__).resolve().parents[1] / ".cache" / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # Small programs too: the control of evals.run runs the same ones again.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
