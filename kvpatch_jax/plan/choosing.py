@@ -83,6 +83,8 @@ class Chooser:
         self.places = [index for index, own in enumerate(options) if own[0].open or len(own) > 1]
         ways = {option.way for own in options for option in own if option.way is not None}
         self.ways: list[Way] = sorted(ways)
+        self._promised = [[option for option in options[place] if option.way is None] for place in self.places]
+        self._others = [[option for option in options[place] if option.way is not None] for place in self.places]
 
     def within(self, kl: float, flips: float, unknown: Unknown = "none", per_byte: float = 0.0) -> Chosen:
         """The cheapest choice of which an answer loses at most this.
@@ -93,16 +95,17 @@ class Chooser:
           per_byte: seconds that a byte counts for; infinite: bytes alone count.
         """
         count = len(self.places)
-        sets = {frozenset[Way](): self._sums(frozenset(), "none", per_byte)}
-        promised = sets[frozenset()]
         if unknown != "none":
             kinds = frozenset(way for way in self.ways if self._fits(way, count - 1, kl, flips))
             return self._taken(0, kinds, unknown, per_byte)
+        alone = [self._cheapest(own, per_byte) for own in self._promised]
+        promised = _behind(alone)
+        sets = {frozenset[Way](): promised}
         best_cost, best_first, best_kinds = math.inf, count, frozenset[Way]()
         for first in self._firsts():
             kinds = frozenset(way for way in self.ways if self._fits(way, count - first - 1, kl, flips))
             if kinds not in sets:
-                sets[kinds] = self._sums(kinds, "none", per_byte)
+                sets[kinds] = _behind(self._costs(kinds, alone, per_byte))
             cost = promised[0] - promised[first] + sets[kinds][first]
             if cost < best_cost:
                 best_cost, best_first, best_kinds = cost, first, kinds
@@ -177,23 +180,29 @@ class Chooser:
         turned = self.bounds.flips(way, others)
         return turned is not None and turned <= flips
 
-    def _sums(self, kinds: Kinds, unknown: Unknown, per_byte: float) -> list[float]:
-        """Least costs of all places from each on, with these ways allowed."""
-        costs = [
-            min(self._cost(option, per_byte) for option in self._allowed(place, kinds, unknown))
-            for place in self.places
-        ]
-        return [*itertools.accumulate(reversed(costs), initial=0.0)][::-1]
+    def _costs(self, kinds: Kinds, alone: Sequence[float], per_byte: float) -> list[float]:
+        """Least costs of all places, with these ways allowed; `alone`: without any."""
+        costs = list(alone)
+        for number, others in enumerate(self._others):
+            for option in others:
+                if option.way in kinds:
+                    costs[number] = min(costs[number], self._cost(option, per_byte))
+        return costs
 
-    def _allowed(self, place: int, kinds: Kinds, unknown: Unknown) -> Sequence[Option]:
+    def _cheapest(self, options: Sequence[Option], per_byte: float) -> float:
+        if len(options) == 1 and not per_byte:
+            return options[0].seconds
+        return min(self._cost(option, per_byte) for option in options)
+
+    def _allowed(self, number: int, kinds: Kinds, unknown: Unknown) -> Sequence[Option]:
+        others = self._others[number]
         if unknown == "all":
-            return self.options[place]
-        found = [option for option in self.options[place] if option.way is None or option.way in kinds]
+            return [*self._promised[number], *others]
+        found = [*self._promised[number], *(option for option in others if option.way in kinds)]
         if unknown == "patches":
-            others = [option for option in self.options[place] if option.way is not None]
             found += [option for option in others if option.service.how == "keep"]
             patches = [option for option in others if option.stocked is not None and option.way != UNKNOWN]
-            found += sorted(patches, key=lambda option: option.rank)[-1:]
+            found += [max(patches, key=lambda option: option.rank)] if patches else []
         return found
 
     @staticmethod
@@ -204,11 +213,10 @@ class Chooser:
         """Each piece by its cheapest option, those that nothing is to be chosen of as they are."""
         chosen = [own[0] for own in self.options]
         for number, place in enumerate(self.places):
-            if number >= first:
-                options = self._allowed(place, kinds, unknown)
-            else:
-                options = [option for option in self.options[place] if option.way is None]
-            chosen[place] = min(options, key=lambda option: self._cost(option, per_byte))
+            options = self._allowed(number, kinds, unknown) if number >= first else self._promised[number]
+            chosen[place] = options[0]
+            if len(options) > 1:
+                chosen[place] = min(options, key=lambda option: self._cost(option, per_byte))
         return self.bounded(chosen)
 
     def bounded(self, chosen: list[Option]) -> Chosen:
@@ -221,6 +229,11 @@ class Chooser:
         ways = {option.way for option in behind if option.way is not None}
         kl, flips = ([of(way, others) for way in ways] for of in (self.bounds.kl, self.bounds.flips))
         return Chosen(chosen, _largest(kl), _largest(flips))
+
+
+def _behind(costs: Sequence[float]) -> list[float]:
+    """Their sums from each on; 0 from behind the last."""
+    return [*itertools.accumulate(reversed(costs), initial=0.0)][::-1]
 
 
 def _largest(numbers: Sequence[float | None]) -> float | None:

@@ -58,8 +58,9 @@ class Priced:
 
     def forward(self, entry: Entry, behind: int, again: bool) -> tuple[int, int, float]:
         """Bytes, FLOPs and seconds of a prefill, or of a recompute in place."""
-        numbers = self.costs.prefill(entry.tokens, behind)
-        return _priced(numbers["bytes"], numbers["flops"], self.recompute if again else self.prefill)
+        tokens, costs = entry.tokens, self.costs
+        rates = self.recompute if again else self.prefill
+        return _priced(costs.kv_bytes * (tokens + behind), costs.run(tokens, behind), rates)
 
     def turned(self, tokens: int) -> tuple[int, int, float]:
         """Of turning keys, without the launch, which all that turn share."""
@@ -114,27 +115,37 @@ class Menu:
         self.known, self.encoded, self.forming, self.allow_stale = known, encoded, forming, allow_stale
         self.forget = arranged.window.promise == "forget"
 
-    def options(self) -> list[list[Option]]:
-        """For each piece its options: the first one is as the window promises, and the cheapest of that kind."""
+    def options(self, promised: bool = False) -> list[list[Option]]:
+        """For each piece its options: the first one is as the window promises, and the cheapest of that kind.
+
+        Args:
+          promised: that one alone, for which no patches are looked up (but where it is to be told whether a piece's
+            patch is still to be formed).
+        """
         arranged, behind, found = self.arranged, 0, []
         starts = {piece[0].id: piece[1] for piece in arranged.before.pieces}
+        few = promised and not self.forming
         for index, (piece, kept) in enumerate(zip(arranged.window.pieces, arranged.kept, strict=True)):
-            own = self._standing(index, piece, behind, starts) if kept else self._coming(index, piece, behind)
-            found.append(own)
-            behind += piece.entry.tokens
+            if kept:
+                own = self._standing(index, piece, behind, starts, few)
+            else:
+                own = self._coming(index, piece, behind, few)
+            found.append(own[:1] if promised else own)
+            behind += piece[0].tokens
         return found
 
-    def _coming(self, index: int, piece: PlacedPiece, behind: int) -> list[Option]:
+    def _coming(self, index: int, piece: PlacedPiece, behind: int, few: bool) -> list[Option]:
         """Of a piece that comes in."""
         entry, priced = piece.entry, self.priced
-        forward = priced.forward(entry, behind, again=False)
-        if entry.kind == "text":
-            return [Option("prefill", PREFILL, *forward, open=True)]
+        nbytes, flops, seconds = priced.forward(entry, behind, again=False)
+        if few or entry.kind == "text":
+            point = "encoded" if entry.id in self.encoded else "prefill"
+            return [Option(point, PREFILL, nbytes, flops, seconds, None, True)]
         patched = list(self._patched(index, entry))
         point: Point = "encoded" if entry.id in self.encoded else "prefill"
         if self.forming and index and point == "prefill" and all(option.way == UNKNOWN for option in patched):
             point = "fresh"
-        options = [Option(point, PREFILL, *forward, open=True), *patched]
+        options = [Option(point, PREFILL, nbytes, flops, seconds, None, True), *patched]
         if self.stock.canonical(entry):
             options.append(Option("bare", _BARE, *priced.bare(entry), BARE_WAY))
         return options
@@ -146,8 +157,9 @@ class Menu:
         for stocked in found:
             if stocked.note.base == "canonical" or (kept is not None and self._has_base(stocked, kept)):
                 way = stocked.point, stocked.note.rank
-                numbers = self.priced.patched(entry, stocked)
-                yield Option(stocked.point, Service("patch", stocked.note), *numbers, way, stocked=stocked)
+                nbytes, flops, seconds = self.priced.patched(entry, stocked)
+                service = Service("patch", stocked.note)
+                yield Option(stocked.point, service, nbytes, flops, seconds, way, False, stocked)
         if self.allow_stale:
             serving = {stocked.note.digest for stocked in found}
             for stocked in self.stock.stale(entry, target):
@@ -167,7 +179,9 @@ class Menu:
         window = self.arranged.window
         return lambda: window.target(window.pieces[index].entry.id)
 
-    def _standing(self, index: int, piece: PlacedPiece, behind: int, starts: Mapping[str, int]) -> list[Option]:
+    def _standing(
+        self, index: int, piece: PlacedPiece, behind: int, starts: Mapping[str, int], few: bool
+    ) -> list[Option]:
         """Of a piece that stands in the window already."""
         entry, priced = piece.entry, self.priced
         turn = priced.turned(entry.tokens) if starts[entry.id] != piece.start else (0, 0, 0.0)
@@ -179,10 +193,13 @@ class Menu:
         keep = keep._replace(way=self._kept_way(index, piece))
         if entry.kind == "text":
             return [again, keep]
+        restored = piece.state.kind == "bare" and self._is_promised(index, piece, aside=True)
+        if few and not restored:
+            return [again]
         options = [again, keep, *self._patched(index, entry, piece)]
         if piece.state.kind != "bare" and self.stock.canonical(entry):
             options.append(Option("bare", _BARE, *priced.bare(entry), BARE_WAY))
-        if piece.state.kind == "bare" and piece.aside is not None and self._is_promised(index, piece, aside=True):
+        if restored:
             options.insert(0, Option("survivor", _RESTORE, *priced.bare(entry, here=True)))
         return options
 

@@ -78,7 +78,7 @@ class Plan:
     seconds: float
     devices: DeviceCosts
     certificate: str | None
-    _menu: list[list[Option]]
+    _menu: Menu
     _taken: list[Option]
     _stock: Stock
     _bounds: Bounds
@@ -112,6 +112,11 @@ class Plan:
         gone = {piece.state.digest for piece in self.window.evicted}
         return {digest: way for digest, way in {**self._known, **found}.items() if digest not in gone}
 
+    @functools.cached_property
+    def _options(self) -> list[list[Option]]:
+        """All ways of serving each piece, as they are to be had now."""
+        return self._menu.options()
+
     def _worse(self, first: Way, second: Way) -> Way:
         """The way that less is known of, or that loses more."""
         one, other = (self._bounds.kl(way, 0) for way in (first, second))
@@ -136,9 +141,9 @@ class Plan:
         """
         index = self.window.index(id)
         return [
-            f"{'→' if option is self._taken[index] else ' '} {self._named(option)}: {_took(option)}, "
+            f"{'→' if option == self._taken[index] else ' '} {self._named(option)}: {_took(option)}, "
             f"{_lost(None if option.way is None else self._bounds.kl(option.way, 0), option)}"
-            for option in self._menu[index]
+            for option in self._options[index]
         ]
 
     def explain(self) -> str:
@@ -159,11 +164,12 @@ class Plan:
     def _refused(self, index: int) -> str:
         """Why a quicker way was not taken; empty where none was."""
         taken = self._taken[index]
-        quicker = [option for option in self._menu[index] if option.seconds < taken.seconds]
+        quicker = [option for option in self._options[index] if option.seconds < taken.seconds]
         if not quicker:
             return ""
         best = min(quicker, key=lambda option: option.seconds)
-        assert best.way is not None
+        if best.way is None:
+            return ""
         if best.way == UNKNOWN:
             why = "stale" if best.service.allow_stale else "nothing says how far it is off"
         elif self._bounds.kl(best.way, 0) is None:
@@ -238,7 +244,7 @@ def plan(
         wanted = [*pinned, *wanted]
     arranged = arrange(window, wanted)
     devices = costs or DeviceCosts.assumed()
-    at_hand = _at_hand(arranged.window, stored, executor)
+    at_hand = None if executor is None and not stored.in_memory else _at_hand(arranged.window, stored, executor)
     menu = Menu(
         arranged,
         stored,
@@ -248,9 +254,13 @@ def plan(
         forming=forming,
         allow_stale=allow_stale,
     )
-    options = menu.options()
+    promised = goal.as_promised and not uncertified
+    options = menu.options(promised)
     bounds = Bounds(certificate, _promise(arranged.window), len(options))
-    chosen = _choose(Chooser(options, bounds), goal, uncertified, arranged.window)
+    if promised:
+        chosen = Chosen([own[0] for own in options], 0.0, 0.0)
+    else:
+        chosen = _choose(Chooser(options, bounds), goal, uncertified, arranged.window)
     there, edits = arranged.serve([option.service for option in chosen.options], at_hand)
     return Plan(
         window,
@@ -263,7 +273,7 @@ def plan(
         devices.seconds(edits),
         devices,
         None if certificate is None else certificate.digest,
-        options,
+        menu,
         chosen.options,
         stored,
         bounds,

@@ -58,6 +58,7 @@ class Stock:
         """
         self.backbone, self._store, self._layout = backbone, store, layout
         self._lead: str | None = None
+        self._gives = False
         self._contents: dict[str, set[str | None]] = {}
         self._chunks: dict[str, Chunk] = {}
         self._serving: dict[tuple[str, str], list[Stocked]] = {}
@@ -89,6 +90,7 @@ class Stock:
                 self._expect_own(thing.backbone, f"chunk {thing.id!r:.80}")
                 self._contents.setdefault(thing.id, set()).add(content_of(thing))
                 self._chunks[thing.id] = thing
+                self._gives = True
             elif isinstance(thing, Entry):
                 self._contents.setdefault(thing.id, set()).add(thing.content)
             elif isinstance(thing, Patch):
@@ -143,6 +145,11 @@ class Stock:
         found = store.get(entry.id, self.backbone, **options)
         return found is not None and (None in (entry.content, found.content) or entry.content == found.content)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether anything that it has is in memory, and would be given to an executor."""
+        return self._gives
+
     def chunk(self, id: str) -> Chunk | None:
         """A canonical that is in memory."""
         return self._chunks.get(id)
@@ -182,6 +189,7 @@ class Stock:
         if note.digest in known:
             return
         known[note.digest] = stocked
+        self._gives = self._gives or stocked.patch is not None
         key = note.chunk, chain_of(self.backbone, note)
         self._serving.setdefault(key, []).append(stocked)
         if note.orbit or any(member.content is None for member in note.antecedent.members):

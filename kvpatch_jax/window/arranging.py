@@ -78,7 +78,8 @@ class Arranged:
         for index, (kept, service) in enumerate(zip(self.kept, services, strict=True)):
             if service.how == ("keep" if kept else "prefill"):
                 if changed and not kept:  # behind other KV than was thought
-                    pieces[index] = pieces[index]._replace(state=FRESH)
+                    entry, start, _, _, born, placed = pieces[index][:6]
+                    pieces[index] = PlacedPiece(entry, start, FRESH, None, born, placed)
                 continue
             changed.append(index)
             if service.how == "prefill":
@@ -111,7 +112,8 @@ class Arranged:
             window._check_patch(note, piece, allow_stale=False)
 
     def _edits(self, window: Window, services: Sequence[Service], at_hand: AtHand | None) -> Edits:
-        costs, turning = window.costs, window.costs.rotate(1)
+        costs, turning, placing = window.costs, window.costs.rotate(1), window.costs.copy(1)
+        each = placing["bytes"], placing["flops"], costs.kv_bytes
         before = {piece[0].id: piece for piece in self.before.pieces}
         turns: list[Edit] = []
         fetches: list[Edit] = []
@@ -126,42 +128,45 @@ class Arranged:
             if turned and (how in ("keep", "prefill")):
                 turns.append(Rotate(id, before[id].start, start, turning["bytes"] * tokens, turning["flops"] * tokens))
             if how == "prefill":
-                numbers = costs.prefill(tokens, behind)
-                made = Recompute(id, 0, behind, **numbers) if kept else Prefill(id, behind, **numbers)
-                forwards.append(made)
+                numbers = costs.kv_bytes * (tokens + behind), costs.run(tokens, behind)
+                forwards.append(Recompute(id, 0, behind, *numbers) if kept else Prefill(id, behind, *numbers))
             elif how != "keep" and not (kept and before[id].state == state):
-                self._place(id, tokens, state, how, at_hand, fetches, copies, patches)
+                _place(id, tokens, state, how, each, at_hand, (fetches, copies, patches))
             elif turned and how != "keep":  # asked to be served as it is already
                 turns.append(Rotate(id, before[id].start, start, turning["bytes"] * tokens, turning["flops"] * tokens))
             behind += tokens
         return (*(Drop(id) for id in self.gone), *turns, *fetches, *copies, *patches, *forwards)
 
-    def _place(
-        self,
-        id: str,
-        tokens: int,
-        state: State,
-        how: str,
-        at_hand: AtHand | None,
-        fetches: list[Edit],
-        copies: list[Edit],
-        patches: list[Edit],
-    ) -> None:
-        """The edits that place canonical, patch or what was aside."""
-        costs, placing = self.window.costs, self.window.costs.copy(tokens)
-        if state.kind == "conditioned":
-            copies.append(Copy(id, "conditioned", None, **placing))
-            return
-        here = how == "restore"
-        if state.base == "canonical" and not here and not (at_hand is not None and at_hand(id, None)):
-            fetches.append(Fetch(id, "canonical", None, costs.kv_bytes * tokens))
-        if state.patch is None:
-            copies.append(Copy(id, "canonical", None, **placing))
-            return
-        if not here and not (at_hand is not None and at_hand(id, state.patch)):
-            fetches.append(Fetch(id, "patch", state.patch, state.patch_bytes))
-        nbytes, flops = placing["bytes"] + state.patch_bytes, placing["flops"] + state.patch_flops * tokens
-        patches.append(ApplyPatch(id, state.patch, state.rank, state.base, nbytes, flops))
+
+def _place(
+    id: str,
+    tokens: int,
+    state: State,
+    how: str,
+    each: tuple[int, int, int],
+    at_hand: AtHand | None,
+    edits: tuple[list[Edit], list[Edit], list[Edit]],
+) -> None:
+    """Adds the edits that place a canonical, a patch or what was aside: to fetches, copies and patches.
+
+    Args:
+      each: of a token, bytes and FLOPs of placing it, and bytes of its KV.
+    """
+    fetches, copies, patches = edits
+    nbytes, flops = each[0] * tokens, each[1] * tokens
+    if state.kind == "conditioned":
+        copies.append(Copy(id, "conditioned", None, nbytes, flops))
+        return
+    here = how == "restore"
+    if state.base == "canonical" and not here and not (at_hand is not None and at_hand(id, None)):
+        fetches.append(Fetch(id, "canonical", None, each[2] * tokens))
+    if state.patch is None:
+        copies.append(Copy(id, "canonical", None, nbytes, flops))
+        return
+    if not here and not (at_hand is not None and at_hand(id, state.patch)):
+        fetches.append(Fetch(id, "patch", state.patch, state.patch_bytes))
+    nbytes, flops = nbytes + state.patch_bytes, flops + state.patch_flops * tokens
+    patches.append(ApplyPatch(id, state.patch, state.rank, state.base, nbytes, flops))
 
 
 def _served(piece: PlacedPiece, kept: bool, service: Service) -> PlacedPiece:
@@ -181,7 +186,7 @@ def _served(piece: PlacedPiece, kept: bool, service: Service) -> PlacedPiece:
     if note is None:
         aside = piece.state if kept and piece.state.kind != "bare" else piece.aside
         return piece._replace(state=BARE, aside=aside)
-    return piece._replace(state=note.served, aside=None)
+    return PlacedPiece(entry, piece.start, note.served, None, piece.born, piece.placed)
 
 
 def arrange(window: Window, entries: Sequence[Entry]) -> Arranged:

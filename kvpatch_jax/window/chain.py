@@ -39,32 +39,36 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
     A piece whose state is `FRESH` is prefilled here: its state says behind what from now on.
     """
     done = list(pieces[:first])
+    previous = done[-1] if done else None
     for piece in pieces[first:]:
-        previous = done[-1] if done else None
-        done.append(_link(backbone, previous, piece))
+        previous = _link(backbone, previous, piece)
+        done.append(previous)
     return tuple(done)
 
 
 def _link(backbone: str, previous: PlacedPiece | None, piece: PlacedPiece) -> PlacedPiece:
-    if previous is None:
-        front, gap, exact, pure, latest = root(backbone), 0, True, True, -1
-    else:
-        gap = piece.start - previous.start - previous.entry.span
-        front = behind(previous.front, previous.entry.key, apart(previous.service, gap))
-        exact, pure, latest = previous.fidelity == EXACT and not gap, previous.pure, previous.latest
-
     entry, start, state, aside, born, placed = piece[:6]
+    if previous is None:
+        front, exact, pure, latest = root(backbone), True, True, -1
+    else:
+        before, at, _, _, _, _, front, fidelity, latest, pure = previous
+        gap = start - at - before.span
+        service = EXACT if fidelity == EXACT else previous.service
+        front = behind(front, before.key, apart(service, gap) if gap else service)
+        exact = fidelity == EXACT and not gap
+
     if state is FRESH:
         state = State("conditioned", front, pure)
     fidelity = "approximate"
-    if state.kind == "conditioned" and state.pure:
+    if state.pure and state.kind == "conditioned":
         if exact and state.behind == front:
             fidelity = EXACT
             born = max(born, latest)  # it has seen all in front, whenever that came to stand there
         elif latest <= born:
             fidelity = "survivor"
-    latest, pure = max(latest, placed), pure and state.pure
-    return PlacedPiece(entry, start, state, aside, born, placed, front, fidelity, latest, pure)
+    if placed > latest:
+        latest = placed
+    return PlacedPiece(entry, start, state, aside, born, placed, front, fidelity, latest, pure and state.pure)
 
 
 def target_digests(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> tuple[str, ...]:

@@ -65,15 +65,18 @@ class Costs:
 
     def prefill(self, tokens: int, behind: int, start_layer: int = 0, logits: int = 0) -> dict[str, int]:
         """Costs of a forward over tokens, causal behind `behind` others: KV read and written, FLOPs of the products."""
-        flops = self._forward(tokens, behind) if start_layer == 0 else self.forward.flops(tokens, behind, start_layer)
+        flops = self.run(tokens, behind) if start_layer == 0 else self.forward.flops(tokens, behind, start_layer)
         flops += logits * self.forward.logit
         own = self.kv_bytes * (self.layers - start_layer) // self.layers
         return {"bytes": own * (tokens + behind), "flops": flops}
 
-    def _forward(self, tokens: int, behind: int) -> int:
-        """What `ForwardCosts.flops` counts through all layers, of sums that are taken once."""
+    def run(self, tokens: int, behind: int) -> int:
+        """FLOPs of a forward through all layers, as `ForwardCosts.flops` counts them, of sums that are taken once."""
         each, pairs = self._sums
-        return each * tokens + sum(pair * seen_pairs(tokens, behind, window) for window, pair in pairs)
+        flops = each * tokens
+        for window, pair in pairs:
+            flops += pair * seen_pairs(tokens, behind, window)
+        return flops
 
     @functools.cached_property
     def _sums(self) -> tuple[int, tuple[tuple[int, int], ...]]:
