@@ -4,6 +4,7 @@ from .cascade import Cascade, Dependent, Rebuild
 from .certificate import Certificate, Certified, CertifiedPlan, Rank
 from .device_costs import DeviceCosts, Rates
 from .goal import Goal
+from .menu import Way
 from .placement import Placement, StoredPatches, place
 from .planning import Plan, PlannedChunk, plan
 from .points import MEANING, POINTS, Point
@@ -29,6 +30,7 @@ __all__ = [
     "Stock",
     "Stocked",
     "StoredPatches",
+    "Way",
     "place",
     "plan",
 ]

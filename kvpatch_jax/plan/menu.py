@@ -1,5 +1,7 @@
 """What each piece of a window could be served by, and what each of these ways takes."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -133,6 +135,17 @@ class Menu:
             found.append(own[:1] if promised else own)
             behind += piece[0].tokens
         return found
+
+    def repair(self, index: int) -> Option | None:
+        """What a canonical with 15 % of its tokens recomputed would take, which no edit does; None without one."""
+        window = self.arranged.window
+        entry = window.pieces[index].entry
+        if entry.kind == "text" or not self.stock.canonical(entry):
+            return None
+        count, bare = math.ceil(0.15 * entry.tokens), self.priced.bare(entry)
+        again = self.priced.forward(dataclasses.replace(entry, tokens=count), window.behind(entry.id), again=True)
+        nbytes, flops, seconds = (own + more for own, more in zip(bare, again, strict=True))
+        return Option("repair", _BARE, int(nbytes), int(flops), seconds, ("repair", 15))
 
     def _coming(self, index: int, piece: PlacedPiece, behind: int, few: bool) -> list[Option]:
         """Of a piece that comes in."""

@@ -109,8 +109,9 @@ class Plan:
                 found[piece.state.digest] = option.way
             elif worst is not None and option.open:
                 found[piece.state.digest] = worst
-        gone = {piece.state.digest for piece in self.window.evicted}
-        return {digest: way for digest, way in {**self._known, **found}.items() if digest not in gone}
+        asides = (piece.aside.digest for piece in self.window.pieces if piece.aside is not None)
+        held = {digest: self._known[digest] for digest in asides if digest in self._known}
+        return {**held, **found}
 
     @functools.cached_property
     def _options(self) -> list[list[Option]]:
@@ -136,15 +137,21 @@ class Plan:
     def menu(self, id: str) -> list[str]:
         """Says what a piece could have been served by, a line for each way, and what would bound it.
 
+        A token repair is among them where there is a canonical: predicted alone, for no edit does it.
+
         Raises:
           WindowError: a piece that is not in the window.
         """
         index = self.window.index(id)
-        return [
+        lines = [
             f"{'→' if option == self._taken[index] else ' '} {self._named(option)}: {_took(option)}, "
             f"{_lost(None if option.way is None else self._bounds.kl(option.way, 0), option)}"
             for option in self._options[index]
         ]
+        repaired = self._menu.repair(index)
+        return (
+            lines if repaired is None else [*lines, f"  {_took(repaired)} by a repair of 15 % of the tokens; no edit"]
+        )
 
     def explain(self) -> str:
         """Says how each piece is served and why, a line for each, below a line for all."""
@@ -373,8 +380,7 @@ def _planned(
         elif tainted and option.open:
             kl = chosen.kl
         seconds = option.seconds + launch if entry.id == turning else option.seconds
+        point = "survivor" if option.point == "leading" and piece.fidelity != "exact" else option.point
         digest, rank = (None, 0) if stocked is None else (stocked.note.digest, stocked.note.rank)
-        made.append(
-            PlannedChunk(entry, option.point, digest, rank, option.bytes, option.flops, seconds, piece.fidelity, kl)
-        )
+        made.append(PlannedChunk(entry, point, digest, rank, option.bytes, option.flops, seconds, piece.fidelity, kl))
     return tuple(made)

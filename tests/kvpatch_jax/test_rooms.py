@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["evals", "models", "kvpatch_jax", "pallas_kernels"]
+CORE = ["session", "plan", "window", ""]
 STORE = ["cli", "", "snapshots", "libraries", "tiers", "disk", "format", "io"]
 MODELS = ["", "families", "inputs", "towers", "decoder", "attention", "checkpoints"]
 """From the top down; "" is the room's own modules."""
@@ -84,6 +85,13 @@ def test_packages_import_one_way(edges: Edges):
 def test_the_operators_do_not_know_the_store(edges: Edges):
     core = [name for name in edges if name.startswith("kvpatch_jax.") and not name.startswith("kvpatch_jax.store")]
     assert [name for name in core if any(other.startswith("kvpatch_jax.store") for other in edges[name])] == []
+
+
+def test_rooms_of_the_operators_import_one_way(edges: Edges):
+    # the package's face stands above all rooms
+    inside = {name: others for name, others in edges.items() if name != "kvpatch_jax"}
+    assert backwards(inside, CORE, "kvpatch_jax") == []
+    assert any(other.startswith("kvpatch_jax.plan") for other in edges["kvpatch_jax.session.choosing"])
 
 
 def test_rooms_of_the_store_import_one_way(edges: Edges):
