@@ -30,6 +30,7 @@ from models.decoder.grouped import (
 )
 from models.decoder.moe import Experts
 from pallas_kernels import preferring, targeting
+from pallas_kernels.block_product import gpu as block_product_gpu
 from tests.arrays import placed
 from tests.goldens.load_text import write_text_checkpoint
 
@@ -247,6 +248,7 @@ def test_the_hopper_kernel_is_taken_where_it_is_asked_for_and_can_be():
             )
 
 
+@pytest.mark.skipif(not block_product_gpu.COUNTED, reason="kernels say what they cost since jax 0.12")
 @pytest.mark.parametrize("tokens", [64, 128, 256, 512, 1024])
 def test_padded_rows_of_the_hopper_kernel_cost_less_than_reading_the_experts(tokens):
     """At an H200's published peaks: with few tokens per expert blocks of 64 rows are mostly padding, and free."""
@@ -336,6 +338,8 @@ def mix_30b(x: Any, index: Any, weights: Any, stack: ExpertWeights, layer: Any) 
 def test_arithmetic_is_that_of_the_active_experts(tokens, platform):
     """From the jaxpr, trips of loops included. The share of the dense form would be 16."""
     active = 2 * 3 * tokens * MODEL["chosen"] * MODEL["width"] * MODEL["inner"]
+    if platform == "gpu" and not block_product_gpu.COUNTED:
+        pytest.skip("kernels say what they cost since jax 0.12")
     with targeting(platform):
         counted = count_flops(mix_30b, *shapes_of_30b(tokens))
     assert active <= counted <= (1.3 if tokens >= 4096 or tokens == 1 else 2) * active
