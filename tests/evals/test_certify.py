@@ -141,6 +141,13 @@ def test_the_recommended_rank(kl, goal, rank, why):
     assert scores.recommend(other, goal, 0.9) == recommended
 
 
+def test_a_table_has_a_line_for_every_row():
+    made = shipped_certificate()
+    text = certifying.table(made)
+    assert len(text.splitlines()) == 1 + len(made.rows) + len(made.plans)
+    assert "repair" in text
+
+
 # ----------------------------------------------------------------------------------------------- what is asked
 
 
@@ -184,6 +191,32 @@ def test_which_windows_are_held_out_is_settled_before_anything_is_computed():
     assert sides == [False] * 5 + [True] * 5
     assert sorted(np.concatenate([planned.clusters for planned in source.planned]).tolist()) == list(range(10))
     assert len({tuple(planned.batch) for planned in source.planned}) == len(source.planned)
+
+
+# ----------------------------------------------------------------------------------------------- the shipped one
+
+
+def shipped_certificate() -> Certificate:
+    return Certificate.read(shipped(MAIN) / "certificate.json", backbone=None)
+
+
+def test_the_shipped_certificate_is_of_the_shipped_weights_in_float32():
+    path = shipped(MAIN) / "certificate.json"
+    backbone = load(shipped(MAIN), dtype="float32")
+    made = Certificate.read(path, backbone=backbone)
+    assert path.stat().st_size < 30_000
+    for promise in ("forget", "remember"):
+        for rank in ways.RANKS:
+            assert made.bound("stored", rank, behind=3, promise=promise) is not None
+            assert made.bound("update", rank, promise=promise) is not None
+    assert made.bound("orbit", 16) is not None
+    assert made.bound("orbit", 16, promise="remember") is None
+    bounds = [made.bound("stored", rank, behind=3) or 0.0 for rank in ways.RANKS]
+    bare = made.bound("bare", behind=3) or 0.0
+    assert bare > bounds[1] > bounds[-1]
+    assert plans.goals_of(made, ways.RANKS)
+    with pytest.raises(CertificateError, match="another dtype"):
+        Certificate.read(path, backbone=load(shipped(MAIN), dtype="bfloat16"))
 
 
 @pytest.mark.slow

@@ -191,6 +191,14 @@ def test_generation_page_runs(monkeypatch: pytest.MonkeyPatch):
     assert space["both"].shape == (2, 4)
 
 
+def test_certificates_page_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    space = run(python_blocks(ROOT / "docs" / "guides" / "certificates.md"), "docs/guides/certificates.md")
+    assert space["alone"] > 0
+    assert space["among"] > 0
+    assert space["mixed"] > 0
+
+
 OPERATORS = ROOT / "docs" / "guides" / "operators.md"
 
 
