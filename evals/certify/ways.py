@@ -103,7 +103,7 @@ def ways(stage: Stage, ranks: tuple[int, ...]) -> Iterator[Way]:
 
     whole = {place: _patch(stage, place, stage.target[place]) for place in stage.places}
     old = {place: _patch_of_another(stage, place) for place in stage.places[1:]}
-    orbit = kvp.orbit_patch(_accumulated(stage), max(ranks), method="exact") if promise == "forget" else None
+    orders = _accumulated(stage) if promise == "forget" else None
     for rank in ranks:
         served = {place: line.serve(place, leading(patch, rank)) for place, patch in whole.items()}
         yield Way("stored", rank, 0, promise, stage.alone(served[last]))
@@ -115,8 +115,8 @@ def ways(stage: Stage, ranks: tuple[int, ...]) -> Iterator[Way]:
         yield Way("update", rank, others, promise, stage.every(now))
         if rank in fresh_ranks(ranks):
             yield Way("fresh", rank, others, promise, stage.every(_fresh(stage, rank)))
-        if orbit is not None:
-            own = line.serve(last, leading(orbit, rank))
+        if orders is not None:
+            own = line.serve(last, kvp.orbit_patch(orders, rank, method="exact"))
             yield Way("orbit", rank, 0, promise, stage.alone(own))
             yield Way("orbit", rank, others, promise, stage.every({**served, last: own}))
 

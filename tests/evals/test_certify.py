@@ -209,8 +209,8 @@ def test_the_shipped_certificate_is_of_the_shipped_weights_in_float32():
         for rank in ways.RANKS:
             assert made.bound("stored", rank, behind=3, promise=promise) is not None
             assert made.bound("update", rank, promise=promise) is not None
-    assert made.bound("orbit", 16) is not None
-    assert made.bound("orbit", 16, promise="remember") is None
+    assert made.bound("orbit", 64) is not None
+    assert made.bound("orbit", 64, promise="remember") is None
     bounds = [made.bound("stored", rank, behind=3) or 0.0 for rank in ways.RANKS]
     bare = made.bound("bare", behind=3) or 0.0
     assert bare > bounds[1] > bounds[-1]
@@ -236,6 +236,10 @@ def test_a_run_from_end_to_end(tmp_path: Path):
     )
     assert len(steps) == len(source.planned) * ways.ways_of(ranks)
     assert (made.calibration, made.held_out, made.chunks, made.disjoint) == (2, 2, 4, True)
+    few, many = (made.row("orbit", rank) for rank in ranks)
+    assert few is not None
+    assert many is not None
+    assert few.kl != many.kl, "each rank is served at that rank"
     exact = made.row("prefill", behind=3)
     assert exact is not None
     assert abs(exact.kl) < 1e-6
