@@ -76,7 +76,7 @@ def check_flags() -> tuple[int, ...]:
         raise InputError(
             f"--n={_NUMBER.value}; expected {2 * least_windows(_LEVEL.value)} or more for --level={_LEVEL.value:g}"
         )
-    out = Path(_OUT.value)
+    out = Path(_OUT.value or "")
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out={out} is a folder, or lies in none; expected a file's name")
     if not all(rank.isdigit() and int(rank) >= 1 for rank in _RANKS.value) or not _RANKS.value:
@@ -93,8 +93,8 @@ def main(arguments: list[str]) -> None:
     began = time.perf_counter()
     with errors_as_one_line(), tempfile.TemporaryDirectory() as folder:
         ranks = check_flags()
-        path = Path(_MODEL.value)
-        path = path if path.is_file() else shipped(_MODEL.value)
+        model = _MODEL.value or ""  # required: absl refuses to go on without it
+        path = Path(model) if Path(model).is_file() else shipped(model)
         buckets = None if _IMAGES.value is None else Buckets()  # sizes of images differ
         backbone = load(path, dtype=_DTYPE.value, buckets=buckets)
         source = source_of(backbone)
@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> None:
             plans=lambda found: measure_plans(backbone, source, Path(folder), found, ranks, _SEED.value),
         )
         progress.close()
-        made.write(_OUT.value)
+        made.write(_OUT.value or "")
     print(table(made))
     print(f"rank {made.recommended_rank}: {made.recommended.reason}")
     print(f"{in_words(time.perf_counter() - began)}; {_OUT.value}, digest {made.digest}")

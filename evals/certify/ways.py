@@ -48,7 +48,8 @@ class Stage:
 
     def __init__(self, windows: Windows, promise: Promise, kept: Loop):
         """Prefills the window, or takes what the loop keeps."""
-        self.windows, self.promise, self.kept = windows, promise, kept
+        self.windows, self.kept = windows, kept
+        self.promise: Promise = promise
         self.line = Line(windows.backbone, [windows.lead, *windows.pieces])
         self.target = self.line.prefill() if promise == "forget" else self.kept.parts
         self.whole = self.line.engine(self.target)

@@ -304,10 +304,8 @@ class Certificate:
         """
         body = certificate_file.parsed(text)
         certificate_file.check_names(body, [field.name for field in dataclasses.fields(cls)], "certificate")
-        rows, plans = (
-            tuple(certificate_file.built(make, values) for values in body.pop(word))
-            for word, make in (("rows", Certified), ("plans", CertifiedPlan))
-        )
+        rows = tuple(certificate_file.built(Certified, values) for values in body.pop("rows"))
+        plans = tuple(certificate_file.built(CertifiedPlan, values) for values in body.pop("plans"))
         recommended = certificate_file.built(Rank, body.pop("recommended"))
         found = cls(rows=rows, plans=plans, recommended=recommended, **body)
         wanted = backbone if backbone is None or isinstance(backbone, str) else backbone.fingerprint

@@ -202,7 +202,8 @@ class Menu:
         if self._is_promised(index, piece):
             return [keep]
         forward = priced.forward(entry, behind, again=True)
-        again = Option("prefill", PREFILL, *(own + more for own, more in zip(forward, turn, strict=True)), open=True)
+        taken = forward[0] + turn[0], forward[1] + turn[1], forward[2] + turn[2]
+        again = Option("prefill", PREFILL, *taken, open=True)
         keep = keep._replace(way=self._kept_way(index, piece))
         if entry.kind == "text":
             return [again, keep]

@@ -1,6 +1,7 @@
 """Cascades against every choice of what to rebuild, and every order of it; windows say what is right then."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,7 +213,8 @@ def test_a_cascade_of_another_window_and_bad_numbers_are_refused(unchecked):
     assert [step.how for step in found.steps] == ["stored"]
     with pytest.raises(StalePatchError):
         carried_out(window, found)
-    for bound in (-1, float("nan"), True, "0"):
+    wrong: tuple[Any, ...] = (-1, float("nan"), True, "0")
+    for bound in wrong:
         with pytest.raises(InputError):
             cascade(window, bound)
     with pytest.raises(InputError):

@@ -129,6 +129,7 @@ def test_nothing_that_is_allowed_is_cheaper_or_truer(data: st.DataObject):
     window = Window.empty(COSTS)
     if not allowed:
         quickest = min(each[2] for each in choices)
+        assert goal.seconds is not None  # without a budget a forward of all always meets the goal
         error = PlanError if quickest > goal.seconds else (PlanError, CertificateError)
         with pytest.raises(error, match="expected at least"):
             plan(window, entries, goal, stored=stock, certificate=signed, costs=DEVICES)
@@ -142,7 +143,9 @@ def test_nothing_that_is_allowed_is_cheaper_or_truer(data: st.DataObject):
         assert planned.seconds <= goal.seconds
         assert planned.kl <= min(each[1] for each in allowed)
     served = [(chunk.point, chunk.rank) for chunk in planned.chunks]
-    assert planned.kl <= (0.0 if not approximate(served) else together(signed, served)) + 1e-12
+    bound = together(signed, served) if approximate(served) else 0.0
+    assert bound is not None
+    assert planned.kl <= bound + 1e-12
     check_totals(planned)
 
 
@@ -190,6 +193,7 @@ def test_plans_after_plans_hold_what_they_say(data: st.DataObject, promise: str)
         highest = data.draw(st.sampled_from([None, 0.0, 0.15, 0.25, 1.0]))
         planned = plan(window, chosen, Goal(kl=highest), stored=stock, certificate=signed, costs=DEVICES, known=known)
         assert [piece.entry for piece in planned.window.pieces] == front
+        assert planned.kl is not None
         assert planned.kl <= (highest or 0.0)
         check_totals(planned)
         assert len(planned.explain().splitlines()) == 1 + len(front)

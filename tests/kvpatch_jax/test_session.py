@@ -301,6 +301,7 @@ def test_a_full_pool_refuses_and_one_without_a_size_grows(backbone):
             grown.add(image_of(step))
         assert grown.stats().pages == 512
         exact = grown.ask(QUESTION, steps=1, audit=True)
+        assert exact.kl is not None
         assert exact.kl < 1e-8
 
 

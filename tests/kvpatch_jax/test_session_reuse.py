@@ -33,6 +33,7 @@ def store(backbone, tmp_path_factory):
         with kvp.Session(backbone, made, keep=1, rank=4) as session:
             for step in range(3):
                 session.add(image_of(step), id=f"shot {step}")
+            assert session.runtime.former is not None
             session.runtime.former.flush()
             assert not session.runtime.former.errors
             assert session.recall("shot 1")  # nothing vouches for patches: it is prefilled
@@ -49,6 +50,8 @@ def test_a_stored_patch_serves_what_comes_back_where_that_is_allowed(backbone, s
         assert session.fidelity(name) == "approximate"
         assert (session.stats().hits, session.stats().forwards) == (1, 1)
         patched = session.ask(QUESTION, steps=3, stop=(), audit=True)
+        assert patched.kl is not None
+        assert patched.audit is not None
         assert patched.kl > 1e-8
         assert not patched.audit.as_promised
         found = session.needs(name, QUESTION, steps=2)
@@ -63,6 +66,7 @@ def test_what_was_deleted_is_prefilled_or_refused(backbone, tmp_path: Path, monk
     with kvp.ChunkStore(tmp_path / "store") as own, kvp.Session(backbone, own, 1, rank=4, uncertified=True) as session:
         session.add(image_of(0))
         name = session.add(image_of(1))
+        assert session.runtime.former is not None
         session.runtime.former.flush()
         session.slide(0)
         read = own.get
@@ -93,7 +97,9 @@ def test_a_goal_without_a_certificate_is_as_promised(backbone, store):
         for step in range(4):
             session.add(image_of(step))
         assert {session.fidelity(name) for name in session.ids} == {"exact"}  # survivors are prefilled again
-        assert session.ask(QUESTION, steps=2, audit=True).kl < 1e-8
+        audited = session.ask(QUESTION, steps=2, audit=True)
+        assert audited.kl is not None
+        assert audited.kl < 1e-8
 
 
 # ------------------------------------------------------------------------------------------------------ files
@@ -178,6 +184,7 @@ def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path)
             before = session.window, session.runtime.executor.books.allocator.counts.tolist()
             named = session.ask("w7 IMAGE#A w9 IMAGE#B w11", steps=4, stop=(), audit=True)
             assert named.recalled == ["IMAGE#A", "IMAGE#B"]
+            assert named.kl is not None
             assert named.kl < 1e-8
             by_hand = session.fork(keep=4)
             for thing in (kvp.Text("w7 "), image_of(8), kvp.Text(" w9 "), image_of(9)):

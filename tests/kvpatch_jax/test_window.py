@@ -5,6 +5,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -385,7 +386,8 @@ def test_windows_that_are_no_forks_have_names_of_their_own(unchecked, used):
         used.join(own)
     again = fork.renamed("second")
     assert (again.branch, again.origin, again.pieces) == ("second", None, fork.pieces)
-    for wrong in ("a/b", "/", 3):
+    names: tuple[Any, ...] = ("a/b", "/", 3)
+    for wrong in names:
         with pytest.raises(WindowError, match="expected a name without a slash"):
             own.renamed(wrong)
 

@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.errors import PatchMismatchError, StalePatchError, WindowError
 from kvpatch_jax.provenance import Antecedent
-from kvpatch_jax.window import Copy, Costs, Drop, Entry, Fetch, PatchNote, Prefill, Recompute, Rotate, Window
+from kvpatch_jax.window import (
+    Compact,
+    Copy,
+    Costs,
+    Drop,
+    Entry,
+    Fetch,
+    PatchNote,
+    Prefill,
+    Recompute,
+    Rotate,
+    Window,
+)
 from kvpatch_jax.window.arranging import KEEP, PREFILL, Service, arrange
 
 COSTS = Costs("f" * 64, 4, 512, 256, 32, ForwardCosts((7, 9, 7, 9), (3, 5, 3, 5), (0, 12, 0, 12), 11))
@@ -125,7 +137,7 @@ def test_one_step_is_all_operations(data: st.DataObject, gaps: str, promise: str
     for kind in (Drop, Prefill, Recompute):
         assert kinds(own, kind) == kinds(edits, kind)
     turned = {piece.id: piece.start for piece in window.pieces}
-    placed = {each.id for each in own if not isinstance(each, Drop | Rotate | Recompute)}
+    placed = {each.id for each in own if not isinstance(each, Drop | Rotate | Recompute | Compact)}
     for piece in found.pieces:
         turns = [each for each in own if isinstance(each, Rotate) and each.id == piece.id]
         moved = turned.get(piece.id, piece.start) != piece.start and piece.id not in placed
