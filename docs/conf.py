@@ -30,6 +30,9 @@ nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
+# Some fields are called as a builtin type is, such as `bytes`: which of them an annotation means is asked in vain.
+suppress_warnings = ["ref.python"]
+
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -49,7 +52,7 @@ ROOT_PAGES = {
     "CHANGELOG": "project/changelog",
 }
 SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Note|Raises|Returns|Yields|Warning):\n")
-VERBATIM = re.compile(r"\n  .*\S {3,}\S|^(def|for|with) .*:\n")  # columns, or code
+VERBATIM = re.compile(r"\n  .*\S {3,}\S|^ *(def|for|with) .*:\n")  # columns, or code
 PACKAGES = ("kvpatch_jax", "pallas_kernels", "models")
 TUPLE_FIELD = type(NamedTuple("OneField", [("field", int)]).field)
 """What autodoc would call "Alias for field number 0", a second time."""

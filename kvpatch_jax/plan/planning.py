@@ -65,7 +65,6 @@ class Plan:
       kl, flips: bounds of an answer behind the whole window against what it promises; None where nothing bounds them.
       seconds: that the edits are predicted to take on `devices`. bytes, flops: of the edits, exact.
       devices: what seconds were predicted with. certificate: digest of the one that bounds are from, or None.
-      known: the ways of pieces that are approximate, by the digest of their state; the next plan takes it.
     """
 
     before: Window
@@ -101,7 +100,7 @@ class Plan:
 
     @functools.cached_property
     def known(self) -> dict[str, Way]:
-        """See the attributes."""
+        """The ways of pieces that are approximate, by the digest of their state: the next plan takes it."""
         found, worst = {}, None
         for piece, option in zip(self.window.pieces, self._taken, strict=True):
             if option.way is not None:

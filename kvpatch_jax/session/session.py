@@ -47,7 +47,6 @@ class Session(Needing, Restoring):
     session is as it was.
 
     Attributes:
-      window: what the model reads now, a value.
       runtime: what it runs on.
       keep: how many chunks stay behind the pinned lead; None: all.
     """
