@@ -209,8 +209,8 @@ def test_the_shipped_certificate_is_of_the_shipped_weights_in_float32():
         for rank in ways.RANKS:
             assert made.bound("stored", rank, behind=3, promise=promise) is not None
             assert made.bound("update", rank, promise=promise) is not None
-    assert made.bound("orbit", 64) is not None
-    assert made.bound("orbit", 64, promise="remember") is None
+    assert made.bound("orbit", 16) is not None
+    assert made.bound("orbit", 16, promise="remember") is None
     bounds = [made.bound("stored", rank, behind=3) or 0.0 for rank in ways.RANKS]
     bare = made.bound("bare", behind=3) or 0.0
     assert bare > bounds[1] > bounds[-1]
