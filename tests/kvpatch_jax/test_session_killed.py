@@ -22,7 +22,8 @@ def run(folder: Path, kills: int, seed: int) -> tuple[int, dict[str, set[str]]]:
     return int(first.split()[0]), answers
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, 20])
 def test_killed_in_the_middle_sessions_go_on(kills: int, tmp_path: Path):
     _, expected = run(tmp_path / "whole", 0, 0)
     assert all(len(said) == 1 for said in expected.values())

@@ -173,6 +173,7 @@ def test_files_that_are_no_sessions_are_refused(backbone, saved, tmp_path: Path)
 # ------------------------------------------------------------------------------------- references, retrieval
 
 
+@pytest.mark.slow
 def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path):
     with kvp.ChunkStore(tmp_path / "store") as own:
         library = StaticLibrary(own, quota=1 << 20)
@@ -237,6 +238,7 @@ def _ids(backbone: Any, behind: tuple[int, ...]) -> list[int]:
 # -------------------------------------------------------------------------------------------------- compiles
 
 
+@pytest.mark.slow
 def test_a_loop_of_many_lengths_compiles_in_its_first_steps_alone(backbone):
     counted, counting = [0], [True]
 

@@ -49,7 +49,8 @@ def shares(logits, sampling: Sampling) -> np.ndarray:
 def test_the_tokens_of_a_draw_are_those_of_sorting(logits, top_p, top_k, temperature):
     sampling = Sampling(temperature, top_p, top_k)
     scaled = np.asarray(logits, np.float32) / np.float32(temperature)
-    found = np.asarray(KEPT((scaled - scaled.max())[None], draw_of(sampling, 0, ())))[0]
+    draw = draw_of(sampling, 0, ())
+    found = np.asarray(KEPT((scaled - scaled.max())[None], draw.top_p, draw.top_k))[0]
     expected = shares(np.asarray(logits), sampling) > 0
     mass = np.exp(np.sort(scaled.astype(np.float64))[::-1] - scaled.max())
     mass = np.cumsum(mass[: top_k or V]) / mass[: top_k or V].sum()

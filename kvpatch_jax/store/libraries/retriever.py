@@ -17,6 +17,8 @@ from ...errors import InputError, NotFiniteError, ShapeError
 Vector = Float[AnyArray, " D"]
 _SAMPLE = 64  # vectors per centroid that k-means looks at
 _BLOCK = 1 << 14
+_ROUNDING = 1e-5
+"""Of a score of float32 unit vectors, generously."""
 
 
 @runtime_checkable
@@ -102,9 +104,11 @@ class _Rows:
         if not count:
             return [], np.empty(0, np.float32)
         bar = np.partition(scores, len(scores) - count)[len(scores) - count]
-        near = np.flatnonzero(scores >= bar)
+        near = np.flatnonzero(scores >= bar - _ROUNDING)
         found = near if rows is None else rows[near]
-        ranked = sorted(zip((-scores[near]).tolist(), (self.ids[row] for row in found), strict=True))[:count]
+        # A product with a matrix rounds a row by where it stands in it: equal vectors would have unequal scores.
+        each = np.einsum("nd,d->n", self.matrix[found], query, dtype=np.float64)
+        ranked = sorted(zip((-each).tolist(), (self.ids[row] for row in found), strict=True))[:count]
         return [id for _, id in ranked], -np.array([score for score, _ in ranked], np.float32)
 
 

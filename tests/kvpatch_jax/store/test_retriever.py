@@ -143,3 +143,15 @@ def test_pooling():
     assert np.allclose(pooled(output, 2), np.array([0.6, 0.8]))
     with pytest.raises(ShapeError):
         pooled(output[:0])
+
+
+def test_equal_vectors_come_in_the_order_of_their_ids():
+    for width, count in ((6, 5), (6, 40), (257, 33), (1024, 130)):
+        vector = np.random.default_rng(width).standard_normal(width)
+        exact, found = ExactRetriever(width), ApproximateRetriever(width, probes=1.0, exact_below=4)
+        for number in reversed(range(count)):
+            exact.add(f"v{number:03}", vector)
+            found.add(f"v{number:03}", vector)
+        query = np.random.default_rng(1).standard_normal(width)
+        wanted = [f"v{number:03}" for number in range(min(count, 7))]
+        assert exact.search(query, 7)[0] == found.search(query, 7)[0] == wanted
