@@ -57,13 +57,16 @@ class Agent:
         self.window = changed[0]
 
     def add(self, piece: int, keep: int | None = None) -> None:
-        """Appends a piece, which agents share by its id; `keep` slides first."""
+        """Appends a piece, which agents share by its id, or brings it back; `keep` slides first."""
         tokens, id = tokens_of(self.backbone, piece, LENGTHS[piece % 3]), f"c{piece}"
         self.shared.provide(id, tokens, LENGTHS[piece % 3], id)
         window, edits = self.window, ()
         if keep is not None:
             window, edits = window.slide(keep)
-        window, more = window.append(Entry.of_tokens(id, tokens, id, kind="chunk"))
+        if any(each.entry.id == id for each in window.evicted):
+            window, more = window.recall(id, "prefill")
+        else:
+            window, more = window.append(Entry.of_tokens(id, tokens, id, kind="chunk"))
         self.run((window, (*edits, *more)))
 
     def ask(self, number: int = 0, steps: int = 5, window: Window | None = None, read: int | None = None) -> list[int]:
