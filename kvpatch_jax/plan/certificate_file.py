@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .. import strict_json
 from ..errors import CertificateError
+from ..replacing import replace
 
 FORMAT = "kvpatch certificate"
 VERSION = 1
@@ -126,15 +128,9 @@ def write(path: Path, text: str) -> Path:
     Raises:
       CertificateError: it cannot be written.
     """
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
+        replace(path, text.encode())
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise CertificateError(f"{path}: {error.strerror}; expected a file that can be written") from error
     return path
 
@@ -142,21 +138,9 @@ def write(path: Path, text: str) -> Path:
 def _loaded(text: Any) -> Any:
     if not isinstance(text, str | bytes):
         raise CertificateError(f"certificate: a {type(text).__name__}; expected JSON")
-
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise CertificateError("certificate: JSON with one name twice; expected each once")
-        return table
-
-    def finite(number: str) -> Any:
-        raise CertificateError(f"certificate: number {number:.80}; expected finite numbers")
-
     try:
-        return json.loads(text, object_pairs_hook=distinct, parse_constant=finite)
-    except CertificateError:
-        raise
-    except (ValueError, RecursionError) as error:
+        return strict_json.loads(text)
+    except ValueError as error:
         raise CertificateError(f"certificate: {error!s:.120}; expected JSON as Certificate.to_json gives it") from None
 
 
@@ -175,6 +159,7 @@ def _table(given: Any, what: str) -> list[dict[str, Any]]:
 
 
 def check_names(table: dict[str, Any], names: Any, what: str) -> None:
+    """Refuses a table without exactly these names. Raises CertificateError."""
     if set(table) != set(names):
         found = sorted(set(table) ^ set(names))
         raise CertificateError(f"{what}: {found!s:.80} missing or unknown; expected {', '.join(names)}")

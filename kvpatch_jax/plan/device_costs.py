@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import strict_json
 from ..chunk_ids import digest_of
 from ..errors import PlanError
+from ..replacing import replace
 from ..window.edits import Edit, Rotate
 
 FORMAT = "kvpatch_jax.device_costs"
@@ -122,12 +124,18 @@ class DeviceCosts:
         return digest_of([FORMAT.encode(), json.dumps(self._body(), sort_keys=True).encode()])
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes JSON with its digest, whole or not at all."""
-        target = Path(path)
+        """Writes JSON with its digest, whole or not at all.
+
+        Raises:
+          PlanError: a file that cannot be written.
+        """
         body = {"format": FORMAT, "version": VERSION, **self._body(), "digest": self.digest}
-        draft = target.with_name(f"{target.name}.{os.getpid()}.part")
-        draft.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-        draft.replace(target)
+        try:
+            replace(Path(path), (json.dumps(body, indent=2) + "\n").encode())
+        except OSError as error:
+            raise PlanError(
+                f"device costs {os.fspath(path)!r}: {error}; expected a file that can be written"
+            ) from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], device: str | None = None) -> "DeviceCosts":
@@ -140,7 +148,7 @@ class DeviceCosts:
           PlanError: no such file, damage, another version, or another device's.
         """
         try:
-            body = json.loads(Path(path).read_text("utf-8"))
+            body = strict_json.loads(Path(path).read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise PlanError(f"device costs {os.fspath(path)!r}: {error}; expected JSON as `write` wrote it") from error
         found = (body.get("format"), body.get("version")) if isinstance(body, dict) else None

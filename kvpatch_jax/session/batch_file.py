@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import strict_json
 from ..errors import InputError
+from ..replacing import replace
 
 FORMAT, VERSION = "kvpatch_jax.answers", 1
 _SHARED = ("format", "version", "items", "digest", "backbone", "rank", "dtype")
@@ -67,9 +69,7 @@ class AnswerFile:
             for index in failed:
                 del self.done[index]
             whole = _bytes([dict(header), *self.done.values()])
-            new = self.path.with_name(f"{self.path.name}.new")
-            new.write_bytes(whole)
-            os.replace(new, self.path)
+            replace(self.path, whole)
             self._file.close()
             self._file = self.path.open("a+b")
             _lock(self._file, self.path)
@@ -115,8 +115,8 @@ def _lock(file: Any, path: Path) -> None:
 
 def _parsed(line: bytes, path: Path, number: int) -> Line:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        found = strict_json.loads(line)
+    except ValueError as error:
         raise InputError(f"{str(path)!r:.200}, line {number}: no JSON ({error!s:.80}); expected answers") from None
     if not isinstance(found, dict):
         raise InputError(f"{str(path)!r:.200}, line {number}: a {type(found).__name__}; expected an object")

@@ -4,12 +4,10 @@ Written beside its place and moved there in one step, so that whoever is killed 
 What is read is checked throughout: a digest over all of it shows damage; sizes and types must be the pool's own.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from safetensors import SafetensorError
 
 from ..content import Text
 from ..errors import SessionError
+from ..replacing import replace
 from ..window.keeping import SIDES, KeptPiece
 
 FORMAT, VERSION = "kvpatch session", 1
@@ -77,43 +76,11 @@ def write(saved: Saved, path: str | os.PathLike[str]) -> None:
     # A file without arrays is none that safetensors reads everywhere.
     content = safetensors.numpy.save({**arrays, "end": np.zeros(1, np.uint8)}, meta)
     try:
-        _replace(Path(path), content)
+        replace(Path(path), content)
     except OSError as error:
         raise SessionError(
             f"session: {str(path)!r:.200} cannot be written: {error}; expected a file's place"
         ) from error
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Puts a file in place of another in one step, on the disk when this returns."""
-    _sweep(path)
-    new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
-    try:
-        with new.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        with contextlib.suppress(OSError):
-            new.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _sweep(path: Path) -> None:
-    """Deletes what processes left that were killed while they wrote."""
-    for left in path.parent.glob(f".{path.name}.*.new"):
-        process = left.name.removeprefix(f".{path.name}.").partition(".")[0]
-        try:
-            os.kill(int(process), 0)
-        except (ProcessLookupError, ValueError, OverflowError):
-            left.unlink(missing_ok=True)
-        except PermissionError:
-            continue
 
 
 def read(path: str | os.PathLike[str]) -> Saved:

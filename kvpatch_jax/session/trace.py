@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from .. import strict_json
 from ..chunk_ids import content_digest
 from ..content import sort_of
 from ..errors import TraceError
 from ..extras import require
 from ..images import decoded
+from ..replacing import replace
 from .events import Event, check_history, check_path
 
 FORMAT, VERSION = "kvpatch_jax.trace", 1
@@ -115,11 +117,9 @@ class Trace:
           TraceError: a file that cannot be written.
         """
         path = Path(path)
-        new = path.with_name(f"{path.name}.new")
         lines = [header_line(self.kind, self.parameters), *(event_line(event) for event in self.events)]
         try:
-            new.write_bytes(b"".join(lines))
-            os.replace(new, path)
+            replace(path, b"".join(lines))
         except OSError as error:
             raise TraceError(f"trace {str(path)!r:.200} cannot be written: {error}") from error
 
@@ -196,23 +196,12 @@ def _fields(line: bytes, where: str) -> dict[str, Any]:
     if not line.endswith(b"\n"):
         raise TraceError(f"{where}: cut off after {len(line)} bytes; expected a whole line (`torn=True` leaves it out)")
     try:
-        found = json.loads(line, object_pairs_hook=_once, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        found = strict_json.loads(line)
+    except ValueError as error:
         raise TraceError(f"{where}: no JSON of this kind ({error!s:.80}); expected one object") from None
     if not isinstance(found, dict):
         raise TraceError(f"{where}: a {type(found).__name__}; expected an object")
     return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
-    return found
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no number")
 
 
 def _check_header(kind: Any, parameters: Any) -> None:
@@ -337,8 +326,6 @@ class Recorder:
                 target.parent.mkdir(exist_ok=True)
                 file = io.BytesIO()
                 Image.fromarray(pixels).save(file, "PNG", compress_level=1)
-                new = target.with_suffix(".new")
-                new.write_bytes(file.getvalue())
-                os.replace(new, target)
+                replace(target, file.getvalue())
             names.append(name)
         return tuple(names)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from .. import strict_json
 from ..backbone import ForwardCosts
 from ..chunk import brief
 from ..errors import KVPatchError, WindowError
@@ -95,20 +96,14 @@ def _parsed(text: Any) -> Any:
     if not isinstance(text, str | bytes):
         raise WindowError(f"window: a {type(text).__name__}; expected JSON")
 
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise WindowError("window: JSON with one name twice; expected each once")
-        return table
-
     def whole(number: str) -> Any:
         raise WindowError(f"window: number {number:.80}; expected whole numbers")
 
     try:
-        return json.loads(text, object_pairs_hook=distinct, parse_constant=whole, parse_float=whole)
+        return strict_json.loads(text, parse_float=whole)
     except WindowError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise WindowError(f"window: {error!s:.120}; expected JSON as Window.to_json gives it") from None
 
 

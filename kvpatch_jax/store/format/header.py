@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ... import strict_json
 from ...errors import DtypeError, InputError, StoreCorruptError
 
 try:
@@ -227,8 +228,8 @@ def _check_crc(raw: bytes) -> bytes:
 def _json(text: bytes | str, what: str) -> dict[str, Any]:
     """Parses a JSON object without repeated keys. The decoder itself refuses what would exhaust its stack."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        value = strict_json.loads(text)
+    except ValueError as error:
         raise StoreCorruptError(f"object: {what} is not JSON: {str(error)[:200]}") from error
     if not isinstance(value, dict):
         raise StoreCorruptError(f"object: {what} is {type(value).__name__}; expected an object")
@@ -242,17 +243,6 @@ def check_depth(value: Any, left: int) -> None:
     for inner in value.values() if isinstance(value, dict) else value:
         if isinstance(inner, dict | list):
             check_depth(inner, left - 1)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key is there twice")
-    return value
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"the constant {word}")
 
 
 def _time(text: str) -> float | None:
