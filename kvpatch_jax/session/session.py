@@ -1,8 +1,9 @@
 """`Session`: what an agent sees, added, asked, slid, recalled, reordered and forked in a few calls."""
 
+import contextlib
 import secrets
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -186,22 +187,10 @@ class Session(Needing, Restoring):
             back = self._left(read, id)
             if back is not None:
                 return self._bring_back(back, read)
-            if kind is None:
-                kind = "text" if read.textual and not order_free else "chunk"
-            name, piece_id = self._names_for(read, id)
-            tokens = embedded(self.backbone, read.items)
-            known = Known(tokens.entry(piece_id, read.content, kind, order_free), name, read)
-            self._hold(known, tokens)
-            try:
+            with self._coming_in(read, id, order_free, kind) as known:
                 self._bring(known)
-            except BaseException:
-                self._let_go(known)
-                raise
-            self._enter(known)
-            self._counts.add("added")
-            self._settled()
             self._tell("add", known, read.items, keep=self.keep, **_text_of(read))
-            return name
+            return known.name
 
     @outliving_the_pool
     def recall(self, thing: Any) -> str:
@@ -264,22 +253,10 @@ class Session(Needing, Restoring):
         with self._lock:
             self._expect_open()
             old = self._known[self._piece(id)]
-            new_name, piece_id = self._names_for(read, name)
-            tokens = embedded(self.backbone, read.items)
-            kind: Kind = "text" if read.textual and not order_free else "chunk"
-            known = Known(tokens.entry(piece_id, read.content, kind, order_free), new_name, read)
-            self._hold(known, tokens)
-            try:
-                window, edits = self._window.replace(old.entry.id, known.entry)
-                self._run(window, edits)
-            except BaseException:
-                self._let_go(known)
-                raise
-            self._enter(known)
-            self._counts.add("added")
-            self._settled()
+            with self._coming_in(read, name, order_free) as known:
+                self._run(*self._window.replace(old.entry.id, known.entry))
             self._tell("replace", known, read.items, replaced=old.name, **_text_of(read))
-            return new_name
+            return known.name
 
     @outliving_the_pool
     def reorder(self, ids: Iterable[str]) -> None:
@@ -368,6 +345,24 @@ class Session(Needing, Restoring):
             )
 
     # -------------------------------------------------------------------------------------------------- inside
+
+    @contextlib.contextmanager
+    def _coming_in(self, read: Thing, id: str | None, order_free: bool, kind: Kind | None = None) -> Iterator[Known]:
+        """Names what comes in and holds it meanwhile: it is entered once it did, and let go of where that fails."""
+        if kind is None:
+            kind = "text" if read.textual and not order_free else "chunk"
+        name, piece_id = self._names_for(read, id)
+        tokens = embedded(self.backbone, read.items)
+        known = Known(tokens.entry(piece_id, read.content, kind, order_free), name, read)
+        self._hold(known, tokens)
+        try:
+            yield known
+        except BaseException:
+            self._let_go(known)
+            raise
+        self._enter(known)
+        self._counts.add("added")
+        self._settled()
 
     def _shows(self, read: Thing) -> Known | None:
         """The last piece of the window that shows this; None where none does."""
