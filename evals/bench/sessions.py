@@ -12,6 +12,7 @@ with them. They differ only in what is prefilled at a step:
 A run of each way warms up. Ways take turns; times are on the clock, with what else the machine does in them.
 """
 
+import concurrent.futures
 import dataclasses
 import statistics
 import threading
@@ -184,7 +185,8 @@ def one_run(shown: Shown, way: str, compilations: Compilations) -> dict[str, Any
     ) as sessions:
         agents = [Agent(shown, sessions, number, way) for number in range(load.agents)]
         begun, spent = time.perf_counter(), time.process_time()
-        _on_threads([agent.live for agent in agents])
+        with concurrent.futures.ThreadPoolExecutor(len(agents)) as threads:
+            list(threads.map(Agent.live, agents))
         seconds, cpu = time.perf_counter() - begun, time.process_time() - spent
         stats, ledger = sessions.stats(), sessions.shared.executor.ledger.total
     tokens = sum(len(said) for agent in agents for said in agent.answers)
@@ -204,24 +206,6 @@ def one_run(shown: Shown, way: str, compilations: Compilations) -> dict[str, Any
         "compilations": compilations.count - before,
         "answers": [agent.answers for agent in agents],
     }
-
-
-def _on_threads(works: Sequence[Callable[[], None]]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:

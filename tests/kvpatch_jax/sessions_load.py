@@ -1,7 +1,7 @@
 """Agents on threads, each with a window of its own in one pool: what they do is drawn by their number alone."""
 
+import concurrent.futures
 import dataclasses
-import threading
 import time
 from typing import Any
 
@@ -120,22 +120,9 @@ class Agent:
 
 
 def on_threads(works: Any) -> None:
-    """Calls all at once, each on a thread of its own; raises what the first of them raised."""
-    errors: list[BaseException] = []
-
-    def guarded(work: Any) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    """Calls all at once, each on a thread of its own; raises what the first in the list that failed raised."""
+    with concurrent.futures.ThreadPoolExecutor(len(works)) as threads:
+        list(threads.map(lambda work: work(), works))
 
 
 def expect_balanced(shared: Shared, branches: set[str]) -> None:
