@@ -21,14 +21,18 @@ class Sampling:
       top_k: draws among this many likeliest tokens, before `top_p`; None for all. Ties stay, as above.
 
     Raises:
-      ConfigError: a negative or infinite temperature, a `top_p` outside 0 < p ≤ 1, or a `top_k` below 1.
+      ConfigError: what is no number, a negative or infinite temperature, a `top_p` outside 0 < p ≤ 1, or a `top_k`
+      below 1.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float | int = 0.0
+    top_p: float | int = 1.0
     top_k: int | None = None
 
     def __post_init__(self) -> None:
+        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
+            if not hasattr(value, "__float__"):
+                raise ConfigError(f"{name} {value!r:.80}; expected a number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"temperature {self.temperature}; expected a finite number, 0 or more")
         if not 0 < self.top_p <= 1:

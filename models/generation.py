@@ -18,6 +18,8 @@ from kvpatch_jax.sampling import Piece, Sampling
 from .forward import BLOCK, Forward, key_count
 from .sampling import REFUSED, Draw, draw_of
 
+MOST_STEPS = 2**30
+"""Tokens of an answer: with what stands in front its positions are int32."""
 LEAST_ROOM = 64
 """Tokens that a cache has room for at least, so that short answers of other lengths compile nothing again."""
 
@@ -301,8 +303,8 @@ def last_tokens(tokens: Tokens, lengths: Any) -> Int[np.ndarray, " B"]:
 
 def check_steps(steps: Any) -> None:
     """Raises InputError for a number of tokens that is none."""
-    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 0:
-        raise InputError(f"steps {steps!r}; expected a number of tokens, 0 or more")
+    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or not 0 <= steps < MOST_STEPS:
+        raise InputError(f"steps {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
 
 
 def check_stop(stop: Sequence[int] | Int[np.ndarray, " n"], vocabulary: int) -> tuple[int, ...]:

@@ -61,6 +61,8 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
 
 def _key_of(key: PRNGKeyArray | int) -> PRNGKeyArray:
     if not isinstance(key, int | np.integer):
+        if not isinstance(key, jax.Array | np.ndarray):
+            raise InputError(f"key {key!r:.80}; expected a number, or a jax.random.key")
         return key
     if not -(2**63) <= key < 2**63:
         raise InputError(f"key {key}; expected a number of at most 64 bits, or a jax.random.key")

@@ -72,7 +72,7 @@ class Asking(Holding):
           UnknownReferenceError: a reference that the linker does not know. What the backbone raises.
         """
         self._expect_open()
-        sampling = Sampling(float(temperature), float(top_p), top_k)
+        sampling = Sampling(temperature, top_p, top_k)
         stops = self._stops(stop)
         if sampling.temperature > 0 and seed is None:
             seed = secrets.randbits(32)

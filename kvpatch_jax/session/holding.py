@@ -8,6 +8,7 @@ from typing import Any
 
 from ..backbone import Backbone
 from ..chunk import brief
+from ..chunk_ids import encoded
 from ..errors import InputError, PoolLostError, SessionClosedError, SessionError
 from ..window import Edits, Entry, Window
 from ..window.sources import PatchStore
@@ -177,6 +178,7 @@ class Holding:
             return piece_id, piece_id
         if not isinstance(name, str) or not name:
             raise InputError(f"session: id {name!r:.80}; expected a name")
+        encoded(name)
         if name in self._used:
             raise SessionError(f"session: {name!r:.80} is the name of another piece; expected a new name")
         return name, piece_id

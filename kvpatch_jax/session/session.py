@@ -281,8 +281,9 @@ class Session(Needing, Restoring):
           keep: of the branch; None: as this one.
 
         Raises:
-          SessionClosedError.
+          SessionClosedError. SessionError: a keep that is none.
         """
+        _check_keep(keep)
         with self._lock:
             self._expect_open()
             branch = self._fork()
@@ -400,14 +401,18 @@ def _is_several(lead: Any) -> bool:
     return isinstance(lead, list | tuple) and not all(isinstance(each, int) for each in lead)
 
 
+def _check_keep(keep: Any) -> None:
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise SessionError(f"session: keep {keep!r:.80}; expected how many chunks stay, 1 or more, or None")
+
+
 def _check(backbone: Any, store: Any, keep: Any, runtime: Any, linker: Any) -> None:
     """Refuses what no session can be made of."""
     if not all(hasattr(backbone, word) for word in ("fingerprint", "prepare", "embed", "prefill")):
         raise SessionError(f"session: backbone of type {type(backbone).__name__}; expected what models.load gives")
     if store is not None and not isinstance(store, PatchStore):
         raise SessionError(f"session: store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
-    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise SessionError(f"session: keep {keep!r:.80}; expected how many chunks stay, 1 or more, or None")
+    _check_keep(keep)
     for what, other in (
         ("runtime", None if runtime is None else runtime.backbone.fingerprint),
         ("linker", None if linker is None else linker.backbone),

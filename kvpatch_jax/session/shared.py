@@ -17,6 +17,7 @@ from ..chunk import brief
 from ..errors import InputError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
 from ..sampling import Piece, Sampling
 from ..window import ApplyPatch, Compact, Copy, Drop, Edit, Former, Ledger, PagedExecutor, Prefill, Window
+from ..window.entry import LIMIT
 from ..window.sources import PatchStore
 from .batching import Ask
 from .driver import Driver
@@ -259,8 +260,8 @@ class Shared:
           window than the branch holds. SessionBusyError, from the iterator too: as many wait, or no room, for as long
           as it may wait. PoolLostError, SessionClosedError: as `run`, from the iterator too.
         """
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            raise InputError(f"steps {steps!r:.80}; expected a number of tokens, 0 or more")
+        if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < LIMIT:
+            raise InputError(f"steps {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
         backbone: Any = self.backbone
         draws, stops = backbone.answer_choices(sampling, key, stop)
         question, count = self.executor.question(window, tokens, length)

@@ -1,6 +1,7 @@
 """What a session is given: images, frames, texts, paths, told apart; named by their contents, and embedded."""
 
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Thing:
     content: str
     textual: bool
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the items."""
         return sum(
@@ -123,7 +124,7 @@ class Embedded:
     length: int
     span: int
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the embeddings."""
         deep = self.tokens.deepstack
@@ -141,12 +142,14 @@ def embedded(backbone: Backbone, items: Any, behind: Any = ()) -> Embedded:
       behind: token ids, such as an answer's, at the positions that decoding gives them.
 
     Raises:
-      What `prepare` and `embed` raise.
+      InputError: no token, such as of spaces alone. What `prepare` and `embed` raise.
     """
     prompt = dict(backbone.prepare(list(items)))
     if len(behind):
         prompt = followed(prompt, behind)
     maker: Any = backbone
+    if not prompt["input_ids"].shape[1]:
+        raise InputError(f"session: {items!r:.80} is no token; expected one at least")
     if hasattr(maker, "embed_padded"):
         tokens, length = maker.embed_padded(**prompt)
     else:

@@ -234,12 +234,22 @@ def test_bad_input_is_refused_and_changes_nothing(backbone, session, tmp_path: P
     ):
         with pytest.raises(ImageError):
             session.add(wrong)
-    for wrong in (None, 7, {}, [], (), "", [[]], [None], b"text", {"image": 1}, object(), [1.5], True):
+    for wrong in (None, 7, {}, [], (), "", "  ", [[]], [None], b"text", {"image": 1}, object(), [1.5], True):
         with pytest.raises(InputError):
             session.add(wrong)
-    for wrong in ("", [], None, 3.5):
+    for wrong in ("", [], None, 3.5, "   "):
         with pytest.raises(InputError):
             session.ask(wrong)
+    for error, how in (
+        (InputError, {"steps": 2**40}),
+        (InputError, {"temperature": 1, "seed": 1.5}),
+        (InputError, {"temperature": 1, "seed": "7"}),
+        (ConfigError, {"temperature": "hot"}),
+        (ConfigError, {"temperature": None}),
+        (ConfigError, {"top_p": "all"}),
+    ):
+        with pytest.raises(error, match="expected"):
+            session.ask(QUESTION, **how)
     assert session.recall(image_of(1)) == session.recall(kept) == kept  # it is there
     for wrong in ("no such name", image_of(9)):
         with pytest.raises(SessionError):
@@ -253,6 +263,9 @@ def test_bad_input_is_refused_and_changes_nothing(backbone, session, tmp_path: P
         (WindowError, lambda: session.needs(session.ids[0], QUESTION)),
         (KVPatchError, lambda: session.add(image_of(3), id=3)),
         (KVPatchError, lambda: session.add(image_of(3), id="")),
+        (InputError, lambda: session.add(image_of(3), id="\ud800")),
+        (SessionError, lambda: session.fork(keep=0)),
+        (SessionError, lambda: session.fork(keep=-3)),
         (KVPatchError, lambda: session.add("w5", order_free=True, kind="text")),
         (KVPatchError, lambda: session.add(image_of(3), kind="picture")),
     ):
