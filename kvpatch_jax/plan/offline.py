@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import InputError
-from .orders import Cost, Front, Order, walk
+from .orders import Cost, Front, Order, filled, walk
 from .schedule import (
     ARRIVAL,
     OFFLINE,
@@ -185,7 +185,7 @@ class _Search:
         for _ in range(max(2, len(orders) // 4)):
             at = int(random.integers(len(orders)))
             free = [piece for piece in orders[at] if self.requests[at].pieces[piece].order_free]
-            orders[at] = _filled(self.requests[at], [free[int(place)] for place in random.permutation(len(free))])
+            orders[at] = filled(self.requests[at].free, [free[int(place)] for place in random.permutation(len(free))])
             fronts[at] = FRONTS[int(random.integers(2))]
         refused = frozenset(id for id in choice.refused if random.random() < 0.5)
         return _Choice(tuple(orders), tuple(fronts), refused)
@@ -197,14 +197,10 @@ def _following(requests: Sequence[Wanted], line: Sequence[str]) -> tuple[Order, 
     for request in requests:
         rank = {id: place for place, id in reversed(list(enumerate(line)))}
         free = [place for place, entry in enumerate(request.pieces) if entry.order_free]
-        found.append(_filled(request, sorted(free, key=lambda place: rank.get(request.pieces[place].id, len(line)))))
+        found.append(
+            filled(request.free, sorted(free, key=lambda place: rank.get(request.pieces[place].id, len(line))))
+        )
     return tuple(found)
-
-
-def _filled(request: Wanted, free: Iterable[int]) -> Order:
-    """All pieces, the places of those that may move filled in this order."""
-    left = iter(free)
-    return tuple(next(left) if entry.order_free else place for place, entry in enumerate(request.pieces))
 
 
 def _other_orders(requests: Sequence[Wanted], orders: Sequence[Order], at: int) -> Iterator[Order]:
@@ -214,7 +210,7 @@ def _other_orders(requests: Sequence[Wanted], orders: Sequence[Order], at: int) 
     if len(free) < 2:
         return
     if len(free) <= ALL_ORDERS:
-        yield from (_filled(request, each) for each in itertools.permutations(free) if list(each) != free)
+        yield from (filled(request.free, each) for each in itertools.permutations(free) if list(each) != free)
         return
     number = {request.pieces[piece].id: piece for piece in free}
     shared = lambda other: sum(entry.id in number for entry in requests[other].pieces)
@@ -228,7 +224,7 @@ def _other_orders(requests: Sequence[Wanted], orders: Sequence[Order], at: int) 
         moved = (*common, *(piece for piece in free if piece not in common))
         if moved not in tried:
             tried.add(moved)
-            yield _filled(request, moved)
+            yield filled(request.free, moved)
 
 
 # ----------------------------------------------------------------------------------------------------- the optimum
@@ -272,8 +268,8 @@ def _steps(request: Wanted, state: _State, terms: Terms, later: Sequence[Wanted]
     """Every way of serving a request: what is held and stored then, and what it takes."""
     residents = dict(state.residents)
     resident = held_by(request, residents)
-    lead = tuple(entry.id for entry in request.pieces[: request.lead])
-    before = sum(entry.tokens for entry in request.pieces[: request.lead])
+    lead = request.lead_ids
+    before = request.lead_tokens
     known: dict[str, dict[tuple[str, ...], int]] = {}
     for id, front in state.items:
         known.setdefault(id, {})[front] = 0
@@ -281,7 +277,7 @@ def _steps(request: Wanted, state: _State, terms: Terms, later: Sequence[Wanted]
     free = [place for place, entry in enumerate(request.pieces) if entry.order_free]
     going_on = {name for each in later for name in (each.session, each.parent)}
 
-    orders = [_filled(request, moved) for moved in itertools.permutations(free)]
+    orders = [filled(request.free, moved) for moved in itertools.permutations(free)]
     for order, front in itertools.product(orders, FRONTS):
         laid = walk(numbered(request, resident, terms, known, order), order, terms.forward, front)
         held = residents | {request.session: after(request, laid, resident)}

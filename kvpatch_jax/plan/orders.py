@@ -6,7 +6,7 @@ stored patch where one was formed behind the very pieces in front of it, and run
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ..window.pieces import Promise
@@ -213,13 +213,13 @@ def _guesses(pieces: Numbered, rank: Mapping[int, int]) -> list[Order]:
     for front in sorted(stored, key=len)[-4:]:
         moved = [piece for piece in front if pieces.free[piece]]
         wanted.append([*moved, *(piece for piece in preferred if piece not in moved)])
-    return [_filled(pieces, order) for order in wanted]
+    return [filled(pieces.free, order) for order in wanted]
 
 
-def _filled(pieces: Numbered, free: Sequence[int]) -> Order:
-    """All pieces, the places of those that may move filled in this order."""
-    left = iter(free)
-    return tuple(next(left) if pieces.free[place] else place for place in range(len(pieces)))
+def filled(free: Sequence[bool], order: Iterable[int]) -> Order:
+    """Fills the places of the pieces that may move (`free`) in this order; the others keep theirs."""
+    left = iter(order)
+    return tuple(next(left) if moves else place for place, moves in enumerate(free))
 
 
 def _key(pieces: Numbered, laid: Laid) -> object:

@@ -38,6 +38,21 @@ class Wanted(NamedTuple):
         """How many texts stand in front of the first chunk."""
         return next((at for at, entry in enumerate(self.pieces) if entry.kind == "chunk"), len(self.pieces))
 
+    @property
+    def free(self) -> tuple[bool, ...]:
+        """Which pieces may move."""
+        return tuple(entry.order_free for entry in self.pieces)
+
+    @property
+    def lead_ids(self) -> tuple[str, ...]:
+        """Ids of these texts: what canonicals are formed behind."""
+        return tuple(entry.id for entry in self.pieces[: self.lead])
+
+    @property
+    def lead_tokens(self) -> int:
+        """Tokens of these texts."""
+        return sum(entry.tokens for entry in self.pieces[: self.lead])
+
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
@@ -292,7 +307,7 @@ def numbered(
     """The pieces of a request by number, with what a store has for them; for one order alone where it is given."""
     entries = request.pieces
     number = {entry.id: place for place, entry in enumerate(entries)}
-    lead = tuple(entry.id for entry in entries[: request.lead])
+    lead = request.lead_ids
     ordered: list[dict[Order, Cost]] = [{} for _ in entries]
     ids = None if order is None else [entries[piece].id for piece in order]
     leading: dict[int, Cost] = {}
@@ -310,7 +325,7 @@ def numbered(
                 ordered[piece][tuple(number[id] for id in front)] = price
     return Numbered(
         tokens=tuple(entry.tokens for entry in entries),
-        free=tuple(entry.order_free for entry in entries),
+        free=request.free,
         held=tuple(number.get(id, len(entries) + place) for place, id in enumerate(resident.ids)),
         exact=resident.exact,
         ordered=tuple(ordered),
@@ -363,7 +378,7 @@ def _fits(request: Wanted, items: set[StoredItem], shelf: Shelf) -> bool:
     """Whether items and their canonicals find room without anything leaving."""
     if shelf.terms.budget is None:
         return True
-    lead = tuple(entry.id for entry in request.pieces[: request.lead])
+    lead = request.lead_ids
     entries = {entry.id: entry for entry in request.pieces}
     every = items | {(id, lead) for id, _ in items}
     new = [item for item in every if item[1] not in shelf.items.get(item[0], {})]
@@ -373,9 +388,9 @@ def _fits(request: Wanted, items: set[StoredItem], shelf: Shelf) -> bool:
 
 def _store(request: Wanted, laid: Laid, wanted: set[StoredItem], shelf: Shelf) -> Cost:
     """Stores what is new, and the canonicals that it needs; returns what these took."""
-    lead = tuple(entry.id for entry in request.pieces[: request.lead])
+    lead = request.lead_ids
     entries = {entry.id: entry for entry in request.pieces}
-    before = sum(entry.tokens for entry in request.pieces[: request.lead])
+    before = request.lead_tokens
     ran = {request.pieces[piece].id for piece in laid.order[request.lead : request.lead + 1] if laid.ran > request.lead}
     took = 0.0
     for id, front in sorted(wanted, key=lambda item: len(item[1])):
@@ -400,9 +415,8 @@ def _touch(request: Wanted, laid: Laid, shelf: Shelf, at: int) -> None:
 
 def _evict(request: Wanted, shelf: Shelf, policy: Policy, at: int, future: Future | None) -> None:
     """Gives items up until the budget holds."""
-    budget = shelf.terms.budget
+    budget, lead = shelf.terms.budget, request.lead_ids
     while budget is not None and shelf.bytes > budget:
-        lead = tuple(entry.id for entry in request.pieces[: request.lead])
         every = [(id, front) for id, known in shelf.items.items() for front in known]
         # A canonical goes with its last patch, or where nothing but canonicals is left.
         loose = [item for item in every if item[1] != lead or len(shelf.items[item[0]]) == 1]

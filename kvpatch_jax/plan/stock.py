@@ -2,18 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..backbone import Backbone
 from ..chunk import Chunk, content_of
 from ..errors import PlanError
 from ..layout import KVLayout
-from ..patch_metadata import Patch, PatchMetadata
+from ..patch_metadata import Patch
 from ..provenance import Antecedent
 from ..update import update_patch
 from ..window.chain import chain_digest, chain_of
 from ..window.entry import Entry, PatchNote
-from ..window.sources import PatchStore
+from ..window.sources import PatchStore, asked_behind, stored
 from .points import Point
 
 
@@ -138,11 +138,9 @@ class Stock:
             return True
         if self._store is None:
             return False
-        options = {} if self._lead is None else {"lead": self._lead}
-        store: Any = self._store
-        if isinstance(store, LookedInto):
-            return store.contains(entry.id, self.backbone, **options)
-        found = store.get(entry.id, self.backbone, **options)
+        if isinstance(self._store, LookedInto):
+            return self._store.contains(entry.id, self.backbone, lead=self._lead)
+        found = stored(self._store, entry.id, self.backbone, self._lead)
         return found is not None and (None in (entry.content, found.content) or entry.content == found.content)
 
     @property
@@ -210,17 +208,7 @@ class Stock:
         """What the store has behind this antecedent, and behind any order of it."""
         assert self._store is not None
         assert self._layout is not None
-        asked = PatchMetadata(
-            chunk=entry.id,
-            base="canonical",
-            antecedent=antecedent.ids,
-            members=antecedent.members,
-            backbone=self.backbone,
-            layout=self._layout,
-            layers=tuple(range(self._layout.layers)),
-            content=entry.content,
-            lead=self._lead,
-        )
+        asked = asked_behind(antecedent, entry.id, entry.content, self._layout, self.backbone, self._lead)
         found = self._store.get_patches(asked)
         if antecedent.ids:
             found = [*found, *self._store.get_patches(dataclasses.replace(asked, orbit=True))]

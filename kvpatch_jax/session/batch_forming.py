@@ -21,9 +21,9 @@ from ..forming import choose_ranks, factor_dtype
 from ..frames import EngineKV
 from ..layout import to_engine
 from ..patch import apply_patch, form_patch
-from ..patch_metadata import Patch, PatchMetadata
+from ..patch_metadata import Patch
 from ..provenance import Antecedent, Member
-from ..window.sources import PatchStore, bucket, padded_chunk, padded_patch
+from ..window.sources import PatchStore, asked_behind, bucket, padded_chunk, padded_patch
 
 Path = tuple[str, ...]
 """Ids of chunks from the front on: the last one, behind those in front of it."""
@@ -239,17 +239,8 @@ class Forming:
         """Looks for a patch as it would be formed here in the store, and keeps it."""
         if self.store is None:
             return False
-        chunk, behind, layout = self._padded(path[-1]), self._behind(path[:-1]), self.backbone.layout
-        wanted = PatchMetadata(
-            chunk=chunk.id,
-            base="canonical",
-            antecedent=behind.ids,
-            members=behind.members,
-            backbone=self.backbone.fingerprint,
-            layout=layout,
-            layers=tuple(range(layout.layers)),
-            content=chunk.content,
-        )
+        chunk, behind = self._padded(path[-1]), self._behind(path[:-1])
+        wanted = asked_behind(behind, chunk.id, chunk.content, self.backbone.layout, self.backbone.fingerprint)
         ranks, asked = choose_ranks(chunk, self.rank)
         for patch in self.store.get_patches(wanted):
             own = patch.metadata

@@ -6,10 +6,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..chunk import Chunk, brief
 from ..errors import InputError, WindowError
-from ..patch_metadata import Patch, PatchMetadata
+from ..patch_metadata import Patch
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Fetch, Prefill, Recompute, Rotate
 from .executor import Executor, Standing
-from .sources import stored
+from .sources import asked_behind, stored
 from .window import Window
 
 
@@ -161,7 +161,8 @@ def _fetch(executor: Executor, window: Window, edit: Fetch) -> None:
         return
     if edit.digest in unit.patches:
         return
-    served = _served(executor, window, edit.id)
+    backbone = executor.backbone.fingerprint
+    served = asked_behind(window.target(edit.id), edit.id, content, executor.layout, backbone, executor.lead)
     for asked in (served, dataclasses.replace(served, orbit=True)):
         for patch in [] if store is None else store.get_patches(asked):
             if sources.give(edit.id, patch=patch) == edit.digest:
@@ -172,19 +173,3 @@ def _fetch(executor: Executor, window: Window, edit: Fetch) -> None:
 
 def _kv_bytes(chunk: Chunk) -> int:
     return chunk.nbytes * chunk.length // chunk.tokens
-
-
-def _served(executor: Executor, window: Window, id: str) -> PatchMetadata:
-    """What a store is asked for: patches of a piece behind what it stands behind."""
-    layout, target = executor.layout, window.target(id)
-    return PatchMetadata(
-        chunk=id,
-        base="canonical",
-        antecedent=target.ids,
-        members=target.members,
-        backbone=executor.backbone.fingerprint,
-        layout=layout,
-        layers=tuple(range(layout.layers)),
-        content=_content(window, id),
-        lead=executor.lead,
-    )

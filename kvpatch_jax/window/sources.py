@@ -18,9 +18,10 @@ from ..buckets import Buckets
 from ..chunk import AnyArray, Chunk, brief, content_of, trusted
 from ..errors import InputError, PatchMismatchError, ShapeError
 from ..frames import PhaseFreeKV
-from ..layout import on_device
+from ..layout import KVLayout, on_device
 from ..ops import Quantised, is_low_rank
-from ..patch_metadata import Patch, patch_digest
+from ..patch_metadata import Patch, PatchMetadata, patch_digest
+from ..provenance import Antecedent
 
 
 @runtime_checkable
@@ -78,6 +79,23 @@ def stored(store: PatchStore | None, id: str, backbone: str, lead: str | None) -
     if store is None:
         return None
     return store.get(id, backbone) if lead is None else store.get(id, backbone, lead=lead)
+
+
+def asked_behind(
+    behind: Antecedent, chunk: str, content: str | None, layout: KVLayout, backbone: str, lead: str | None = None
+) -> PatchMetadata:
+    """Describes what a store is asked for: patches of a chunk's canonical, of every layer, behind an antecedent."""
+    return PatchMetadata(
+        chunk=chunk,
+        base="canonical",
+        antecedent=behind.ids,
+        members=behind.members,
+        backbone=backbone,
+        layout=layout,
+        layers=tuple(range(layout.layers)),
+        content=content,
+        lead=lead,
+    )
 
 
 def bucket(buckets: Buckets | None, size: int) -> int:
