@@ -103,12 +103,22 @@ class Laid(NamedTuple):
     led: int = -1
 
 
-def lay(pieces: Numbered, laid: Laid, piece: int, forward: Forward, front: Front, turned: int = 0) -> Laid:
-    """Places one more piece behind those that are laid."""
+def lay(
+    pieces: Numbered,
+    laid: Laid,
+    piece: int,
+    forward: Forward,
+    front: Front,
+    turned: int = 0,
+    *,
+    survivors: bool = True,
+) -> Laid:
+    """Places one more piece behind those that are laid: kept where its KV is right, as a survivor too unless told."""
     order, mask = (*laid.order, piece), laid.mask | 1 << piece
     tokens, turned = pieces.tokens[piece], laid.turned + turned
     behind = laid.behind + tokens
-    if laid.holding and (exact := _kept(pieces, laid, piece)) is not None:
+    exact = _kept(pieces, laid, piece) if laid.holding else None
+    if exact or (exact is False and survivors):
         count = len(order)
         return Laid(order, mask, behind, laid.cost, laid.run, True, exact, count, count, (), turned)
 
@@ -196,8 +206,13 @@ def cheapest(
             for piece in _bits(choices & ~laid.mask):
                 turned = sum(rank[other] < rank[piece] for other in _bits(choices & ~laid.mask & ~(1 << piece)))
                 grown = lay(pieces, laid, piece, forward, front, turned)
-                if _least(pieces, grown, front) <= best.cost:
-                    _keep(following.setdefault(_key(pieces, grown), []), grown)
+                ways = [grown]
+                if laid.exact and not grown.exact:
+                    # Behind a survivor no patch serves: letting it go costs now and may save more behind it.
+                    ways.append(lay(pieces, laid, piece, forward, front, turned, survivors=False))
+                for way in ways:
+                    if _least(pieces, way, front) <= best.cost:
+                        _keep(following.setdefault(_key(pieces, way), []), way)
         layer = following if every else _beam(pieces, following, forward, front, beam)
     found = [best, *(laid for states in layer.values() for laid in states)]
     return min(found, key=lambda laid: (laid.cost, laid.turned)), every

@@ -101,7 +101,7 @@ def place(
     Only order-free chunks are left out or moved: the others are all taken in and keep their place among the pieces. A
     piece of the window stays where its KV is right in the new order (exact, or where the window remembers a survivor);
     a stored patch serves a chunk behind its very antecedent; all else runs through the model. Behind survivors no
-    stored patch is looked for.
+    stored patch is looked for: one leaves, and what is behind it, where that is cheaper.
 
     Args:
       window: as it stands: its lead stays, and what is not wanted leaves.

@@ -110,6 +110,16 @@ def test_no_order_and_no_way_of_serving_is_cheaper(promise: Promise, front: Fron
         assert sorted(found.ids) == sorted([*found.kept, *found.patched, *found.formed])
 
 
+def test_a_survivor_leaves_where_what_is_behind_it_then_has_a_patch():
+    first, second = chunk("first", 30), chunk("second", 30)
+    window = started(chunk("gone"), first, promise="remember")
+    stored = StoredPatches.of([patch_behind(first), patch_behind(second, first)])
+
+    found = place(window, [first, second], stored)
+    assert (found.kept, found.patched, found.formed) == ((), ("first", "second"), ())
+    assert place(window, [first], stored).kept == ("first",)
+
+
 def test_a_patch_serves_behind_its_very_antecedent_alone():
     a, b, c = chunk("a"), chunk("b"), chunk("c")
     window = started()
