@@ -1,13 +1,14 @@
 """Chunks written into other engines' pages, and keys turned there, in place: `kvp.engines` offers these functions.
 
 Pages are [L, P, O, 2·K, H'] or packed [L, P, O, 2·K / packing, packing, H'], heads interleaved as
-`to_ragged_paged_attention` makes them, or latent rows [L, P, O / packing, packing, F] of `to_latent_rows`. An engine
-that keeps an array per layer passes a list of them. Pages are donated; slots that are not named are not touched.
+`to_ragged_paged_attention` makes them; [L, P, O, K / packing, packing, 2·H] of `to_joined_heads`, k and v of a head in
+one row; or latent rows [L, P, O / packing, packing, F] of `to_latent_rows`. An engine that keeps an array per layer
+passes a list of them. Pages are donated; slots that are not named are not touched.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from pallas_kernels.splice import check_slots, padded_width
 
 from . import ops
 from .chunk import AnyArray, Chunk
-from .errors import DtypeError, LayoutError, ShapeError
+from .errors import DtypeError, InputError, LayoutError, ShapeError
+from .frames import EngineKV
 from .layout import KVLayout, Start, on_device
 from .paging import Slots, check_held, padded_slots, token_offsets
 from .patch import operator_call
@@ -32,9 +34,10 @@ Pages = Float[AnyArray, "..."] | Sequence[Float[AnyArray, "..."]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class Form:
     """How pages hold tokens: a row of this shape for each, and for latents `packing` tokens on an axis of their own."""
 
+    kind: Literal["interleaved", "joined", "latent"]
     layout: KVLayout
     row: tuple[int, ...]
     packing: int | None = None
@@ -47,42 +50,79 @@ class _Form:
         """How many slots the pages have."""
         return int(np.prod(page.shape[len(self.lead(page)) : page.ndim - len(self.row)]))
 
+    @property
+    def heads(self) -> int:
+        """Vectors of a row that are no padding: 2·K interleaved, K joined, one of a latent."""
+        heads = self.layout.channels[0].heads
+        return 2 * heads if self.kind == "interleaved" else heads
+
     def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
         """Engine-frame KV {channel: [L,T,K,H]} as rows; padding is zero."""
         first, second = (kv[name] for name in self.layout.names)
         widened = lambda x, width: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
-        if self.packing is None:
+        if self.kind == "latent":
+            latent = widened(first[..., 0, :], padded_width(first.shape[-1]))
+            return jnp.concatenate([latent, widened(second[..., 0, :], self.row[-1] - latent.shape[-1])], axis=-1)
+        if self.kind == "joined":
+            both = jnp.concatenate([first, second], axis=-1)
+        else:
             both = jnp.stack([widened(first, self.row[-1]), widened(second, self.row[-1])], axis=-2)
-            return both.reshape(*both.shape[:2], *self.row)
-        latent = widened(first[..., 0, :], padded_width(first.shape[-1]))
-        return jnp.concatenate([latent, widened(second[..., 0, :], self.row[-1] - latent.shape[-1])], axis=-1)
+            both = both.reshape(*both.shape[:2], self.heads, self.row[-1])
+        more = int(np.prod(self.row[:-1])) - self.heads
+        return jnp.pad(both, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(*both.shape[:2], *self.row)
+
+    def kv(self, rows: Float[Array, "L T *row"]) -> dict[str, Float[Array, "L T _ _"]]:
+        """Rows as engine-frame KV {channel: [L,T,K,H]}: inverts `rows`."""
+        first, second = self.layout.channels
+        if self.kind == "latent":
+            begin, rows = padded_width(first.width), rows[..., None, :]
+            pair = rows[..., : first.width], rows[..., begin : begin + second.width]
+        elif self.kind == "joined":
+            own = self._flat_heads(rows)[..., : self.heads, :]
+            pair = own[..., : first.width], own[..., first.width :]
+        else:
+            own = self._flat_heads(rows)[..., : self.heads, : first.width]
+            pair = own[..., 0::2, :], own[..., 1::2, :]
+        return dict(zip(self.layout.names, pair, strict=True))
 
     def turned(self, rows: Array, cos: Array, sin: Array) -> Array:
         """Rows with the keys in them rotated, and everything else as it is."""
         turn = lambda keys: rotate_patch(keys, cos, sin, layout=self.layout.rope.cached)
-        if self.packing is None:
-            pairs = rows.reshape(*rows.shape[: -len(self.row)], -1, 2, self.row[-1])
-            return jnp.stack([turn(pairs[..., 0, :]), pairs[..., 1, :]], axis=-2).reshape(rows.shape)
-        begin = padded_width(self.layout.channels[0].width)
-        return jnp.concatenate([rows[..., :begin], turn(rows[..., None, begin:])[..., 0, :]], axis=-1)
+        if self.kind == "latent":
+            begin = padded_width(self.layout.channels[0].width)
+            return jnp.concatenate([rows[..., :begin], turn(rows[..., None, begin:])[..., 0, :]], axis=-1)
+        own = self._flat_heads(rows)
+        if self.kind == "joined":
+            width = self.layout.channels[0].width
+            found = jnp.concatenate([turn(own[..., : self.heads, :width]), own[..., : self.heads, width:]], axis=-1)
+        else:
+            pairs = own[..., : self.heads, :].reshape(*own.shape[:-2], -1, 2, own.shape[-1])
+            found = jnp.stack([turn(pairs[..., 0, :]), pairs[..., 1, :]], axis=-2)
+            found = found.reshape(*own.shape[:-2], self.heads, own.shape[-1])
+        return jnp.concatenate([found, own[..., self.heads :, :]], axis=-2).reshape(rows.shape)
 
-    def at(self, page: Array, slots: Array) -> tuple[Array, tuple[Any, ...]]:
-        """The pages one behind the other, a view, and the index of these slots in it."""
-        row, lead = (slice(None),) * len(self.row), self.lead(page)
-        if self.packing is None:
-            return page.reshape(*lead, -1, *self.row), (..., slots, *row)
-        flat = page.reshape(*lead, -1, self.packing, *self.row)
-        return flat, (..., slots // self.packing, slots % self.packing, *row)
+    def _flat_heads(self, rows: Array) -> Array:
+        """Rows as vectors on one axis, padding included."""
+        return rows.reshape(*rows.shape[: rows.ndim - len(self.row)], -1, self.row[-1])
+
+    def at(self, page: Array, slots: Array) -> tuple[Any, ...]:
+        """The index of these slots in pages; slots beyond the last are in a page that is not there."""
+        size = self.slots_of(page) // page.shape[len(self.lead(page))]
+        where = (slots // size, slots % size)
+        if self.packing is not None:
+            where = (where[0], where[1] // self.packing, where[1] % self.packing)
+        return (..., *where, *(slice(None) for _ in self.row))
 
     def written(self, page: Array, slots: Array, rows: Array, length: Array) -> Array:
         """The pages with these rows at the slots; tokens from `length` on are written nowhere."""
         tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
-        flat, at = self.at(page, jnp.where(tokens < length, slots, self.slots_of(page) + tokens))
-        return flat.at[at].set(rows.astype(page.dtype), mode="drop", unique_indices=True).reshape(page.shape)
+        at = self.at(page, jnp.where(tokens < length, slots, self.slots_of(page) + tokens))
+        # Pages keep their shape: where an axis is 1, XLA copies a pool that was reshaped (two copies of a layer).
+        return page.at[at].set(rows.astype(page.dtype), mode="drop", unique_indices=True)
 
 
 def _splice(
-    form: _Form,
+    form: Form,
     pages: tuple[Array, ...],
     slots: Array,
     kv: dict[str, Array],
@@ -100,12 +140,11 @@ def _splice(
     return tuple(form.written(page, slots, own, length) for page, own in zip(pages, each, strict=True))
 
 
-def _turn(form: _Form, pages: tuple[Array, ...], slots: Array, offset: Array, length: Array) -> tuple[Array, ...]:
+def _turn(form: Form, pages: tuple[Array, ...], slots: Array, offset: Array, length: Array) -> tuple[Array, ...]:
     cos, sin = relocation_tables(form.layout.rope, jnp.zeros_like(offset), offset)
     turned = []
     for page in pages:
-        flat, at = form.at(page, slots)
-        rows = form.turned(flat.at[at].get(mode="clip"), cos, sin)
+        rows = form.turned(page.at[form.at(page, slots)].get(mode="clip"), cos, sin)
         turned.append(form.written(page, slots, rows, length))
     return tuple(turned)
 
@@ -116,27 +155,45 @@ jitted_turn = jax.jit(_turn, static_argnames="form", donate_argnames="pages")
 """Compiled once per form, bucket of slots and shape of the pages, which are donated."""
 
 
-def _ragged(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> _Form:
-    if layout.names != ("k", "v"):
-        raise LayoutError(f"{what}: channels {layout.names}; expected ('k', 'v')")
+def _ragged(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> Form:
+    _need_kv(layout, what)
+    heads, width = 2 * layout.channel("k").heads, layout.channel("k").width
+    row = tuple(pages[0].shape[2 + stacked :])
+    if len(row) not in (2, 3) or not _holds(row, heads) or row[-1] < width:
+        raise ShapeError(f"{what}: pages {pages[0].shape}; expected {heads} heads of {width} or more to a slot")
+    return Form("interleaved", layout, row)
+
+
+def _joined(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> Form:
+    _need_kv(layout, what)
     heads, width = layout.channel("k").heads, layout.channel("k").width
     row = tuple(pages[0].shape[2 + stacked :])
-    if len(row) not in (2, 3) or np.prod(row[:-1]) != 2 * heads or row[-1] < width:
-        raise ShapeError(f"{what}: pages {pages[0].shape}; expected {2 * heads} heads of {width} or more to a slot")
-    return _Form(layout, row)
+    if len(row) != 3 or not _holds(row, heads) or row[-1] != 2 * width:
+        raise ShapeError(f"{what}: pages {pages[0].shape}; expected {heads} heads of {width} + {width} to a slot")
+    return Form("joined", layout, row)
 
 
-def _latent(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> _Form:
+def _need_kv(layout: KVLayout, what: str) -> None:
+    if layout.names != ("k", "v"):
+        raise LayoutError(f"{what}: channels {layout.names}; expected ('k', 'v')")
+
+
+def _holds(row: tuple[int, ...], heads: int) -> bool:
+    """Whether so many heads, filled up to the packing, fill a row; one that is not packed has no padding."""
+    return heads == row[0] if len(row) == 2 else row[0] == -(-heads // max(row[1], 1))
+
+
+def _latent(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> Form:
     if layout.names != ("ckv", "kpe"):
         raise LayoutError(f"{what}: channels {layout.names}; expected ('ckv', 'kpe')")
     latent, rope = (padded_width(layout.channel(name).width) for name in layout.names)
     shape = pages[0].shape
     if len(shape) != 4 + stacked or shape[-1] != latent + rope:
         raise ShapeError(f"{what}: rows {shape}; expected [P, N, packing, {latent} + {rope}]")
-    return _Form(layout, (shape[-1],), shape[-2])
+    return Form("latent", layout, (shape[-1],), shape[-2])
 
 
-def _checked(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[_Form, tuple[Array, ...]]:
+def _checked(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[Form, tuple[Array, ...]]:
     """How the pages hold tokens, and the arrays.
 
     Raises:
@@ -155,7 +212,15 @@ def _checked(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[_For
 
 
 def _splice_into(
-    find: Any, what: str, pages: Pages, slots: Slots, chunk: Chunk, patch: Patch | None, start: Start, behind: Any
+    find: Any,
+    what: str,
+    pages: Pages,
+    slots: Slots,
+    chunk: Chunk,
+    patch: Patch | None,
+    start: Start,
+    behind: Any,
+    first: int,
 ) -> Any:
     check_is_chunk(chunk)
     if chunk.batch is not None:
@@ -168,7 +233,13 @@ def _splice_into(
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     if slots.shape != (chunk.tokens,):
         raise ShapeError(f"{what}: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
-    check_slots(slots, form.slots_of(arrays[0]), chunk.length)
+    if not 0 <= first < chunk.length:
+        raise InputError(f"{what}: first token {first}; expected 0 to {chunk.length - 1}")
+    total = form.slots_of(arrays[0])
+    check_slots(slots[first:], total, chunk.length - first)
+    if first:
+        # Beyond the last slot nothing is written, and tokens from the length on take the places behind these.
+        slots = np.concatenate([total + np.arange(first), np.asarray(slots)[first:]])
 
     form, slots = dataclasses.replace(form, layout=call.layout), slots.astype(np.int32)
     length = np.int32(chunk.length)
@@ -196,6 +267,7 @@ def splice_ragged(
     base_antecedent: Behind = (),
     allow_stale: bool = False,
     angles: Angles | None = None,
+    first: int = 0,
 ) -> Any:
     """Writes R(start + local) · (KV + u v) into interleaved pages, in place: `pool.splice` into an engine's own layout.
 
@@ -203,6 +275,7 @@ def splice_ragged(
       pages: [L, P, O, 2·K, H'] or [L, P, O, 2·K / packing, packing, H'], as `to_ragged_paged_attention` makes them, or
         a list of such arrays without L, one per layer. Donated. Padding of slots that are named becomes zero.
       slots, chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles: as in `pool.splice`.
+      first: tokens in front of this one are written nowhere, and their slots are not looked at: the engine has them.
 
     Returns:
       The pages, as they were given.
@@ -211,7 +284,7 @@ def splice_ragged(
       LayoutError, ShapeError: not pages of the chunk's layout. Else as `pool.splice`, before anything is written.
     """
     behind = (antecedent, base, base_antecedent, allow_stale, angles)
-    return _splice_into(_ragged, "splice_ragged", pages, slots, chunk, patch, start, behind)
+    return _splice_into(_ragged, "splice_ragged", pages, slots, chunk, patch, start, behind, first)
 
 
 def rotate_ragged(layout: KVLayout, pages: Pages, slots: Slots, offset: Start) -> Any:
@@ -234,6 +307,33 @@ def rotate_ragged(layout: KVLayout, pages: Pages, slots: Slots, offset: Start) -
     return _turn_in(_ragged, "rotate_ragged", layout, pages, slots, offset)
 
 
+def splice_joined(
+    pages: Pages,
+    slots: Slots,
+    chunk: Chunk,
+    patch: Patch | None,
+    start: Start,
+    antecedent: Behind = (),
+    *,
+    base: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
+    base_antecedent: Behind = (),
+    allow_stale: bool = False,
+    angles: Angles | None = None,
+    first: int = 0,
+) -> Any:
+    """Writes a chunk into pages [L, P, O, K / packing, packing, 2·H], k and v of a head in one row, in place.
+
+    Else as `splice_ragged`; `to_joined_heads` makes such pages.
+    """
+    behind = (antecedent, base, base_antecedent, allow_stale, angles)
+    return _splice_into(_joined, "splice_joined", pages, slots, chunk, patch, start, behind, first)
+
+
+def rotate_joined(layout: KVLayout, pages: Pages, slots: Slots, offset: Start) -> Any:
+    """Turns the keys at some slots of pages of `to_joined_heads`, in place and in one launch: as `rotate_ragged`."""
+    return _turn_in(_joined, "rotate_joined", layout, pages, slots, offset)
+
+
 def splice_latent(
     pages: Pages,
     slots: Slots,
@@ -246,15 +346,57 @@ def splice_latent(
     base_antecedent: Behind = (),
     allow_stale: bool = False,
     angles: Angles | None = None,
+    first: int = 0,
 ) -> Any:
     """Writes a chunk into latent rows [L, P, O / packing, packing, C' + R'], in place.
 
     Else as `splice_ragged`; `to_latent_rows` makes such rows.
     """
     behind = (antecedent, base, base_antecedent, allow_stale, angles)
-    return _splice_into(_latent, "splice_latent", pages, slots, chunk, patch, start, behind)
+    return _splice_into(_latent, "splice_latent", pages, slots, chunk, patch, start, behind, first)
 
 
 def rotate_latent(layout: KVLayout, pages: Pages, slots: Slots, offset: Start) -> Any:
     """Turns the rope keys at some slots of latent rows, in place and in one launch: as `rotate_ragged`."""
     return _turn_in(_latent, "rotate_latent", layout, pages, slots, offset)
+
+
+def _read(form: Form, pages: tuple[Array, ...], slots: Array) -> dict[str, Array]:
+    found = [page.at[form.at(page, slots)].get(mode="clip") for page in pages]
+    return form.kv(found[0] if form.lead(pages[0]) else jnp.stack(found))
+
+
+jitted_read = jax.jit(_read, static_argnames="form")
+"""Compiled once per form, bucket of slots and shape of the pages, which stay."""
+
+
+def _read_from(find: Any, what: str, layout: KVLayout, pages: Pages, slots: Slots) -> EngineKV:
+    form, arrays = _checked(layout, pages, find, what)
+    check_slots(slots if isinstance(slots, jax.Array) else np.asarray(slots), form.slots_of(arrays[0]))
+    padded, length = padded_slots(slots)
+    found = jitted_read(form, arrays, padded)
+    return EngineKV({name: value[:, : int(length)] for name, value in found.items()})
+
+
+def read_ragged(layout: KVLayout, pages: Pages, slots: Slots) -> EngineKV:
+    """Reads tokens out of interleaved pages: {channel: [L, T, K, H]} in the engine frame, without padding.
+
+    Args:
+      pages: as `splice_ragged` takes them. They stay.
+      slots: int32 [T], distinct, in the tokens' order.
+
+    Raises:
+      KernelSlotError: slots out of range, or named twice. LayoutError, ShapeError, DtypeError: not pages of this
+      layout. PoolError: pages that were donated.
+    """
+    return _read_from(_ragged, "read_ragged", layout, pages, slots)
+
+
+def read_joined(layout: KVLayout, pages: Pages, slots: Slots) -> EngineKV:
+    """Reads tokens out of pages of `to_joined_heads`: as `read_ragged`."""
+    return _read_from(_joined, "read_joined", layout, pages, slots)
+
+
+def read_latent(layout: KVLayout, pages: Pages, slots: Slots) -> EngineKV:
+    """Reads tokens out of latent rows: as `read_ragged`."""
+    return _read_from(_latent, "read_latent", layout, pages, slots)

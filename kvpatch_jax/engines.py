@@ -1,11 +1,12 @@
 """Page layouts of other engines: as views of a pool {channel: [L, P, O, K, H]}, and in place.
 
-Every round trip keeps every bit. `splice_ragged` and `splice_latent` write chunks into an engine's own pages, and
-`rotate_ragged` and `rotate_latent` turn keys there, without converting any page that is not theirs.
+Every round trip keeps every bit. `splice_ragged`, `splice_joined` and `splice_latent` write chunks into an engine's own
+pages, `rotate_…` turn keys there and `read_…` take tokens out, without converting any page that is not theirs.
 
 jax's paged attention reads k and v apart, heads outermost. jax's ragged paged attention (TPU) reads them interleaved,
-K0 V0 K1 V1 …, each padded to a multiple of 128 lanes. Engines with latent attention keep one row per token: the latent,
-then the rope key, each padded to 128 lanes. Padding is zero and is dropped on the way back. A padded pool
+K0 V0 K1 V1 …, each padded to a multiple of 128 lanes; tpu-inference's for heads of 64 reads k and v of a head joined in
+one row of 128. Engines with latent attention keep one row per token: the latent, then the rope key, each padded to 128
+lanes. Packed heads are filled up to the packing. Padding is zero and is dropped on the way back. A padded pool
 (`make_pool(padded=True)`) gives the same pages; to get one back, say `padded`.
 """
 
@@ -14,8 +15,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.splice import LANES, padded_width
 
+from .engine_pages import read_joined as read_joined
+from .engine_pages import read_latent as read_latent
+from .engine_pages import read_ragged as read_ragged
+from .engine_pages import rotate_joined as rotate_joined
 from .engine_pages import rotate_latent as rotate_latent
 from .engine_pages import rotate_ragged as rotate_ragged
+from .engine_pages import splice_joined as splice_joined
 from .engine_pages import splice_latent as splice_latent
 from .engine_pages import splice_ragged as splice_ragged
 from .errors import LayoutError, ShapeError
@@ -77,21 +83,33 @@ def to_ragged_paged_attention(
 
     Args:
       lanes: what H is padded to a multiple of.
-      packing: splits 2·K into [2·K / packing, packing], as tpu-inference and sglang-jax store it (32 bits ÷ the dtype's
-        bits); None leaves it whole, as jax's own kernel wants it.
+      packing: splits 2·K, filled up with zeros, into [2·K / packing, packing], as tpu-inference and sglang-jax store it
+        (32 bits ÷ the dtype's bits: 1, 2 or 4); None leaves it whole, as jax's own kernel wants it.
 
     Raises:
-      LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool, or heads that do not pack.
+      LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool, or a packing that is no power of two.
     """
     _need(layout, ("k", "v"), "to_ragged_paged_attention")
     k, v = (_pad(value, lanes) for value in _channels(layout, pool))
     both = jnp.stack([k, v], axis=-2)
     both = both.reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])
-    if packing is None:
-        return both
-    if both.shape[-2] % packing:
-        raise ShapeError(f"to_ragged_paged_attention: packing {packing}; expected a divisor of {both.shape[-2]}")
-    return both.reshape(*both.shape[:-2], both.shape[-2] // packing, packing, both.shape[-1])
+    return both if packing is None else _packed(both, packing, "to_ragged_paged_attention")
+
+
+def _packed(vectors: Array, packing: int, what: str) -> Array:
+    """Heads on an axis before the last as [N, packing], filled up with zeros."""
+    if packing not in (1, 2, 4, 8):
+        raise ShapeError(f"{what}: packing {packing}; expected 1, 2, 4 or 8")
+    heads = vectors.shape[-2]
+    full = -(-heads // packing) * packing
+    vectors = jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 2) + [(0, full - heads), (0, 0)])
+    return vectors.reshape(*vectors.shape[:-2], full // packing, packing, vectors.shape[-1])
+
+
+def _unpacked(pages: Array, heads: int) -> Array:
+    """Inverts `_packed`, where the pages hold these heads; else all that they hold, to be refused."""
+    whole = pages.reshape(*pages.shape[:-3], -1, pages.shape[-1])
+    return whole[..., :heads, :] if whole.shape[-2] - heads in range(pages.shape[-2]) else whole
 
 
 def from_ragged_paged_attention(
@@ -104,7 +122,7 @@ def from_ragged_paged_attention(
     """
     _need(layout, ("k", "v"), "from_ragged_paged_attention")
     heads, width = layout.channel("k").heads, layout.channel("k").width
-    whole = pages.reshape(*pages.shape[:-3], -1, pages.shape[-1]) if packed else pages
+    whole = _unpacked(pages, 2 * heads) if packed else pages
     if whole.ndim != 5 or whole.shape[-2] != 2 * heads or whole.shape[-1] < width:
         raise ShapeError(
             f"from_ragged_paged_attention: pages {pages.shape}; expected {2 * heads} heads of {width} or more"
@@ -114,13 +132,44 @@ def from_ragged_paged_attention(
     return _made(layout, pool, padded)
 
 
+def to_joined_heads(layout: KVLayout, pool: Pool, *, packing: int | None = None) -> Float[Array, "L P O N packing F"]:
+    """Joins k and v of a head in one row, [L, P, O, K / packing, packing, 2·H]: tpu-inference's pages for heads of 64.
+
+    Args:
+      packing: heads on an axis of their own, filled up with zeros; None takes 32 bits ÷ the dtype's bits.
+
+    Raises:
+      LayoutError: not a layout of k and v. ShapeError, DtypeError: another pool, or a packing that is no power of two.
+    """
+    _need(layout, ("k", "v"), "to_joined_heads")
+    both = jnp.concatenate(_channels(layout, pool), axis=-1)
+    return _packed(both, 4 // both.dtype.itemsize if packing is None else packing, "to_joined_heads")
+
+
+def from_joined_heads(
+    layout: KVLayout, pages: Float[Array, "L P O N packing F"], *, padded: bool = False
+) -> dict[str, Float[Array, "L P O K _"]]:
+    """Inverts `to_joined_heads`; `padded` as in `make_pool`.
+
+    Raises:
+      As `to_joined_heads`.
+    """
+    _need(layout, ("k", "v"), "from_joined_heads")
+    heads, width = layout.channel("k").heads, layout.channel("k").width
+    whole = _unpacked(pages, heads)
+    if whole.shape[-2:] != (heads, 2 * width):
+        raise ShapeError(f"from_joined_heads: pages {pages.shape}; expected {heads} heads of {width} + {width}")
+    return _made(layout, {"k": whole[..., :width], "v": whole[..., width:]}, padded)
+
+
 def to_latent_rows(
     layout: KVLayout, pool: Pool, *, lanes: int = LANES, packing: int | None = None
 ) -> Float[Array, "..."]:
     """Joins ckv and kpe to one row per token, [L, P, O / packing, packing, C' + R'], each padded to `lanes`.
 
     Args:
-      packing: tokens per packed row; None takes 32 bits ÷ the dtype's bits, as tpu-inference and sglang-jax do.
+      packing: tokens per packed row; None takes 32 bits ÷ the dtype's bits, as sglang-jax does and tpu-inference did;
+        tpu-inference 0.32 takes 32 (its `MLA_KV_PACKING_SIZE`).
 
     Raises:
       LayoutError: not a latent layout. ShapeError, DtypeError: another pool, or a page that does not pack.
