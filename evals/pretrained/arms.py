@@ -6,7 +6,7 @@ it), FLOPs of re-prefilling it behind its antecedent. `forming`: FLOPs that are 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,16 +15,25 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
-from kvpatch_jax.repair import first_k, fraction_to_count, oracle_delta
+from kvpatch_jax.repair import (
+    SplicedCache,
+    first_k,
+    fraction_to_count,
+    layer_counts,
+    layer_sensitivity,
+    oracle_delta,
+    vlcache,
+)
 from kvpatch_jax.repair._common import deviation, largest, live_tokens, read_slots, recompute_tokens
 
-from .attention import read_and_look
-from .passages import KV, Passages, cut
+from .attention import attention_shift, read_and_look
+from .passages import CHECK_LAYER, KV, Passages, cut
 
 CORE_RANKS, MORE_RANKS = (8, 16, 32), (4, 64)
 BUDGET, LARGE_BUDGET = 0.15, 0.50
-CHECK_LAYER = 1
 BITS = (2, 4, 8)
+LAYER_BUDGETS = (0.0, 0.05, 0.15, 0.30)
+"""Shares of a passage's tokens that a layer may run again, where layers differ; the largest is VLCache's."""
 LAYER_SHARES = {"deep_half": 0.5, "deep_three_quarters": 0.25}
 """Where the layers that keep their patch begin."""
 
@@ -44,10 +53,15 @@ class Arm(NamedTuple):
 
 
 class Arms:
-    """The arms of one batch of passages. Patches are slices of one SVD."""
+    """The arms of one batch of passages. Patches are slices of one SVD.
 
-    def __init__(self, passages: Passages):
-        self.of = passages
+    Args:
+      passages: the batch.
+      by_layer: shares of the tokens that VLCache runs again, for each layer; None leaves that arm out.
+    """
+
+    def __init__(self, passages: Passages, by_layer: Sequence[float] | None = None):
+        self.of, self.by_layer = passages, by_layer
         layout = passages.backbone.layout
         self.most = min(passages.length, *(channel.features for channel in layout.channels))
         self.whole = passages.patch(min(max(MORE_RANKS), self.most))
@@ -59,8 +73,13 @@ class Arms:
         yield Arm("blind", self.splice.cache, logits=self.blind)
         for rank in self.ranks(CORE_RANKS):
             yield self.patched(f"patch.rank={rank}", kvp.truncate(self.whole, rank))
-        for name in ("first_k", "cacheblend", "query_aware"):
+        for name in ("first_k", "cacheblend", "kvshare", "query_aware"):
             yield self.repaired(name, BUDGET)
+        if self.by_layer is not None:
+            counts = [fraction_to_count(share, self.of.length) for share in self.by_layer]
+            cache = vlcache(self.of.backbone, self.splice, counts).cache
+            serving = sum(map(self.flops, counts)) / (len(counts) * self.flops(self.of.length))
+            yield Arm(f"vlcache.budget={BUDGET:g}", cache, 0.0, serving, 0.0)
 
     def more(self) -> Iterator[Arm]:
         """Other ranks, dtypes and layers; oracles, random tokens and half of all tokens; KV(B|A) at few bits."""
@@ -103,7 +122,7 @@ class Arms:
         count = fraction_to_count(budget, of.length)
         cache = REPAIRED[method](self, count)
         serving = self.flops(count)
-        if method == "cacheblend":
+        if method in ("cacheblend", "kvshare"):
             whole, layers = self.flops(of.length), of.backbone.layout.layers
             serving = whole * (CHECK_LAYER + 1) / layers + serving * (layers - CHECK_LAYER - 1) / layers
         if method == "query_aware":
@@ -133,16 +152,45 @@ def rounded(value: Float[Array, "L B T K H"], bits: int, axis: int) -> Float[Arr
     return least + jnp.round((value - least) / step) * step
 
 
-def _cacheblend(arms: Arms, count: int) -> KV:
-    """`repair.cacheblend`, whose first step is known here: behind an exact antecedent the lower layers, recomputed
-    whole, are the conditioned KV's own."""
+def shares_by_layer(batches: Sequence[Passages]) -> tuple[float, ...]:
+    """Finds VLCache's shares of tokens for each layer on passages that nothing is measured on, of one length."""
+    layout, length = batches[0].backbone.layout, batches[0].length
+    counts = [fraction_to_count(share, length) for share in LAYER_BUDGETS]
+    needs = np.zeros((layout.layers, len(counts)))
+    for of in batches:
+        lost = lambda cache, of=of: float(np.mean([each["kl"] for each in of.scored(of.read(cache))]))
+        needs += layer_sensitivity(layout, of.splice(), counts, lost)
+    found = layer_counts(needs, counts, int(BUDGET * length * layout.layers))
+    return tuple(LAYER_BUDGETS[counts.index(count)] for count in found)
+
+
+def _lower_whole(arms: Arms) -> SplicedCache:
+    """The splice with all tokens run again through CHECK_LAYER: behind an
+    exact antecedent the lower layers, recomputed whole, are the conditioned KV's own."""
     of, splice = arms.of, arms.splice
     true = of.turned(of.conditioned, of.start)
     layers = jnp.arange(of.backbone.layout.layers)[:, None, None, None, None] <= CHECK_LAYER
     own = {name: jnp.where(layers, true[name], cut(splice.cache, of.start, of.length)[name]) for name in true}
-    lower = splice._replace(cache=of.cache(own))
+    return splice._replace(cache=of.cache(own))
+
+
+def _cacheblend(arms: Arms, count: int) -> KV:
+    """`repair.cacheblend`, whose first step is known here."""
+    of, splice = arms.of, arms.splice
+    lower = _lower_whole(arms)
     checked = lambda cache: read_slots(cache, splice.slots, CHECK_LAYER)
     score = deviation(checked(lower.cache), checked(splice.cache), live_tokens(splice))
+    return recompute_tokens(of.backbone, lower, largest(score, count))
+
+
+def _kvshare(arms: Arms, count: int) -> KV:
+    """KVShare (arXiv 2503.16525), as VLCache and its abstract describe it: tokens chosen by how far attention maps over
+    reused and recomputed KV deviate. Our reading of its prefill stage: at CHECK_LAYER, of the passage's own queries;
+    above it these tokens run. Its decode stage recomputes more while it answers and is left out."""
+    of, splice = arms.of, arms.splice
+    lower = _lower_whole(arms)
+    keys = lower.cache["k"][CHECK_LAYER], splice.cache["k"][CHECK_LAYER]
+    score = attention_shift(of.backbone, CHECK_LAYER, of.checked, of.tokens.positions, *keys)
     return recompute_tokens(of.backbone, lower, largest(score, count))
 
 
@@ -162,6 +210,7 @@ def _random(arms: Arms, count: int) -> KV:
 REPAIRED: dict[str, Callable[[Arms, int], Mapping[str, Array]]] = {
     "first_k": lambda arms, count: first_k(arms.of.backbone, arms.splice, count).cache,
     "cacheblend": _cacheblend,
+    "kvshare": _kvshare,
     "query_aware": _query_aware,
     "oracle_delta": lambda arms, count: oracle_delta(arms.of.backbone, arms.splice, count).cache,
     "random": _random,

@@ -51,3 +51,39 @@ def _mass(graph: Any, state: Any, hidden: Mapping[int, Array], positions: Array,
         scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys[layer]) * keys.shape[4] ** -0.5
         total = total + jax.nn.softmax(scores, axis=-1).sum((1, 2, 3))
     return total
+
+
+def attention_shift(
+    backbone: Any,
+    layer: int,
+    residual: Float[Array, "B T D"],
+    positions: Any,
+    fresh: Float[Array, "B S K H"],
+    spliced: Float[Array, "B S K H"],
+) -> Float[Array, "B T"]:
+    """Measures how much attention a chunk's tokens get otherwise, at one layer, over its spliced keys than over fresh.
+
+    Σ |A(fresh) − A(spliced)| over heads and over the chunk's tokens as queries, which are the last of the keys.
+    """
+    programs = backbone.programs
+    return _shift(programs.graph, programs.state, layer, residual, positions, fresh, spliced)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "layer"))
+def _shift(graph: Any, state: Any, layer: int, residual: Array, positions: Array, fresh: Array, spliced: Array):
+    decoder = nnx.merge(graph, state).decoder
+    rope = decoder.config.rope
+    cos, sin = rope_tables(rope, positions)
+    kind, stack = nnx.split(decoder.layers)
+    own = nnx.merge(kind, jax.tree.map(lambda leaf: leaf[layer], stack))
+    query, _ = own.attention.project(own.input_norm(residual))
+    turned = rotate(query["turning"], cos, sin, rope.cached, rope.attention_scaling)
+    queries, keys = turned.shape[1], fresh.shape[1]
+    seen = jnp.arange(keys) <= jnp.arange(keys - queries, keys)[:, None]
+
+    def attended(cached: Float[Array, "B S K H"]) -> Float[Array, "B K G T S"]:
+        grouped = turned.reshape(*turned.shape[:2], cached.shape[2], -1, cached.shape[3])
+        scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, cached) * cached.shape[3] ** -0.5
+        return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+
+    return jnp.abs(attended(fresh) - attended(spliced)).sum((1, 2, 3))[:, keys - queries :]

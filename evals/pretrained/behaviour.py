@@ -5,7 +5,7 @@ domains. Answers of several tokens are read with the right ones in front: an ans
 its tokens is the model's best, which is the same as writing it greedily.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,13 +108,20 @@ def _asked(backbone: Any, plan: SuitePlan, question: Question, document: Documen
     return Item(chunks[0], chunks[1], behind, (len(asked), len(behind)), choices)
 
 
-def measured(backbone: Any, plan: SuitePlan, task: str, number: int, documents: list[Document]) -> Iterator[Record]:
+def measured(
+    backbone: Any,
+    plan: SuitePlan,
+    task: str,
+    number: int,
+    documents: list[Document],
+    by_layer: Sequence[float] | None = None,
+) -> Iterator[Record]:
     """Asks a batch of a task's items in every way: a record per item and arm."""
     drawn = items(backbone, plan, task, number, documents)
     stack = lambda name: np.stack([getattr(item, name) for item in drawn])
     alone = lambda ids: backbone.prefill(placed(backbone.embed(ids), 0)).kv
     of = Passages(backbone, alone(stack("front")), alone(stack("chunk")), stack("chunk"), stack("behind"))
-    arms = Arms(of)
+    arms = Arms(of, by_layer)
     read = {"re-prefill": of.logits}
     for arm in arms.core():
         read[arm.name] = arm.logits if arm.logits is not None else of.read(arm.cache)

@@ -18,6 +18,7 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.repair import SplicedCache
 
 KV = Mapping[str, Array]
+CHECK_LAYER = 1
 
 
 def placed(tokens: Tokens, start: int) -> Tokens:
@@ -39,6 +40,7 @@ class Passages:
       chunk: the canonicals, a batch. front: KV of what stands in front, engine frame. conditioned: KV(B|A), phase-free.
       logits: what a re-prefill says of the tokens behind, float32 [B,n,V].
       ids: the tokens behind, [B,n].
+      checked: the passages' residual in context where repairs compare, at CHECK_LAYER [B,T,D].
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Passages:
         self.after = placed(text.take(self.length, self.length + behind.shape[1]), self.start + self.length)
 
         asked = np.repeat(np.arange(self.length, self.length + behind.shape[1])[None], self.rows, axis=0)
-        out = backbone.prefill(placed(text, self.start), context=self.front, logits=asked)
+        behind_front = placed(text, self.start)
+        out = backbone.prefill(behind_front, context=self.front, logits=asked, hidden_at=(CHECK_LAYER,))
         self.logits = out.logits
+        self.checked = out.hidden[CHECK_LAYER][:, : self.length]
         self.conditioned = cut(out.kv, 0, self.length)
 
     @property

@@ -19,7 +19,8 @@ class SuitePlan:
       continuations; 0: none has.
     long: longer passages, (tokens, how many). windows: per domain, documents whose antecedents are varied.
     slides: batches of documents whose first antecedent leaves. items, batch: questions per task, and at a time.
-    facts: tokens of a chunk that is asked about.
+    facts: tokens of a chunk that is asked about. fitted: passages of one more document of each domain, on which
+      VLCache's shares by layer are found; 0 leaves that arm out.
     """
 
     chunk: int = 192
@@ -34,6 +35,7 @@ class SuitePlan:
     items: int = 32
     batch: int = 8
     facts: int = 64
+    fitted: int = 2
 
     @property
     def piece(self) -> int:
@@ -47,7 +49,18 @@ class SuitePlan:
 
 FULL = SuitePlan()
 QUICK = SuitePlan(
-    chunk=32, scored=8, passages=2, documents=1, wide=0, long=(), windows=0, slides=0, greedy=8, items=2, batch=2
+    chunk=32,
+    scored=8,
+    passages=2,
+    documents=1,
+    wide=0,
+    long=(),
+    windows=0,
+    slides=0,
+    greedy=8,
+    items=2,
+    batch=2,
+    fitted=0,
 )
 
 
@@ -72,6 +85,8 @@ class Part(NamedTuple):
 def parts(plan: SuitePlan) -> list[Part]:
     """Lists all parts, kinds interleaved, so that what was measured when one stops is a picture of the whole."""
     found = []
+    if plan.fitted:
+        found.append(Part("fit", "layers", 0, -1.0, 90 * plan.fitted * len(DOMAINS) * plan.scored))
     size, scored = plan.chunk, plan.scored
     base = (2 * plan.passages + 1) * size + 9 * plan.passages * scored + plan.passages * size // 2
     for number in range(plan.documents):

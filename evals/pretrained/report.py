@@ -31,6 +31,8 @@ FAMILIES = {
     "patch.rank=": ("patch", "C0", "o"),
     "first_k": ("first-k", "C1", "s"),
     "cacheblend": ("CacheBlend-style", "C2", "^"),
+    "kvshare": ("KVShare-style", "C8", "<"),
+    "vlcache": ("VLCache-style", "C9", ">"),
     "query_aware": ("query-aware tokens", "C3", "D"),
     "oracle_delta": ("oracle Δ tokens", "C4", "v"),
     "random": ("random tokens", "C5", "x"),

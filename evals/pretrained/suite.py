@@ -4,7 +4,7 @@ import dataclasses
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from ..results.environment import environment
 from ..results.parts import add_part, finished_parts, make_out
 from ..results.rows import without_nan
 from . import behaviour, text, texts, windows
+from .arms import shares_by_layer
 from .plan import DOMAINS, FULL, QUICK, Part, SuitePlan, parts
 from .report import write_report
 from .rows import rows_of
 
 Record = dict[str, Any]
 PARTS = "parts.jsonl"
+FITTED = "shares_by_layer"
+"""What the one record of the part that fits holds."""
 TOKENS_PER_SECOND = 310.0
 """Of two quiet cores, about, for a first estimate of the time; then what was measured."""
 ESTIMATED_TOKENS = 30_000
@@ -36,13 +39,21 @@ class Texts:
         self.plan = plan
         most = max([plan.passages * plan.chunk, *(plan.chunk + length for length, _ in plan.long)]) + plan.scored
         least = plan.passages * plan.chunk + plan.scored
-        count = max(plan.documents, plan.windows + 1, 2)
+        count = max(plan.documents, plan.windows + 1, 2) + (1 if plan.fitted else 0)
         self.of = {domain: texts.documents(backbone, domain, count, least, most) for domain in DOMAINS}
 
     def next_to(self, domain: str, number: int) -> texts.Document:
         """Another document of the domain."""
-        own = self.of[domain]
+        own = self.measured(domain)
         return own[(number + 1) % len(own)]
+
+    def measured(self, domain: str) -> list[texts.Document]:
+        """The domain's documents without the one that is fitted on."""
+        return self.of[domain][:-1] if self.plan.fitted else self.of[domain]
+
+    def fitted(self) -> list[tuple[texts.Document, texts.Document]]:
+        """The documents that are fitted on, each with another of its domain."""
+        return [(own[-1], own[0]) for own in self.of.values()]
 
     def long(self, length: int, number: int) -> texts.Document:
         """The documents with room for so many tokens, domains in turn.
@@ -51,7 +62,7 @@ class Texts:
           InputError: there are fewer.
         """
         needed = self.plan.chunk + length + self.plan.scored
-        fitting = [[own for own in self.of[domain] if len(own.ids) >= needed] for domain in DOMAINS]
+        fitting = [[own for own in self.measured(domain) if len(own.ids) >= needed] for domain in DOMAINS]
         in_turn = [own[place] for place in range(max(map(len, fitting))) for own in fitting if place < len(own)]
         if number >= len(in_turn):
             raise InputError(f"{len(in_turn)} documents of {needed} tokens; expected more than {number}")
@@ -59,28 +70,35 @@ class Texts:
 
     @property
     def all(self) -> list[texts.Document]:
-        """Every document."""
-        return [document for own in self.of.values() for document in own]
+        """Every document that is measured."""
+        return [document for domain in DOMAINS for document in self.measured(domain)]
 
 
-def records_of(backbone: Any, plan: SuitePlan, found: Texts, part: Part) -> Iterator[Record]:
-    """Measures one part."""
-    if part.kind == "text":
+def records_of(
+    backbone: Any, plan: SuitePlan, found: Texts, part: Part, by_layer: Sequence[float] | None = None
+) -> Iterator[Record]:
+    """Measures one part; `by_layer`: what the part that fits found."""
+    if part.kind == "fit":
+        few = dataclasses.replace(plan, passages=plan.fitted)
+        batches = [text.passages_of(backbone, few, own, other) for own, other in found.fitted()]
+        yield {FITTED: shares_by_layer(batches)}
+    elif part.kind == "text":
         own, other = found.of[part.of][part.number], found.next_to(part.of, part.number)
-        yield from text.compared(backbone, plan, own, other, wide=plan.is_wide(part.number))
+        yield from text.compared(backbone, plan, own, other, plan.is_wide(part.number), by_layer)
     elif part.kind == "long":
         length = int(part.of)
-        yield from text.long_passage(backbone, plan, found.long(length, part.number), length)
+        yield from text.long_passage(backbone, plan, found.long(length, part.number), length, by_layer)
     elif part.kind == "window":
         own, other = found.of[part.of][part.number], found.next_to(part.of, part.number)
         for record in windows.varied(backbone, plan, own, other):
             yield {"document": own.name, **record}
     elif part.kind == "slide":
         first = part.number * plan.passages
-        every = [found.of[domain][number] for number in range(len(found.of["prose"])) for domain in DOMAINS]
+        count = len(found.measured("prose"))
+        every = [found.of[domain][number] for number in range(count) for domain in DOMAINS]
         yield from windows.slides(backbone, plan, every[first : first + plan.passages])
     else:
-        yield from behaviour.measured(backbone, plan, part.of, part.number, found.all)
+        yield from behaviour.measured(backbone, plan, part.of, part.number, found.all, by_layer)
 
 
 def run(out: Path, path: str | None = None, limit: int = 0, quick: bool = False) -> dict[str, Any]:
@@ -134,13 +152,16 @@ def config_of(backbone: Any, plan: SuitePlan, found: Texts, file: Path) -> dict[
 
 def measure(backbone: Any, plan: SuitePlan, found: Texts, config: dict[str, Any], out: Path, limit: int) -> None:
     """Measures what the file of parts lacks, and writes each part as it is done, with the time that is left."""
-    done = {part["part"] for part in finished_parts(out / PARTS, config)}
+    finished = finished_parts(out / PARTS, config)
+    done = {part["part"] for part in finished}
+    by_layer = next((each[FITTED] for part in finished for each in part["records"] if FITTED in each), None)
     todo = [part for part in parts(plan) if part.name not in done]
     left = sum(part.tokens for part in todo)
     began, tokens = time.perf_counter(), 0
     for place, part in enumerate(todo[: limit or None], 1):
         started = time.process_time()
-        made = list(records_of(backbone, plan, found, part))
+        made = list(records_of(backbone, plan, found, part, by_layer))
+        by_layer = next((each[FITTED] for each in made if FITTED in each), by_layer)
         line = {"part": part.name, "cpu_seconds": round(time.process_time() - started, 2), "records": made}
         add_part(out / PARTS, line)
         tokens += part.tokens

@@ -23,6 +23,8 @@ GREEDY_ARMS = (
     "patch.rank=32",
     "first_k.budget=0.15",
     "cacheblend.budget=0.15",
+    "kvshare.budget=0.15",
+    "vlcache.budget=0.15",
     "query_aware.budget=0.15",
     "patch.rank=4",
     "patch.rank=64",
@@ -30,12 +32,28 @@ GREEDY_ARMS = (
 )
 
 
-def compared(backbone: Any, plan: SuitePlan, document: Document, other: Document, wide: bool) -> Iterator[Record]:
+def compared(
+    backbone: Any,
+    plan: SuitePlan,
+    document: Document,
+    other: Document,
+    wide: bool,
+    by_layer: Sequence[float] | None = None,
+) -> Iterator[Record]:
     """A document's passages: every second one behind the text before it, the others behind another document's.
 
     Args:
       wide: all arms, spectra of the deficit, and greedy continuations.
+      by_layer: as `Arms` takes it.
     """
+    of = passages_of(backbone, plan, document, other)
+    names = [{"passage": place, "antecedent": "far" if place % 2 == 0 else "near"} for place in range(of.rows)]
+    for row, record in _everything(of, wide, plan.greedy if wide else 0, by_layer):
+        yield {"document": document.name, "domain": document.domain, "length": of.length, **names[row], **record}
+
+
+def passages_of(backbone: Any, plan: SuitePlan, document: Document, other: Document) -> Passages:
+    """A document's passages, as `compared` has them."""
     size, count = plan.chunk, plan.passages
     ids = document.ids[: count * size].reshape(count, size)
     behind = np.stack([document.ids[(place + 1) * size : (place + 1) * size + plan.scored] for place in range(count)])
@@ -43,13 +61,12 @@ def compared(backbone: Any, plan: SuitePlan, document: Document, other: Document
     in_front = [count if place % 2 == 0 else place - 1 for place in range(count)]
     front = {name: value[:, np.asarray(in_front)] for name, value in alone.items()}
     canonical = {name: value[:, :count] for name, value in alone.items()}
-    names = [{"passage": place, "antecedent": "far" if place % 2 == 0 else "near"} for place in range(count)]
-    of = Passages(backbone, front, canonical, ids, behind)
-    for row, record in _everything(of, wide, plan.greedy if wide else 0):
-        yield {"document": document.name, "domain": document.domain, "length": size, **names[row], **record}
+    return Passages(backbone, front, canonical, ids, behind)
 
 
-def long_passage(backbone: Any, plan: SuitePlan, document: Document, length: int) -> Iterator[Record]:
+def long_passage(
+    backbone: Any, plan: SuitePlan, document: Document, length: int, by_layer: Sequence[float] | None = None
+) -> Iterator[Record]:
     """One long passage behind the text in front of it."""
     size = plan.chunk
     ids = document.ids[None, : size + length + plan.scored]
@@ -58,13 +75,15 @@ def long_passage(backbone: Any, plan: SuitePlan, document: Document, length: int
     alone = backbone.prefill(placed(text.take(size, size + length), 0)).kv
     of = Passages(backbone, front, alone, ids[:, size : size + length], ids[:, size + length :])
     about = {"document": document.name, "domain": document.domain, "length": length, "passage": 0}
-    for _, record in _everything(of, False, 0):
+    for _, record in _everything(of, False, 0, by_layer):
         yield {**about, "antecedent": "near", **record}
 
 
-def _everything(of: Passages, wide: bool, greedy: int) -> Iterator[tuple[int, Record]]:
+def _everything(
+    of: Passages, wide: bool, greedy: int, by_layer: Sequence[float] | None
+) -> Iterator[tuple[int, Record]]:
     """Records with the row they belong to: re-prefill, each arm with its costs, the deficit, greedy agreement."""
-    arms = Arms(of)
+    arms = Arms(of, by_layer)
     said = None
     if greedy:
         reference = of.cache(of.turned(of.conditioned, of.start))

@@ -1,4 +1,5 @@
-"""Other published ways of mending a spliced cache, one file each, one signature: `repair(backbone, splice, count)`.
+"""Other published ways of mending a spliced cache, one file each, one signature: `repair(backbone, splice, count)`
+(`vlcache`: a count for each layer).
 
 They recompute tokens; the library's own patch corrects features instead. Here to be compared with (Kamera §6, App.
 C.3), on the same relocated KV and with tokens really recomputed in context.
@@ -17,10 +18,13 @@ from .cacheblend import cacheblend as cacheblend
 from .cacheblend import check_by_layer as check_by_layer
 from .first_k import first_k as first_k
 from .oracle_delta import oracle_delta as oracle_delta
+from .vlcache import layer_counts as layer_counts
+from .vlcache import layer_sensitivity as layer_sensitivity
+from .vlcache import vlcache as vlcache
 
 REPAIRS: dict[str, Repair] = {
     "first_k": first_k,
     "cacheblend": cast(Repair, cacheblend),  # a type checker sees the module of that name too
     "oracle_delta": oracle_delta,
 }
-"""Every token repair by name."""
+"""Every token repair by name that takes one count; `vlcache` takes one for each layer."""

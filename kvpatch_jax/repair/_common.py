@@ -211,14 +211,23 @@ def _marked(index: Int[Array, "B count"], live: Bool[Array, "B T"]) -> Bool[Arra
     return jnp.zeros(live.shape, bool).at[rows, index].set(True) & live
 
 
-def recompute_tokens(backbone: Backbone, splice: SplicedCache, index: Int[Array, "B count"]) -> dict[str, Array]:
+def recompute_tokens(
+    backbone: Backbone,
+    splice: SplicedCache,
+    index: Int[Array, "B count"],
+    written: Bool[Array, "L B T"] | None = None,
+) -> dict[str, Array]:
     """Recomputes the tokens at `index`, and no others, in context through all layers; returns the cache.
 
     They see each other's fresh KV and the rest of the cache as it stands. Only these tokens are run, so the work is
     that of `count` tokens; another chunk of the same shape does not compile again.
+
+    Args:
+      written: at which layers each of the chunk's tokens is, nested; all that are not padding when None.
     """
-    live = None if splice.length is None else live_tokens(splice)
-    tokens, slots, keep, mask = _taken(splice.tokens, splice.slots, live, splice.mask, index, backbone.layout.layers)
+    if written is None and splice.length is not None:
+        written = live_tokens(splice)[None]
+    tokens, slots, keep, mask = _taken(splice.tokens, splice.slots, written, splice.mask, index, backbone.layout.layers)
     return backbone.recompute(tokens, splice.cache, slots, keep, mask).cache
 
 
@@ -226,14 +235,16 @@ def recompute_tokens(backbone: Backbone, splice: SplicedCache, index: Int[Array,
 def _taken(
     tokens: Tokens,
     slots: Int[AnyArray, "B T"],
-    live: Bool[Array, "B T"] | None,
+    written: Bool[Array, "n B T"] | None,
     mask: Bool[AnyArray, "B 1 T S"] | None,
     index: Int[Array, "B count"],
     layers: int,
 ) -> tuple[Tokens, Int[Array, "B count"], Bool[Array, "L B count"] | None, Bool[Array, "B 1 count S"] | None]:
     """What `recompute` takes, of the tokens at `index` alone: one program, not one for each of its parts."""
     take = lambda x: jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
-    keep = None if live is None else jnp.broadcast_to(take(live), (layers, *index.shape))
+    keep = None
+    if written is not None:
+        keep = jnp.broadcast_to(jnp.take_along_axis(written, index[None], axis=2), (layers, *index.shape))
     seen = None if mask is None else jnp.take_along_axis(mask, index[:, None, :, None], axis=2)
     return jax.tree.map(take, tokens), take(slots), keep, seen
 

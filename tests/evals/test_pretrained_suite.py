@@ -9,9 +9,9 @@ import pytest
 
 from evals.bench.checkpoints import random_backbone, tiny_config
 from evals.pretrained import behaviour, plan, suite, text, windows
-from evals.pretrained.arms import BUDGET, Arms
-from evals.pretrained.attention import layers_of, read_and_look
-from evals.pretrained.passages import Passages, placed
+from evals.pretrained.arms import BUDGET, Arms, shares_by_layer
+from evals.pretrained.attention import attention_shift, layers_of, read_and_look
+from evals.pretrained.passages import CHECK_LAYER, Passages, placed
 from evals.pretrained.report import verdict, write_report
 from evals.pretrained.rows import rows_of
 from evals.pretrained.texts import LICENCES, Document, documents
@@ -58,8 +58,8 @@ def test_a_patch_of_full_rank_is_the_reference_and_blind_reuse_is_not(passages: 
 
 
 @pytest.mark.slow
-def test_arms_cost_what_they_say_and_cacheblend_is_the_librarys(backbone: ModelBackbone, passages: Passages):
-    arms = Arms(passages)
+def test_arms_cost_what_they_say_and_token_repairs_are_the_librarys(backbone: ModelBackbone, passages: Passages):
+    arms = Arms(passages, [BUDGET] * backbone.layout.layers)
     found = {arm.name: arm for arm in arms.core()}
     assert next(iter(found)) == "blind"
     assert all(0 <= arm.stored <= 1.7 and 0 <= arm.serving <= 1.5 for arm in found.values())
@@ -69,6 +69,34 @@ def test_arms_cost_what_they_say_and_cacheblend_is_the_librarys(backbone: ModelB
     theirs = cacheblend(backbone, arms.splice, count).cache
     for name, value in found[f"cacheblend.budget={BUDGET}"].cache.items():
         np.testing.assert_allclose(value, theirs[name], atol=1e-5)
+    # Of equal shares at every layer, VLCache's tokens are first-k's.
+    for name, value in found[f"vlcache.budget={BUDGET}"].cache.items():
+        np.testing.assert_allclose(value, found[f"first_k.budget={BUDGET}"].cache[name], atol=1e-5)
+    assert found["vlcache.budget=0.15"].serving == pytest.approx(found["first_k.budget=0.15"].serving)
+
+
+@pytest.mark.slow
+def test_shares_by_layer_fall_and_keep_to_the_budget(passages: Passages):
+    shares = shares_by_layer([passages])
+    counts = [fraction_to_count(share, passages.length) for share in shares]
+    assert len(shares) == passages.backbone.layout.layers
+    assert list(shares) == sorted(shares, reverse=True)
+    assert 0 < sum(counts) <= BUDGET * passages.length * len(shares)
+
+
+@pytest.mark.slow
+def test_attention_shifts_where_a_key_is_another(backbone: ModelBackbone, passages: Passages):
+    keys = passages.splice().cache["k"][CHECK_LAYER]
+    shift = lambda other: np.asarray(
+        attention_shift(backbone, CHECK_LAYER, passages.checked, passages.tokens.positions, keys, other)
+    )
+    assert (shift(keys) == 0).all()
+    spoilt = passages.start + 5
+    moved = shift(keys.at[:, spoilt].set(-keys[:, spoilt]))
+    assert (moved.argmax(-1) == 5).all()
+    # No query in front of the key sees it; those that do give two distributions, at most 2 apart.
+    heads = backbone.config.text.heads
+    assert (moved.sum(-1) <= 2 * heads * (passages.length - 5)).all()
 
 
 @pytest.mark.slow
@@ -152,7 +180,8 @@ def test_parts_are_kept_and_refused_where_they_are_of_something_else(tmp_path):
 def test_parts_are_a_picture_of_the_whole_wherever_one_stops():
     found = plan.parts(plan.FULL)
     assert len({part.name for part in found}) == len(found)
-    half = found[: len(found) // 2]
+    assert found[0].kind == "fit"  # others need what it finds
+    half = found[1 : len(found) // 2]
     assert {part.kind for part in half} == {"text", "long", "window", "slide", "behaviour"}
     assert {part.of for part in half if part.kind == "text"} == set(plan.DOMAINS)
     passages = sum(4 if part.kind == "text" else part.kind == "long" for part in found)
@@ -187,7 +216,8 @@ def test_the_page_of_coverage_is_what_its_table_says():
 
 @pytest.mark.slow
 def test_every_part_on_a_tiny_model(backbone: ModelBackbone):
-    records = list(text.compared(backbone, PLAN, document(0), document(4), wide=True))
+    by_layer = [BUDGET] * backbone.layout.layers
+    records = list(text.compared(backbone, PLAN, document(0), document(4), wide=True, by_layer=by_layer))
     agreed = [record for record in records if record.get("arm") == "re-prefill" and "greedy_all" in record]
     assert [record["greedy_all"] for record in agreed] == [1.0, 1.0]
     names = {record["arm"] for record in records if "kl" in record}

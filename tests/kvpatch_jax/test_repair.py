@@ -1,6 +1,7 @@
 """The token repairs on a tiny random backbone: what is recomputed equals a prefill, and the rest is not touched."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -20,7 +21,10 @@ from kvpatch_jax.repair import (
     count_of_equal_bytes,
     first_k,
     fraction_to_count,
+    layer_counts,
+    layer_sensitivity,
     oracle_delta,
+    vlcache,
 )
 from kvpatch_jax.repair._common import deviation, largest
 from models.backbone import ModelBackbone
@@ -141,6 +145,62 @@ def test_oracle_takes_the_largest_deficits(backbone, spliced):
         chosen = np.asarray(oracle_delta(backbone, splice, count).chosen)
         for row in range(ROWS):
             assert set(np.flatnonzero(chosen[0, row])) == set(np.argsort(-score[row])[:count])
+
+
+def test_vlcache_equals_first_k_of_like_counts_and_leaves_the_rest(backbone, spliced):
+    splice, _ = spliced
+    like = vlcache(backbone, splice, [5] * LAYERS)
+    for channel, value in first_k(backbone, splice, 5).cache.items():
+        np.testing.assert_allclose(like.cache[channel], value, atol=1e-6)
+
+    counts = (5, 5, 2, 0)
+    repaired = vlcache(backbone, splice, counts)
+    chosen = np.asarray(repaired.chosen)
+    assert repaired.token_layers.tolist() == [sum(counts)] * ROWS
+    assert chosen[..., 0, :].sum(-1).tolist() == list(counts)
+    differs = changed(repaired.cache, splice.cache)
+    assert (differs[1:] == chosen[1:]).all()  # layer 0 does not depend on the antecedent
+    for channel, value in in_chunk(repaired.cache).items():  # below the first smaller count nothing tells them apart
+        np.testing.assert_allclose(value[:2], in_chunk(like.cache)[channel][:2], atol=1e-6)
+
+
+def test_vlcache_takes_what_layers_need(backbone, spliced):
+    splice, expected = spliced
+    far = lambda cache: float(sum(np.abs(in_chunk(cache)[name] - in_chunk(expected)[name]).sum() for name in expected))
+    lost = layer_sensitivity(backbone.layout, splice, (0, 3, CHUNK), far)
+    assert np.allclose(lost[:, 0], far(splice.cache))
+    assert (lost[1:, 0] > lost[1:, 1]).all()
+    assert (lost[1:, 1] > lost[1:, 2]).all()
+
+    rng = np.random.default_rng(0)
+    counts, budget = (0, 1, 2, 4), 9
+    for _ in range(20):
+        own = rng.random((5, 4))
+        found = layer_counts(own, counts, budget)
+        score = lambda taken, own=own: sum(own[layer, counts.index(count)] for layer, count in enumerate(taken))
+        allowed = [
+            taken
+            for taken in itertools.product(counts, repeat=5)
+            if sum(taken) <= budget and list(taken) == sorted(taken, reverse=True)
+        ]
+        assert score(found) == min(map(score, allowed))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda backbone, splice: vlcache(backbone, splice, [1, 2, 2, 1]), "none larger than the one below"),
+        (lambda backbone, splice: vlcache(backbone, splice, [1]), "expected 4"),
+        (lambda backbone, splice: vlcache(backbone, splice, [1, 0, 0, -1]), "count -1"),
+        (lambda backbone, splice: vlcache(backbone, splice, [CHUNK + 1, 0, 0, 0]), f"count {CHUNK + 1}"),
+        (lambda *_: layer_counts(np.zeros((2, 2)), (3, 1), 9), "ascending"),
+        (lambda *_: layer_counts(np.full((2, 2), np.nan), (1, 3), 9), "not finite"),
+        (lambda *_: layer_counts(np.zeros((2, 2)), (2, 3), 3), "at least 4"),
+    ],
+)
+def test_counts_by_layer_that_cannot_be(backbone, spliced, call, words):
+    with pytest.raises(InputError, match=words):
+        call(backbone, spliced[0])
 
 
 def test_oracle_needs_the_truth(backbone, spliced):

@@ -1,0 +1,135 @@
+"""VLCache: recompute a chunk's first tokens, at each layer its own number of them, shared out by what layers need."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..backbone import KV, Backbone
+from ..errors import InputError
+from ..layout import KVLayout, to_engine
+from ._common import Repaired, SplicedCache, check_splice, live_tokens, recompute_tokens, untouched
+
+
+def vlcache(backbone: Backbone, splice: SplicedCache, counts: Sequence[int]) -> Repaired:
+    """Recomputes the first `counts[l]` tokens of the chunk in context at layer l, for every layer.
+
+    Source: VLCache (Qin et al. 2025, section 4), its dynamic recomputation ratio; `layer_counts` finds the counts.
+
+    Args:
+      counts: tokens per row for each layer, static, 0 … T, none larger than the one below.
+
+    Returns:
+      The mended cache, and the tokens rewritten [L,B,T].
+
+    Raises:
+      InputError: counts that rise with depth, are not one for each layer, or lie outside 0 … T. ShapeError,
+        LayoutError, DtypeError: a splice that does not fit.
+    """
+    layers, (_, T) = backbone.layout.layers, splice.slots.shape
+    counts = [int(count) for count in counts]
+    if len(counts) != layers or any(upper > lower for lower, upper in itertools.pairwise(counts)):
+        raise InputError(f"vlcache: counts {counts}; expected {layers}, none larger than the one below it")
+    if counts[-1] < 0:
+        raise InputError(f"vlcache: count {counts[-1]}; expected 0 to the chunk's {T} tokens")
+    check_splice(backbone.layout, splice, counts[0])
+    if counts[0] == 0:
+        return untouched(backbone.layout, splice)
+
+    first = (np.arange(T) < np.asarray(counts)[:, None])[:, None]
+    chosen = jax.device_put(first) & live_tokens(splice)
+    index = jax.device_put(np.broadcast_to(np.arange(counts[0], dtype=np.int32), (splice.slots.shape[0], counts[0])))
+    return Repaired(recompute_tokens(backbone, splice, index, chosen), chosen)
+
+
+def layer_sensitivity(
+    layout: KVLayout, splice: SplicedCache, counts: Sequence[int], loss: Callable[[KV], float]
+) -> Float[np.ndarray, "L n"]:
+    """Measures what is lost where one layer alone has the true KV of its first tokens, for each layer and count.
+
+    Source: VLCache, equation 5. Its layer is recomputed on reused inputs; here the layer has the KV of a prefill in
+    context, which needs one forward where the other needs one for each layer and count.
+
+    Args:
+      splice: of a calibration item; `conditioned` is needed.
+      counts: tokens, each 0 … T.
+      loss: of a cache {channel: [L,B,S,K,H]}: how far the answers over it are from a re-prefill's.
+
+    Raises:
+      InputError: no `conditioned`, or a count outside 0 … T. ShapeError, LayoutError, DtypeError: a splice that does
+        not fit.
+    """
+    for count in counts:
+        check_splice(layout, splice, count)
+    if splice.conditioned is None:
+        raise InputError("layer_sensitivity: splice.conditioned is None; expected the chunk's phase-free KV in context")
+    true = to_engine(layout, splice.conditioned, splice.tokens.positions, 0)
+    found = np.empty((layout.layers, len(counts)))
+    for place, count in enumerate(counts):
+        if count == 0:  # whichever layer it is, nothing is true
+            found[:, place] = loss(splice.cache)
+            continue
+        for layer in range(layout.layers):
+            found[layer, place] = loss(_true_at(splice.cache, true, splice.slots, *jax.device_put((layer, count))))
+    return found
+
+
+@jax.jit
+def _true_at(
+    cache: KV, true: KV, slots: Int[Array, "B T"], layer: Int[Array, ""], count: Int[Array, ""]
+) -> dict[str, Array]:
+    rows = jnp.arange(slots.shape[0])[:, None]
+    taken = (jnp.arange(slots.shape[1]) < count)[None, :, None, None]
+    return {
+        name: value.at[layer, rows, slots].set(jnp.where(taken, true[name][layer], value[layer, rows, slots]))
+        for name, value in cache.items()
+    }
+
+
+def layer_counts(sensitivity: Float[np.ndarray, "L n"], counts: Sequence[int], budget: int) -> tuple[int, ...]:
+    """Shares out tokens among layers: the least sum of sensitivities, none getting more than the one below.
+
+    Source: VLCache, equations 6 to 9. It solves them greedily; here they are solved exactly, by dynamic programming
+    over layers, the last count and the tokens spent.
+
+    Args:
+      sensitivity: `layer_sensitivity`'s, or a mean of several.
+      counts: the tokens that its columns stand for, ascending.
+      budget: tokens of all layers together, at most.
+
+    Returns:
+      Tokens for each layer.
+
+    Raises:
+      InputError: counts that do not ascend or are not the columns'; values that are not finite; a budget that the
+        smallest count exceeds.
+    """
+    sensitivity = np.asarray(sensitivity, np.float64)
+    ascending = all(small < large for small, large in itertools.pairwise(counts))
+    if sensitivity.ndim != 2 or sensitivity.shape[1] != len(counts) or not ascending or min(counts, default=-1) < 0:
+        raise InputError(
+            f"layer_counts: counts {list(counts)}, sensitivity {sensitivity.shape}; expected ascending ones"
+        )
+    if not np.isfinite(sensitivity).all():
+        raise InputError("layer_counts: a sensitivity that is not finite; expected numbers")
+    if len(sensitivity) * counts[0] > budget:
+        raise InputError(f"layer_counts: budget {budget}; expected at least {len(sensitivity) * counts[0]}")
+
+    @functools.cache
+    def best(layer: int, most: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """The least sum from a layer on, with counts up to the one at `most`, and those counts' places."""
+        if layer == len(sensitivity):
+            return 0.0, ()
+        found = (np.inf, ())
+        for place in range(most + 1):
+            if counts[place] + (len(sensitivity) - layer - 1) * counts[0] > left:
+                break
+            rest, places = best(layer + 1, place, left - counts[place])
+            found = min(found, (sensitivity[layer, place] + rest, (place, *places)))
+        return found
+
+    return tuple(counts[place] for place in best(0, len(counts) - 1, budget)[1])
