@@ -218,6 +218,33 @@ class Certificate:
         """Bounds the share of next tokens that become another: the upper end of its 95 % interval. As `bound`."""
         return self._worst("flips_high", point, rank, behind, promise)
 
+    def growing(
+        self, what: Literal["bound", "flips"], point: str, rank: int, *, promise: Promise, most: int
+    ) -> list[float]:
+        """Lists what bounds a chunk among 0, 1, … up to `most` others, as far as that is certified.
+
+        More others never count as better: each number is the largest of `bound` (or `flips`) up to there.
+
+        Raises:
+          CertificateError: as `bound`.
+        """
+        ask = self.bound if what == "bound" else self.flips
+        first = ask(point, rank, promise=promise)
+        if first is None:
+            return []
+        if point in EXACT_POINTS or (point == "survivor" and promise == "remember"):
+            return [0.0] * (most + 1)
+        found = [first]
+        for others in self._grids[point, promise][1]:
+            # All numbers of others between two that were measured are bounded alike.
+            for upto, asked in ((others - 1, others - 1), (others, others)):
+                if (more := min(upto, most) + 1 - len(found)) > 0:
+                    number = ask(point, rank, behind=asked, promise=promise)
+                    if number is None:
+                        return found
+                    found += [max(number, found[-1])] * more
+        return found
+
     def together(self, served: Iterable[tuple[str, int]], promise: Promise = "forget") -> float | None:
         """Bounds the KL of an answer behind a window whose chunks are served in different ways, in nats.
 

@@ -7,14 +7,16 @@ the ways that may be taken from there on, and given both every piece takes its c
 """
 
 import bisect
-import itertools
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+import numpy as np
 
 from .menu import UNKNOWN, Option, Way
 
-Kinds = frozenset[Way]
 Unknown = Literal["none", "patches", "all"]
 """Which ways that nothing bounds are taken: none; what stands already, and of each piece the patch of largest rank that
 belongs there; all."""
@@ -30,61 +32,73 @@ class Bounds:
 
     def kl(self, way: Way, others: int) -> float | None:
         """Nats of an answer behind a window of so many other approximate pieces; None where nothing bounds it."""
-        return self._largest("bound", way, others)
+        found = self.growing("bound", way)
+        return found[others] if others < len(found) else None
 
     def flips(self, way: Way, others: int) -> float | None:
         """Share of answers likewise."""
-        return self._largest("flips", way, others)
-
-    def reach(self, way: Way) -> int:
-        """How many other pieces there may be at most; -1 where the way is not certified at all."""
-        self._largest("bound", way, self._most)
-        return len(self._rows["bound", way]) - 1
-
-    def _largest(self, what: str, way: Way, others: int) -> float | None:
-        """The largest number up to so many others: more of them never count as better."""
-        if self._certificate is None or way == UNKNOWN:
-            self._rows.setdefault((what, way), [])
-            return None
-        found = self._rows.setdefault((what, way), [])
-        ask = getattr(self._certificate, what)
-        while len(found) <= min(others, self._most):
-            number = ask(way[0], way[1], behind=len(found), promise=self._promise)
-            if number is None:
-                break
-            found.append(max(number, found[-1]) if found else number)
+        found = self.growing("flips", way)
         return found[others] if others < len(found) else None
 
+    def growing(self, what: Literal["bound", "flips"], way: Way) -> list[float]:
+        """The numbers of 0, 1, … other approximate pieces, as far as they are certified; they never fall."""
+        found = self._rows.get((what, way))
+        if found is None:
+            found = []
+            if self._certificate is not None and way != UNKNOWN:
+                found = self._certificate.growing(what, *way, promise=self._promise, most=self._most)
+            self._rows[what, way] = found
+        return found
 
-class Chosen(NamedTuple):
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
     """An option for each piece, and bounds of an answer behind all of them; None where nothing bounds it."""
 
     options: list[Option]
     kl: float | None
     flips: float | None
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         """Of all pieces."""
         return sum(option.seconds for option in self.options)
 
-    @property
+    @functools.cached_property
     def bytes(self) -> int:
         """Of all pieces."""
         return sum(option.bytes for option in self.options)
 
 
 class Chooser:
-    """The options of all pieces, and the bounds of their ways."""
+    """The options of all pieces, and the bounds of their ways.
+
+    Pieces of which something is to be chosen are its places; their options lie in a row, place after place, in each
+    those first that are as promised.
+    """
 
     def __init__(self, options: Sequence[Sequence[Option]], bounds: Bounds):
         """Args: as `Menu.options` gives them, the promised one first."""
         self.options, self.bounds = options, bounds
         self.places = [index for index, own in enumerate(options) if own[0].open or len(own) > 1]
-        ways = {option.way for own in options for option in own if option.way is not None}
-        self.ways: list[Way] = sorted(ways)
-        self._promised = [[option for option in options[place] if option.way is None] for place in self.places]
-        self._others = [[option for option in options[place] if option.way is not None] for place in self.places]
+        self._row: list[Option] = []
+        begins, ends, number_of = [], [], list[int]()
+        for number, place in enumerate(self.places):
+            own = options[place]
+            begins.append(len(self._row))
+            self._row += own if len(own) == 1 or own[1].way is not None else sorted(own, key=_is_reuse)
+            ends.append(len(self._row))
+            number_of += [number] * len(own)
+        columns = [*zip(*self._row, strict=True)] or [()] * len(Option._fields)
+        _, _, nbytes, _, seconds, way, reads, _ = columns
+        self.ways: list[Way] = sorted(set(way) - {None})
+
+        numbers = {None: -1, **{way: number for number, way in enumerate(self.ways)}}
+        self._begins, self._ends, self._place = (np.array(each, int) for each in (begins, ends, number_of))
+        self._way = np.array([numbers[each] for each in way], int)
+        self._reads = np.array(reads, bool) | (self._way >= 0)
+        self._seconds, self._bytes = np.array(seconds, float), np.array(nbytes, float)
+        self._found: dict[tuple[tuple[int, ...], Unknown, float], Chosen] = {}
 
     def within(self, kl: float, flips: float, unknown: Unknown = "none", per_byte: float = 0.0) -> Chosen:
         """The cheapest choice of which an answer loses at most this.
@@ -94,32 +108,21 @@ class Chooser:
           unknown: which ways that are not certified are taken too.
           per_byte: seconds that a byte counts for; infinite: bytes alone count.
         """
-        count = len(self.places)
-        if unknown != "none":
-            kinds = frozenset(way for way in self.ways if self._fits(way, count - 1, kl, flips))
-            return self._taken(0, kinds, unknown, per_byte)
-        alone = [self._cheapest(own, per_byte) for own in self._promised]
-        promised = _behind(alone)
-        sets = {frozenset[Way](): promised}
-        best_cost, best_first, best_kinds = math.inf, count, frozenset[Way]()
-        for first in self._firsts():
-            kinds = frozenset(way for way in self.ways if self._fits(way, count - first - 1, kl, flips))
-            if kinds not in sets:
-                sets[kinds] = _behind(self._costs(kinds, alone, per_byte))
-            cost = promised[0] - promised[first] + sets[kinds][first]
-            if cost < best_cost:
-                best_cost, best_first, best_kinds = cost, first, kinds
-        return self._taken(best_first, best_kinds, "none", per_byte)
+        fitting = tuple(self._fitting(way, kl, flips) for way in self.ways)
+        found = self._found.get((fitting, unknown, per_byte))
+        if found is None:
+            costs = self._bytes if math.isinf(per_byte) else self._seconds + per_byte * self._bytes
+            if unknown == "none":
+                found = self._bounded(self._cheapest(costs, fitting))
+            else:
+                found = self._bounded(self._cheapest_of_unknown(costs, fitting, unknown))
+            self._found[fitting, unknown, per_byte] = found
+        return found
 
     def limits(self) -> list[float]:
         """The bounds on KL at which something more can be taken, ascending, from 0."""
         count = len(self.places)
-        found = {0.0}
-        for way in self.ways:
-            for others in range(min(count, self.bounds.reach(way) + 1)):
-                number = self.bounds.kl(way, others)
-                found |= {number} if number is not None else set()
-        return sorted(found)
+        return sorted({0.0}.union(*(self.bounds.growing("bound", way)[:count] for way in self.ways)))
 
     def affordable(
         self, limits: tuple[float, float], kl: float, flips: float, unknown: Unknown = "none"
@@ -163,77 +166,81 @@ class Chooser:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _firsts(self) -> range:
-        """Where the first approximate piece may stand, among the places where something is to be chosen."""
+    def _fitting(self, way: Way, kl: float, flips: float) -> int:
+        """Of how many pieces that are approximate together, this way among them, an answer stays within bounds."""
+        count = bisect.bisect_right(self.bounds.growing("bound", way), kl)
+        if flips < 1.0:
+            count = min(count, bisect.bisect_right(self.bounds.growing("flips", way), flips))
+        return min(count, len(self.places))
+
+    def _cheapest(self, costs: np.ndarray, fitting: Sequence[int]) -> np.ndarray:
+        """For each place which option of the row is taken, over all first places and ways behind them."""
         count = len(self.places)
-        reach = max((self.bounds.reach(way) for way in self.ways), default=-1)
-        return range(count, max(count - reach - 2, -1), -1)
+        if not count:
+            return np.empty(0, int)
+        fits = np.array([*fitting, count])[self._way]  # the last one is that of options as promised, whose way is -1
+        promised = _behind(self._least(costs, self._way < 0))
+        best, first, allowed, low = promised[0], count, 0, 0
+        for high in sorted(set(fitting) - {0}):
+            # From `low` to `high` - 1 pieces may stand behind the first one: then these ways fit, and no others.
+            behind = _behind(self._least(costs, fits >= high))
+            firsts = np.arange(count - 1 - low, count - 1 - high, -1)
+            together = promised[0] - promised[firsts] + behind[firsts]
+            cheapest = int(together.argmin())
+            if together[cheapest] < best:
+                best, first, allowed = together[cheapest], int(firsts[cheapest]), high
+            low = high
+        return self._taken(costs, (self._way < 0) | ((fits >= allowed) & (self._place >= first)))
 
-    def _fits(self, way: Way, others: int, kl: float, flips: float) -> bool:
-        if others < 0:
-            return False
-        bound = self.bounds.kl(way, others)
-        if bound is None or bound > kl:
-            return False
-        if flips >= 1.0:
-            return True
-        turned = self.bounds.flips(way, others)
-        return turned is not None and turned <= flips
+    def _cheapest_of_unknown(self, costs: np.ndarray, fitting: Sequence[int], unknown: Unknown) -> np.ndarray:
+        """The same where ways that nothing bounds are taken too."""
+        count, taken = len(self.places), []
+        for begin, end in zip(self._begins, self._ends, strict=True):
+            own = range(begin, end)
+            allowed = [*own]
+            if unknown == "patches":
+                allowed = [at for at in own if self._way[at] < 0 or fitting[self._way[at]] == count]
+                others = [at for at in own if self._way[at] >= 0]
+                allowed += [at for at in others if self._row[at].service.how == "keep"]
+                patches = [at for at in others if self._row[at].stocked is not None and self._row[at].way != UNKNOWN]
+                allowed += [max(patches, key=lambda at: self._row[at].rank)] if patches else []
+            taken.append(min(allowed, key=costs.__getitem__))
+        return np.array(taken, int)
 
-    def _costs(self, kinds: Kinds, alone: Sequence[float], per_byte: float) -> list[float]:
-        """Least costs of all places, with these ways allowed; `alone`: without any."""
-        costs = list(alone)
-        for number, others in enumerate(self._others):
-            for option in others:
-                if option.way in kinds:
-                    costs[number] = min(costs[number], self._cost(option, per_byte))
-        return costs
+    def _least(self, costs: np.ndarray, may: np.ndarray) -> np.ndarray:
+        """The least cost of each place among the options that may be taken."""
+        return np.minimum.reduceat(np.where(may, costs, np.inf), self._begins)
 
-    def _cheapest(self, options: Sequence[Option], per_byte: float) -> float:
-        if len(options) == 1 and not per_byte:
-            return options[0].seconds
-        return min(self._cost(option, per_byte) for option in options)
+    def _taken(self, costs: np.ndarray, may: np.ndarray) -> np.ndarray:
+        """For each place the first among the cheapest options that may be taken."""
+        least = self._least(costs, may)
+        at = np.flatnonzero(may & (costs == least[self._place]))[::-1]
+        taken = np.empty(len(self.places), int)
+        taken[self._place[at]] = at  # of several the last one written stays, which is the first in the row
+        return taken
 
-    def _allowed(self, number: int, kinds: Kinds, unknown: Unknown) -> Sequence[Option]:
-        others = self._others[number]
-        if unknown == "all":
-            return [*self._promised[number], *others]
-        found = [*self._promised[number], *(option for option in others if option.way in kinds)]
-        if unknown == "patches":
-            found += [option for option in others if option.service.how == "keep"]
-            patches = [option for option in others if option.stocked is not None and option.way != UNKNOWN]
-            found += [max(patches, key=lambda option: option.rank)] if patches else []
-        return found
-
-    @staticmethod
-    def _cost(option: Option, per_byte: float) -> float:
-        return float(option.bytes) if math.isinf(per_byte) else option.seconds + per_byte * option.bytes
-
-    def _taken(self, first: int, kinds: Kinds, unknown: Unknown, per_byte: float) -> Chosen:
-        """Each piece by its cheapest option, those that nothing is to be chosen of as they are."""
+    def _bounded(self, taken: np.ndarray) -> Chosen:
+        """A choice with its bounds; pieces of which nothing is to be chosen as they are."""
         chosen = [own[0] for own in self.options]
-        for number, place in enumerate(self.places):
-            options = self._allowed(number, kinds, unknown) if number >= first else self._promised[number]
-            chosen[place] = options[0]
-            if len(options) > 1:
-                chosen[place] = min(options, key=lambda option: self._cost(option, per_byte))
-        return self.bounded(chosen)
-
-    def bounded(self, chosen: list[Option]) -> Chosen:
-        """A choice with its bounds."""
-        approximate = [place for place, option in enumerate(chosen) if option.way is not None]
-        if not approximate:
+        for place, at in zip(self.places, taken.tolist(), strict=True):
+            chosen[place] = self._row[at]
+        approximate = np.flatnonzero(self._way[taken] >= 0)
+        if not len(approximate):
             return Chosen(chosen, 0.0, 0.0)
-        behind = chosen[approximate[0] :]
-        others = sum(option.open or option.way is not None for option in behind) - 1
-        ways = {option.way for option in behind if option.way is not None}
+        behind = taken[approximate[0] :]
+        others = int(self._reads[behind].sum()) - 1
+        ways = [self.ways[number] for number in set(self._way[behind].tolist()) - {-1}]
         kl, flips = ([of(way, others) for way in ways] for of in (self.bounds.kl, self.bounds.flips))
         return Chosen(chosen, _largest(kl), _largest(flips))
 
 
-def _behind(costs: Sequence[float]) -> list[float]:
+def _is_reuse(option: Option) -> bool:
+    return option.way is not None
+
+
+def _behind(costs: np.ndarray) -> np.ndarray:
     """Their sums from each on; 0 from behind the last."""
-    return [*itertools.accumulate(reversed(costs), initial=0.0)][::-1]
+    return np.append(np.cumsum(costs[::-1])[::-1], 0.0)
 
 
 def _largest(numbers: Sequence[float | None]) -> float | None:

@@ -108,14 +108,15 @@ class DeviceCosts:
 
     def seconds(self, edits: Iterable[Edit]) -> float:
         """Predicts what a run of edits takes: rotations that follow one another are one launch."""
-        total, turning = 0.0, False
+        total, kind, rates = 0.0, type(None), _FREE
         for edit in edits:
-            launch, flop, byte = self.rates(type(edit).__name__)
-            total += flop * edit.flops + byte * edit.bytes
-            rotates = isinstance(edit, Rotate)
-            if (edit.flops or edit.bytes) and not (rotates and turning):
-                total += launch
-            turning = rotates
+            before, kind = kind, type(edit)
+            if kind is not before:
+                rates = self.rates(kind.__name__)
+            flops, nbytes = edit.flops, edit.bytes
+            total += rates[1] * flops + rates[2] * nbytes
+            if (flops or nbytes) and (kind is not before or kind is not Rotate):
+                total += rates[0]
         return total
 
     @functools.cached_property

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..provenance import Antecedent
 from ..window.arranging import KEEP, PREFILL, Arranged, AtHand, Service
 from ..window.chain import chain_digest
-from ..window.entry import Entry, PlacedPiece
+from ..window.entry import Entry, PlacedPiece, tuple_of
 from .device_costs import DeviceCosts, Rates
 from .points import Point
 from .stock import Stock, Stocked
@@ -57,6 +58,8 @@ class Priced:
         copied, turned = self.costs.copy(1), self.costs.rotate(1)
         self._copy = copied["bytes"], copied["flops"]
         self._turn = turned["bytes"], turned["flops"]
+        self._bare: dict[int, tuple[int, int, float]] = {}
+        self._patched: dict[tuple[int, int, int], tuple[int, int, float]] = {}
 
     def forward(self, entry: Entry, behind: int, again: bool) -> tuple[int, int, float]:
         """Bytes, FLOPs and seconds of a prefill, or of a recompute in place."""
@@ -72,7 +75,11 @@ class Priced:
     def bare(self, entry: Entry, here: bool = False) -> tuple[int, int, float]:
         """Of placing a canonical, or what was kept aside (`here`)."""
         tokens = entry.tokens
-        nbytes, flops, seconds = _priced(self._copy[0] * tokens, self._copy[1] * tokens, self.copy)
+        found = self._bare.get(tokens)
+        if found is None:
+            found = _priced(self._copy[0] * tokens, self._copy[1] * tokens, self.copy)
+            self._bare[tokens] = found
+        nbytes, flops, seconds = found
         if not here and not (self.at_hand is not None and self.at_hand(entry.id, None)):
             fetched = self.costs.kv_bytes * tokens
             return nbytes + fetched, flops, seconds + self.fetch.launch + fetched * self.fetch.byte
@@ -81,9 +88,11 @@ class Priced:
     def patched(self, entry: Entry, stocked: Stocked) -> tuple[int, int, float]:
         """Of placing a base with a patch."""
         note, tokens = stocked.note, entry.tokens
-        nbytes, flops, seconds = _priced(
-            self._copy[0] * tokens + note.nbytes, (self._copy[1] + note.flops) * tokens, self.apply
-        )
+        found = self._patched.get((tokens, note.nbytes, note.flops))
+        if found is None:
+            placing, adding = self._copy[0] * tokens + note.nbytes, (self._copy[1] + note.flops) * tokens
+            found = self._patched[tokens, note.nbytes, note.flops] = _priced(placing, adding, self.apply)
+        nbytes, flops, seconds = found
         hand, fetch, fetched = self.at_hand, self.fetch, 0
         if note.base == "canonical" and not (hand is not None and hand(entry.id, None)):
             fetched += self.costs.kv_bytes * tokens
@@ -116,6 +125,7 @@ class Menu:
         self.arranged, self.stock, self.priced = arranged, stock, priced
         self.known, self.encoded, self.forming, self.allow_stale = known, encoded, forming, allow_stale
         self.forget = arranged.window.promise == "forget"
+        self._bare: dict[tuple[int, float], Option] = {}
 
     def options(self, promised: bool = False) -> list[list[Option]]:
         """For each piece its options: the first one is as the window promises, and the cheapest of that kind.
@@ -154,32 +164,42 @@ class Menu:
         if few or entry.kind == "text":
             point = "encoded" if entry.id in self.encoded else "prefill"
             return [Option(point, PREFILL, nbytes, flops, seconds, None, True)]
-        patched = list(self._patched(index, entry))
+        patched = self._patched(index, entry)
         point: Point = "encoded" if entry.id in self.encoded else "prefill"
         if self.forming and index and point == "prefill" and all(option.way == UNKNOWN for option in patched):
             point = "fresh"
-        options = [Option(point, PREFILL, nbytes, flops, seconds, None, True), *patched]
+        options = [tuple_of(Option, (point, PREFILL, nbytes, flops, seconds, None, True, None)), *patched]
         if self.stock.canonical(entry):
-            options.append(Option("bare", _BARE, *priced.bare(entry), BARE_WAY))
+            options.append(self._alone(entry))
         return options
 
-    def _patched(self, index: int, entry: Entry, kept: PlacedPiece | None = None) -> Iterator[Option]:
+    def _alone(self, entry: Entry) -> Option:
+        """By the canonical alone: one and the same option of all that take as much."""
+        nbytes, flops, seconds = self.priced.bare(entry)
+        found = self._bare.get((nbytes, seconds))
+        if found is None:
+            found = self._bare[nbytes, seconds] = Option("bare", _BARE, nbytes, flops, seconds, BARE_WAY)
+        return found
+
+    def _patched(self, index: int, entry: Entry, kept: PlacedPiece | None = None) -> list[Option]:
         """By what patches a piece could be served at its place."""
-        target = self.arranged.targets[index]
-        found = self.stock.serving(entry, target, self._antecedent(index))
+        target, options = self.arranged.targets[index], []
+        found = self.stock.serving(entry, target, lambda: self._antecedent(index))
         for stocked in found:
-            if stocked.note.base == "canonical" or (kept is not None and self._has_base(stocked, kept)):
-                way = stocked.point, stocked.note.rank
+            note = stocked.note
+            if note.base == "canonical" or (kept is not None and self._has_base(stocked, kept)):
                 nbytes, flops, seconds = self.priced.patched(entry, stocked)
-                service = Service("patch", stocked.note)
-                yield Option(stocked.point, service, nbytes, flops, seconds, way, False, stocked)
+                way, service = (stocked.point, note.rank), tuple_of(Service, ("patch", note, False))
+                fields = stocked.point, service, nbytes, flops, seconds, way, False, stocked
+                options.append(tuple_of(Option, fields))
         if self.allow_stale:
             serving = {stocked.note.digest for stocked in found}
             for stocked in self.stock.stale(entry, target):
                 if stocked.note.digest not in serving:
                     service = Service("patch", stocked.note, allow_stale=True)
                     numbers = self.priced.patched(entry, stocked)
-                    yield Option(stocked.point, service, *numbers, UNKNOWN, stocked=stocked)
+                    options.append(Option(stocked.point, service, *numbers, UNKNOWN, stocked=stocked))
+        return options
 
     def _has_base(self, stocked: Stocked, kept: PlacedPiece) -> bool:
         """Whether a piece stands as what a removal patch is added to."""
@@ -188,9 +208,9 @@ class Menu:
             base is not None and state.kind == "conditioned" and state.behind == chain_digest(self.stock.backbone, base)
         )
 
-    def _antecedent(self, index: int) -> Callable[[], Any]:
+    def _antecedent(self, index: int) -> Antecedent:
         window = self.arranged.window
-        return lambda: window.target(window.pieces[index].entry.id)
+        return window.target(window.pieces[index].entry.id)
 
     def _standing(
         self, index: int, piece: PlacedPiece, behind: int, starts: Mapping[str, int], few: bool
@@ -198,21 +218,20 @@ class Menu:
         """Of a piece that stands in the window already."""
         entry, priced = piece.entry, self.priced
         turn = priced.turned(entry.tokens) if starts[entry.id] != piece.start else (0, 0, 0.0)
-        keep = Option(_kept_point(piece), KEEP, *turn)
         if self._is_promised(index, piece):
-            return [keep]
-        forward = priced.forward(entry, behind, again=True)
-        taken = forward[0] + turn[0], forward[1] + turn[1], forward[2] + turn[2]
-        again = Option("prefill", PREFILL, *taken, open=True)
-        keep = keep._replace(way=self._kept_way(index, piece))
-        if entry.kind == "text":
-            return [again, keep]
+            return [Option(_kept_point(piece), KEEP, *turn)]
+        nbytes, flops, seconds = priced.forward(entry, behind, again=True)
+        taken = nbytes + turn[0], flops + turn[1], seconds + turn[2]
+        again = tuple_of(Option, ("prefill", PREFILL, *taken, None, True, None))
         restored = piece.state.kind == "bare" and self._is_promised(index, piece, aside=True)
         if few and not restored:
             return [again]
+        keep = Option(_kept_point(piece), KEEP, *turn, self._kept_way(index, piece))
+        if entry.kind == "text":
+            return [again, keep]
         options = [again, keep, *self._patched(index, entry, piece)]
         if piece.state.kind != "bare" and self.stock.canonical(entry):
-            options.append(Option("bare", _BARE, *priced.bare(entry), BARE_WAY))
+            options.append(self._alone(entry))
         if restored:
             options.insert(0, Option("survivor", _RESTORE, *priced.bare(entry, here=True)))
         return options
@@ -242,7 +261,7 @@ class Menu:
         seen = index == 0 or pieces[index - 1].latest <= piece.born
         if seen and not self.forget:  # it remembers, as a survivor does
             return self.known.get(state.digest, ("stored", state.rank))
-        if state.behind == self._antecedent(index)().digest:
+        if state.behind == self._antecedent(index).digest:
             return self.known.get(state.digest, ("stored", state.rank))
         return UNKNOWN
 

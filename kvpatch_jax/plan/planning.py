@@ -60,7 +60,6 @@ class Plan:
 
     Attributes:
       before: the window that was planned for. window: it afterwards. edits: what leads there, for an executor.
-      chunks: all pieces, in order.
       goal: what was asked for.
       kl, flips: bounds of an answer behind the whole window against what it promises; None where nothing bounds them.
       seconds: that the edits are predicted to take on `devices`. bytes, flops: of the edits, exact.
@@ -70,7 +69,6 @@ class Plan:
     before: Window
     window: Window
     edits: Edits
-    chunks: tuple[PlannedChunk, ...]
     goal: Goal
     kl: float | None
     flips: float | None
@@ -78,10 +76,19 @@ class Plan:
     devices: DeviceCosts
     certificate: str | None
     _menu: Menu
-    _taken: list[Option]
+    _chosen: Chosen
     _stock: Stock
     _bounds: Bounds
     _known: Mapping[str, Way]
+
+    @functools.cached_property
+    def chunks(self) -> tuple[PlannedChunk, ...]:
+        """All pieces, in order."""
+        return _planned(self.window, self._chosen, self.edits, self.devices, self._bounds)
+
+    @property
+    def _taken(self) -> list[Option]:
+        return self._chosen.options
 
     @functools.cached_property
     def bytes(self) -> int:
@@ -272,7 +279,6 @@ def plan(
         window,
         there,
         edits,
-        _planned(there, chosen, edits, devices, bounds),
         goal,
         chosen.kl,
         chosen.flips,
@@ -280,7 +286,7 @@ def plan(
         devices,
         None if certificate is None else certificate.digest,
         menu,
-        chosen.options,
+        chosen,
         stored,
         bounds,
         known or {},

@@ -14,8 +14,8 @@ from ..chunk import brief
 from ..errors import PatchMismatchError, WindowError
 from .chain import chain_of, linked, target_digests
 from .changes import _starts_again
-from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate
-from .entry import BARE, FRESH, LIMIT, Entry, PatchNote, PlacedPiece, State
+from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate, made
+from .entry import BARE, FRESH, LIMIT, Entry, PatchNote, PlacedPiece, State, tuple_of
 from .window import Window
 
 AtHand = Callable[[str, str | None], bool]
@@ -78,23 +78,24 @@ class Arranged:
         for index, (kept, service) in enumerate(zip(self.kept, services, strict=True)):
             if service.how == ("keep" if kept else "prefill"):
                 if changed and not kept:  # behind other KV than was thought
-                    entry, start, _, _, born, placed = pieces[index][:6]
-                    pieces[index] = PlacedPiece(entry, start, FRESH, None, born, placed)
+                    entry, start, _, _, born, placed, *derived = pieces[index]
+                    pieces[index] = tuple_of(PlacedPiece, (entry, start, FRESH, None, born, placed, *derived))
                 continue
             changed.append(index)
             if service.how == "prefill":
                 again, clock = True, max(clock, self.before.clock + 1)
-                pieces[index] = pieces[index]._replace(state=FRESH, aside=None, born=clock)
+                entry, start, _, _, _, placed, *derived = pieces[index]
+                pieces[index] = tuple_of(PlacedPiece, (entry, start, FRESH, None, clock, placed, *derived))
             else:
                 pieces[index] = _served(pieces[index], kept, service)
         if changed:
             window = dataclasses.replace(window, pieces=linked(window.backbone, pieces, changed[0]), clock=clock)
-            targets = self.targets
-            if again and window.promise == "remember":  # a survivor that is run again is another one
+            patched = [index for index in changed if services[index].note is not None]
+            targets = self.targets if patched else ()
+            if patched and again and window.promise == "remember":  # a survivor that is run again is another one
                 targets = target_digests(window.backbone, window.pieces, forget=False)
-            for index in changed:
-                if services[index].note is not None:
-                    self._check(window, index, services[index], targets[index])
+            for index in patched:
+                self._check(window, index, services[index], targets[index])
         return window, self._edits(window, services, at_hand)
 
     def _check(self, window: Window, index: int, service: Service, target: str) -> None:
@@ -114,6 +115,7 @@ class Arranged:
     def _edits(self, window: Window, services: Sequence[Service], at_hand: AtHand | None) -> Edits:
         costs, turning, placing = window.costs, window.costs.rotate(1), window.costs.copy(1)
         each = placing["bytes"], placing["flops"], costs.kv_bytes
+        turned_bytes, turned_flops = turning["bytes"], turning["flops"]
         before = {piece[0].id: piece for piece in self.before.pieces}
         turns: list[Edit] = []
         fetches: list[Edit] = []
@@ -126,14 +128,19 @@ class Arranged:
             id, tokens, how = entry.id, entry.tokens, service.how
             turned = kept and before[id].start != start
             if turned and (how in ("keep", "prefill")):
-                turns.append(Rotate(id, before[id].start, start, turning["bytes"] * tokens, turning["flops"] * tokens))
+                old, nbytes, flops = before[id][1], turned_bytes * tokens, turned_flops * tokens
+                turns.append(made(Rotate, id=id, old=old, new=start, bytes=nbytes, flops=flops))
             if how == "prefill":
-                numbers = costs.kv_bytes * (tokens + behind), costs.run(tokens, behind)
-                forwards.append(Recompute(id, 0, behind, *numbers) if kept else Prefill(id, behind, *numbers))
+                nbytes, flops = costs.kv_bytes * (tokens + behind), costs.run(tokens, behind)
+                if kept:
+                    forward = made(Recompute, id=id, start_layer=0, behind=behind, bytes=nbytes, flops=flops)
+                else:
+                    forward = made(Prefill, id=id, behind=behind, bytes=nbytes, flops=flops)
+                forwards.append(forward)
             elif how != "keep" and not (kept and before[id].state == state):
                 _place(id, tokens, state, how, each, at_hand, (fetches, copies, patches))
             elif turned and how != "keep":  # asked to be served as it is already
-                turns.append(Rotate(id, before[id].start, start, turning["bytes"] * tokens, turning["flops"] * tokens))
+                turns.append(Rotate(id, before[id].start, start, turned_bytes * tokens, turned_flops * tokens))
             behind += tokens
         return (*(Drop(id) for id in self.gone), *turns, *fetches, *copies, *patches, *forwards)
 
@@ -159,14 +166,15 @@ def _place(
         return
     here = how == "restore"
     if state.base == "canonical" and not here and not (at_hand is not None and at_hand(id, None)):
-        fetches.append(Fetch(id, "canonical", None, each[2] * tokens))
+        fetches.append(made(Fetch, id=id, what="canonical", digest=None, bytes=each[2] * tokens, flops=0))
     if state.patch is None:
         copies.append(Copy(id, "canonical", None, nbytes, flops))
         return
     if not here and not (at_hand is not None and at_hand(id, state.patch)):
-        fetches.append(Fetch(id, "patch", state.patch, state.patch_bytes))
+        fetches.append(made(Fetch, id=id, what="patch", digest=state.patch, bytes=state.patch_bytes, flops=0))
     nbytes, flops = nbytes + state.patch_bytes, flops + state.patch_flops * tokens
-    patches.append(ApplyPatch(id, state.patch, state.rank, state.base, nbytes, flops))
+    patch, rank, base = state.patch, state.rank, state.base
+    patches.append(made(ApplyPatch, id=id, patch=patch, rank=rank, base=base, bytes=nbytes, flops=flops))
 
 
 def _served(piece: PlacedPiece, kept: bool, service: Service) -> PlacedPiece:
@@ -186,7 +194,11 @@ def _served(piece: PlacedPiece, kept: bool, service: Service) -> PlacedPiece:
     if note is None:
         aside = piece.state if kept and piece.state.kind != "bare" else piece.aside
         return piece._replace(state=BARE, aside=aside)
-    return PlacedPiece(entry, piece.start, note.served, None, piece.born, piece.placed)
+    return tuple_of(PlacedPiece, (entry, piece.start, note.served, None, *piece[4:]))
+
+
+_UNLINKED = PlacedPiece(Entry("-", None, 1, 1), 0, FRESH)[6:]
+"""What linking derives of a piece, before it did."""
 
 
 def arrange(window: Window, entries: Sequence[Entry]) -> Arranged:
@@ -222,7 +234,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Arranged:
             gone = own[ids[id]] if id in ids else evicted.get(id)
             start, more = _room(entry.span, low, high, upcoming is None, gone)
             shift += more
-            piece = PlacedPiece(entry, start, FRESH, None, clock, clock)
+            piece = tuple_of(PlacedPiece, (entry, start, FRESH, None, clock, clock, *_UNLINKED))
             if upcoming is None:
                 next_start = piece.end - shift
             if not settled:
@@ -271,7 +283,8 @@ def _stay(window: Window, order: Sequence[str]) -> tuple[list[PlacedPiece], bool
     old = [piece for piece in window.pieces if piece.entry.id in chosen]
     if window.gaps == "close":
         old = _packed_from_zero(old)
-    new = [window.piece(id) for id in order]
+    own, ids = window.pieces, window.ids
+    new = [own[ids[id]] for id in order]
     changed = [place for place, (was, now) in enumerate(zip(old, new, strict=True)) if was.entry.id != now.entry.id]
     if not changed:
         return old, False
@@ -291,14 +304,15 @@ def _stay(window: Window, order: Sequence[str]) -> tuple[list[PlacedPiece], bool
     laid = new[:first]
     for place, start in enumerate(_starts_again(old, new, first), first):
         placed = window.clock + 1 if place in unseen else new[place].placed
-        laid.append(new[place]._replace(start=start, placed=placed))
+        entry, _, state, aside, born, _, *derived = new[place]
+        laid.append(tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, *derived)))
     return laid, True
 
 
 def _packed_from_zero(pieces: Sequence[PlacedPiece]) -> list[PlacedPiece]:
     laid, start = [], 0
     for piece in pieces:
-        laid.append(piece if piece.start == start else piece._replace(start=start))
+        laid.append(piece if piece.start == start else tuple_of(PlacedPiece, (piece[0], start, *piece[2:])))
         start += piece.entry.span
     return laid
 

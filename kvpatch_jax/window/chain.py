@@ -2,9 +2,10 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 from ..provenance import EXACT, Antecedent, Member
-from .entry import FRESH, PatchNote, PlacedPiece, State, apart, short_digest
+from .entry import FRESH, PatchNote, PlacedPiece, State, apart, short_digest, tuple_of
 
 
 def root(backbone: str) -> str:
@@ -14,7 +15,8 @@ def root(backbone: str) -> str:
 
 def behind(front: str, key: str, service: str) -> str:
     """The digest behind one more piece, of this content (or id), served so."""
-    return short_digest(f"{front}{len(key)}:{key}{service}")
+    text = f"{front}{len(key)}:{key}{service}"
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()  # `short_digest`, a call less
 
 
 def chain_digest(backbone: str, antecedent: Antecedent) -> str:
@@ -40,35 +42,33 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
     """
     done = list(pieces[:first])
     previous = done[-1] if done else None
-    for piece in pieces[first:]:
-        previous = _link(backbone, previous, piece)
+    front, fidelity, pure, latest = root(backbone), EXACT, True, -1
+    if previous is not None:
+        front, fidelity, latest, pure = previous[6:]
+    for entry, start, state, aside, born, placed, *_ in pieces[first:]:
+        exact = fidelity == EXACT
+        if previous is not None:
+            before, gap = previous[0], start - previous[1] - previous[0].span
+            service = EXACT if exact else previous.service
+            front = behind(front, before.key, apart(service, gap) if gap else service)
+            exact = exact and not gap
+
+        if state is FRESH:
+            state = State.conditioned(front, pure)
+        fidelity = "approximate"
+        if state.pure and state.kind == "conditioned":
+            if exact and state.behind == front:
+                fidelity = EXACT
+                if born < latest:
+                    born = latest  # it has seen all in front, whenever that came to stand there
+            elif latest <= born:
+                fidelity = "survivor"
+        if placed > latest:
+            latest = placed
+        pure = pure and state.pure
+        previous = tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, front, fidelity, latest, pure))
         done.append(previous)
     return tuple(done)
-
-
-def _link(backbone: str, previous: PlacedPiece | None, piece: PlacedPiece) -> PlacedPiece:
-    entry, start, state, aside, born, placed = piece[:6]
-    if previous is None:
-        front, exact, pure, latest = root(backbone), True, True, -1
-    else:
-        before, at, _, _, _, _, front, fidelity, latest, pure = previous
-        gap = start - at - before.span
-        service = EXACT if fidelity == EXACT else previous.service
-        front = behind(front, before.key, apart(service, gap) if gap else service)
-        exact = fidelity == EXACT and not gap
-
-    if state is FRESH:
-        state = State("conditioned", front, pure)
-    fidelity = "approximate"
-    if state.pure and state.kind == "conditioned":
-        if exact and state.behind == front:
-            fidelity = EXACT
-            born = max(born, latest)  # it has seen all in front, whenever that came to stand there
-        elif latest <= born:
-            fidelity = "survivor"
-    if placed > latest:
-        latest = placed
-    return PlacedPiece(entry, start, state, aside, born, placed, front, fidelity, latest, pure and state.pure)
 
 
 def target_digests(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> tuple[str, ...]:
@@ -76,7 +76,11 @@ def target_digests(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -
     found, front, exact = [root(backbone)], root(backbone), True
     same = True  # what is aimed at has been what stands there, whose digests are known
     for piece, following in itertools.pairwise(pieces):
-        gap = following.start - piece.end
+        gap = following[1] - piece[1] - piece[0].span
+        if same and exact and not gap and piece.fidelity == EXACT:  # as most pieces are, at no cost
+            front = following.front
+            found.append(front)
+            continue
         service = EXACT if forget else apart(_aimed_service(piece, exact, front), gap)
         exact = exact and service == EXACT
         same = same and service == apart(piece.service, gap)
@@ -110,7 +114,7 @@ def _aimed_service(piece: PlacedPiece, exact: bool, front: str) -> str:
     if exact and own.kind == "conditioned" and own.pure and own.behind == front:
         return EXACT
     if piece.fidelity == "approximate":
-        return EXACT if exact else f"survivor:{State('conditioned', front, True).digest}"
+        return EXACT if exact else f"survivor:{State.conditioned(front, True).digest}"
     return piece.service
 
 

@@ -5,13 +5,13 @@ multiplications and additions of the matrix products and rotations.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 Source = Literal["canonical", "conditioned", "shared"]
 Fetchable = Literal["canonical", "patch"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Drop:
     """Give up the slots of a piece that left. Its canonical stays wherever it is stored."""
 
@@ -20,7 +20,7 @@ class Drop:
     flops: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Fetch:
     """Bring a piece's canonical, or its patch (`digest`), to where it can be placed from."""
 
@@ -31,7 +31,7 @@ class Fetch:
     flops: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Rotate:
     """Turn the keys of a piece that stays, from its old start to its new one."""
 
@@ -42,7 +42,7 @@ class Rotate:
     flops: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Copy:
     """Place KV that is at hand at the piece's start: its canonical, its conditioned KV, or what another branch holds.
 
@@ -56,7 +56,7 @@ class Copy:
     flops: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class ApplyPatch:
     """Place base and patch at the piece's start: one pass over canonical or conditioned KV and factors."""
 
@@ -68,7 +68,7 @@ class ApplyPatch:
     flops: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Prefill:
     """Run the piece through the model behind the `behind` tokens that stand in front of it, and keep its KV."""
 
@@ -78,7 +78,7 @@ class Prefill:
     flops: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Recompute:
     """Run a piece that stands in the window again, from `start_layer` up, behind the `behind` tokens in front of it."""
 
@@ -89,7 +89,7 @@ class Recompute:
     flops: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Compact:
     """Pack the slots in use, so that no page is partly filled but the last. At most `bytes` move."""
 
@@ -100,6 +100,14 @@ class Compact:
 
 Edit = Drop | Compact | Fetch | Rotate | Copy | ApplyPatch | Prefill | Recompute
 Edits = tuple[Edit, ...]
+
+
+def made[E: Edit](kind: type[E], **fields: Any) -> E:
+    """Makes an edit of all its fields: where there are hundreds, for `__init__` of a frozen dataclass is slow."""
+    edit = object.__new__(kind)
+    edit.__dict__.update(fields)
+    return edit
+
 
 _KINDS = (Drop, Rotate, Fetch, Copy, ApplyPatch, Prefill, Recompute, Compact)
 _RANK = {kind: rank for rank, kind in enumerate(_KINDS)}

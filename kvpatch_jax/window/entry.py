@@ -26,6 +26,9 @@ StateKind = Literal["bare", "patched", "conditioned", "evicted"]
 PatchBase = Literal["canonical", "conditioned"]
 Fidelity = Literal["exact", "survivor", "approximate"]
 
+tuple_of = tuple.__new__
+"""Makes a named tuple of all its fields past its constructor, which takes twice as long: where there are hundreds."""
+
 LIMIT = 2**30
 """Positions, tokens and spans lie below."""
 
@@ -133,6 +136,17 @@ class State:
     def digest(self) -> str:
         """Digests what the KV depends on: 32 hexadecimal digits."""
         return short_digest(f"state {self.kind} {self.behind} {self.pure} {self.base} {self.patch}")
+
+    @classmethod
+    def conditioned(cls, behind: str, pure: bool) -> "State":
+        """The state of what was prefilled behind this.
+
+        A window is linked with hundreds of them at a time: what has its default is left to the class, for setting the
+        fields of a frozen dataclass takes longer than digesting what they say.
+        """
+        made = object.__new__(cls)
+        made.__dict__.update(kind="conditioned", behind=behind, pure=pure)
+        return made
 
 
 FRESH = State("conditioned")

@@ -1,6 +1,7 @@
 """Certificates: what they vouch for between and beyond what was measured, and files that are damaged or hostile."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -112,6 +113,29 @@ def test_a_lookup_is_never_below_a_row_that_it_lies_between():
                 more = min(own for own in others if own >= behind)
                 fewer = max((own for own in others if own <= behind), default=more)
                 assert found == max(table[r, b] for r in (lower, upper) for b in (fewer, more))
+
+
+def test_growing_bounds_are_the_largest_up_to_there():
+    generator = random.Random(4)
+    for _ in range(200):
+        behinds = sorted(generator.sample(range(12), generator.randint(1, 4)))
+        rows = [
+            row(rank=rank, behind=behind, bound=generator.uniform(0, 2), flips_high=generator.uniform(0.01, 1))
+            for rank in (4, 16)
+            for behind in behinds
+            if generator.random() < 0.9
+        ]
+        given = certificate(*(rows or [row(rank=4)]))
+        for rank, most in itertools.product((2, 4, 9, 16, 20), (0, 3, 14)):
+            for what, ask in (("bound", given.bound), ("flips", given.flips)):
+                expected: list[float] = []
+                for others in range(most + 1):
+                    number = ask("stored", rank, behind=others)
+                    if number is None:
+                        break
+                    expected.append(max([number, *expected]))
+                assert given.growing(what, "stored", rank, promise="forget", most=most) == expected
+    assert given.growing("bound", "prefill", 0, promise="forget", most=2) == [0.0, 0.0, 0.0]
 
 
 def test_what_was_not_measured_has_no_bound_and_exact_ways_need_none():
