@@ -1,0 +1,15 @@
+"""A KV connector for vLLM with tpu-inference: prompts composed of stored chunks, in the engine's own pool.
+
+    vllm serve … --kv-transfer-config '{"kv_connector": "TPUOffloadConnector",
+      "kv_connector_module_path": "kvpatch_jax.serving.vllm.connector", "kv_role": "kv_both",
+      "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": "…", "backbone": "…"}}'
+
+`segments` → `planning` → `scheduling` are plain decisions, `loading` and `forming` work on the pool's arrays; of all
+modules only `connector` imports vllm (extra `vllm`).
+"""
+
+from .planning import RequestPlan, Step, plan_request
+from .segments import Feature, Segment, segments_of
+from .settings import Asked, Settings
+
+__all__ = ["Asked", "Feature", "RequestPlan", "Segment", "Settings", "Step", "plan_request", "segments_of"]

@@ -1,0 +1,61 @@
+"""What an engine's model caches, as a layout, and in which of our forms its pages are."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ... import engines
+from ...errors import ConfigError
+from ...layout import KVLayout
+from ...rope import Rope
+
+FAMILIES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+)
+"""Architectures whose keys tpu-inference keeps as a plain rope leaves them: halves, the whole head, unscaled."""
+
+
+class PageFunctions(NamedTuple):
+    """How chunks are written into pages, and read out of them."""
+
+    splice: Any
+    read: Any
+
+
+def layout_of(text: Mapping[str, Any], architectures: Sequence[str]) -> KVLayout:
+    """Describes what a model caches, from its text configuration.
+
+    Angles are float32, as the engine computes them: what it cached is turned back by the angles that it was turned by.
+
+    Raises:
+      ConfigError: a family that was not looked at, a scaled or partial rope, or another key that is missing.
+    """
+    if not set(architectures) & set(FAMILIES):
+        raise ConfigError(f"connector: architectures {list(architectures)}; expected one of {FAMILIES}")
+    table = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = table.get("rope_type", table.get("type", "default"))
+    partial = table.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0))
+    if kind not in ("default", "mrope") or partial not in (None, 1, 1.0):
+        raise ConfigError(f"connector: rope {kind!r}, of which {partial} rotates; expected a plain one")
+    theta = table.get("rope_theta") or text.get("rope_theta")
+    try:
+        layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
+        width = int(text.get("head_dim") or text["hidden_size"] // heads)
+        kv_heads = int(text.get("num_key_value_heads") or heads)
+    except KeyError as error:
+        raise ConfigError(f"connector: the model's configuration lacks {error}") from None
+    if theta is None:
+        raise ConfigError("connector: the model's configuration lacks 'rope_theta'")
+    sections = table.get("mrope_section")
+    rope = Rope(theta, width, sections=None if sections is None else tuple(sections), angles="float32")
+    return KVLayout.gqa(layers, kv_heads, width, rope)
+
+
+def page_functions(layout: KVLayout) -> PageFunctions:
+    """Chooses the form that tpu-inference gives pages of a layout: heads of 64 are joined, others interleaved."""
+    if layout.channel("k").width == 64:
+        return PageFunctions(engines.splice_joined, engines.read_joined)
+    return PageFunctions(engines.splice_ragged, engines.read_ragged)

@@ -1,0 +1,149 @@
+"""The worker's side: chunks spliced into the engine's live pool, and what its prefills left read out of it.
+
+The runner is the engine's object: `kv_caches`, an array per layer, and `requests`, of which positions are read.
+"""
+
+import collections
+import logging
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from ...errors import ConfigError, InputError, PositionError
+from ...layout import KVLayout
+from ...paging import DEFAULT
+from ...window.sources import padded_chunk, padded_patch
+from .forming import ChunkFormer, Prefilled
+from .layouts import page_functions
+from .messages import Load, Orders, Save, blocks_from, slots_of
+from .planning import Step
+from .settings import Settings
+from .stores import Stores
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """Carries out orders on one runner's pool. Whatever fails is told by its blocks, and left to the engine."""
+
+    def __init__(self, settings: Settings, layout: KVLayout, page_size: int):
+        """Waits for `register`.
+
+        Args:
+          layout: what the model caches. page_size: tokens of the scheduler's blocks.
+        """
+        self.settings, self.layout, self.page_size = settings, layout, page_size
+        self.stores = Stores(settings)
+        self.former = ChunkFormer(settings, layout, self.stores)
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._functions = page_functions(layout)
+        self._runner: Any = None
+        self._failed: set[int] = set()
+
+    def register(self, runner: Any) -> None:
+        """Takes hold of a runner.
+
+        Raises:
+          ConfigError: pages that are not the layout's, or that lie over several devices.
+        """
+        pages = runner.kv_caches
+        if len(pages) != self.layout.layers:
+            raise ConfigError(f"connector: pages of {len(pages)} layers; expected {self.layout.layers}")
+        if pages[0].shape[1] != self.page_size:
+            raise ConfigError(f"connector: pages of {pages[0].shape[1]} tokens; expected blocks of {self.page_size}")
+        if len(pages[0].sharding.device_set) > 1:
+            raise ConfigError("connector: pages over several devices; expected one (tensor_parallel_size=1)")
+        self._functions.read(self.layout, list(pages), np.arange(1, dtype=np.int32))  # of this form, or refused here
+        self._runner = runner
+
+    # ------------------------------------------------------------------------------------------------- loading
+
+    def load(self, orders: Orders) -> None:
+        """Writes what was ordered into the pool, in place, before a forward reads it."""
+        for load in orders.loads:
+            for step in load.steps:
+                if step.segment.end <= load.first:
+                    continue
+                try:
+                    self._write(load, step)
+                except Exception as error:  # whatever it is, the engine can compute these blocks itself
+                    self._lost(load, step, error)
+                    break
+
+    def _write(self, load: Load, step: Step) -> None:
+        segment, store = step.segment, self.stores.of(load.tenant)
+        chunk = store.get(segment.id, self.settings.backbone)
+        if chunk is None:
+            raise InputError(f"chunk {segment.id[:12]}… is gone, or was damaged; expected it in the store")
+        count = segment.end - segment.begin
+        if chunk.length != count or chunk.tokens != count:
+            raise InputError(f"chunk {segment.id[:12]}… of {chunk.length} tokens; expected {count}")
+        front = tuple(own.segment.id for own in load.steps if own.segment.end <= segment.begin)
+        patch = None if step.patch is None else self.stores.patch(load.tenant, segment.id, front, step.patch)
+        start = self._start(load.request, segment.begin, np.asarray(chunk.local))
+
+        size = DEFAULT.round_up(count)
+        slots = np.full(size, -1, np.int32)
+        slots[:count] = slots_of(load.blocks, self.page_size, segment.begin, segment.end)
+        chunk, patch = padded_chunk(chunk, size), None if patch is None else padded_patch(patch, size)
+        first = max(0, load.first - segment.begin)
+        pages = self._functions.splice(list(self._runner.kv_caches), slots, chunk, patch, start, front, first=first)
+        self._runner.kv_caches = pages
+        self.counts["tokens"] += count - first
+
+    def _lost(self, load: Load, step: Step, error: Exception) -> None:
+        """Tells of every block from this chunk on: those behind it were to be approximate behind it."""
+        begin = max(step.segment.begin, load.first)
+        blocks = blocks_from(load.blocks, self.page_size, begin, load.steps[-1].segment.end)
+        self._failed |= blocks
+        self.counts["failed"] += 1
+        logger.warning("kvpatch: request %s computes tokens from %d on: %s", load.request, begin, error)
+
+    def take_failed(self) -> set[int]:
+        """Blocks that could not be filled since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    # --------------------------------------------------------------------------------------------------- saving
+
+    def save(self, orders: Orders) -> None:
+        """Reads what prefills left in the pool, and gives it to be formed behind the engine's back."""
+        for save in orders.saves:
+            if set(save.blocks) & self._failed:  # computed behind blocks that hold nothing
+                continue
+            try:
+                self.former.add(self._prefilled(save))
+            except Exception as error:
+                self.counts["unsaved"] += 1
+                logger.warning("kvpatch: request %s is not saved: %s", save.request, error)
+
+    def _prefilled(self, save: Save) -> Prefilled:
+        end = save.segments[-1].end
+        slots = slots_of(save.blocks, self.page_size, 0, end)
+        kv = self._functions.read(self.layout, list(self._runner.kv_caches), slots)
+        return Prefilled(save.tenant, save.segments, save.wanted, self._positions(save.request, 0, end), kv)
+
+    # ------------------------------------------------------------------------------------------------ positions
+
+    def _positions(self, request: str, begin: int, end: int) -> Int[np.ndarray, "*positions"]:
+        """Positions of a prompt's tokens as the engine itself counted them, under M-RoPE on three axes."""
+        counted = getattr(self._runner.requests[request], "mrope_positions", None)
+        if self.layout.rope.axes is None:
+            return np.arange(begin, end, dtype=np.int32)
+        if counted is None:
+            raise PositionError("the engine counted no M-RoPE positions; expected them for a rope with sections")
+        return np.asarray(counted)[:, begin:end].T.astype(np.int32)
+
+    def _start(self, request: str, begin: int, local: Float[np.ndarray, "*positions"]) -> Any:
+        """Where a chunk starts, so that its tokens stand where the engine counted them."""
+        found = self._positions(request, begin, begin + len(local))
+        start = found[0] - local[0].astype(np.int32)
+        if not np.array_equal(found, start + local):
+            raise PositionError("a chunk's positions are not the engine's; expected them alike up to its start")
+        return int(start) if start.ndim == 0 else start
+
+    def close(self) -> None:
+        """Finishes what is to be formed, and closes the stores."""
+        self.former.close()
+        self.stores.close()

@@ -1,0 +1,66 @@
+"""What the scheduler's side tells the worker's: plain values, which travel between processes."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from ...errors import PoolError
+from .planning import Step
+from .segments import Segment
+
+
+class Load(NamedTuple):
+    """Chunks to be written into an engine's blocks before its next forward.
+
+    Attributes:
+      request: its id. tenant: whose store. steps: all chunks from the front. first: the first token that the engine
+        does not have already. blocks: of the request, in order.
+    """
+
+    request: str
+    tenant: str
+    steps: tuple[Step, ...]
+    first: int
+    blocks: tuple[int, ...]
+
+
+class Save(NamedTuple):
+    """Chunks whose KV stands in an engine's blocks as its own exact prefill left it.
+
+    Attributes:
+      segments: all chunks from the front. wanted: places of those to be formed: the first as a canonical, others as
+        patches.
+    """
+
+    request: str
+    tenant: str
+    segments: tuple[Segment, ...]
+    wanted: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """What one step of the engine is to load and save."""
+
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+
+
+def slots_of(blocks: tuple[int, ...], page_size: int, begin: int, end: int) -> Int[np.ndarray, " T"]:
+    """Slots of a request's tokens from `begin` up to `end`: block · page size + offset.
+
+    Raises:
+      PoolError: tokens beyond the blocks.
+    """
+    if not 0 <= begin <= end <= len(blocks) * page_size:
+        raise PoolError(f"tokens {begin} to {end}; expected some of {len(blocks)} blocks of {page_size}")
+    places = np.arange(begin, end)
+    return (np.asarray(blocks, np.int64)[places // page_size] * page_size + places % page_size).astype(np.int32)
+
+
+def blocks_from(blocks: tuple[int, ...], page_size: int, begin: int, end: int) -> set[int]:
+    """Blocks that hold tokens from `begin` up to `end`."""
+    return set(blocks[begin // page_size : -(-end // page_size)])

@@ -1,0 +1,155 @@
+"""The scheduler's side: requests are planned and salted when they come, matched, and turned into orders.
+
+Requests, blocks and a step's output are the engine's objects, of which only attributes are read; vllm is not imported.
+"""
+
+import collections
+import dataclasses
+import logging
+from typing import Any
+
+from ...errors import KVPatchError
+from ...plan.certificate import Certificate
+from .messages import Load, Orders, Save, blocks_from
+from .planning import RequestPlan, StockedPatch, plan_request
+from .segments import Feature, Segment, segments_of
+from .settings import Asked, Settings
+from .stores import Looked, Stores
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Tracked:
+    """What is known of a request until it is finished."""
+
+    asked: Asked
+    segments: tuple[Segment, ...]
+    plan: RequestPlan
+    blocks: set[int] = dataclasses.field(default_factory=set)
+    saved: bool = False
+    failed: bool = False
+
+    @property
+    def matched(self) -> int:
+        """Tokens that are served; none once a load has failed."""
+        return 0 if self.failed else self.plan.matched
+
+
+class SchedulerSide:
+    """Plans requests, and keeps what was planned until they are finished."""
+
+    def __init__(self, settings: Settings, page_size: int, certificate: Certificate | None = None):
+        """Knows no request yet.
+
+        Args:
+          page_size: tokens of the scheduler's blocks.
+          certificate: of the settings' backbone.
+        """
+        self.settings, self.page_size, self.certificate = settings, page_size, certificate
+        self.stores = Stores(settings)
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._patches: dict[tuple[str, str, tuple[str, ...]], list[StockedPatch]] = {}
+
+    def arrived(self, request: Any) -> None:
+        """Plans a request, and salts it where the plan is approximate. What cannot be planned is served plainly."""
+        try:
+            tracked = self._planned(request)
+        except (KVPatchError, OSError) as error:
+            self.counts["refused"] += 1
+            logger.warning("kvpatch: request %s is served plainly: %s", request.request_id, error)
+            return
+        if tracked is None:
+            return
+        salt = tracked.plan.salt(self.settings, tracked.asked, request.cache_salt)
+        if salt != request.cache_salt:
+            # The engine hashes blocks when a request is made, before anybody is asked.
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+            self.counts["salted"] += 1
+        self._tracked[request.request_id] = tracked
+
+    def _planned(self, request: Any) -> Tracked | None:
+        asked = Asked.read(request.kv_transfer_params)
+        if asked is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return None
+        if request.lora_request is not None:  # other weights than those that chunks were made by
+            return None
+        features = [
+            Feature(own.identifier, own.mm_position.offset, own.mm_position.length) for own in request.mm_features
+        ]
+        tokens = list(request.prompt_token_ids)
+        frame = self.settings.image_frame
+        segments = segments_of(self.settings.backbone, tokens, features, asked.segments, frame)
+        looked = Looked(self.stores, asked.tenant, self._patches)
+        return Tracked(asked, segments, plan_request(segments, looked, self.settings, asked, self.certificate))
+
+    def matched(self, request: Any, computed: int) -> int:
+        """Counts tokens that are served beyond those that the engine has."""
+        tracked = self._tracked.get(request.request_id)
+        return 0 if tracked is None else max(0, tracked.matched - computed)
+
+    def allocated(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
+        """Orders what fills the last `count` of a request's matched tokens."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or not count:
+            return
+        first = tracked.matched - count
+        load = Load(request.request_id, tracked.asked.tenant, tracked.plan.steps, first, blocks)
+        tracked.blocks = blocks_from(blocks, self.page_size, first, tracked.matched)
+        self._loads.append(load)
+        self.counts["loaded_tokens"] += count
+
+    def orders(self, output: Any) -> Orders:
+        """Gathers what the engine's next step is to load, and to save of prompts that it finishes."""
+        loads, self._loads = tuple(self._loads), []
+        cached = output.scheduled_cached_reqs
+        computed = {own.req_id: own.num_computed_tokens for own in output.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        saves = []
+        for request, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request)
+            if tracked is None or not tracked.segments or request not in computed:
+                continue
+            if computed[request] + scheduled >= tracked.segments[-1].end:
+                saves += self._save(request, tracked, output)
+        return Orders(loads, tuple(saves))
+
+    def _save(self, request: str, tracked: Tracked, output: Any) -> list[Save]:
+        """What to form of a prompt that was prefilled exactly, once."""
+        if tracked.saved or not (self.settings.save and tracked.asked.save and tracked.plan.exact):
+            return []
+        tracked.saved = True
+        looked = Looked(self.stores, tracked.asked.tenant, self._patches)
+        wanted = []
+        for place, segment in enumerate(tracked.segments):
+            stored = looked.has_canonical(segment.id)
+            front = tuple(own.id for own in tracked.segments[:place])
+            if (place == 0 and not stored) or (place and stored and not looked.patches(segment.id, front)):
+                wanted.append(place)
+        if not wanted:
+            return []
+        (blocks,) = output.kv_connector_block_state.get_block_ids(request)
+        self.counts["saves"] += 1
+        return [Save(request, tracked.asked.tenant, tracked.segments, tuple(wanted), tuple(blocks))]
+
+    def failed(self, blocks: set[int]) -> None:
+        """Takes note of blocks that could not be loaded: their requests are computed by the engine from then on."""
+        for tracked in self._tracked.values():
+            if tracked.blocks & blocks and not tracked.failed:
+                tracked.failed = True
+                self.counts["failed"] += 1
+                self._patches.clear()
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """Forgets a request; returns what it was served, for whoever asked."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        served = () if tracked.failed else tracked.plan.steps
+        told = {"matched": tracked.matched, "served": [[step.point, step.rank] for step in served]}
+        told |= {"exact": all(step.exact for step in served), "kl": tracked.plan.kl if served else 0.0}
+        return {"kvpatch": {**told, "failed": tracked.failed, "why": tracked.plan.why}}

@@ -1,0 +1,132 @@
+"""What an operator sets once, and what a request may ask for within that."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ...errors import ConfigError, InputError
+
+Policy = Literal["exact", "approximate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """An operator's settings: `kv_connector_extra_config` of the engine.
+
+    Attributes:
+      store: the root of a `ChunkStore`, which engines may share.
+      backbone: the name under which chunks are kept and a certificate speaks: the fingerprint of the weights in their
+        dtype. Two engines that give one name must have the same weights.
+      certificate: path of the certificate; without one nothing approximate is served.
+      rank: of the patches that are formed from traffic.
+      save: whether chunks and patches are formed from what is prefilled.
+      most_kl: nats; no request gets a larger bound.
+      uncertified: serves approximate points that no certificate bounds, for measurements.
+      image_frame: token ids that open and close an image, which then belong to its chunk; None: none do.
+      pending: prefills that may wait to be formed into patches; more are dropped.
+
+    Raises:
+      ConfigError: a setting that is not known, missing, or out of range.
+    """
+
+    store: str
+    backbone: str
+    certificate: str | None = None
+    rank: int = 16
+    save: bool = True
+    most_kl: float = math.inf
+    uncertified: bool = False
+    image_frame: tuple[int, int] | None = None
+    pending: int = 8
+
+    def __post_init__(self) -> None:
+        frame = self.image_frame
+        wanted = {
+            "store": isinstance(self.store, str) and self.store != "",
+            "backbone": isinstance(self.backbone, str) and self.backbone != "",
+            "certificate": self.certificate is None or isinstance(self.certificate, str),
+            "rank": _whole(self.rank, 1),
+            "save": isinstance(self.save, bool),
+            "most_kl": _bound(self.most_kl),
+            "uncertified": isinstance(self.uncertified, bool),
+            "image_frame": frame is None or (len(frame) == 2 and all(_whole(token, 0) for token in frame)),
+            "pending": _whole(self.pending, 1),
+        }
+        for name, fits in wanted.items():
+            if not fits:
+                raise ConfigError(f"connector: {name} {getattr(self, name)!r:.80}; expected as `Settings` says")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> "Settings":
+        """Reads `kv_connector_extra_config`. Raises as the class."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        missing = {"store", "backbone"} - given.keys()
+        if missing or given.keys() - known:
+            raise ConfigError(
+                f"connector: settings {sorted(given)}; expected 'store' and 'backbone', and of others "
+                f"{sorted(known - {'store', 'backbone'})}"
+            )
+        frame = given.get("image_frame")
+        return cls(**{**given, "image_frame": tuple(frame) if isinstance(frame, list) else frame})
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What one request asks for: its `kv_transfer_params`.
+
+    Attributes:
+      policy: "exact" serves what a prefill computes; "approximate" also what the certificate bounds within `kl`.
+      tenant: whose chunks; a gateway sets it, for whoever says a tenant's name is served its chunks.
+      kl, flips: bounds of the answer's loss, as in `Goal`. Without `kl`, "approximate" has the operator's.
+      segments: ends of the chunks that the prompt is made of, in tokens, growing; what is behind the last one is the
+        question. None: around the images, and nothing of a text.
+      save: whether chunks and patches may be formed from this request.
+
+    Raises:
+      InputError: a parameter that is not known, or out of range.
+    """
+
+    policy: Policy = "exact"
+    tenant: str = "default"
+    kl: float = math.inf
+    flips: float | None = None
+    segments: tuple[int, ...] | None = None
+    save: bool = True
+
+    def __post_init__(self) -> None:
+        ends = self.segments
+        wanted = {
+            "policy": self.policy in ("exact", "approximate"),
+            "tenant": isinstance(self.tenant, str) and 1 <= len(self.tenant) <= 200,
+            "kl": _bound(self.kl),
+            "flips": self.flips is None or _bound(self.flips),
+            "segments": ends is None
+            or (all(_whole(end, 1) for end in ends) and list(ends) == sorted(set(ends)) and len(ends) <= 4096),
+            "save": isinstance(self.save, bool),
+        }
+        for name, fits in wanted.items():
+            if not fits:
+                raise InputError(f"kv_transfer_params: {name} {getattr(self, name)!r:.80}; expected as `Asked` says")
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any] | None) -> "Asked | None":
+        """Reads the part `"kvpatch"` of `kv_transfer_params`; None where there is none. Raises as the class."""
+        own = None if given is None else given.get("kvpatch")
+        if own is None:
+            return None
+        known = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(own, Mapping) or set(own) - known:
+            raise InputError(f"kv_transfer_params: kvpatch {own!r:.80}; expected some of {sorted(known)}")
+        ends = own.get("segments")
+        if ends is not None and not isinstance(ends, list | tuple):
+            raise InputError(f"kv_transfer_params: segments {ends!r:.80}; expected a list of ends")
+        return cls(**{**own, "segments": None if ends is None else tuple(ends)})
+
+
+def _whole(given: Any, least: int) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and least <= given < 2**31
+
+
+def _bound(given: Any) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and not math.isnan(given) and given >= 0

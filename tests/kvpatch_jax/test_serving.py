@@ -1,0 +1,350 @@
+"""The connector's decisions and its work on a pool, with stand-ins for the engine's objects: vllm is not imported."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import sys
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import ConfigError, InputError, PoolError
+from kvpatch_jax.plan import Certificate, Certified, Rank
+from kvpatch_jax.serving.vllm import Asked, Feature, Settings, plan_request, segments_of
+from kvpatch_jax.serving.vllm.layouts import layout_of
+from kvpatch_jax.serving.vllm.loading import WorkerSide
+from kvpatch_jax.serving.vllm.messages import Load, Orders, Save, blocks_from, slots_of
+from kvpatch_jax.serving.vllm.planning import Step, StockedPatch
+from kvpatch_jax.serving.vllm.scheduling import SchedulerSide
+from tests.arrays import placed
+
+TOKENS = list(range(100, 130))
+ENDS = (8, 18, 24)
+SETTINGS = Settings(store="/nowhere", backbone="tiny")
+LAYOUT = kvp.KVLayout.gqa(2, 1, 64, kvp.Rope(1e4, 64, angles="float32"))
+PAGE = 4
+
+
+class Shelf:
+    """A store of names: canonicals, and patches by chunk and front."""
+
+    def __init__(self, canonicals, patches=()):
+        self.canonicals, self.kept = set(canonicals), dict(patches)
+
+    def has_canonical(self, id):
+        return id in self.canonicals
+
+    def patches(self, id, front):
+        return self.kept.get((id, front), [])
+
+
+def certificate_of(*rows):
+    made = [Certified(*row[:3], "forget", 0.0, 0.0, 0.0, row[3], 1.0, 1.0, 1.0, None, 0.0, row[4], 10) for row in rows]
+    given = {"backbone": "tiny", "model": "m", "made": "2026-01-01", "level": 0.95, "calibration": 30, "held_out": 30}
+    given |= {"chunks": 3, "tokens": 99, "content": "c", "asked": "a", "disjoint": True}
+    return Certificate(**given, rows=tuple(made), recommended=Rank(4, "r"))
+
+
+ROWS = [("stored", 4, behind, 0.01 * (behind + 1), 0.1) for behind in (0, 1, 2)]
+ROWS += [("bare", 0, behind, 5.0, 0.9) for behind in (0, 1, 2)]
+
+
+@pytest.fixture(scope="module")
+def segments():
+    return segments_of("tiny", TOKENS, ends=ENDS)
+
+
+@pytest.fixture(scope="module")
+def shelf(segments):
+    first, second, third = (own.id for own in segments)
+    patches = {(second, (first,)): [StockedPatch("aa", 2), StockedPatch("bb", 4)]}
+    return Shelf([first, second, third], patches)
+
+
+def test_chunks_are_named_by_what_they_hold_and_not_by_where():
+    moved = segments_of("tiny", [1, 2, *TOKENS[8:18], 5], ends=[2, 12])
+    first, second, _ = segments_of("tiny", TOKENS, ends=ENDS)
+    assert moved[1].id == second.id
+    assert (second.begin, second.end) == (8, 18)
+    assert len({first.id, second.id, segments_of("other", TOKENS, ends=ENDS)[0].id}) == 3
+    named = lambda name, ends=(6,): segments_of("tiny", [9] * 8, [Feature(name, 2, 3)], ends)[0].id
+    assert named("cat") != named("dog")
+    assert named("cat") != segments_of("tiny", [9] * 8, ends=(6,))[0].id
+
+
+def test_images_are_chunks_with_the_tokens_around_them():
+    tokens = [7, 7, 1, 3, 3, 2, 1, 3, 3, 2, 8]
+    features = [Feature("b", 7, 2), Feature("a", 3, 2)]
+    ends = lambda **more: [own.end for own in segments_of("tiny", tokens, features, **more)]
+    assert ends(frame=(1, 2)) == [2, 6, 10]
+    assert ends() == [3, 5, 7, 9]
+    assert segments_of("tiny", tokens[:9], features)[-1].end == 7  # the last image is the question
+    assert segments_of("tiny", tokens) == ()
+    with pytest.raises(InputError, match="inside an image at 3 to 5"):
+        segments_of("tiny", tokens, features, ends=[4])
+    with pytest.raises(InputError, match="question"):
+        segments_of("tiny", tokens, features, ends=[11])
+
+
+def test_exact_requests_get_the_leading_chunk_and_no_salt(segments, shelf):
+    planned = plan_request(segments, shelf, SETTINGS, Asked(), certificate_of(*ROWS))
+    assert planned.steps == (Step(segments[0], "leading"),)
+    assert (planned.matched, planned.exact, planned.kl) == (8, True, 0.0)
+    assert planned.salt(SETTINGS, Asked(), None) is None
+    assert planned.salt(SETTINGS, Asked(), "own") == "own"
+    assert plan_request(segments, Shelf([segments[1].id]), SETTINGS, Asked()).matched == 0
+
+
+def test_the_certificate_decides_how_far_an_approximate_prompt_is_matched(segments, shelf):
+    asked = lambda **more: Asked(policy="approximate", **more)
+    plan = lambda own, rows=ROWS, settings=SETTINGS: plan_request(
+        segments, shelf, settings, own, certificate_of(*rows) if rows else None
+    )
+    whole = plan(asked())
+    assert [(step.point, step.patch, step.rank) for step in whole.steps] == [
+        ("leading", None, 0),
+        ("stored", "bb", 4),
+        ("bare", None, 0),
+    ]
+    assert (whole.matched, whole.kl) == (24, 5.0)
+    within = plan(asked(kl=0.1))
+    # The third chunk is prefilled behind an approximate one, and so counts among the others.
+    assert (within.matched, within.kl) == (18, 0.02)
+    assert "chunk 3 of 3 is not certified" in within.why
+    assert plan(asked(kl=0.015)).matched == 8
+    assert plan(asked(kl=0.1, flips=0.05)).matched == 8
+    assert plan(asked(), settings=Settings(store="s", backbone="tiny", most_kl=0.1)).matched == 18
+    assert plan(asked(), rows=None).matched == 8
+    loose = plan(asked(), rows=None, settings=Settings(store="s", backbone="tiny", uncertified=True))
+    assert (loose.matched, loose.kl) == (24, None)
+
+
+def test_every_approximate_plan_has_a_salt_of_its_own(segments, shelf):
+    loose = Settings(store="s", backbone="tiny", uncertified=True)
+    first, second = (own.id for own in segments[:2])
+    asked = Asked(policy="approximate")
+    plans = [
+        plan_request(segments, shelf, loose, asked),
+        plan_request(segments, Shelf([first, second], shelf.kept), loose, asked),
+        plan_request(segments, Shelf([first, second]), loose, asked),
+        plan_request(segments, Shelf([first, second], {(second, (first,)): [StockedPatch("cc", 4)]}), loose, asked),
+    ]
+    assert not any(own.exact for own in plans)
+    other = Asked(policy="approximate", tenant="other")
+    salts = [own.salt(loose, asked, None) for own in plans]
+    salts += [plans[0].salt(loose, asked, "own"), plans[0].salt(loose, other, None)]
+    assert len(set(salts)) == len(salts)
+    assert all(salt.startswith("kvpatch-") for salt in salts)
+    assert plan_request(segments, shelf, loose, asked).salt(loose, asked, None) == salts[0]
+
+
+def test_settings_and_parameters_are_read_strictly(unchecked):
+    assert Asked.read(None) is None
+    assert Asked.read({"do_remote_prefill": True}) is None
+    assert Asked.read({"kvpatch": {"segments": [3, 9], "kl": 0.1}}) == Asked(segments=(3, 9), kl=0.1)
+    for given in ({"policy": "any"}, {"segments": [9, 3]}, {"segments": 3}, {"kl": -1}, {"tenant": ""}, {"rank": 3}):
+        with pytest.raises(InputError, match="kv_transfer_params"):
+            Asked.read({"kvpatch": given})
+    assert Settings.read({"store": "s", "backbone": "b", "image_frame": [1, 2]}).image_frame == (1, 2)
+    for given in ({}, {"store": "s"}, {"store": "s", "backbone": "b", "rnak": 3}, {"store": "s", "backbone": ""}):
+        with pytest.raises(ConfigError, match="connector"):
+            Settings.read(given)
+
+
+def test_slots_of_blocks():
+    assert slots_of((5, 2, 9), 4, 3, 9).tolist() == [23, 8, 9, 10, 11, 36]
+    assert blocks_from((5, 2, 9), 4, 4, 8) == {2}
+    assert blocks_from((5, 2, 9), 4, 3, 9) == {5, 2, 9}
+    with pytest.raises(PoolError, match="3 blocks of 4"):
+        slots_of((5, 2, 9), 4, 3, 13)
+
+
+def test_layouts_of_configurations():
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+    plain = layout_of({**text, "rope_theta": 1e4}, ["LlamaForCausalLM"])
+    assert plain == kvp.KVLayout.gqa(2, 2, 64, kvp.Rope(1e4, 64, angles="float32"))
+    table = {"rope_type": "mrope", "mrope_section": [8, 12, 12], "rope_theta": 1e6}
+    found = layout_of({**text, "rope_parameters": table}, ["Qwen2_5_VLForConditionalGeneration"])
+    assert found.rope.sections == (8, 12, 12)
+    for more, families in (
+        ({"rope_theta": 1e4}, ["KimiVL"]),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0}}, ["LlamaForCausalLM"]),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, ["LlamaForCausalLM"]),
+        ({}, ["LlamaForCausalLM"]),
+    ):
+        with pytest.raises(ConfigError, match="connector"):
+            layout_of({**text, **more}, families)
+
+
+# ------------------------------------------------------------------------------------------- scheduler and worker
+
+
+def request_of(name, params, tokens=TOKENS, **more):
+    given = {"prompt_token_ids": tokens, "prompt_embeds": None, "lora_request": None, "mm_features": []}
+    given |= {"cache_salt": None, "block_hashes": ["early"], "kv_transfer_params": params, **more}
+    made = SimpleNamespace(request_id=name, **given)
+    made.update_block_hashes = lambda: made.block_hashes.append(f"with {made.cache_salt}")
+    return made
+
+
+def output_of(scheduled, computed, blocks):
+    new = [SimpleNamespace(req_id=name, num_computed_tokens=count) for name, count in computed.items()]
+    return SimpleNamespace(
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens=scheduled,
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (blocks[name],)),
+    )
+
+
+class Pool:
+    """A runner's pool of 20 blocks, and what its prefills would leave: keys that say which token of which prompt."""
+
+    def __init__(self):
+        self.kv_caches = [placed(np.zeros((20, PAGE, 1, 1, 128)), np.float32) for _ in range(2)]
+        self.requests = {}
+
+    def prefill(self, name, tokens, blocks, begin=0):
+        """As an engine's forward that has seen all in front: values depend on the whole prefix, keys are turned."""
+        self.requests[name] = SimpleNamespace(mrope_positions=None)
+        kv = true_kv(tokens)
+        for layer in range(2):
+            page = np.array(self.kv_caches[layer])
+            for place in range(begin, len(tokens)):
+                row = np.concatenate([kv[own][layer, place, 0] for own in "kv"])
+                page[blocks[place // PAGE], place % PAGE, 0, 0] = row
+            self.kv_caches[layer] = placed(page)
+
+    def rows(self, blocks, begin, end):
+        """What stands in the pool of tokens, [L, T, 128]."""
+        pages = np.stack([np.asarray(own) for own in self.kv_caches])
+        return np.stack([pages[:, blocks[place // PAGE], place % PAGE, 0, 0] for place in range(begin, end)], axis=1)
+
+
+def true_kv(tokens):
+    """Engine-frame KV of a prompt {channel: [L, T, 1, 64]}; each token's depends on those in front."""
+    rng = lambda token: np.random.default_rng(token)
+    own = np.stack([rng(token).standard_normal((2, 2, 1, 64)) for token in tokens], axis=2).astype(np.float32)
+    front = np.cumsum(own, axis=2) - own
+    free = dict(zip("kv", own + 0.05 * front, strict=True))
+    positions = np.arange(len(tokens), dtype=np.float32)
+    return {name: np.asarray(value) for name, value in kvp.to_engine(LAYOUT, free, positions, 0).items()}
+
+
+@pytest.fixture
+def sides(tmp_path):
+    settings = Settings(store=str(tmp_path / "store"), backbone="tiny", rank=10, uncertified=True)
+    pool, worker = Pool(), WorkerSide(settings, LAYOUT, PAGE)
+    worker.register(pool)
+    yield SimpleNamespace(scheduler=SchedulerSide(settings, PAGE), worker=worker, pool=pool)
+    worker.close()
+
+
+def served(sides, name, params, tokens=TOKENS, blocks=tuple(range(3, 11)), computed=0):
+    """One request through both sides, as an engine calls them; returns it and the tokens that it was matched."""
+    request = request_of(name, {"kvpatch": params}, tokens)
+    sides.scheduler.arrived(request)
+    count = sides.scheduler.matched(request, computed)
+    sides.scheduler.allocated(request, blocks, count)
+    scheduled = len(tokens) - computed - count
+    orders = sides.scheduler.orders(output_of({name: scheduled}, {name: computed + count}, {name: blocks}))
+    sides.pool.requests[name] = SimpleNamespace(mrope_positions=None)
+    sides.worker.load(orders)
+    loaded = sides.pool.rows(blocks, 0, len(tokens))
+    sides.pool.prefill(name, tokens, blocks, computed + count)
+    sides.worker.save(orders)
+    sides.worker.former.flush()
+    failed = sides.worker.take_failed()
+    sides.scheduler.failed(failed)
+    return SimpleNamespace(request=request, count=count, loaded=loaded, failed=failed, orders=orders)
+
+
+def test_chunks_formed_of_traffic_are_spliced_where_they_are_asked_for_next(sides):
+    """A leading chunk comes back as the prefill left it, a patch of full rank gives KV behind the chunk in front."""
+    ask = {"segments": [8, 18]}
+    assert served(sides, "alone", {"segments": [10]}, TOKENS[8:]).count == 0
+    whole = served(sides, "whole", ask)
+    assert (whole.count, whole.request.cache_salt) == (0, None)
+    assert sides.worker.former.counts == {"canonicals": 2, "patches": 1}, "B's canonical, A's, and B behind A"
+
+    found = served(sides, "again", ask | {"policy": "approximate"}, blocks=(19, 0, 18, 1, 17, 2, 16, 15), computed=4)
+    assert found.count == 14
+    assert not found.failed
+    assert found.request.cache_salt.startswith("kvpatch-")
+    assert found.request.block_hashes == [f"with {found.request.cache_salt}"]
+    expected = np.concatenate([true_kv(TOKENS)[name][:, :, 0] for name in "kv"], axis=-1)
+    np.testing.assert_allclose(found.loaded[:, 4:18], expected[:, 4:18], rtol=2e-4, atol=2e-4)
+    assert not found.loaded[:, :4].any(), "the engine had these"
+    assert not found.loaded[:, 18:].any()
+    assert not found.orders.saves, "behind a patch nothing is formed"
+    told = sides.scheduler.finished(found.request)["kvpatch"]
+    # Rank 10 of 10 tokens: kept dense, and so of every direction.
+    assert (told["matched"], told["exact"], told["served"]) == (18, False, [["leading", 0], ["stored", 64]])
+
+
+def test_what_is_damaged_is_computed_by_the_engine_and_saved_by_nobody(sides, tmp_path):
+    served(sides, "forms", {"segments": [8]})
+    store = sides.worker.stores.of("default")
+    (segment,) = segments_of("tiny", TOKENS, ends=[8])
+    (entry,) = store.disk.of_chunk(store.names.canonical("tiny", segment.id))
+    path = tmp_path / "store" / entry.path
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+    found = served(sides, "next", {"segments": [8, 18]})
+    assert found.count == 8
+    assert found.failed == {3, 4}
+    assert sides.worker.former.counts["canonicals"] == 1
+    assert sides.scheduler.matched(found.request, 0) == 0
+    assert sides.scheduler.finished(found.request)["kvpatch"]["failed"]
+    assert served(sides, "after", {"segments": [8]}).count == 0, "it is in quarantine, and formed again"
+    assert sides.worker.former.counts["canonicals"] == 2
+
+
+def test_what_is_not_asked_for_or_cannot_be_planned_is_left_alone(sides):
+    for params, more in (
+        (None, {}),
+        ({"kvpatch": {"segments": [30]}}, {}),
+        ({"kvpatch": {"segments": [3, 2]}}, {}),
+        ({"kvpatch": {}}, {"lora_request": object()}),
+        ({"kvpatch": {}}, {"prompt_token_ids": None}),
+    ):
+        request = request_of("any", params, **more)
+        sides.scheduler.arrived(request)
+        assert sides.scheduler.matched(request, 0) == 0
+        assert request.block_hashes == ["early"]
+        assert sides.scheduler.finished(request) is None
+    assert sides.scheduler.counts["refused"] == 2
+    assert sides.scheduler.orders(output_of({"any": 30}, {"any": 0}, {})) == Orders()
+
+
+def test_a_chunk_elsewhere_than_the_engine_counted_is_not_written(sides):
+    """Positions are the engine's own: a chunk whose tokens stand otherwise is told by its blocks."""
+    served(sides, "forms", {"segments": [8]})
+    (segment,) = segments_of("tiny", TOKENS, ends=[8])
+    load = Load("there", "default", (Step(segment._replace(begin=1, end=10), "leading"),), 0, (3, 4, 5))
+    sides.pool.requests["there"] = SimpleNamespace(mrope_positions=None)
+    before = [np.asarray(own) for own in sides.pool.kv_caches]
+    sides.worker.load(Orders((load,)))
+    saves = Orders(saves=(Save("there", "default", (segment,), (0,), (5, 6)),))
+    sides.worker.save(saves)
+    assert sides.worker.take_failed() == {3, 4, 5}
+    assert sides.worker.former.counts["canonicals"] == 1, "it shares a block that was not filled"
+    assert all((own == np.asarray(now)).all() for own, now in zip(before, sides.pool.kv_caches, strict=True))
+
+
+def test_a_pool_of_another_form_is_refused(unchecked, tmp_path):
+    worker = WorkerSide(Settings(store=str(tmp_path), backbone="tiny"), LAYOUT, PAGE)
+    for pages, words in (
+        ([jnp.zeros((20, PAGE, 1, 1, 128))], "2 layers|1 layers"),
+        ([jnp.zeros((20, 8, 1, 1, 128))] * 2, "8 tokens"),
+        ([jnp.zeros((20, PAGE, 2, 1, 128))] * 2, "64 . 64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            worker.register(SimpleNamespace(kv_caches=pages))
+
+
+def test_neither_vllm_nor_torch_is_imported():
+    assert not {"vllm", "torch"} & sys.modules.keys()

@@ -1,0 +1,106 @@
+"""tpu-inference on a CPU: its attention kernels replaced by XLA, the questions that it asks a TPU answered here.
+
+For tests of the connector alone: attention over every key of a page table, in float32, at any cost. `prepare` sets what
+is read when jax and vllm are imported; `install` replaces functions of tpu-inference 0.32, before an engine is made.
+"""
+
+import os
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",  # or it asks a metadata host
+    "TPU_NAME": "local",
+    "TPU_WORKER_ID": "0",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "MODEL_IMPL_TYPE": "flax_nnx",
+    "SKIP_JAX_PRECOMPILE": "1",
+    "VLLM_XLA_CHECK_RECOMPILATION": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+
+def prepare() -> None:
+    """Sets the environment, drops TPU compiler options, and lets nothing run behind the caller's back."""
+    os.environ.update(ENVIRONMENT)
+    import jax
+
+    jit = jax.jit
+
+    def plain(*args, **options):
+        options.pop("compiler_options", None)  # xla_tpu_*, which a CPU's compiler does not know
+        return jit(*args, **options)
+
+    jax.jit = plain
+    # NumPy buffers that the runner fills again are aliased by what was dispatched.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def _attention(merge_kv, split_kv):
+    """A ragged paged attention: new keys are written into pages, then every token reads its own request's."""
+    import jax
+    import jax.numpy as jnp
+
+    def attention(q, k, v, pages, lengths, tables, begins, distribution, *_, sm_scale=1.0, **__):
+        tokens, heads, width = q.shape
+        kv_heads, requests = k.shape[1], lengths.shape[0]
+        count, size = pages.shape[:2]
+        tables = tables.reshape(requests, -1)
+        places = jnp.arange(tokens)
+        valid = places < begins[distribution[2]]
+        own = jnp.clip(jnp.searchsorted(begins, places, side="right") - 1, 0, requests - 1)
+        position = lengths[own] - begins[own + 1] + places
+        page = tables[own, jnp.clip(position // size, 0, tables.shape[1] - 1)]
+        pages = pages.at[jnp.where(valid, page, count), position % size].set(
+            merge_kv(k, v).astype(pages.dtype), mode="drop"
+        )
+
+        context = pages[tables].reshape(requests, -1, *pages.shape[2:])
+        keys, values = split_kv(context.reshape(*context.shape[:2], -1, context.shape[-1]), kv_heads, width)
+        groups = heads // kv_heads
+        keys, values = (jnp.repeat(x.astype(jnp.float32), groups, axis=2)[own] for x in (keys, values))
+        scores = jnp.einsum("tnh,tsnh->tns", q.astype(jnp.float32), keys) * sm_scale
+        seen = (jnp.arange(keys.shape[1]) <= position[:, None]) & valid[:, None]
+        weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1)
+        out = jnp.einsum("tns,tsnh->tnh", weights, values)
+        return jnp.where(valid[:, None, None], out, 0).astype(q.dtype), pages
+
+    return attention
+
+
+def _interleaved(rows, kv_heads, width):
+    pairs = rows[:, :, : 2 * kv_heads].reshape(*rows.shape[:2], kv_heads, 2, rows.shape[-1])
+    return pairs[..., 0, :width], pairs[..., 1, :width]
+
+
+def _joined(rows, kv_heads, width):
+    return rows[:, :, :kv_heads, :width], rows[:, :, :kv_heads, width:]
+
+
+def install() -> None:
+    """Replaces what needs a TPU."""
+    import jax
+    import numpy as np
+    import tpu_inference.kernels.ragged_paged_attention.v3.kernel as wide
+    import tpu_inference.kernels.ragged_paged_attention.v3.kernel_hd64 as narrow
+    import tpu_inference.layers.common.attention_interface as interface
+    import tpu_inference.runner.tpu_runner as runner
+    import tpu_inference.utils as utils
+    import vllm.model_executor.models.registry as registry
+
+    interface.ragged_paged_attention = _attention(wide.merge_kv, _interleaved)
+    interface.ragged_paged_attention_hd64 = _attention(narrow.merge_kv, _joined)
+    utils.hbm_usage_bytes = lambda devices: [(0, 512 << 20) for _ in devices]
+    utils.hbm_usage_gb = lambda devices: [(0.0, 0.5) for _ in devices]
+
+    def mesh(shape, names, *, devices=None):
+        chosen = list(devices or jax.devices())[: int(np.prod(shape))]
+        return jax.sharding.Mesh(np.array(chosen).reshape(shape), names)
+
+    runner.make_optimized_mesh = mesh
+    # A model's class is looked at in a process of its own, for the sake of CUDA: a minute of imports.
+    registry._run_in_subprocess = lambda look: look()

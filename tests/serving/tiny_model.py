@@ -1,0 +1,58 @@
+"""A small Llama with random weights, as a directory that the engine loads. It shows the plumbing, no quality."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, INNER = 256, 128, 3, 2, 1, 256
+
+
+def write(folder: Path, head_dim: int = 128) -> Path:
+    """Writes `config.json` and weights; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": head_dim,
+        "intermediate_size": INNER,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}))
+    random = np.random.default_rng(0)
+    matrix = lambda *shape: (random.standard_normal(shape) / np.sqrt(shape[-1]) * 1.2).astype(np.float32)
+    ones = np.ones(WIDTH, np.float32)
+    weights = {
+        "model.embed_tokens.weight": random.standard_normal((VOCABULARY, WIDTH)).astype(np.float32),
+        "model.norm.weight": ones,
+        "lm_head.weight": matrix(VOCABULARY, WIDTH) * 2,
+    }
+    for layer in range(LAYERS):
+        own = f"model.layers.{layer}."
+        weights |= {
+            f"{own}input_layernorm.weight": ones,
+            f"{own}post_attention_layernorm.weight": ones,
+            f"{own}self_attn.q_proj.weight": matrix(HEADS * head_dim, WIDTH),
+            f"{own}self_attn.k_proj.weight": matrix(KV_HEADS * head_dim, WIDTH),
+            f"{own}self_attn.v_proj.weight": matrix(KV_HEADS * head_dim, WIDTH),
+            f"{own}self_attn.o_proj.weight": matrix(WIDTH, HEADS * head_dim),
+            f"{own}mlp.gate_proj.weight": matrix(INNER, WIDTH),
+            f"{own}mlp.up_proj.weight": matrix(INNER, WIDTH),
+            f"{own}mlp.down_proj.weight": matrix(WIDTH, INNER),
+        }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
