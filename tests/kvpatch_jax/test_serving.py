@@ -91,6 +91,7 @@ def test_exact_requests_get_the_leading_chunk_and_no_salt(segments, shelf):
     planned = plan_request(segments, shelf, SETTINGS, Asked(), certificate_of(*ROWS))
     assert planned.steps == (Step(segments[0], "leading"),)
     assert (planned.matched, planned.exact, planned.kl) == (8, True, 0.0)
+    assert planned.why == "what stands behind another chunk is approximate"
     assert planned.salt(SETTINGS, Asked(), None) is None
     assert planned.salt(SETTINGS, Asked(), "own") == "own"
     assert plan_request(segments, Shelf([segments[1].id]), SETTINGS, Asked()).matched == 0

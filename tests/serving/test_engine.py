@@ -93,7 +93,7 @@ def test_with_the_salt_nothing_is_contaminated(formed):
     assert found["tokens_equal_in_front"] == found["of"]
     assert found["largest_difference_of_log_probabilities"] < 1e-3
     again = formed["bare_again"]
-    assert again["cached"] == MATCHED, "requests of one plan share blocks"
+    assert again["cached"] > MATCHED, "requests of one plan share blocks, the question's too"
 
 
 def test_what_one_process_formed_another_serves(served, run):

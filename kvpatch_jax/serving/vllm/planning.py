@@ -109,8 +109,8 @@ def plan_request(
     bound = lambda steps: bound_of([(step.point, step.rank) for step in steps], len(segments), certificate)
     flips = lambda steps: _flips_of([(step.point, step.rank) for step in steps], len(segments), certificate)
     missing = "" if len(best) == len(segments) else f"chunk {len(best) + 1} of {len(segments)} is not stored"
-    if asked.policy == "exact" and len(segments) > 1:
-        missing = missing or "what stands behind another chunk is approximate"
+    if asked.policy == "exact" and best and missing:
+        missing = "what stands behind another chunk is approximate"
     for count in range(len(best), 0, -1):
         steps = best[:count]
         kl = bound(steps)
