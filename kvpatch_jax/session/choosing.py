@@ -103,7 +103,7 @@ class Choosing(Holding):
 
     def _bring(self, known: Known) -> None:
         """Has a piece come in, behind all others, and counts how."""
-        back = any(piece.entry.id == known.entry.id for piece in self._window.evicted)
+        back = known.entry.id in self._window.gone
         met = back or self._stored(known.entry)
         window, edits, planned = self._choose(known.entry, back)
         try:

@@ -97,6 +97,7 @@ class Holding:
         self._known: dict[str, Known] = {}
         self._names: dict[str, str] = {}
         self._used: set[str] = set()
+        self._times: dict[str, int] = {}
         self._counts = Counts()
         owners.enter()
 
@@ -122,7 +123,7 @@ class Holding:
 
     @property
     def gone(self) -> tuple[str, ...]:
-        """Names of the chunks that left and can be recalled, the last one to leave last."""
+        """Names of the chunks that left and can be recalled, the last one to leave last; the last 512 at most."""
         return tuple(self._name(piece.entry.id) for piece in self._window.evicted)
 
     @property
@@ -171,11 +172,16 @@ class Holding:
           SessionError: a name that is taken. InputError: what is no name.
         """
         piece_id, number = read.content, 1
-        while piece_id in self._used:
+        while piece_id in self._known or piece_id in self._names:  # what was forgotten may come under its id again
             number += 1
             piece_id = f"{read.content}#{number}"
         if name is None:
-            return piece_id, piece_id
+            own, number = piece_id, self._times.get(read.content, 1)
+            while own in self._used:
+                number += 1
+                own = f"{read.content}#{number}"
+            self._times[read.content] = number  # so many are used: the next time none of them is looked at
+            return own, piece_id
         if not isinstance(name, str) or not name:
             raise InputError(f"session: id {name!r:.80}; expected a name")
         encoded(name)
@@ -235,9 +241,9 @@ class Holding:
             self.runtime.forget(known.entry.id)
 
     def _settled(self) -> None:
-        """Forgets texts that left, and the oldest of what left beyond what is kept of it."""
-        there = {piece.entry.id for piece in (*self._window.pieces, *self._window.evicted)}
-        for id in [id for id in self._known if id not in there]:
+        """Forgets what left and cannot be recalled, and the oldest of what left beyond what is kept of it."""
+        ids, gone = self._window.ids, self._window.gone
+        for id in [id for id in self._known if id not in ids and id not in gone]:
             known = self._known.pop(id)
             self._names.pop(known.name, None)
             self._let_go(known)

@@ -300,6 +300,7 @@ class Session(Needing, Restoring):
         name = f"{self.name}/{window.branch.rpartition('/')[2]}"
         branch._set_up(name, self._owners, window, self.keep, **how)
         branch._names, branch._used, branch._ways = dict(self._names), set(self._used), dict(self._ways)
+        branch._times = dict(self._times)
         for id, known in self._known.items():
             branch._known[id] = Known(known.entry, known.name, known.thing)
             if known.held is not None:

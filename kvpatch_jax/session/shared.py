@@ -317,11 +317,11 @@ class Shared:
 
 def growth(window: Window, edits: Sequence[Edit]) -> int:
     """How many tokens more a branch holds after edits; of a piece that it only shares with another branch, all."""
-    size = {piece.entry.id: piece.entry.tokens for piece in (*window.pieces, *window.evicted)}
-    more = 0
+    ids, gone, more = window.ids, window.gone, 0
+    size = lambda id: window.pieces[ids[id]].entry.tokens if id in ids else gone[id].entry.tokens if id in gone else 0
     for edit in edits:
         if isinstance(edit, Drop):
-            more -= size.get(edit.id, 0)
+            more -= size(edit.id)
         elif isinstance(edit, Prefill | ApplyPatch) or (isinstance(edit, Copy) and edit.source == "canonical"):
-            more += size.get(edit.id, 0)
+            more += size(edit.id)
     return more

@@ -16,6 +16,7 @@ from .chain import chain_of, linked, target_digests
 from .changes import _starts_again
 from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate, made
 from .entry import BARE, FRESH, LIMIT, Entry, PatchNote, PlacedPiece, State, tuple_of
+from .pieces import MOST_GONE
 from .window import Window
 
 AtHand = Callable[[str, str | None], bool]
@@ -216,7 +217,6 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Arranged:
     own, ids = window.pieces, window.ids
     kept = {id for id, entry in wanted.items() if id in ids and own[ids[id]].entry == entry}
     staying, placed_again = _stay(window, [id for id in wanted if id in kept])
-    evicted = {piece.entry.id: piece for piece in window.evicted}
     pieces, clock, shift, low = [], window.clock + 1, 0, 0
     lead, settled, next_start = window.lead, window.lead_settled, window.next_start
     if window.gaps == "close":
@@ -231,7 +231,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Arranged:
                 piece = piece._replace(start=piece.start + shift)
         else:
             high = next_start + shift if upcoming is None else upcoming.start + shift
-            gone = own[ids[id]] if id in ids else evicted.get(id)
+            gone = own[ids[id]] if id in ids else window.gone.get(id)
             start, more = _room(entry.span, low, high, upcoming is None, gone)
             shift += more
             piece = tuple_of(PlacedPiece, (entry, start, FRESH, None, clock, clock, *_UNLINKED))
@@ -267,9 +267,9 @@ def _checked(window: Window, entries: Sequence[Entry]) -> dict[str, Entry]:
     if list(entries[: len(pinned)]) != pinned:
         shown = tuple(brief(entry.id) for entry in pinned)
         raise WindowError(f"arrange: {shown} are pinned in front; expected the window to begin with them")
-    for piece in window.evicted:
-        entry = wanted.get(piece.entry.id)
-        if entry is not None and entry != piece.entry:
+    for id in window.gone.keys() & wanted.keys():
+        piece, entry = window.gone[id], wanted[id]
+        if entry != piece.entry:
             raise WindowError(
                 f"arrange: {brief(entry.id)!r} was evicted as {piece.entry}; expected that, or another id"
             )
@@ -344,4 +344,4 @@ def _left(window: Window, wanted: Mapping[str, Entry], gone: Sequence[PlacedPiec
         if piece.entry.kind == "chunk" and piece.entry.id not in wanted:
             state = dataclasses.replace(piece.aside or piece.state, kind="evicted")
             left.append(PlacedPiece(piece.entry, piece.start, state, None, piece.born, piece.placed))
-    return tuple(left)
+    return tuple(left[-MOST_GONE:])

@@ -11,7 +11,7 @@ from ..patch_metadata import Patch
 from .chain import chain_digest, linked
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order
 from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PlacedPiece, State
-from .pieces import WindowPieces
+from .pieces import MOST_GONE, WindowPieces
 
 W = TypeVar("W", bound="WindowChanges")
 
@@ -85,7 +85,7 @@ class WindowChanges(WindowPieces):
         Raises:
           WindowError: a chunk that was not evicted from this window. Else as `insert`.
         """
-        gone = next((piece for piece in self.evicted if piece.entry.id == id), None)
+        gone = self.gone.get(id) if isinstance(id, str) else None
         if gone is None:
             there = "in the window" if isinstance(id, str) and id in self.ids else "unknown"
             evicted = tuple(brief(piece.entry.id) for piece in self.evicted[-8:])
@@ -286,7 +286,7 @@ class WindowChanges(WindowPieces):
             if piece.entry.kind == "chunk":
                 state = dataclasses.replace(piece.aside or piece.state, kind="evicted")
                 left.append(PlacedPiece(piece.entry, piece.start, state, None, piece.born, piece.placed))
-        there = self._with(stay, first, evicted=(*self.evicted, *left), next_start=next_start)
+        there = self._with(stay, first, evicted=(*self.evicted, *left)[-MOST_GONE:], next_start=next_start)
         return there, [Drop(piece.entry.id) for piece in gone]
 
     def _with(self: W, pieces: Sequence[PlacedPiece], first: int, **changes: Any) -> W:
@@ -331,7 +331,7 @@ class WindowChanges(WindowPieces):
             raise WindowError(f"window: a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
         if entry.id in self.ids:
             raise WindowError(f"window: {_shown(entry.id)} is in the window; expected an id that is not")
-        if any(piece.entry.id == entry.id for piece in self.evicted):
+        if entry.id in self.gone:
             raise WindowError(f"window: {_shown(entry.id)} was evicted; expected a new id, or `recall`")
 
     def _inner(self, id: str, what: str) -> int:

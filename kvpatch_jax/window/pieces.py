@@ -15,6 +15,9 @@ from .saved import body_of, digest_of_body
 Promise = Literal["remember", "forget"]
 Gaps = Literal["close", "keep"]
 
+MOST_GONE = 512
+"""Chunks that left and can be recalled: of more the oldest is forgotten, so that no step of a long loop costs more."""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class WindowPieces:
@@ -23,7 +26,7 @@ class WindowPieces:
     Attributes:
       costs: of its backbone; whose fingerprint is the window's.
       pieces: what is placed, from the front.
-      evicted: chunks that left and can be recalled, the last one to leave last.
+      evicted: chunks that left and can be recalled, the last one to leave last; `MOST_GONE` at most.
       lead: how many pieces at the front are pinned: they never leave and never move.
       lead_settled: whether the lead is what it will be; texts in front of the first chunk join it until then.
       next_start: where what is appended is placed.
@@ -60,6 +63,11 @@ class WindowPieces:
     def ids(self) -> dict[str, int]:
         """The index of every piece, by id, from the front."""
         return {piece.entry.id: index for index, piece in enumerate(self.pieces)}
+
+    @functools.cached_property
+    def gone(self) -> dict[str, PlacedPiece]:
+        """What was evicted, by id."""
+        return {piece.entry.id: piece for piece in self.evicted}
 
     def __contains__(self, id: object) -> bool:
         return id in self.ids
@@ -103,7 +111,7 @@ class WindowPieces:
         try:
             return self.ids[id]
         except (KeyError, TypeError):
-            there = "evicted" if any(piece.entry.id == id for piece in self.evicted) else "not in the window"
+            there = "evicted" if isinstance(id, str) and id in self.gone else "not in the window"
             shown = brief(id) if isinstance(id, str) else id
             raise WindowError(f"window: {shown!r:.80} is {there}; expected one of {self._named()}") from None
 

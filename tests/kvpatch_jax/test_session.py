@@ -3,6 +3,7 @@
 
 import io
 import struct
+import sys
 import threading
 import zlib
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvpatch_jax.errors import (
     WindowError,
 )
 from kvpatch_jax.session.things import embedded, thing_of
-from kvpatch_jax.window import Costs, Entry, HostExecutor, Window
+from kvpatch_jax.window import Costs, Entry, HostExecutor, Window, arranging, changes, pieces
 
 BAR = 2e-5
 
@@ -470,3 +471,35 @@ def test_a_certificate_of_other_weights_is_refused(backbone, session):
     object.__setattr__(certificate, "model", "another")
     with pytest.raises(CertificateError, match="another"):
         kvp.Session(backbone, certificate=certificate)
+
+
+@pytest.mark.slow
+def test_a_long_loop_costs_no_more_at_its_end(backbone, monkeypatch: pytest.MonkeyPatch):
+    """A step calls as many functions when hundreds of chunks have left as when some have: beyond a bound all goes."""
+    for place in (pieces, changes, arranging):
+        monkeypatch.setattr(place, "MOST_GONE", 6)
+    calls = 0
+
+    def count(frame: Any, what: str, argument: Any) -> None:
+        nonlocal calls
+        calls += what == "call"
+
+    taken = []
+    with kvp.Session(backbone, keep=2) as session:
+        for step in range(40):
+            image = image_of(1 if step == 30 else step)
+            calls = 0
+            sys.setprofile(count)
+            try:
+                name = session.add(image)
+            finally:
+                sys.setprofile(None)
+            taken.append(calls)
+            if step == 30:  # forgotten by now: another name, but the id that stores know it by
+                assert name.endswith("#2")
+                assert session.window.pieces[-1].entry.id == name.removesuffix("#2")
+        assert len(session.gone) == 6
+        assert len(session._known) == 9
+        with pytest.raises(SessionError, match="expected one that left"):
+            session.recall(image_of(2))
+    assert max(taken[32:]) <= max(taken[12:22]) + 20

@@ -549,3 +549,31 @@ def test_edits_of_256_chunks_are_computed_in_five_milliseconds():
 def test_prefills_name_what_they_stand_behind():
     _, edits = window_of("A").append(chunk("B"))
     assert edits == (Prefill("B", 28, 96 * 38, sum(2000 + 80 * (28 + token + 1) for token in range(10))),)
+
+
+def test_a_long_loop_costs_no_more_at_its_end():
+    """A step calls as many functions after 1 100 chunks have left as after 600: of what has left the last 512 stay."""
+    window, calls = window_of("A"), 0
+
+    def count(frame: Any, what: str, argument: Any) -> None:
+        nonlocal calls
+        calls += what == "call"
+
+    taken = {}
+    for step in range(1101):
+        calls = 0
+        sys.setprofile(count if step in (600, 1100) else None)
+        try:
+            window, _ = window.slide(3)
+            window, _ = window.append(chunk(f"c{step}"))
+        finally:
+            sys.setprofile(None)
+        taken[step] = calls
+    assert taken[1100] == taken[600]
+    assert (len(window.evicted), window.evicted[-1].id) == (512, "c1096")
+    with pytest.raises(WindowError, match="expected an evicted one"):
+        window.recall("c100", "bare")
+    back, _ = window.recall("c600", "bare")
+    again, _ = window.append(chunk("c100"))
+    assert "c600" in back
+    assert "c100" in again
