@@ -4,7 +4,8 @@ Its `merge_kv` (ragged_paged_attention/v3/kernel.py, kernel_hd64.py) and `update
 lie K0 V0 K1 V1 …, each padded to 128 lanes; heads of 64 as k then v in one row; latents as the latent then the rope
 key, each padded to 128 lanes, `packing` tokens on an axis of their own. Heads are filled up to the packing with zeros.
 """
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ class Case(NamedTuple):
     layout: kvp.KVLayout
     page_size: int
     packing: int
-    dtype: type = jnp.bfloat16
+    dtype: jax.typing.DTypeLike = jnp.bfloat16
 
     @property
     def total(self):

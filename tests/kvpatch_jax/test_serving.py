@@ -1,5 +1,6 @@
 """The connector's decisions and its work on a pool, with stand-ins for the engine's objects: vllm is not imported."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 
 import sys
 from types import SimpleNamespace
@@ -9,12 +10,12 @@ import numpy as np
 import pytest
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import ConfigError, InputError, PoolError
+from kvpatch_jax.errors import ConfigError, InputError, PoolError, PositionError
 from kvpatch_jax.plan import Certificate, Certified, Rank
 from kvpatch_jax.serving.vllm import Asked, Feature, Settings, plan_request, segments_of
 from kvpatch_jax.serving.vllm.layouts import layout_of
 from kvpatch_jax.serving.vllm.loading import WorkerSide
-from kvpatch_jax.serving.vllm.messages import Load, Orders, Save, blocks_from, slots_of
+from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, blocks_from, slots_of
 from kvpatch_jax.serving.vllm.planning import Step, StockedPatch
 from kvpatch_jax.serving.vllm.scheduling import SchedulerSide
 from tests.arrays import placed
@@ -284,7 +285,7 @@ def test_chunks_formed_of_traffic_are_spliced_where_they_are_asked_for_next(side
     assert (told["matched"], told["exact"], told["served"]) == (18, False, [["leading", 0], ["stored", 64]])
 
 
-def test_what_is_damaged_is_computed_by_the_engine_and_saved_by_nobody(sides, tmp_path):
+def test_what_is_damaged_is_not_counted_on_and_formed_again(sides, tmp_path):
     served(sides, "forms", {"segments": [8]})
     store = sides.worker.stores.of("default")
     (segment,) = segments_of("tiny", TOKENS, ends=[8])
@@ -295,13 +296,10 @@ def test_what_is_damaged_is_computed_by_the_engine_and_saved_by_nobody(sides, tm
     path.write_bytes(bytes(content))
 
     found = served(sides, "next", {"segments": [8, 18]})
-    assert found.count == 8
-    assert found.failed == {3, 4}
-    assert sides.worker.former.counts["canonicals"] == 1
-    assert sides.scheduler.matched(found.request, 0) == 0
-    assert sides.scheduler.finished(found.request)["kvpatch"]["failed"]
-    assert served(sides, "after", {"segments": [8]}).count == 0, "it is in quarantine, and formed again"
-    assert sides.worker.former.counts["canonicals"] == 2
+    assert (found.count, found.failed) == (0, set())
+    assert sides.scheduler.finished(found.request)["kvpatch"]["why"] == "chunk 1 of 2 is not stored"
+    assert sides.worker.former.counts["canonicals"] == 2, "it is in quarantine, and was formed again"
+    assert served(sides, "after", {"segments": [8]}).count == 8
 
 
 def test_what_is_not_asked_for_or_cannot_be_planned_is_left_alone(sides):
@@ -325,15 +323,43 @@ def test_a_chunk_elsewhere_than_the_engine_counted_is_not_written(sides):
     """Positions are the engine's own: a chunk whose tokens stand otherwise is told by its blocks."""
     served(sides, "forms", {"segments": [8]})
     (segment,) = segments_of("tiny", TOKENS, ends=[8])
-    load = Load("there", "default", (Step(segment._replace(begin=1, end=10), "leading"),), 0, (3, 4, 5))
+    chunk = sides.worker.stores.of("default").get(segment.id, "tiny")
+    piece = Piece(Step(segment._replace(begin=1, end=10), "leading"), chunk)
+    load = Load("there", (piece,), 0, (3, 4, 5))
+    planned = request_of("there", {"kvpatch": {"segments": [8, 18]}})
+    sides.scheduler.arrived(planned)
+    sides.scheduler.allocated(planned, (3, 4), sides.scheduler.matched(planned, 0))
     sides.pool.requests["there"] = SimpleNamespace(mrope_positions=None)
     before = [np.asarray(own) for own in sides.pool.kv_caches]
     sides.worker.load(Orders((load,)))
     saves = Orders(saves=(Save("there", "default", (segment,), (0,), (5, 6)),))
     sides.worker.save(saves)
-    assert sides.worker.take_failed() == {3, 4, 5}
+    failed = sides.worker.take_failed()
+    assert failed == {3, 4, 5}
+    sides.scheduler.failed(failed)
+    assert sides.scheduler.matched(planned, 0) == 0, "what could not be loaded is not tried again"
+    assert sides.scheduler.finished(planned)["kvpatch"]["failed"]
     assert sides.worker.former.counts["canonicals"] == 1, "it shares a block that was not filled"
     assert all((own == np.asarray(now)).all() for own, now in zip(before, sides.pool.kv_caches, strict=True))
+
+
+def test_under_mrope_a_chunk_starts_where_the_engine_counted_it(tmp_path):
+    """A text token, an image of 2 by 3 patches and a text token, behind five texts and behind another image."""
+    rope = kvp.Rope(1e4, 64, sections=(8, 12, 12), angles="float32")
+    layout = kvp.KVLayout.gqa(2, 1, 64, rope)
+    settings = Settings(store=str(tmp_path), backbone="tiny")
+    worker = WorkerSide(settings, layout, PAGE)
+    grid = [(1, 1 + row, 1 + column) for row in range(2) for column in range(3)]
+    local = np.array([(0, 0, 0), *grid, (4, 4, 4)], np.float32)
+    counted = np.concatenate([np.arange(5)[:, None] * [1, 1, 1], local.astype(int) + 5, [[10] * 3]]).T
+    pages = [placed(np.zeros((20, PAGE, 1, 1, 128)), np.float32) for _ in range(2)]
+    worker.register(SimpleNamespace(kv_caches=pages, requests={"own": SimpleNamespace(mrope_positions=counted)}))
+    assert worker._start("own", 5, local).tolist() == [5, 5, 5]
+    with pytest.raises(PositionError, match="not the engine's"):
+        worker._start("own", 4, local)
+    worker._runner.requests["own"].mrope_positions = None
+    with pytest.raises(PositionError, match="M-RoPE"):
+        worker._start("own", 5, local)
 
 
 def test_a_pool_of_another_form_is_refused(unchecked, tmp_path):

@@ -3,6 +3,7 @@
 For tests of the connector alone: attention over every key of a page table, in float32, at any cost. `prepare` sets what
 is read when jax and vllm are imported; `install` replaces functions of tpu-inference 0.32, before an engine is made.
 """
+# pyright: reportMissingImports=false
 
 import os
 

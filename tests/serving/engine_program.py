@@ -1,8 +1,9 @@
-"""One engine process: `python engine_program.py SCENARIO WORK HEAD_DIM`, which writes WORK/SCENARIO.json.
+"""One engine process: `python engine_program.py SCENARIO WORK HEAD_DIM`, which writes WORK/SCENARIO-HEAD_DIM.json.
 
 "forms" forms chunks from its own traffic and measures what serving them does; "serves" starts anew on the same store,
 one object of which it damages before it is read; "mixed" has eight requests at once in a small pool.
 """
+# pyright: reportMissingImports=false
 
 import importlib.metadata
 import json
@@ -36,7 +37,7 @@ PROMPT = FIRST + SECOND + QUESTION
 class Engine:
     """An engine with the connector, and its two sides, which live in this process."""
 
-    def __init__(self, work: Path, head_dim: int, blocks: int = 64, requests: int = 2):
+    def __init__(self, work: Path, head_dim: int, blocks: int = 64, requests: int = 2, recompute: bool = False):
         began = time.perf_counter()
         model = tiny_model.write(work / f"model{head_dim}", head_dim)
         self.store = work / f"store{head_dim}"
@@ -52,11 +53,12 @@ class Engine:
             num_gpu_blocks_override=blocks,
             enable_prefix_caching=True,
             enforce_eager=True,
+            async_scheduling=not recompute,
             kv_transfer_config={
                 "kv_connector": "TPUOffloadConnector",
                 "kv_connector_module_path": "kvpatch_jax.serving.vllm.connector",
                 "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
+                "kv_load_failure_policy": "recompute" if recompute else "fail",
                 "kv_connector_extra_config": extra,
             },
         )
@@ -163,9 +165,26 @@ def serves(engine):
         "stored": compared(engine.one(PROMPT, **ask), reference),
         "damaged": compared(engine.one(PROMPT, segments=ENDS[1:], tenant="whole", save=False), reference),
         "plain_after_damaged": compared(engine.one(PROMPT, fresh=False), reference),
+        **not_loaded(engine, reference),
         "refused": compared(engine.one(PROMPT, segments=[9, 5], tenant="full"), reference),
     }
     return {**found, "counts": dict(engine.scheduler.counts), "free_blocks": engine.free_blocks()}
+
+
+def not_loaded(engine, reference):
+    """What happens where splicing itself fails, though all was planned: told by its blocks, and recomputed."""
+    write = engine.worker._write
+
+    def fails(load, place):
+        if place == 1:
+            raise RuntimeError("on purpose")
+        write(load, place)
+
+    engine.worker._write = fails
+    ask = {"segments": ENDS, "policy": "approximate", "tenant": "full", "save": False}
+    found = {"not_loaded": compared(engine.one(PROMPT, **ask), reference)}
+    engine.worker._write = write
+    return {**found, "plain_after_not_loaded": compared(engine.one(PROMPT, fresh=False), reference)}
 
 
 def mixed(engine):
@@ -189,7 +208,11 @@ def mixed(engine):
     }
 
 
-SCENARIOS = {"forms": (forms, {}), "serves": (serves, {}), "mixed": (mixed, {"blocks": 40, "requests": 8})}
+SCENARIOS = {
+    "forms": (forms, {}),
+    "serves": (serves, {"recompute": True}),
+    "mixed": (mixed, {"blocks": 40, "requests": 8}),
+}
 
 
 def main(scenario: str, work: str, head_dim: str) -> None:
@@ -199,7 +222,7 @@ def main(scenario: str, work: str, head_dim: str) -> None:
     found = {"engine_seconds": round(engine.seconds, 1), "head_dim": int(head_dim), **run(engine)}
     names = ("vllm-tpu", "tpu-inference", "jax", "torch", "transformers", "numpy")
     found["versions"] = {name: importlib.metadata.version(name) for name in names}
-    (Path(work) / f"{scenario}.json").write_text(json.dumps(found, indent=1))
+    (Path(work) / f"{scenario}-{head_dim}.json").write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     vllm serve … --kv-transfer-config '{"kv_connector": "TPUOffloadConnector",
       "kv_connector_module_path": "kvpatch_jax.serving.vllm.connector", "kv_role": "kv_both",
-      "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"store": "…", "backbone": "…"}}'
+      "kv_connector_extra_config": {"store": "…", "backbone": "…"}}'
 
 `segments` → `planning` → `scheduling` are plain decisions, `loading` and `forming` work on the pool's arrays; of all
 modules only `connector` imports vllm (extra `vllm`).

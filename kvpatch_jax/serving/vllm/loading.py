@@ -62,25 +62,21 @@ class WorkerSide:
     def load(self, orders: Orders) -> None:
         """Writes what was ordered into the pool, in place, before a forward reads it."""
         for load in orders.loads:
-            for step in load.steps:
-                if step.segment.end <= load.first:
+            for place, piece in enumerate(load.pieces):
+                if piece.step.segment.end <= load.first:
                     continue
                 try:
-                    self._write(load, step)
-                except Exception as error:  # whatever it is, the engine can compute these blocks itself
-                    self._lost(load, step, error)
+                    self._write(load, place)
+                except Exception as error:  # whatever it is, the engine is told by its blocks
+                    self._lost(load, piece.step, error)
                     break
 
-    def _write(self, load: Load, step: Step) -> None:
-        segment, store = step.segment, self.stores.of(load.tenant)
-        chunk = store.get(segment.id, self.settings.backbone)
-        if chunk is None:
-            raise InputError(f"chunk {segment.id[:12]}… is gone, or was damaged; expected it in the store")
-        count = segment.end - segment.begin
+    def _write(self, load: Load, place: int) -> None:
+        step, chunk, patch = load.pieces[place]
+        segment, count = step.segment, step.segment.end - step.segment.begin
         if chunk.length != count or chunk.tokens != count:
             raise InputError(f"chunk {segment.id[:12]}… of {chunk.length} tokens; expected {count}")
-        front = tuple(own.segment.id for own in load.steps if own.segment.end <= segment.begin)
-        patch = None if step.patch is None else self.stores.patch(load.tenant, segment.id, front, step.patch)
+        front = tuple(piece.step.segment.id for piece in load.pieces[:place])
         start = self._start(load.request, segment.begin, np.asarray(chunk.local))
 
         size = DEFAULT.round_up(count)
@@ -95,10 +91,10 @@ class WorkerSide:
     def _lost(self, load: Load, step: Step, error: Exception) -> None:
         """Tells of every block from this chunk on: those behind it were to be approximate behind it."""
         begin = max(step.segment.begin, load.first)
-        blocks = blocks_from(load.blocks, self.page_size, begin, load.steps[-1].segment.end)
+        blocks = blocks_from(load.blocks, self.page_size, begin, load.pieces[-1].step.segment.end)
         self._failed |= blocks
         self.counts["failed"] += 1
-        logger.warning("kvpatch: request %s computes tokens from %d on: %s", load.request, begin, error)
+        logger.warning("kvpatch: request %s lacks its tokens from %d on: %s", load.request, begin, error)
 
     def take_failed(self) -> set[int]:
         """Blocks that could not be filled since the last call."""

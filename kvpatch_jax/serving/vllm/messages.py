@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the worker's: plain values, which travel between processes."""
+"""What the scheduler's side tells the worker's. Both are in one process where there is one device."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,22 +6,31 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from ...chunk import Chunk
 from ...errors import PoolError
+from ...patch_metadata import Patch
 from .planning import Step
 from .segments import Segment
+
+
+class Piece(NamedTuple):
+    """A step, and what it places: read and verified when the request was planned."""
+
+    step: Step
+    chunk: Chunk
+    patch: Patch | None = None
 
 
 class Load(NamedTuple):
     """Chunks to be written into an engine's blocks before its next forward.
 
     Attributes:
-      request: its id. tenant: whose store. steps: all chunks from the front. first: the first token that the engine
-        does not have already. blocks: of the request, in order.
+      request: its id. pieces: all chunks from the front. first: the first token that the engine does not have already.
+        blocks: of the request, in order.
     """
 
     request: str
-    tenant: str
-    steps: tuple[Step, ...]
+    pieces: tuple[Piece, ...]
     first: int
     blocks: tuple[int, ...]
 

@@ -124,7 +124,7 @@ def _truest(segments: Sequence[Segment], stored: Stored, asked: Asked) -> list[S
     """Every chunk from the front in the truest way that is stored, up to the first that is not."""
     steps: list[Step] = []
     for place, segment in enumerate(segments):
-        if not stored.has_canonical(segment.id) or (place and asked.policy == "exact"):
+        if (place and asked.policy == "exact") or not stored.has_canonical(segment.id):
             break
         if place == 0:
             steps.append(Step(segment, "leading"))

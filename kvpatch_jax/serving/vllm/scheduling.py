@@ -10,8 +10,8 @@ from typing import Any
 
 from ...errors import KVPatchError
 from ...plan.certificate import Certificate
-from .messages import Load, Orders, Save, blocks_from
-from .planning import RequestPlan, StockedPatch, plan_request
+from .messages import Load, Orders, Piece, Save, blocks_from
+from .planning import RequestPlan, plan_request
 from .segments import Feature, Segment, segments_of
 from .settings import Asked, Settings
 from .stores import Looked, Stores
@@ -26,6 +26,7 @@ class Tracked:
     asked: Asked
     segments: tuple[Segment, ...]
     plan: RequestPlan
+    pieces: tuple[Piece, ...] = ()
     blocks: set[int] = dataclasses.field(default_factory=set)
     saved: bool = False
     failed: bool = False
@@ -51,7 +52,6 @@ class SchedulerSide:
         self.counts: collections.Counter[str] = collections.Counter()
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._patches: dict[tuple[str, str, tuple[str, ...]], list[StockedPatch]] = {}
 
     def arrived(self, request: Any) -> None:
         """Plans a request, and salts it where the plan is approximate. What cannot be planned is served plainly."""
@@ -84,8 +84,9 @@ class SchedulerSide:
         tokens = list(request.prompt_token_ids)
         frame = self.settings.image_frame
         segments = segments_of(self.settings.backbone, tokens, features, asked.segments, frame)
-        looked = Looked(self.stores, asked.tenant, self._patches)
-        return Tracked(asked, segments, plan_request(segments, looked, self.settings, asked, self.certificate))
+        looked = Looked(self.stores, asked.tenant)
+        plan = plan_request(segments, looked, self.settings, asked, self.certificate)
+        return Tracked(asked, segments, plan, looked.held(plan.steps))
 
     def matched(self, request: Any, computed: int) -> int:
         """Counts tokens that are served beyond those that the engine has."""
@@ -98,7 +99,7 @@ class SchedulerSide:
         if tracked is None or not count:
             return
         first = tracked.matched - count
-        load = Load(request.request_id, tracked.asked.tenant, tracked.plan.steps, first, blocks)
+        load = Load(request.request_id, tracked.pieces, first, blocks)
         tracked.blocks = blocks_from(blocks, self.page_size, first, tracked.matched)
         self._loads.append(load)
         self.counts["loaded_tokens"] += count
@@ -123,18 +124,17 @@ class SchedulerSide:
         if tracked.saved or not (self.settings.save and tracked.asked.save and tracked.plan.exact):
             return []
         tracked.saved = True
-        looked = Looked(self.stores, tracked.asked.tenant, self._patches)
-        wanted = []
+        tenant, wanted = tracked.asked.tenant, []
         for place, segment in enumerate(tracked.segments):
-            stored = looked.has_canonical(segment.id)
+            stored = self.stores.has(tenant, segment.id)
             front = tuple(own.id for own in tracked.segments[:place])
-            if (place == 0 and not stored) or (place and stored and not looked.patches(segment.id, front)):
+            if (place == 0 and not stored) or (place and stored and not self.stores.served(tenant, segment.id, front)):
                 wanted.append(place)
         if not wanted:
             return []
         (blocks,) = output.kv_connector_block_state.get_block_ids(request)
         self.counts["saves"] += 1
-        return [Save(request, tracked.asked.tenant, tracked.segments, tuple(wanted), tuple(blocks))]
+        return [Save(request, tenant, tracked.segments, tuple(wanted), tuple(blocks))]
 
     def failed(self, blocks: set[int]) -> None:
         """Takes note of blocks that could not be loaded: their requests are computed by the engine from then on."""
@@ -142,7 +142,6 @@ class SchedulerSide:
             if tracked.blocks & blocks and not tracked.failed:
                 tracked.failed = True
                 self.counts["failed"] += 1
-                self._patches.clear()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Forgets a request; returns what it was served, for whoever asked."""

@@ -1,13 +1,15 @@
 """Stores of an engine's tenants, opened when they are first asked for, and what a plan looks up in them."""
 
 import collections
+from collections.abc import Sequence
 
-from ...errors import InputError
+from ...chunk import Chunk
 from ...patch_metadata import Patch
 from ...store import ChunkStore
 from ...store.format.naming import Served
 from ...window.entry import PatchNote
-from .planning import StockedPatch
+from .messages import Piece
+from .planning import Step, StockedPatch
 from .settings import Settings
 
 MOST_TENANTS = 64
@@ -37,43 +39,46 @@ class Stores:
             store.close()
         self._open.clear()
 
+    def has(self, tenant: str, id: str) -> bool:
+        """Whether a canonical is there, or will be. It is not read."""
+        return self.of(tenant).contains(id, self.settings.backbone)
+
     def served(self, tenant: str, id: str, front: tuple[str, ...]) -> list[tuple[StockedPatch, Patch]]:
         """A chunk's patches that were formed behind exactly these, with their notes."""
         found = self.of(tenant).get_patches(Served(chunk=id, backbone=self.settings.backbone, antecedent=front))
         notes = [(PatchNote.of(patch), patch) for patch in found]
         return [(StockedPatch(note.digest, note.rank), patch) for note, patch in notes if note.rank]
 
-    def patch(self, tenant: str, id: str, front: tuple[str, ...], digest: str) -> Patch:
-        """The patch of this digest.
-
-        Raises:
-          InputError: it is not there any more.
-        """
-        for stocked, patch in self.served(tenant, id, front):
-            if stocked.digest == digest:
-                return patch
-        raise InputError(f"patch {digest} of chunk {id[:12]}… is gone; expected it in the store")
-
 
 class Looked:
-    """What one tenant's store has, as `planning.Stored`. Patches that were found are remembered."""
+    """What one tenant's store has, as `planning.Stored`: what is said to be there was read, verified and is held.
 
-    def __init__(self, stores: Stores, tenant: str, known: dict[tuple[str, str, tuple[str, ...]], list[StockedPatch]]):
-        """Takes what is `known` of all tenants' patches, and adds to it."""
-        self._stores, self._tenant, self._known = stores, tenant, known
+    So nothing that is planned can be gone, or turn out damaged, once the engine has counted on it.
+    """
+
+    def __init__(self, stores: Stores, tenant: str):
+        """Holds nothing yet."""
+        self._stores, self._tenant = stores, tenant
+        self._chunks: dict[str, Chunk | None] = {}
+        self._patches: dict[str, Patch] = {}
 
     def has_canonical(self, id: str) -> bool:
-        """Whether the store has a canonical, or will."""
-        return self._stores.of(self._tenant).contains(id, self._stores.settings.backbone)
+        """Whether the store has a canonical, undamaged."""
+        if id not in self._chunks:
+            self._chunks[id] = self._stores.of(self._tenant).get(id, self._stores.settings.backbone)
+        return self._chunks[id] is not None
 
     def patches(self, id: str, front: tuple[str, ...]) -> list[StockedPatch]:
         """The store's patches of a chunk behind these."""
-        key = (self._tenant, id, front)
-        if key not in self._known:
-            found = [stocked for stocked, _ in self._stores.served(self._tenant, id, front)]
-            if not found:  # it may come; what was found stays, and is looked for again before it is loaded
-                return []
-            if len(self._known) >= 4096:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = found
-        return self._known[key]
+        found = self._stores.served(self._tenant, id, front)
+        self._patches |= {stocked.digest: patch for stocked, patch in found}
+        return [stocked for stocked, _ in found]
+
+    def held(self, steps: Sequence[Step]) -> tuple[Piece, ...]:
+        """What steps place, in order."""
+        pieces = []
+        for step in steps:
+            chunk = self._chunks[step.segment.id]
+            assert chunk is not None
+            pieces.append(Piece(step, chunk, None if step.patch is None else self._patches[step.patch]))
+        return tuple(pieces)
