@@ -173,70 +173,133 @@ def measure(
 ) -> list[ResultsTable]:
     """Runs the probes of a backbone, scene by scene: what was cached and asked, by every arm; and those of the control.
 
-    Compiling, drawing images and factorising keep one core busy, so that two threads work: this one compares repairs,
-    the other takes the probes of windows and the control. Neither's numbers depend on the other.
-
     parts: of the window's suite, where an earlier run left some.
 
     Returns:
       The backbone's table, and the control's where it was asked for.
     """
-    table = ResultsTable(Path(config.backbone).name)
-    windows, reuses, images = ResultsTable(table.model), [], folder / "images"
-    jobs: list[Future[Any]] = []
-    control: Future[ResultsTable] | None = None
-    behind = ThreadPoolExecutor(1)
+    images, tables = folder / "images", [ResultsTable(Path(config.backbone).name)]
     if set(config.suite) & set(SUITES):
-        batches = scenes.scenes(backbone, config.seed, config.contexts, images, config.batch)
-    else:
-        batches = ()
-    try:
-        for number, (scene, rng) in enumerate(batches):
-            clusters = number * config.batch + np.arange(len(scene))
-            if "repair" in config.suite:
-                questions = small_task.ask(scene.contexts, rng, QUESTIONS)
-                reuse = probes.compare_repairs(table, scene, questions, clusters, progress, arms_of(config, backbone))
-            else:
-                reuse = probes.PageReuse(scene)
-            if (number + 1) * config.batch <= config.window_contexts:
-                reuses.append(reuse)
-                jobs.append(behind.submit(_probe_windows, windows, reuse, config, clusters, images, progress))
-            if number == 0 and "control" in config.suite:
-                control = behind.submit(measure_control, config, folder, progress)
-        for job in jobs:
-            job.result()
-        table.take(windows)
-        if "deficit" in config.suite:
-            probes.deficit_shape(table, reuses)
-        probes.orbit_against_exact(table)
-        tables = [table] if control is None else [table, control.result()]
-    finally:
-        behind.shutdown(cancel_futures=True)
-
+        tables = _Scenes(backbone, config, images, progress).tables()
     if WINDOW in config.suite:
         # Windows of many sizes: padded to a few, so that few programs are compiled.
         padded = load(shipped(config.backbone), dtype="float32", buckets=Buckets())
-        measure_window(table, padded, config.window, config.seed, images, progress, parts)
+        measure_window(tables[0], padded, config.window, config.seed, images, progress, parts)
     return tables
 
 
-def _probe_windows(
-    table: ResultsTable,
-    reuse: probes.PageReuse,
-    config: RunConfig,
-    clusters: np.ndarray,
-    images: Path,
-    progress: Progress,
-) -> None:
-    """Runs the small probes of windows over one scene."""
-    # A generator per probe, so that a probe draws the same questions whichever others are run.
-    draws = lambda probe: np.random.default_rng([config.seed, int(clusters[0]), probe])
-    if "reorder" in config.suite:
-        probes.probe_reorder(table, reuse, draws(1), clusters, progress)
-    if "slide" in config.suite:
-        probes.probe_slide(table, reuse, draws(2), clusters, progress)
-    if "recall" in config.suite:
-        probes.probe_recall(table, reuse, draws(3), clusters, images, progress)
+class _Scenes:
+    """The probes over scenes as jobs of two threads: compiling, drawing images and factorising keep one core busy.
+
+    Each job fills a table of its own, and these are put together in one order, whichever is done first.
+    """
+
+    def __init__(self, backbone: ModelBackbone, config: RunConfig, images: Path, progress: Progress):
+        self.backbone, self.config, self.images, self.progress = backbone, config, images, progress
+        self.jobs: dict[tuple[str, int], Future[ResultsTable]] = {}
+        self.reuses: dict[int, probes.PageReuse] = {}
+        self.pool = ThreadPoolExecutor(2)
+
+    def tables(self) -> list[ResultsTable]:
+        """Runs all of it; returns the backbone's table, and the control's where it was asked for."""
+        suite, count = self.config.suite, _batches(self.config.contexts, self.config)
+        among = self._with_windows()
+        try:
+            self._submit("repair", 0, self._repair)
+            table = self._joined("repair", range(count))
+            for number in among:
+                for probe in ("reorder", "slide", "recall"):
+                    table.take(self._joined(probe, [number]))
+            if "deficit" in suite:
+                table.plain += self._joined("deficit", [0]).plain
+            probes.orbit_against_exact(table)
+            return [table, self._joined("control", among)] if "control" in suite else [table]
+        finally:
+            self.pool.shutdown(cancel_futures=True)
+
+    def _with_windows(self) -> range:
+        """The scenes that the probes of windows and the control take."""
+        return range(min(self.config.window_contexts, self.config.contexts) // self.config.batch)
+
+    def _submit(self, what: str, number: int, job: Callable[..., ResultsTable], *given: Any) -> None:
+        self.jobs[what, number] = self.pool.submit(job, number, *given)
+
+    def _joined(self, what: str, numbers: Sequence[int]) -> ResultsTable:
+        """Waits for a job of each of the scenes, and puts their tables together."""
+        first, *others = (self.jobs[what, number].result() for number in numbers)
+        for other in others:
+            first.take(other)
+        return first
+
+    def _repair(self, number: int) -> ResultsTable:
+        """Reads a scene and compares the arms over it. Once it is read, the jobs that wait for it are submitted."""
+        config, table = self.config, ResultsTable(Path(self.config.backbone).name)
+        scene, rng = scenes.scene_at(self.backbone, config.seed, number, self.images, config.batch)
+        reuse = probes.PageReuse(scene)
+        if number in self._with_windows():
+            self.reuses[number] = reuse
+            for probe in ("reorder", "slide", "recall"):
+                self._submit(probe, number, self._window, reuse, probe)
+            if "deficit" in config.suite and len(self.reuses) == len(self._with_windows()):
+                self._submit("deficit", 0, self._deficit)
+        if number == 0:
+            # Programs that all scenes run are compiled by now, so that no two threads compile the same.
+            for other in range(1, _batches(config.contexts, config)):
+                self._submit("repair", other, self._repair)
+            if "control" in config.suite:
+                control = sibling(self.backbone, load(shipped(CONTROL), dtype="float32"))
+                for other in self._with_windows():
+                    self._submit("control", other, self._control, control)
+        if "repair" in config.suite:
+            questions = small_task.ask(scene.contexts, rng, QUESTIONS)
+            arms = arms_of(config, self.backbone)
+            probes.compare_repairs(table, reuse, questions, self._clusters(number), self.progress, arms)
+        return table
+
+    def _window(self, number: int, reuse: probes.PageReuse, probe: str) -> ResultsTable:
+        """Runs a small probe of windows over a scene."""
+        config, clusters, table = self.config, self._clusters(number), ResultsTable(Path(self.config.backbone).name)
+        # A generator per probe, so that a probe draws the same questions whichever others are run.
+        rng = np.random.default_rng([config.seed, int(clusters[0]), ("reorder", "slide", "recall").index(probe) + 1])
+        if probe not in config.suite:
+            return table
+        if probe == "reorder":
+            probes.probe_reorder(table, reuse, rng, clusters, self.progress)
+        elif probe == "slide":
+            probes.probe_slide(table, reuse, rng, clusters, self.progress)
+        else:
+            probes.probe_recall(table, reuse, rng, clusters, self.images, self.progress)
+        return table
+
+    def _control(self, number: int, control: ModelBackbone) -> ResultsTable:
+        """Runs the main comparison, with fewer arms, on the instance that was trained without the sliding window."""
+        table = ResultsTable(CONTROL)
+        # In a folder of its own: the other thread may read what would be written here.
+        images = self.images / "control"
+        scene, rng = scenes.scene_at(control, self.config.seed, number, images, self.config.batch)
+        questions, reuse = small_task.ask(scene.contexts, rng, QUESTIONS), probes.PageReuse(scene)
+        probes.compare_repairs(table, reuse, questions, self._clusters(number), self.progress, CONTROL_ARMS)
+        return table
+
+    def _deficit(self, _: int) -> ResultsTable:
+        """Measures what the deficits of all scenes look like."""
+        table = ResultsTable(Path(self.config.backbone).name)
+        probes.deficit_shape(table, [self.reuses[number] for number in self._with_windows()])
+        return table
+
+    def _clusters(self, number: int) -> np.ndarray:
+        """Numbers of a scene's contexts."""
+        return number * self.config.batch + np.arange(self.config.batch)
+
+
+def sibling(backbone: ModelBackbone, other: ModelBackbone) -> ModelBackbone:
+    """The other backbone, run by the programs of this one where their configurations are the same."""
+    return backbone.replaced(other.parameters) if other.config == backbone.config else other
+
+
+def _batches(contexts: int, config: RunConfig) -> int:
+    """How many scenes so many contexts make."""
+    return -(-contexts // config.batch)
 
 
 def kept_parts(config: RunConfig, backbone: ModelBackbone, folder: Path) -> Parts:
@@ -249,20 +312,6 @@ def kept_parts(config: RunConfig, backbone: ModelBackbone, folder: Path) -> Part
 def arms_of(config: RunConfig, backbone: ModelBackbone) -> list[str]:
     """Names the arms of a run's main comparison."""
     return (probes.all_arms if config.arms == "all" else probes.main_arms)(backbone.layout)
-
-
-def measure_control(config: RunConfig, folder: Path, progress: Progress) -> ResultsTable:
-    """Runs the main comparison, with fewer arms, on the instance that was trained without the sliding window."""
-    table = ResultsTable(CONTROL)
-    backbone = load(shipped(CONTROL), dtype="float32")
-    # In a folder of its own: the other thread may read what would be written here.
-    images = folder / "images" / "control"
-    batches = scenes.scenes(backbone, config.seed, config.window_contexts, images, config.batch)
-    for number, (scene, rng) in enumerate(batches):
-        questions = small_task.ask(scene.contexts, rng, QUESTIONS)
-        clusters = number * config.batch + np.arange(len(scene))
-        probes.compare_repairs(table, scene, questions, clusters, progress, CONTROL_ARMS)
-    return table
 
 
 def training_of(name: str) -> dict[str, Any]:

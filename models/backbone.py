@@ -151,11 +151,16 @@ class ModelBackbone(Generating, Writing, Answering):
         yield json.dumps(settings, sort_keys=True).encode()
 
     def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
-        """The same backbone (buckets, template and mesh too) with other parameters, which are left where they are."""
+        """The same backbone (buckets, template and mesh too) with other parameters, which are left where they are.
+
+        Both run the same programs, each compiled once for the two.
+        """
         kept: dict[str, Any] = {"buckets": self.buckets, "chat_template": self.chat_template, "mesh": self.mesh}
         kept["without_tokenizer"] = self._without
         kept["stop_tokens"] = self.stop_tokens
-        return ModelBackbone(self.config, parameters, self.image_config, self.tokenizer, **kept)
+        other = ModelBackbone(self.config, parameters, self.image_config, self.tokenizer, **kept)
+        other.programs = self.programs.holding(other.programs.state)
+        return other
 
     # --------------------------------------------------------------------------------------------- prompts
 

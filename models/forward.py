@@ -6,6 +6,7 @@ so that neither another prompt of the same shape nor another place compiles anew
 Axis letters: B batch, T tokens, S keys, E image features, n arrays per feature (itself, then one per deepstack layer).
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -112,6 +113,13 @@ class Forward:
     def state_for(self, tokens: int) -> Any:
         """The parameters in the form that a forward over so many tokens, of all rows, is fastest with."""
         return self.step_state if tokens <= STEP_TOKENS else self.state
+
+    def holding(self, state: Any) -> "Forward":
+        """The same programs over other parameters: nothing is traced or compiled again."""
+        other = copy.copy(self)
+        other.__dict__.pop("step_state", None)
+        other.state = state
+        return other
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -111,6 +111,12 @@ def _marks(index: Int[np.ndarray, "B Q N"], tokens: int) -> Bool[np.ndarray, "B 
 # --------------------------------------------------------------------------------------------------- choosing
 
 
+def _as_attended(reuse: PageReuse, asked: Int[np.ndarray, " Q"]) -> dict[str, Any]:
+    """What a prefill of all questions gives back: their logits and every layer's residual, by one program for all."""
+    depth = reuse.scene.backbone.layout.layers
+    return {"hidden_at": tuple(range(depth)), "logits": np.broadcast_to(asked, (len(reuse.scene), len(asked)))}
+
+
 def attention_of_questions(reuse: PageReuse, questions: Questions, cache: KV) -> Float[np.ndarray, "L B Q T"]:
     """Measures what attention the page's tokens receive from each question at each layer.
 
@@ -120,8 +126,7 @@ def attention_of_questions(reuse: PageReuse, questions: Questions, cache: KV) ->
     ids, positions, mask, asked = scenes.question_arrays(scene, questions, True, None)
     tokens = scene.backbone.embed(ids, positions)
     depth = scene.backbone.layout.layers
-    wanted = np.broadcast_to(asked[:1], (len(ids), 1))
-    run = scene.backbone.prefill(tokens, cache, mask, hidden_at=tuple(range(depth)), logits=wanted)
+    run = scene.backbone.prefill(tokens, cache, mask, **_as_attended(reuse, asked))
     own = scenes.engine(scene, dict(run.kv), tokens)
     keys = {name: jnp.concatenate([cache[name], own[name]], axis=2) for name in own}
     page = scene.page
@@ -185,8 +190,8 @@ def read_entries(reuse: PageReuse, questions: Questions, cache: KV, index: Int[n
     mask = np.array(mask)
     marks = np.repeat(_marks(index, reuse.page.tokens), QUESTION_TOKENS, axis=1)
     mask[:, 0, :, scene.page.start : scene.page.stop] &= marks
-    wanted = np.broadcast_to(asked, (len(ids), len(asked)))
-    logits = scene.backbone.prefill(scene.backbone.embed(ids, positions), cache, mask, logits=wanted).logits
+    how = _as_attended(reuse, asked)
+    logits = scene.backbone.prefill(scene.backbone.embed(ids, positions), cache, mask, **how).logits
     return Answers(np.asarray(jax.nn.log_softmax(logits, axis=-1)))
 
 

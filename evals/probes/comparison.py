@@ -14,9 +14,9 @@ from kvpatch_jax.repair import REPAIRS, cacheblend, check_by_layer
 from ..results.costs import ArmCost
 from ..rules import RULES
 from ..small_task import KINDS, Questions, scenes
-from ..small_task.scenes import KV, Scene
+from ..small_task.scenes import KV
 from .by_question import by_question, question_arms
-from .other_ways import Workshop, other_ways
+from .other_ways import Workshop, other_ways, residual_layers
 from .repair import PageReuse, patch_arms, patch_names, token_arms, token_names
 from .results_table import ResultsTable
 
@@ -57,7 +57,8 @@ def made_arms(reuse: PageReuse, arms: Iterable[str] | None = None) -> Iterator[A
             cost = costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots), inputs)
             yield Arm(name, cost, count / reuse.page.tokens, dict(repaired.cache))
 
-    shop = Workshop(reuse)
+    layers = [layer for layer in residual_layers(reuse.page.layout) if wanted(f"residual.layer={layer}")]
+    shop = Workshop(reuse, layers)
     for name, make in other_ways(reuse.page.layout).items():
         if wanted(name):
             cost, cache = make(shop)
@@ -77,18 +78,18 @@ def main_arms(layout: kvp.KVLayout) -> list[str]:
 
 def compare_repairs(
     table: ResultsTable,
-    scene: Scene,
+    reuse: PageReuse,
     questions: Questions,
     clusters: np.ndarray,
     tick: Callable[[str], None] = lambda _: None,
     arms: Iterable[str] | None = None,
-) -> PageReuse:
+) -> None:
     """Asks every question over every arm's cache, with the legends in view and with the page alone in the window.
 
     Adds items "repair.visible" and "repair.evicted", each arm's bytes, and the control of `_mask_control`. `tick` is
-    called with an arm's name when it is done. Returns the scene's page, for the probes that follow.
+    called with an arm's name when it is done.
     """
-    reuse = PageReuse(scene)
+    scene = reuse.scene
     answers: dict[str, dict[str, scenes.Answers]] = {probe: {} for probe in SETTINGS}
     known = {row["arm"] for row in table.plain if row["metric"] == "stored_bytes"}
 
@@ -113,7 +114,6 @@ def compare_repairs(
     answers["repair.visible"]["mask_4d"] = _mask_control(table, reuse, questions, answers["repair.visible"]["blind"])
     for probe in SETTINGS:
         table.items(probe).add(_askable(questions, probe), clusters, answers[probe])
-    return reuse
 
 
 def _askable(questions: Questions, probe: str) -> Questions:

@@ -6,7 +6,7 @@ Axis letters: B contexts, T tokens of the page, L layers, F features of a channe
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -43,8 +43,9 @@ Make = Callable[["Workshop"], Made]
 class Workshop:
     """One scene's page, and what several ways are made of, each made at first use."""
 
-    def __init__(self, reuse: PageReuse):
-        self.reuse = reuse
+    def __init__(self, reuse: PageReuse, layers: Iterable[int]):
+        """`layers`: those that the page is run again from."""
+        self.reuse, self.layers = reuse, tuple(layers)
 
     @functools.cached_property
     def singular(self) -> dict[str, tuple[Array, Array]]:
@@ -59,8 +60,7 @@ class Workshop:
     @functools.cached_property
     def hidden(self) -> dict[int, Array]:
         """The residual of the page alone as it enters each layer that is tried."""
-        layers = tuple(residual_layers(self.reuse.page.layout))
-        return self.reuse.scene.backbone.prefill(self.reuse.scene.images[-1], hidden_at=layers).hidden
+        return self.reuse.scene.backbone.prefill(self.reuse.scene.images[-1], hidden_at=self.layers).hidden
 
     @functools.cached_property
     def bases(self) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -1,6 +1,7 @@
 """The page reused behind its legends: what was cached, its patches, and the published token repairs."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -42,11 +43,13 @@ class PageReuse:
         self.page, self.antecedent = scene.chunks[-1], scene.antecedent
         self.tokens = scene.prefix()
         self.start = scene.start_of(self.tokens, -1)
-        self.conditioned = dict(scene.backbone.prefill(self.tokens).kv)
+        # The causal mask, written out: one program with the prefills that have another.
+        self.conditioned = dict(scene.backbone.prefill(self.tokens, mask=scenes.prefix_mask(scene)).kv)
         self.page_conditioned = scenes.cut(self.conditioned, scene.page)
         # The legends in front stand there as re-prefill has them: they did not move, only the page is reused.
         self.engine = scenes.engine(scene, self.conditioned, self.tokens)
-        self._largest: dict[bool, kvp.Patch] = {}
+        # Two threads may ask for patches of one page.
+        self._largest, self._factorising = dict[bool, kvp.Patch](), threading.Lock()
 
     @functools.cached_property
     def costs(self) -> ChunkCosts:
@@ -72,11 +75,12 @@ class PageReuse:
         Factors are kept where they are no smaller than the deficit, so that every smaller rank is a slice of them: the
         SVD is done once, at the first call.
         """
-        if rotated not in self._largest:
-            where: dict[str, Any] = {"frame": "engine", "start": self.start} if rotated else {}
-            self._largest[rotated] = kvp.form_patch(
-                self.page, self.page_conditioned, max(RANKS), self.antecedent, method="exact", dense=False, **where
-            )
+        with self._factorising:
+            if rotated not in self._largest:
+                where: dict[str, Any] = {"frame": "engine", "start": self.start} if rotated else {}
+                self._largest[rotated] = kvp.form_patch(
+                    self.page, self.page_conditioned, max(RANKS), self.antecedent, method="exact", dense=False, **where
+                )
         return leading(self._largest[rotated], rank)
 
     def placed(self, patch: kvp.Patch | None = None, *, allow_stale: bool = False) -> KV:

@@ -135,7 +135,10 @@ class ResultsTable:
         self.samples.setdefault((probe, arm, metric), []).append((np.asarray(values, float), np.asarray(clusters)))
 
     def take(self, other: "ResultsTable") -> None:
-        """Adds the items and samples of another table of the same model, as if they had been measured here."""
+        """Adds the items, samples and maxima of another table of the same model, as if they had been measured here.
+
+        Its finished rows are left out: of what is the same in every batch, the first one's count.
+        """
         for (probe, part), items in other.probes.items():
             own = self.items(probe, part, items.reference, items.blind)
             own.kinds = items.kinds
@@ -144,6 +147,8 @@ class ResultsTable:
                     getattr(own, column).setdefault(name, []).extend(batches)
         for name, batches in other.samples.items():
             self.samples.setdefault(name, []).extend(batches)
+        for name, (value, count) in other.maxima.items():
+            self.largest(*name, value, count)
 
     def rows(self) -> list[Row]:
         """Makes every row, long-form; what is undefined is NaN."""

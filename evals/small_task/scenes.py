@@ -6,8 +6,8 @@ each image is one batched chunk. KV of the prefix travels phase-free; what a que
 """
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,27 +153,34 @@ def _colour_mark(contexts: Contexts, index: int) -> str:
     return hashlib.blake2b(np.ascontiguousarray(colours, np.int8).tobytes(), digest_size=4).hexdigest()
 
 
-def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path) -> Scene:
-    """Writes the contexts' PNG files, reads them back through `prepare`, embeds each image and prefills it alone."""
+def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path, known: Scene | None = None) -> Scene:
+    """Writes the contexts' PNG files, reads them back through `prepare`, embeds each image and prefills it alone.
+
+    known: an earlier scene of this backbone, whose chunks are taken where their files are the same.
+    """
     form = form_of(backbone.config, backbone.image_config)
     paths = write_images(contexts, folder, canvas=form.legend_shape)
+    before = {} if known is None else {chunk.id: at for at, chunk in enumerate(known.chunks)}
     images, chunks = [], []
     for number in range(sequences.CHUNKS):
         files = [of_context[number] for of_context in paths]
+        # The files' digest is the content: another look at the same PNG is the same chunk, recoloured legends are not.
+        shown = hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
+        name = f"{'page' if number == task.LEGENDS else f'legend{number}'}:{shown}"
+        if known is not None and name in before:
+            images.append(known.images[before[name]])
+            chunks.append(known.chunks[before[name]])
+            continue
         prompts = [backbone.prepare([path]) for path in files]
         joined = {name: np.concatenate([prompt[name] for prompt in prompts]) for name in prompts[0]}
         tokens = backbone.embed(**joined)
         images.append(tokens)
-
-        # The files' digest is the content: another look at the same PNG is the same chunk, recoloured legends are not.
-        name = "page" if number == task.LEGENDS else f"legend{number}"
-        shown = hashlib.blake2b(b"".join(path.read_bytes() for path in files), digest_size=16).hexdigest()
         chunk = kvp.Chunk(
             kv=backbone.prefill(tokens).kv,
             local=np.asarray(tokens.positions)[0],
             span=form.spans[number],
             length=form.sizes[number],
-            id=f"{name}:{shown}",
+            id=name,
             layout=backbone.layout,
             backbone=backbone.fingerprint,
             content=shown,
@@ -182,13 +189,12 @@ def load_scene(backbone: ModelBackbone, contexts: Contexts, folder: Path) -> Sce
     return Scene(backbone, contexts, tuple(images), tuple(chunks))
 
 
-def scenes(
-    backbone: ModelBackbone, seed: int, count: int, folder: Path, batch: int
-) -> Iterator[tuple[Scene, np.random.Generator]]:
-    """Yields held-out scenes of `batch` contexts each, `count` contexts in all, and a generator for their questions."""
-    for number in range(-(-count // batch)):
-        rng = np.random.default_rng([seed, number])
-        yield load_scene(backbone, task.sample_contexts(rng, batch), folder), rng
+def scene_at(
+    backbone: ModelBackbone, seed: int, number: int, folder: Path, batch: int
+) -> tuple[Scene, np.random.Generator]:
+    """Makes the held-out scene of this number, of `batch` contexts, and a generator for its questions."""
+    rng = np.random.default_rng([seed, number])
+    return load_scene(backbone, task.sample_contexts(rng, batch), folder), rng
 
 
 # --------------------------------------------------------------------------------------------------- caches
@@ -211,7 +217,12 @@ def joined(pieces: list[KV]) -> KV:
 
 def with_page(scene: Scene, prefix: KV, page: KV) -> KV:
     """Replaces the page in an engine-frame cache of the prefix."""
-    return joined([cut(prefix, slice(scene.page.start)), page])
+    return _with_page(prefix, page, scene.page.start)
+
+
+@functools.partial(jax.jit, static_argnames=("start",))
+def _with_page(prefix: KV, page: KV, start: int) -> KV:
+    return {name: jnp.concatenate([value[:, :, :start], page[name]], axis=2) for name, value in prefix.items()}
 
 
 # ------------------------------------------------------------------------------------------------ questions
@@ -232,6 +243,9 @@ def read(
       shown: bool [B, legends] by place, legends that are there at all.
     """
     ids, positions, mask, asked = question_arrays(scene, questions, sees_legends, shown, in_common=True)
+    if not sees_legends:
+        # Nobody looks at what has left: it is no part of what is read.
+        cache, mask = cut(cache, scene.page), mask[..., scene.page.start :]
     tokens = scene.backbone.embed(ids, positions)
     # All questions of a context in one prefill: the mask keeps them apart.
     wanted = np.broadcast_to(asked, (len(ids), len(asked)))

@@ -21,6 +21,8 @@ from ..frames import expect_frame
 from ..layout import KVLayout
 
 AnyArray = jax.Array | np.ndarray
+AT_ONCE = 16
+"""Tokens that are recomputed come in multiples of this, or are all of the chunk's."""
 
 
 class SplicedCache(NamedTuple):
@@ -219,16 +221,23 @@ def recompute_tokens(
 ) -> dict[str, Array]:
     """Recomputes the tokens at `index`, and no others, in context through all layers; returns the cache.
 
-    They see each other's fresh KV and the rest of the cache as it stands. Only these tokens are run, so the work is
-    that of `count` tokens; another chunk of the same shape does not compile again.
+    They see each other's fresh KV and the rest of the cache as it stands. Only these tokens are run, the last of them
+    several times, up to a multiple of `AT_ONCE`: so few programs are compiled for many counts, and none for another
+    chunk of the same shape.
 
     Args:
       written: at which layers each of the chunk's tokens is, nested; all that are not padding when None.
     """
+    index = _filled(index, min(splice.slots.shape[1], -(-index.shape[1] // AT_ONCE) * AT_ONCE))
     if written is None and splice.length is not None:
         written = live_tokens(splice)[None]
     tokens, slots, keep, mask = _taken(splice.tokens, splice.slots, written, splice.mask, index, backbone.layout.layers)
     return backbone.recompute(tokens, splice.cache, slots, keep, mask).cache
+
+
+@functools.partial(jax.jit, static_argnames=("size",))
+def _filled(index: Int[Array, "B count"], size: int) -> Int[Array, "B size"]:
+    return jnp.pad(index, ((0, 0), (0, size - index.shape[1])), mode="edge")
 
 
 @functools.partial(jax.jit, static_argnames=("layers",))

@@ -24,7 +24,7 @@ CONTEXTS = 4
 def reuse(tmp_path_factory: pytest.TempPathFactory) -> probes.PageReuse:
     backbone = load(shipped(MAIN), dtype="float32")
     folder: Path = tmp_path_factory.mktemp("ways")
-    scene, _ = next(scenes.scenes(backbone, 78, CONTEXTS, folder, CONTEXTS))
+    scene, _ = scenes.scene_at(backbone, 78, 0, folder, CONTEXTS)
     return probes.PageReuse(scene)
 
 

@@ -1,6 +1,7 @@
 """The window operations: reorder (orbit), slide (survivors), recall (stale against fresh)."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,13 +38,13 @@ def probe_reorder(
         reuses.append(reuse if same else PageReuse(dataclasses.replace(scene, contexts=reordered)))
     table.sample("reorder", "order", "relative_order_effect", _order_effect(reuses), clusters)
 
-    first = reuses[0].patch(ORBIT_RANK)
-    for reuse in reuses:
-        others = None
-        for other in reuses:
-            if other is not reuse:
-                others = kvp.accumulate(others, other.page_conditioned, other.page, other.antecedent)
+    first, before = reuses[0].patch(ORBIT_RANK), None
+    add = lambda total, other: kvp.accumulate(total, other.page_conditioned, other.page, other.antecedent)
+    for number, reuse in enumerate(reuses):
+        # Summed in their order, all but this one: those in front of it are summed already.
+        others = functools.reduce(add, reuses[number + 1 :], before)
         assert others is not None
+        before = add(before, reuse)
         orbit = kvp.orbit_patch(others, ORBIT_RANK, method="exact")
 
         caches = {
@@ -144,7 +145,7 @@ def probe_recall(
     for turnover in range(LEGENDS + 1):
         contexts = small_task.recolour(scene.contexts, rng, turnover)
         if turnover:
-            reuse = PageReuse(scenes.load_scene(scene.backbone, contexts, folder))
+            reuse = PageReuse(scenes.load_scene(scene.backbone, contexts, folder, scene))
 
         caches = {
             "re-prefill": reuse.engine,
