@@ -18,6 +18,7 @@ import pytest
 from absl import app
 
 from evals import probes, run, small_task
+from evals.probes.results_table import ResultsTable
 from evals.report import coverage, side_by_side
 from evals.report.drawing import draw_all
 from evals.report.page import write_report
@@ -118,6 +119,34 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     strict = lambda text: json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     items = [strict(line) for line in (folder / "items.jsonl").read_text().splitlines()]
     return Job(folder, rows, strict((folder / "results.json").read_text()), items, progress.names, arms, asked)
+
+
+# ------------------------------------------------------------------------------------------------------- sharing
+
+
+def test_the_control_is_run_by_the_main_instances_programs(backbone: ModelBackbone):
+    """Bit for bit what it answers by its own, and nothing is compiled for it."""
+    control = load(shipped(CONTROL), dtype="float32")
+    same = run.sibling(backbone, control)
+    ids = np.arange(6)[None] + VOCABULARY.glyph
+    places = np.zeros((1, 6, 3), np.int32)
+    answered = lambda of: np.asarray(of.prefill(of.embed(ids, places)).logits)
+    mains, compiled = answered(backbone), backbone.programs.prefill._cache_size()
+    assert (answered(same) == answered(control)).all()
+    assert (answered(same) != mains).any()
+    assert backbone.programs.prefill._cache_size() == compiled
+    assert (answered(backbone) == mains).all()
+    assert same.fingerprint == control.fingerprint != backbone.fingerprint
+
+
+def test_tables_of_scenes_are_put_together():
+    """The larger maximum over both, and the first one's finished rows alone."""
+    first, second = ResultsTable("one"), ResultsTable("one")
+    for table, value in ((first, 1.0), (second, 2.0)):
+        table.largest("mask", "arm", "apart", value, 4)
+        table.value("repair.visible", "arm", "bytes", value, 4)
+    first.take(second)
+    assert [(row["metric"], row["value"], row["n"]) for row in first.rows()] == [("apart", 2.0, 8), ("bytes", 1.0, 4)]
 
 
 # --------------------------------------------------------------------------------------------------------- rows

@@ -141,6 +141,16 @@ def test_canonical_moves_exactly(look: Look):
         assert jnp.abs(there[turning] - canonical[turning]).max() > 0.1 * jnp.abs(canonical[turning]).max()
 
 
+def test_chunks_that_were_read_are_not_read_again(look: Look, tmp_path: Path):
+    """Behind recoloured legends the page's files are the same, and its chunk is taken; the legends' are made anew."""
+    contexts = small_task.recolour(look.scene.contexts, np.random.default_rng(0), small_task.LEGENDS)
+    again = scenes.load_scene(look.scene.backbone, contexts, tmp_path, look.scene)
+    *legends, page = zip(again.chunks, look.scene.chunks, strict=True)
+    assert page[0] is page[1]
+    assert again.images[-1] is look.scene.images[-1]
+    assert all(new.id != old.id for new, old in legends)
+
+
 @pytest.mark.slow
 def test_recall_needs_a_fresh_patch(look: Look, tmp_path: Path):
     """A fresh patch is within 0.005 of re-prefill at every turnover; a stale one is worse once colours have changed."""

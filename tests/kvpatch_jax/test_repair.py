@@ -208,6 +208,13 @@ def test_oracle_needs_the_truth(backbone, spliced):
         oracle_delta(backbone, spliced[0]._replace(conditioned=None), 2)
 
 
+def test_counts_share_a_program(backbone, spliced):
+    first_k(backbone, spliced[0], 2)
+    compiled = backbone.programs.recompute._cache_size()
+    first_k(backbone, spliced[0], 5)
+    assert backbone.programs.recompute._cache_size() == compiled
+
+
 @pytest.mark.parametrize("check_layer", [1, 2])
 def test_cacheblend_keeps_the_largest_deviation_at_the_check_layer(backbone, spliced, check_layer):
     # With every token recomputed below, the fresh KV at the check layer is that of a prefill in context.
