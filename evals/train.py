@@ -1,7 +1,8 @@
 """Train a small backbone on the small task: `python -m evals.train --backbone=qwen2_5_vl --out=DIR`.
 
-Every choice is a field of `Recipe` and is written beside the weights. Interrupted runs resume from the newest Orbax
-checkpoint in DIR/checkpoints. Leaves DIR/model (a Hugging Face directory), DIR/curve.jsonl and DIR/curve.png.
+`--task=sheets` trains on version 2 of the task (`evals.sheets_task`), whose loss is that of answers alone. Every choice
+is a field of `Recipe` and is written beside the weights. Interrupted runs resume from the newest Orbax checkpoint in
+DIR/checkpoints. Leaves DIR/model (a Hugging Face directory), DIR/curve.jsonl and DIR/curve.png.
 """
 
 from . import extra as extra  # isort: split
@@ -9,6 +10,7 @@ from . import extra as extra  # isort: split
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,9 @@ from jaxtyping import Array
 from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone, save
 
-from . import small_task
+from . import sheets_task, small_task
 from .command_line import errors_as_one_line
+from .sheets_task import training as sheets
 from .small_task.instances import INSTANCES, instance
 from .small_task.training import Recipe, draw_batch, image_plan, initialise, loss_of, make_optimiser, make_tokenizer
 
@@ -33,21 +36,46 @@ from .small_task.training import Recipe, draw_batch, image_plan, initialise, los
 class Trainer:
     """Parameters, optimiser state and the jitted step; checkpoints through Orbax."""
 
-    def __init__(self, recipe: Recipe, folder: Path):
+    kinds = small_task.KINDS
+
+    def __init__(self, recipe: Any, folder: Path):
         self.recipe, self.folder = recipe, folder
-        self.config, self.images = instance(recipe.backbone)
+        self.config, self.images = self._instance()
         folder.mkdir(parents=True, exist_ok=True)
         self._check_recipe()
-        self.graph, state = nnx.split(initialise(self.config, recipe))
+        self.graph, state = nnx.split(self._initial())
         self.optimiser = make_optimiser(recipe)
         # Placed as what a checkpoint gives is, so that a resumed run shares the program of one begun here.
         self.state, self.moments = jax.device_put((state, jax.jit(self.optimiser.init)(state)), jax.local_devices()[0])
-        self.plan = image_plan(recipe)
+        self.plan = self._first_plan()
         self.step = 0
         self._jitted = jax.jit(self._update, donate_argnums=(0, 1))
         self.checkpoints = ocp.CheckpointManager(
             (folder / "checkpoints").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
         )
+
+    def _instance(self) -> Any:
+        return instance(self.recipe.backbone)
+
+    def _initial(self) -> Any:
+        return initialise(self.config, self.recipe)
+
+    def _first_plan(self) -> Any:
+        return image_plan(self.recipe)
+
+    def _draw(self, step: int) -> Any:
+        return draw_batch(self.recipe, step)
+
+    def _take(self, drawn: Any) -> dict[str, Array]:
+        """Takes one step; returns the parts for the curve."""
+        self.state, self.moments, parts = self._jitted(self.state, self.moments, drawn.batch, drawn.labels)
+        return parts
+
+    def _note(self, tally: "Tally", parts: dict[str, Array], drawn: Any) -> None:
+        _note(tally, parts, drawn.batch["weight"], drawn.kinds)
+
+    def _tokenizer(self) -> Any:
+        return make_tokenizer()
 
     def _check_recipe(self) -> None:
         path = self.folder / "recipe.json"
@@ -87,35 +115,78 @@ class Trainer:
         """Runs to step `until`, one curve line per `every` steps and a checkpoint per `save_every`."""
         from tqdm import tqdm
 
-        tally: dict[str, list[tuple[float, float]]] = {}
+        tally: Tally = {}
         began = time.perf_counter()
         with ThreadPoolExecutor(1) as pool, (self.folder / "curve.jsonl").open("a") as curve:
             # The next batch is drawn on the host while the device takes a step.
-            ahead = pool.submit(draw_batch, self.recipe, self.step)
+            ahead = pool.submit(self._draw, self.step)
             bar = tqdm(range(self.step, until), initial=self.step, total=until, unit="step", mininterval=2)
             for step in bar:
-                batch, labels, kinds, _ = ahead.result()
-                ahead = pool.submit(draw_batch, self.recipe, step + 1)
-                self.state, self.moments, parts = self._jitted(self.state, self.moments, batch, labels)
-                _note(tally, parts, batch["weight"], kinds)
+                drawn = ahead.result()
+                ahead = pool.submit(self._draw, step + 1)
+                self._note(tally, self._take(drawn), drawn)
                 self.step = step + 1
                 if self.step % every == 0 or self.step == until:
                     line = {"step": self.step, **_means(tally), "seconds": round(time.perf_counter() - began, 1)}
                     curve.write(json.dumps(line) + "\n")
                     curve.flush()
-                    bar.set_postfix(chain=f"{line['chain']:.3f}", aggregate=f"{line['aggregate']:.3f}")
+                    bar.set_postfix({kind: f"{line.get(kind, 0.0):.3f}" for kind in ("chain", "aggregate")})
                     tally.clear()
                 if self.step % save_every == 0 or self.step == until:
                     self.save()
 
     def backbone(self) -> ModelBackbone:
         """Makes the trained backbone with the task's image settings and vocabulary."""
-        return ModelBackbone(self.config, nnx.to_pure_dict(self.state), self.images, make_tokenizer())
+        return ModelBackbone(self.config, nnx.to_pure_dict(self.state), self.images, self._tokenizer())
 
 
-def _note(
-    tally: dict[str, list[tuple[float, float]]], parts: dict[str, Array], weight: np.ndarray, kinds: np.ndarray
-) -> None:
+class SheetsTrainer(Trainer):
+    """Trains on the sheets task: contexts of several sizes, the loss that of answers alone."""
+
+    kinds = sheets_task.KINDS
+
+    def _instance(self) -> Any:
+        return sheets.instance()
+
+    def _initial(self) -> Any:
+        return sheets.initialise(self.recipe)
+
+    def _first_plan(self) -> dict[str, Any]:
+        return {}  # one per size of context, made when it first comes
+
+    def _draw(self, step: int) -> sheets.Drawn:
+        return sheets.draw_batch(self.recipe, step)
+
+    def _update(self, state, moments, batch, labels):
+        whole = lambda state: sheets.loss_of(nnx.merge(self.graph, state), batch, labels)
+        (loss, right), gradients = jax.value_and_grad(whole, has_aux=True)(state)
+        updates, moments = self.optimiser.update(gradients, moments, state)
+        return optax.apply_updates(state, updates), moments, {"loss": loss, "right": right}
+
+    def _take(self, drawn: sheets.Drawn) -> dict[str, Array]:
+        if drawn.size not in self.plan:
+            self.plan[drawn.size] = sheets.image_plan(drawn)
+        found = self._jitted(self.state, self.moments, drawn.batch, self.plan[drawn.size])
+        self.state, self.moments, parts = found
+        return parts
+
+    def _note(self, tally: "Tally", parts: dict[str, Array], drawn: sheets.Drawn) -> None:
+        right, asked = np.asarray(parts["right"]), drawn.batch["answer"] >= 0
+        tally.setdefault("loss", []).append((float(parts["loss"]), 1.0))
+        for number, name in enumerate(self.kinds):
+            here = asked & (drawn.kinds == number)
+            for title, where in ((name, here), (f"{name}, page alone", here & ~drawn.sees)):
+                if where.any():
+                    tally.setdefault(title, []).append((float(right[where].sum()), float(where.sum())))
+
+    def _tokenizer(self) -> Any:
+        return make_tokenizer(sheets_task.VOCABULARY.names)
+
+
+Tally = dict[str, list[tuple[float, float]]]
+
+
+def _note(tally: Tally, parts: dict[str, Array], weight: np.ndarray, kinds: np.ndarray) -> None:
     right = np.asarray(parts["right"])
     for number, name in enumerate(small_task.KINDS):
         here = kinds == number
@@ -125,13 +196,13 @@ def _note(
             tally.setdefault(name, []).append((float(value), 1.0))
 
 
-def _means(tally: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+def _means(tally: Tally) -> dict[str, float]:
     return {
         name: round(sum(x for x, _ in pairs) / max(sum(n for _, n in pairs), 1.0), 4) for name, pairs in tally.items()
     }
 
 
-def draw_curve(folder: Path) -> Path:
+def draw_curve(folder: Path, kinds: Sequence[str] = small_task.KINDS) -> Path:
     """Draws DIR/curve.jsonl: accuracy by kind and the losses."""
     import matplotlib
 
@@ -143,8 +214,8 @@ def draw_curve(folder: Path) -> Path:
     lines = list({line["step"]: line for line in lines}.values())
     steps = [line["step"] for line in lines]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name in small_task.KINDS:
-        left.plot(steps, [line[name] for line in lines], label=name)
+    for name in kinds:
+        left.plot(steps, [line.get(name, np.nan) for line in lines], label=name)
     for name in lines[-1]:
         if name == "loss" or "." in name:
             right.plot(steps, [line[name] for line in lines], label=name)
@@ -171,6 +242,10 @@ _HELP = {
     "auxiliary": "weight of the auxiliary loss on image tokens",
     "tied_init": "start query projections as copies of key projections",
     "start_range": "contexts start at a random position below this",
+    "tiny": "sheets: steps with pages of four cells to begin with",
+    "small": "sheets: steps with pages of sixteen cells after those",
+    "longer": "sheets: the step from which every second batch has 7 or 15 sheets in place of 3",
+    "named_by_sight": "sheets: whether tokens that name something drawn start as the tower's mean features of it",
 }
 _DEFINE = {
     "str": flags.DEFINE_string,
@@ -180,12 +255,35 @@ _DEFINE = {
 }
 
 
+TASKS: dict[str, tuple[type, type[Trainer]]] = {"small": (Recipe, Trainer), "sheets": (sheets.Recipe, SheetsTrainer)}
+"""Recipe and trainer of each task by name."""
+
+
 def define_flags() -> None:
-    """Defines --out and one flag per field of `Recipe`. Importing this module leaves absl's flags alone."""
+    """Defines --out, --task and one flag per field of the recipes. Importing this module leaves absl's flags alone."""
     flags.DEFINE_string("out", "out/train", "folder for checkpoints, curve and the trained model; a used one resumes")
-    for field in dataclasses.fields(Recipe):
+    flags.DEFINE_enum("task", "small", list(TASKS), "which task to train on; flags of the other's recipe are refused")
+    fields = {}
+    for recipe, _ in reversed(TASKS.values()):
+        fields |= {field.name: field for field in dataclasses.fields(recipe)}
+    for name, field in fields.items():
         kind = field.type if isinstance(field.type, str) else field.type.__name__
-        _DEFINE[kind](field.name, field.default, _HELP.get(field.name, f"questions of kind {field.name} per context"))
+        _DEFINE[kind](name, field.default, _HELP.get(name, f"questions of kind {name} per context"))
+
+
+def asked_recipe(task: str) -> Any:
+    """Makes the task's recipe of the flags that were given. Raises app.UsageError for another task's flag."""
+    recipe = TASKS[task][0]
+    own = {field.name for field in dataclasses.fields(recipe)}
+    given = {
+        field.name: flags.FLAGS[field.name].value
+        for other, _ in TASKS.values()
+        for field in dataclasses.fields(other)
+        if flags.FLAGS[field.name].present
+    }
+    if unknown := sorted(set(given) - own):
+        raise app.UsageError(f"--{unknown[0]} is no part of the recipe of --task={task}")
+    return recipe(**given)
 
 
 def main(arguments: list[str]) -> None:
@@ -193,9 +291,9 @@ def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}")
     logging.set_verbosity(logging.WARNING)
-    recipe = Recipe(**{field.name: getattr(flags.FLAGS, field.name) for field in dataclasses.fields(Recipe)})
+    recipe, trainer_type = asked_recipe(flags.FLAGS.task), TASKS[flags.FLAGS.task][1]
     with errors_as_one_line():
-        trainer = Trainer(recipe, Path(flags.FLAGS.out))
+        trainer = trainer_type(recipe, Path(flags.FLAGS.out))
     began = trainer.resume()
     print(f"training from step {began} to {recipe.steps}; {trainer.folder}")
     trainer.train(recipe.steps)
@@ -203,7 +301,7 @@ def main(arguments: list[str]) -> None:
     versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
     disclosure = {"recipe": dataclasses.asdict(recipe), "versions": versions}
     (root / "training.json").write_text(json.dumps(disclosure, indent=2) + "\n")
-    print(f"model in {root}; curve in {draw_curve(trainer.folder)}")
+    print(f"model in {root}; curve in {draw_curve(trainer.folder, trainer.kinds)}")
 
 
 if __name__ == "__main__":

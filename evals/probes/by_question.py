@@ -130,7 +130,7 @@ def attention_of_questions(reuse: PageReuse, questions: Questions, cache: KV) ->
     own = scenes.engine(scene, dict(run.kv), tokens)
     keys = {name: jnp.concatenate([cache[name], own[name]], axis=2) for name in own}
     page = scene.page
-    found = _attention(
+    found = mean_attention(
         scene.backbone,
         tuple(run.hidden[layer] for layer in range(depth)),
         jnp.asarray(positions),
@@ -141,8 +141,8 @@ def attention_of_questions(reuse: PageReuse, questions: Questions, cache: KV) ->
     return by_token.reshape(*by_token.shape[:2], -1, QUESTION_TOKENS, by_token.shape[-1]).sum(axis=3)
 
 
-def _attention(backbone: Any, hidden: tuple[Array, ...], positions: Array, keys: KV, mask: Array) -> Array:
-    """Mean attention over heads, [L, B, T, S]."""
+def mean_attention(backbone: Any, hidden: tuple[Array, ...], positions: Array, keys: KV, mask: Array) -> Array:
+    """Computes every layer's attention from its entering residual, the mean over heads, [L, B, T, S]."""
     programs = backbone.programs
     run = _jitted_attention(programs.graph)
     return run(programs.state, hidden, positions, keys, mask)

@@ -5,6 +5,7 @@ written beside the weights.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -189,8 +190,8 @@ def image_plan(recipe: Recipe) -> dict[str, Array]:
     return jax.tree.map(jnp.asarray, plan)
 
 
-def make_optimiser(recipe: Recipe) -> optax.GradientTransformation:
-    """Makes AdamW under a warmed-up cosine; decay on matrices only."""
+def make_optimiser(recipe: Any) -> optax.GradientTransformation:
+    """Makes AdamW under a warmed-up cosine; decay on matrices only. `recipe`: of either version of the task."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, recipe.learning_rate, recipe.warmup, recipe.steps, 0.02 * recipe.learning_rate
     )
@@ -205,10 +206,10 @@ def make_optimiser(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def make_tokenizer() -> Any:
-    """Makes a word-level tokenizer over the task's vocabulary, words apart by white space."""
+def make_tokenizer(names: Sequence[str] = VOCABULARY.names) -> Any:
+    """Makes a word-level tokenizer over a task's vocabulary (this one's), words apart by white space."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(VOCABULARY.names)}, "<pad>"))
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[reportAttributeAccessIssue]
     return tokenizer

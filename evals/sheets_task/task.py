@@ -1,0 +1,382 @@
+"""The sheets task, version 2 of the small task: colours that belong to addresses, all of a page's cells unlike.
+
+A *sheet* image has cells of one *entry* each: a frame in two colours, which is the entry's address (row mark above and
+to the left, column mark below and to the right), and inside it a solid swatch (its *fill*) and a striped one (its
+*stripe*). A *page* image has 8 × 8 cells: each has an address frame too, no two alike, and in it one of the 64 glyphs
+(a shape in an ink), each glyph once. What a page's cell absorbs from the sheets is two independent colours of twelve
+each: nothing that the cell itself shows tells them. A few addresses are on two sheets: the later one counts.
+
+Everything here is NumPy; `sample_contexts` draws the meaning, `render` the pixels, `ask` the questions.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from ..small_task.task import PALETTE as WARM_PALETTE
+
+ROW_MARKS, COLUMN_MARKS = 9, 8
+ADDRESSES = ROW_MARKS * COLUMN_MARKS
+SHAPES, INKS = 8, 8
+GLYPHS = SHAPES * INKS
+COLOURS = 12
+CELL_PIXELS, TEMPORAL = 10, 2
+
+
+class Size(NamedTuple):
+    """How large a context is: sheets, their shape in cells, and that of the page."""
+
+    sheets: int
+    sheet_shape: tuple[int, int]
+    page_shape: tuple[int, int]
+
+    @property
+    def cells(self) -> int:
+        """Cells of the page."""
+        return self.page_shape[0] * self.page_shape[1]
+
+    @property
+    def entries(self) -> int:
+        """Entries of all sheets."""
+        return self.sheets * self.sheet_shape[0] * self.sheet_shape[1]
+
+
+SIZES = {
+    "tiny": Size(2, (3, 1), (2, 2)),
+    "small": Size(3, (7, 1), (4, 4)),
+    "4": Size(3, (13, 2), (8, 8)),
+    "8": Size(7, (11, 1), (8, 8)),
+    "16": Size(15, (5, 1), (8, 8)),
+}
+"""Sizes by name: the chunks of a context, or a small one to begin training with."""
+KINDS = ("page", "sheet", "chain", "override", "aggregate", "whole", "list")
+LISTED = 4
+"""Cells of one `list` question."""
+
+PALETTE = np.concatenate([WARM_PALETTE, np.array([[130, 130, 130], [20, 110, 90]], np.float32)])
+
+_SHAPES = """
+########  #......#  ...##...  ########  ##....##  ...##...  ####....  #.#.#.#.
+########  ##....##  ...##...  #......#  ##....##  ..####..  ####....  #.#.#.#.
+##....##  .##..##.  ...##...  ........  ##....##  .##..##.  ####....  #.#.#.#.
+##....##  ..####..  ########  ########  ########  ##....##  ####....  #.#.#.#.
+##....##  ..####..  ########  ########  ########  ##....##  ....####  #.#.#.#.
+##....##  .##..##.  ...##...  ........  ##....##  .##..##.  ....####  #.#.#.#.
+########  ##....##  ...##...  #......#  ##....##  ..####..  ....####  #.#.#.#.
+########  #......#  ...##...  ########  ##....##  ...##...  ....####  #.#.#.#.
+"""
+
+
+class Vocabulary:
+    """Token ids of the task, by name. `names[id]` is the text of a token."""
+
+    def __init__(self) -> None:
+        specials = ["<pad>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<end>"]
+        asks = ["row?", "column?", "fill?", "stripe?", "most?", "where?", "list?"]
+        groups = {
+            "row": [f"r{mark}" for mark in range(ROW_MARKS)],
+            "column": [f"c{mark}" for mark in range(COLUMN_MARKS)],
+            "ink": [f"ink{ink}" for ink in range(INKS)],
+            "fill": [f"fill{colour}" for colour in range(COLOURS)],
+            "stripe": [f"stripe{colour}" for colour in range(COLOURS)],
+            "glyph": [f"s{shape}i{ink}" for ink in range(INKS) for shape in range(SHAPES)],
+            "cell": [f"r{row}c{column}" for row in range(ROW_MARKS) for column in range(COLUMN_MARKS)],
+        }
+        self.names = specials + asks
+        self.pad, self.vision_start, self.vision_end, self.image, self.video, self.end = range(6)
+        self.ask_row, self.ask_column, self.ask_fill, self.ask_stripe = range(6, 10)
+        self.ask_most, self.ask_where, self.ask_list = range(10, 13)
+        first = {}
+        for name, texts in groups.items():
+            first[name] = len(self.names)
+            self.names = self.names + texts
+        self.row, self.column, self.ink = first["row"], first["column"], first["ink"]
+        self.fill, self.stripe = first["fill"], first["stripe"]
+        self.glyph, self.cell = first["glyph"], first["cell"]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+VOCABULARY = Vocabulary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Contexts:
+    """The meaning of a batch of contexts (leading axis B everywhere).
+
+    sheet_address, sheet_fill, sheet_stripe: [B, sheets, entries], sheets in the order they stand in.
+    page_address, page_glyph: [B, cells] in reading order. ink_seed: [B], what the noise is drawn from.
+    size: of every context.
+    """
+
+    sheet_address: np.ndarray
+    sheet_fill: np.ndarray
+    sheet_stripe: np.ndarray
+    page_address: np.ndarray
+    page_glyph: np.ndarray
+    ink_seed: np.ndarray
+    size: Size
+
+    def __len__(self) -> int:
+        return len(self.page_address)
+
+    @property
+    def sheets(self) -> int:
+        """Sheets in front of the page."""
+        return self.sheet_address.shape[1]
+
+
+def sample_contexts(rng: np.random.Generator, count: int, size: Size = SIZES["4"]) -> Contexts:
+    """Draws `count` contexts of this size."""
+    drawn = [_sample(rng, size) for _ in range(count)]
+    return Contexts(*(np.stack(parts) for parts in zip(*drawn, strict=True)), size=size)
+
+
+def _sample(rng: np.random.Generator, size: Size) -> tuple[np.ndarray, ...]:
+    cells = size.cells
+    # A twelfth of the entries is there twice; of what is there once, an eighth or so is not on the page.
+    known = rng.permutation(ADDRESSES)[: size.entries - max(1, size.entries // 13)]
+    address = rng.permutation(known)[:cells]
+    # As many cells of an ink as there are inks; on the smallest page glyphs are any.
+    side = math.isqrt(cells)
+    inks = rng.permutation(INKS)[:side] if side > 2 else rng.permutation(0)
+    glyph = rng.permutation(GLYPHS)[:cells]
+    if len(inks):
+        shapes_of = rng.permuted(np.tile(np.arange(SHAPES), (side, 1)), axis=1)[:, :side]
+        glyph = rng.permutation((inks[:, None] * SHAPES + shapes_of).reshape(-1))
+    fill, stripe = rng.integers(0, COLOURS, ADDRESSES), rng.integers(0, COLOURS, ADDRESSES)
+
+    # Each ink's cells have a fill of their own that leads; no other fill is there twice.
+    for ink, leader in zip(inks, rng.permutation(COLOURS), strict=False):
+        often = int(rng.integers(3, 5)) - (side < SHAPES)
+        others = rng.permutation(np.delete(np.arange(COLOURS), leader))[: side - often]
+        fill[address[glyph // SHAPES == ink]] = rng.permutation(np.concatenate([np.full(often, leader), others]))
+
+    entries = _deal(rng, known, size)
+    sheet_fill, sheet_stripe = fill[entries], stripe[entries]
+    # Of an address on two sheets the earlier one shows other colours.
+    where: dict[int, tuple[int, int]] = {}
+    for place in itertools.product(*map(range, entries.shape)):
+        earlier = where.get(int(entries[place]))
+        if earlier is not None:
+            for colour in (sheet_fill, sheet_stripe):
+                colour[earlier] = (colour[earlier] + rng.integers(1, COLOURS)) % COLOURS
+        where[int(entries[place])] = place
+    return entries, sheet_fill, sheet_stripe, address, glyph, np.array(rng.integers(0, 2**62))
+
+
+def _deal(rng: np.random.Generator, known: np.ndarray, size: Size) -> np.ndarray:
+    """Addresses [sheets, entries]: all that are known, and some a second time on another sheet."""
+    dealt = np.concatenate([known, rng.permutation(known)[: size.entries - len(known)]])
+    while True:
+        table = rng.permutation(dealt).reshape(size.sheets, -1)
+        if all(len(set(row)) == len(row) for row in table.tolist()):
+            return table
+
+
+def latest(contexts: Contexts, shown: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Finds fill, stripe and times defined [B, addresses] by the sheets shown (bool [B, sheets]); -1: by none."""
+    count = len(contexts)
+    item = np.arange(count)[:, None]
+    fill, stripe = np.full((count, ADDRESSES), -1), np.full((count, ADDRESSES), -1)
+    times = np.zeros((count, ADDRESSES), np.int64)
+    for sheet in range(contexts.sheets):
+        address = contexts.sheet_address[:, sheet]
+        here = np.ones((count, 1), bool) if shown is None else shown[:, sheet, None]
+        for table, colour in ((fill, contexts.sheet_fill), (stripe, contexts.sheet_stripe)):
+            table[item, address] = np.where(here, colour[:, sheet], table[item, address])
+        times[item, address] += here
+    return fill, stripe, times
+
+
+# ---------------------------------------------------------------------------------------------------- pixels
+
+
+@functools.cache
+def shapes() -> np.ndarray:
+    """Gives the shapes, bool [shapes, 8, 8]."""
+    rows = [line.split() for line in _SHAPES.split("\n") if line]
+    return np.array([[[mark == "#" for mark in row[shape]] for row in rows] for shape in range(SHAPES)])
+
+
+def render(contexts: Contexts) -> tuple[np.ndarray, np.ndarray]:
+    """Renders a batch: sheets [B, sheets, height, width, 3] and pages [B, 80, 80, 3], uint8.
+
+    The pixels of one context depend on its own meaning and `ink_seed` only, never on the batch around it.
+    """
+    sheets, pages = _frames(contexts.sheet_address), _frames(contexts.page_address)
+    # Three columns of fill and five of stripes, so that both colours take about as many pixels.
+    sheets[..., 1:9, 1:4, :] = PALETTE[contexts.sheet_fill][..., None, None, :]
+    sheets[..., 1:9, 4:9, :] = PALETTE[contexts.sheet_stripe][..., None, None, :]
+    sheets[..., 3:9:3, 4:9, :] = 15.0
+    mark = shapes()[contexts.page_glyph % SHAPES][..., None]
+    pages[..., 1:9, 1:9, :] = np.where(mark, PALETTE[contexts.page_glyph // SHAPES][..., None, None, :], 15.0)
+    for index, seed in enumerate(contexts.ink_seed):
+        rng = np.random.default_rng(int(seed))
+        for cells in (sheets[index], pages[index]):
+            cells += 8.0 * rng.standard_normal(cells.shape, np.float32)
+    return _tile(sheets, contexts.size.sheet_shape), _tile(pages, contexts.size.page_shape)
+
+
+def _frames(address: np.ndarray) -> np.ndarray:
+    """Dark cells [..., 10, 10, 3] inside their address frames."""
+    cells = np.full((*address.shape, CELL_PIXELS, CELL_PIXELS, 3), 15.0, np.float32)
+    row = PALETTE[address // COLUMN_MARKS][..., None, :]
+    column = PALETTE[address % COLUMN_MARKS][..., None, :]
+    cells[..., 0, :, :] = cells[..., :, 0, :] = row
+    cells[..., -1, 1:, :] = cells[..., 1:, -1, :] = column
+    return cells
+
+
+def _tile(cells: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Cells [..., cells, 10, 10, 3] to images [..., height, width, 3], uint8."""
+    cells = cells.reshape(*cells.shape[:-4], *shape, *cells.shape[-3:])
+    *lead, rows, columns, height, width, channels = cells.shape
+    image = np.moveaxis(cells, -3, -4).reshape(*lead, rows * height, columns * width, channels)
+    return np.clip(np.rint(image), 0, 255).astype(np.uint8)
+
+
+# ------------------------------------------------------------------------------------------------- questions
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """Questions about a batch of contexts, packed behind one another: B contexts, N tokens, Q questions.
+
+    ids: [B,N]. answer: [B,N], the token to be said after each, -1 where nothing is asked. own: [N], the question each
+    token belongs to. step: [N], its place in that question. kind: [Q], index into KINDS. cell: [B,Q], the page's cell
+    asked about, -1 where there is none or more than one.
+    """
+
+    ids: np.ndarray
+    answer: np.ndarray
+    own: np.ndarray
+    step: np.ndarray
+    kind: np.ndarray
+    cell: np.ndarray
+
+
+def ask(
+    contexts: Contexts, rng: np.random.Generator, counts: dict[str, int], shown: np.ndarray | None = None
+) -> Questions:
+    """Draws `counts[kind]` questions of each kind per context, answerable from the sheets shown (all when None).
+
+    * page: the row or column mark of a glyph's cell. sheet: the fill or stripe of an address that is not on the page.
+    * chain, override: the fill or stripe of a glyph's cell, whose address is on one sheet, or on two.
+    * aggregate: the most frequent fill among an ink's cells. whole: the ink whose cells most often have a fill.
+    * list: the fills of four glyphs' cells, one after another; each answer is read before the next glyph.
+    """
+    asker = _Asker(contexts, rng, shown)
+    makers = {
+        "page": asker.page,
+        "sheet": asker.sheet,
+        "chain": lambda: asker.chain(asker.times == 1),
+        "override": lambda: asker.chain(asker.times > 1),
+        "aggregate": asker.aggregate,
+        "whole": asker.whole,
+        "list": asker.list,
+    }
+    made = [(kind, makers[kind]()) for kind, number in counts.items() for _ in range(number)]
+    sizes = [ids.shape[1] for _, (ids, _, _) in made]
+    return Questions(
+        ids=np.concatenate([ids for _, (ids, _, _) in made], axis=1).astype(np.int32),
+        answer=np.concatenate([answer for _, (_, answer, _) in made], axis=1).astype(np.int32),
+        own=np.repeat(np.arange(len(made)), sizes),
+        step=np.concatenate([np.arange(size) for size in sizes]),
+        kind=np.array([KINDS.index(kind) for kind, _ in made]),
+        cell=np.stack([cell for _, (_, _, cell) in made], axis=1),
+    )
+
+
+class _Asker:
+    """Draws one question of a kind for every context: ids [B,N], answers [B,N], cell [B]."""
+
+    def __init__(self, contexts: Contexts, rng: np.random.Generator, shown: np.ndarray | None):
+        self.contexts, self.rng = contexts, rng
+        self.item = np.arange(len(contexts))
+        self.by_address = latest(contexts, shown)
+        self.fill, self.stripe, self.times = (
+            np.take_along_axis(table, contexts.page_address, axis=1) for table in self.by_address
+        )
+        # [B, inks, colours]: how many cells of an ink have each fill; an ink counts when all its cells are defined.
+        ink = contexts.page_glyph // SHAPES
+        self.counts = np.zeros((len(contexts), INKS, COLOURS), np.int64)
+        np.add.at(self.counts, (self.item[:, None], ink, np.maximum(self.fill, 0)), 1)
+        there, known = np.zeros((2, len(contexts), INKS), np.int64)
+        np.add.at(there, (self.item[:, None], ink), 1)
+        np.add.at(known, (self.item[:, None], ink), self.fill >= 0)
+        self.defined = (there > 0) & (known == there)
+        # On a whole page what leads does so by two or more.
+        self.least = 2 if contexts.size.cells == GLYPHS else 1
+
+    def _pick(self, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One index [B] per row of `allowed`, and whether it is allowed."""
+        picked = np.where(allowed, self.rng.random(allowed.shape), -1.0).argmax(axis=1)
+        return picked, allowed[self.item, picked]
+
+    def _two_tokens(self, first, second, answer, valid, cell=None):
+        ids = np.stack(np.broadcast_arrays(first, second), axis=1)
+        said = np.stack([np.full(len(self.item), -1), np.where(valid, answer, -1)], axis=1)
+        return ids, said, np.full(len(self.item), -1) if cell is None else cell
+
+    def _colour(self, fill: np.ndarray, stripe: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        by_fill = self.rng.random(len(fill)) < 0.5
+        asked = np.where(by_fill, VOCABULARY.ask_fill, VOCABULARY.ask_stripe)
+        return asked, np.where(by_fill, VOCABULARY.fill + fill, VOCABULARY.stripe + stripe)
+
+    def page(self):
+        cell = self.rng.integers(0, self.fill.shape[1], len(self.item))
+        row, column = np.divmod(self.contexts.page_address[self.item, cell], COLUMN_MARKS)
+        by_row = self.rng.random(len(cell)) < 0.5
+        asked = np.where(by_row, VOCABULARY.ask_row, VOCABULARY.ask_column)
+        answer = np.where(by_row, VOCABULARY.row + row, VOCABULARY.column + column)
+        glyph = VOCABULARY.glyph + self.contexts.page_glyph[self.item, cell]
+        return self._two_tokens(asked, glyph, answer, True, cell)
+
+    def sheet(self):
+        fill, stripe, times = self.by_address
+        allowed = times == 1
+        np.put_along_axis(allowed, self.contexts.page_address, False, axis=1)
+        address, valid = self._pick(allowed)
+        asked, answer = self._colour(fill[self.item, address], stripe[self.item, address])
+        return self._two_tokens(asked, VOCABULARY.cell + address, answer, valid)
+
+    def chain(self, allowed: np.ndarray):
+        cell, valid = self._pick(allowed)
+        asked, answer = self._colour(self.fill[self.item, cell], self.stripe[self.item, cell])
+        glyph = VOCABULARY.glyph + self.contexts.page_glyph[self.item, cell]
+        return self._two_tokens(asked, glyph, answer, valid, cell)
+
+    def aggregate(self):
+        ranked = np.sort(self.counts, axis=2)
+        ink, valid = self._pick(self.defined & (ranked[..., -1] - ranked[..., -2] >= self.least))
+        answer = VOCABULARY.fill + self.counts[self.item, ink].argmax(axis=1)
+        return self._two_tokens(VOCABULARY.ask_most, VOCABULARY.ink + ink, answer, valid)
+
+    def whole(self):
+        ranked = np.sort(self.counts, axis=1)
+        clear = (self.fill >= 0).all(axis=1, keepdims=True) & (ranked[:, -1] - ranked[:, -2] >= self.least)
+        fill, valid = self._pick(clear)
+        answer = VOCABULARY.ink + self.counts[self.item, :, fill].argmax(axis=1)
+        return self._two_tokens(VOCABULARY.ask_where, VOCABULARY.fill + fill, answer, valid)
+
+    def list(self):
+        draws = np.where(self.fill >= 0, self.rng.random(self.fill.shape), -1.0)
+        cells = np.argsort(-draws, axis=1)[:, :LISTED]
+        item = self.item[:, None]
+        fill, glyph = self.fill[item, cells], VOCABULARY.glyph + self.contexts.page_glyph[item, cells]
+        said = np.where((fill >= 0).all(axis=1, keepdims=True), VOCABULARY.fill + fill, -1)
+        # Every glyph is followed by its answer, the last one's being the end.
+        pairs = np.stack([glyph, VOCABULARY.fill + np.maximum(fill, 0)], axis=2).reshape(len(item), -1)[:, :-1]
+        answers = np.stack([said, np.full_like(said, -1)], axis=2).reshape(len(item), -1)[:, :-1]
+        lead = np.full((len(item), 1), VOCABULARY.ask_list)
+        return (
+            np.concatenate([lead, pairs], axis=1),
+            np.pad(answers, ((0, 0), (1, 0)), constant_values=-1),
+            -1 + 0 * self.item,
+        )

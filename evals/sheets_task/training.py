@@ -1,0 +1,188 @@
+"""Training the small backbone on the sheets task: its recipe, initial parameters, loss and training batches.
+
+The loss is the cross-entropy of answers and nothing else. Every training choice is a field of `Recipe` and is written
+beside the weights.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array
+
+from models.families.family import embed_tokens, placeholders
+
+from ..small_task.training import tie_queries
+from . import sequences, task
+from .instances import instance
+from .task import VOCABULARY
+
+MORE_CONTEXTS = {"tiny": 4, "small": 2}
+"""Contexts of a step by their size, as multiples of the recipe's batch."""
+TINY_QUESTIONS = {"page": 4, "sheet": 4, "chain": 6, "override": 1, "aggregate": 4, "whole": 3}
+"""What can be asked of a page of four cells."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Every training choice.
+
+    window: share of the page's questions that see only the page (the sheets have slid out of the window).
+    tiny, small: steps with such contexts (`task.SIZES`) to begin with.
+    longer: from this step on, every second batch has 7 or 15 sheets in place of 3.
+    named_by_sight: whether tokens that name something drawn start as the untrained tower's mean features of it.
+    tied_init: whether query projections start as copies of the key projections of their group.
+    """
+
+    seed: int = 0
+    steps: int = 1200
+    batch: int = 8
+    learning_rate: float = 1.5e-3
+    warmup: int = 60
+    weight_decay: float = 0.01
+    beta2: float = 0.98
+    clip: float = 1.0
+    window: float = 0.5
+    tiny: int = 400
+    small: int = 250
+    longer: int = 850
+    named_by_sight: bool = True
+    tied_init: bool = True
+    start_range: int = 64
+    page: int = 4
+    sheet: int = 4
+    chain: int = 16
+    override: int = 3
+    aggregate: int = 6
+    whole: int = 4
+    list: int = 1
+
+    @property
+    def questions(self) -> dict[str, int]:
+        """How many questions of each kind are packed behind each context."""
+        return {kind: getattr(self, kind) for kind in task.KINDS}
+
+    def size(self, step: int) -> str:
+        """Which of `task.SIZES` the contexts of a step have."""
+        if step < self.tiny:
+            return "tiny"
+        if step < self.tiny + self.small:
+            return "small"
+        if step < self.longer or step % 2 == 0:
+            return "4"
+        return "8" if step % 4 == 1 else "16"
+
+
+def initialise(recipe: Recipe) -> Any:
+    """Draws parameters: query kernels tied to key kernels, and tokens that start as the tower's features of their kind.
+
+    Both are starts only: nothing of them is in the loss.
+    """
+    config, _ = instance()
+    model = config.family.module(config, nnx.Rngs(recipe.seed))
+    table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
+    if recipe.named_by_sight:
+        for first, value in _features_by_name(model, recipe.seed).items():
+            table = table.at[first : first + len(value)].set(value)
+    model.decoder.embedding[...] = table
+    if recipe.tied_init:
+        tie_queries(model.decoder.layers.attention, config.text)
+    return model
+
+
+def _features_by_name(model: Any, seed: int, count: int = 64) -> dict[int, np.ndarray]:
+    """Finds what the untrained tower makes of cells that show the same thing, of unit variance, by first token id."""
+    config, settings = instance()
+    contexts = task.sample_contexts(np.random.default_rng([seed, 2**31]), count)
+    images = config.family.vision.process(sequences.context_images(contexts), settings)
+    form = sequences.form_of(config, settings, contexts.size)
+    ids = np.tile(np.concatenate(form.ids), (count, 1))
+    plan = config.family.vision.plan(config, ids, images)
+    features = np.asarray(model.encode(jnp.asarray(images["pixel_values"]), jax.tree.map(jnp.asarray, plan)))
+    features = features.reshape(count, -1, features.shape[-1])
+
+    # Sheets and page apart, so that a mean over cells of one kind leaves the others' mean out.
+    entries = contexts.size.entries
+    flat = lambda value: value.reshape(-1)
+    sheet, page = (
+        features[:, :entries].reshape(-1, features.shape[-1]),
+        features[:, entries:].reshape(-1, features.shape[-1]),
+    )
+    address = np.concatenate([flat(contexts.sheet_address), flat(contexts.page_address)])
+    glyph = flat(contexts.page_glyph)
+    both = np.concatenate([sheet - sheet.mean(axis=0), page - page.mean(axis=0)])
+    named = {
+        VOCABULARY.row: (both, address // task.COLUMN_MARKS),
+        VOCABULARY.column: (both, address % task.COLUMN_MARKS),
+        VOCABULARY.cell: (both, address),
+        VOCABULARY.ink: (page, glyph // task.SHAPES),
+        VOCABULARY.glyph: (page, glyph),
+        VOCABULARY.fill: (sheet, flat(contexts.sheet_fill)),
+        VOCABULARY.stripe: (sheet, flat(contexts.sheet_stripe)),
+    }
+    return {first: _means(*of) for first, of in named.items()}
+
+
+def _means(features: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """Means by label less the mean of all, each of unit variance."""
+    means = np.stack([features[label == number].mean(axis=0) for number in range(label.max() + 1)])
+    means = means - features.mean(axis=0)
+    return means / means.std(axis=1, keepdims=True)
+
+
+def loss_of(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> tuple[Array, Array]:
+    """Computes the mean cross-entropy of all answer tokens, and which of them [B,N] are right."""
+    features = model.encode(batch["pixel_values"], plan)
+    hidden, _ = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
+    state = model.decoder.run(hidden, batch["positions"], batch["mask"])
+    answer = batch["answer"]
+    logits = model.decoder.logits(state.hidden[:, -answer.shape[1] :])
+    asked = answer >= 0
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(asked, answer, 0))
+    loss = jnp.sum(each * asked) / jnp.maximum(jnp.sum(asked), 1)
+    return loss, (jnp.argmax(logits, axis=-1) == answer) & asked
+
+
+class Drawn(NamedTuple):
+    """One training batch: packed arrays, and per answer token its kind [N] and whether it sees the sheets [B,N].
+
+    images: all that the processor made. size: of the contexts, by name.
+    """
+
+    batch: dict[str, np.ndarray]
+    kinds: np.ndarray
+    sees: np.ndarray
+    images: dict[str, np.ndarray]
+    size: str
+
+
+def draw_batch(recipe: Recipe, step: int) -> Drawn:
+    """Draws the host side of one step, a function of the recipe and the step alone."""
+    config, settings = instance()
+    rng = np.random.default_rng([recipe.seed, step])
+    name = recipe.size(step)
+    count = recipe.batch * MORE_CONTEXTS.get(name, 1)
+    contexts = task.sample_contexts(rng, count, task.SIZES[name])
+    form, sheets = sequences.form_of(config, settings, contexts.size), contexts.sheets
+    # Now and then fewer sheets, so that none is always there.
+    fewer = rng.random((count, 1)) < 0.15
+    shown = ~(fewer & (rng.random((count, sheets)) < 1 / 3))
+    questions = task.ask(contexts, rng, TINY_QUESTIONS if name == "tiny" else recipe.questions, shown)
+    # Some questions of the page see it alone, as after the sheets slid out of the window.
+    on_page = questions.kind != task.KINDS.index("sheet")
+    sees = ~(on_page & (rng.random((count, len(on_page))) < recipe.window))
+    start = rng.integers(0, recipe.start_range, count)
+    packed = sequences.pack(form, questions, shown=shown, sees_sheets=sees, start=start)
+    images = config.family.vision.process(sequences.context_images(contexts), settings)
+    batch = {**packed, "pixel_values": images["pixel_values"]}
+    return Drawn(batch, questions.kind[questions.own], sees[:, questions.own], images, name)
+
+
+def image_plan(drawn: Drawn) -> dict[str, Array]:
+    """Makes what the tower needs beside the pixels, the same for every batch of this form."""
+    config, _ = instance()
+    return jax.tree.map(jnp.asarray, config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images))

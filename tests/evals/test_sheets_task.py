@@ -1,0 +1,264 @@
+"""The sheets task: what is dealt, drawn and asked, against independent readings; and every chunk of it reused."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from absl import app
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evals import sheets_task
+from evals.sheets_task import KINDS, SIZES, VOCABULARY, Contexts, Questions, sequences, suite, task, training
+from evals.sheets_task.instances import instance
+from evals.sheets_task.reuse import MOVED, Reuse
+from evals.sheets_task.training import Recipe, draw_batch, initialise
+from evals.small_task.training import make_tokenizer
+from evals.train import SheetsTrainer
+from kvpatch_jax.errors import InputError
+from models import ModelBackbone
+
+COUNTS = {"page": 2, "sheet": 2, "chain": 3, "override": 2, "aggregate": 2, "whole": 2, "list": 1}
+few = settings(max_examples=8, deadline=None)
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.sampled_from(sorted(SIZES))
+
+
+def draw(seed: int, size: str, count: int = 2) -> tuple[Contexts, np.random.Generator]:
+    rng = np.random.default_rng(seed)
+    return sheets_task.sample_contexts(rng, count, SIZES[size]), rng
+
+
+def told(contexts: Contexts, index: int, shown: np.ndarray) -> dict[int, list[tuple[int, int]]]:
+    """What the sheets shown say of every address, in their order."""
+    said: dict[int, list[tuple[int, int]]] = {}
+    for sheet in np.flatnonzero(shown[index]):
+        columns = (contexts.sheet_address, contexts.sheet_fill, contexts.sheet_stripe)
+        for address, fill, stripe in zip(*(column[index, sheet].tolist() for column in columns), strict=True):
+            said.setdefault(address, []).append((fill, stripe))
+    return said
+
+
+def asked_of(questions: Questions, number: int, index: int) -> list[tuple[str, str | None]]:
+    """One question as words: each token's name, and that of what is to be said after it."""
+    words = []
+    for at in np.flatnonzero(questions.own == number):
+        answer = questions.answer[index, at]
+        words.append((VOCABULARY.names[questions.ids[index, at]], None if answer < 0 else VOCABULARY.names[answer]))
+    return words
+
+
+@few
+@given(seed=seeds, size=sizes)
+def test_what_is_dealt(seed: int, size: str):
+    """Pages show no glyph or address twice; of an ink on the page one fill leads by two; few addresses come twice."""
+    contexts, _ = draw(seed, size)
+    for index in range(len(contexts)):
+        said = told(contexts, index, np.ones((2, contexts.sheets), bool))
+        page = contexts.page_address[index].tolist()
+        glyphs = contexts.page_glyph[index].tolist()
+        assert len(set(page)) == len(page) == len(set(glyphs)) == contexts.size.cells
+        assert set(page) < set(said)
+        twice = [of for of in said.values() if len(of) > 1]
+        assert len(twice) == max(1, contexts.size.entries // 13)
+        assert all(len(of) == 2 and of[0][0] != of[1][0] and of[0][1] != of[1][1] for of in twice)
+        for ink in {glyph // task.SHAPES for glyph in glyphs} if size != "tiny" else ():
+            fills = [said[address][-1][0] for address, glyph in zip(page, glyphs, strict=True) if glyph // 8 == ink]
+            (_, most), *rest = Counter(fills).most_common()
+            assert len(fills) == (4 if size == "small" else 8)
+            assert most in ((2, 3) if size == "small" else (3, 4))
+            assert {often for _, often in rest} <= {1}
+
+
+@few
+@given(seed=seeds, size=sizes)
+def test_pixels_say_what_is_meant(seed: int, size: str):
+    """Frames, swatches and shapes are read back off the images, by the nearest palette colour and by brightness."""
+    contexts, _ = draw(seed, size, 1)
+    sheets, pages = sheets_task.render(contexts)
+
+    def cells(image: np.ndarray) -> np.ndarray:
+        height, width = image.shape[0] // 10, image.shape[1] // 10
+        return image.reshape(height, 10, width, 10, 3).swapaxes(1, 2).reshape(-1, 10, 10, 3).astype(float)
+
+    def nearest(pixels: np.ndarray) -> np.ndarray:
+        mean = pixels.reshape(len(pixels), -1, 3).mean(axis=1)
+        return np.square(mean[:, None] - task.PALETTE).sum(axis=-1).argmin(axis=1)
+
+    for number, image in enumerate([*sheets[0], pages[0]]):
+        of = cells(image)
+        address = task.COLUMN_MARKS * nearest(of[:, :1, 1:9]) + nearest(of[:, 9:, 1:9])
+        if number < contexts.sheets:
+            np.testing.assert_array_equal(address, contexts.sheet_address[0, number])
+            np.testing.assert_array_equal(nearest(of[:, 1:9, 1:4]), contexts.sheet_fill[0, number])
+            np.testing.assert_array_equal(nearest(of[:, 1:3, 4:9]), contexts.sheet_stripe[0, number])
+            continue
+        np.testing.assert_array_equal(address, contexts.page_address[0])
+        lit = of[:, 1:9, 1:9].max(axis=-1) > 70
+        np.testing.assert_array_equal(lit, task.shapes()[contexts.page_glyph[0] % task.SHAPES])
+        inks = nearest(np.stack([cell[1:9, 1:9][mark][:16] for cell, mark in zip(of, lit, strict=True)]))
+        np.testing.assert_array_equal(inks, contexts.page_glyph[0] // task.SHAPES)
+
+
+@few
+@given(seed=seeds, size=st.sampled_from(["4", "8", "16"]), hidden=st.booleans())
+def test_answers(seed: int, size: str, hidden: bool):
+    """Every answer follows from the sheets shown, read one after another, and the page."""
+    contexts, rng = draw(seed, size)
+    shown = np.ones((2, contexts.sheets), bool)
+    shown[:, 0] = not hidden
+    questions = sheets_task.ask(contexts, rng, COUNTS, shown)
+    assert questions.kind.tolist() == [KINDS.index(kind) for kind, count in COUNTS.items() for _ in range(count)]
+    answered: Counter[str] = Counter()
+    for index in range(2):
+        said = told(contexts, index, shown)
+        page = {
+            f"s{glyph % 8}i{glyph // 8}": address
+            for glyph, address in zip(
+                contexts.page_glyph[index].tolist(), contexts.page_address[index].tolist(), strict=True
+            )
+        }
+        fill_of = {glyph: said[address][-1][0] for glyph, address in page.items() if address in said}
+        for number, kind in enumerate(questions.kind):
+            words = asked_of(questions, number, index)
+            (ask, _), (argument, answer) = words[:2]
+            if answer is None:
+                continue
+            answered[KINDS[kind]] += 1
+            if KINDS[kind] == "page":
+                assert answer == (f"r{page[argument] // 8}" if ask == "row?" else f"c{page[argument] % 8}")
+            elif KINDS[kind] == "list":
+                assert [want for _, want in words[1::2]] == [f"fill{fill_of[glyph]}" for glyph, _ in words[1::2]]
+                assert [token for token, _ in words[2::2]] == [want for _, want in words[1:-1:2]]
+            elif KINDS[kind] == "aggregate":
+                fills = Counter(fill for glyph, fill in fill_of.items() if f"ink{glyph[3]}" == argument)
+                assert sum(fills.values()) == 8
+                assert answer == f"fill{fills.most_common(1)[0][0]}"
+            elif KINDS[kind] == "whole":
+                inks = Counter(f"ink{glyph[3]}" for glyph, fill in fill_of.items() if f"fill{fill}" == argument)
+                assert len(fill_of) == 64
+                assert answer == inks.most_common(1)[0][0]
+            else:
+                address = page[argument] if argument in page else 8 * int(argument[1]) + int(argument[3])
+                assert (argument not in page) == (KINDS[kind] == "sheet")
+                assert KINDS[kind] != "sheet" or address not in page.values()
+                assert len(said[address]) == (2 if KINDS[kind] == "override" else 1)
+                fill, stripe = said[address][-1]
+                assert answer == (f"fill{fill}" if ask == "fill?" else f"stripe{stripe}")
+    assert hidden or set(answered) == set(COUNTS)
+
+
+def test_packing():
+    """A question sees itself, the page and, unless they slid out, the sheets shown; what is not shown takes no room."""
+    contexts, rng = draw(3, "4")
+    questions = sheets_task.ask(contexts, rng, COUNTS)
+    form = sequences.form_of(*instance(), contexts.size)
+    shown = np.array([[True, False, True], [True, True, True]])
+    sees = rng.random((2, len(questions.kind))) < 0.5
+    batch = sequences.pack(form, questions, shown=shown, sees_sheets=sees, start=np.array([5, 0]))
+    prefix = form.prefix_tokens
+    for index in range(2):
+        here = np.append(shown[index], True)
+        for row in range(prefix + len(questions.own)):
+            for column in range(0, prefix + len(questions.own), 7):
+                if column >= prefix:
+                    allowed = row >= column and questions.own[row - prefix] == questions.own[column - prefix]
+                else:
+                    place = form.owner[column]
+                    allowed = here[place] and (row >= column)
+                    if row >= prefix and place < 3:
+                        allowed = allowed and sees[index, questions.own[row - prefix]]
+                assert batch["mask"][index, 0, row, column] == allowed
+        begins = [int(batch["positions"][index, part.start].min()) for part in form.slices]
+        first = [5, 0][index]
+        assert begins[0] == first
+        assert begins[2] == first + form.spans[0] * (1 + shown[index, 1])
+        assert batch["positions"][index, prefix].tolist() == [begins[-1] + form.spans[-1]] * 3
+
+
+def test_a_recipe_says_what_a_step_draws():
+    """Sizes follow the step; the same step draws the same batch; questions that see the page alone are about it."""
+    recipe = Recipe(tiny=1, small=1, longer=3, batch=2)
+    assert [recipe.size(step) for step in range(8)] == ["tiny", "small", "4", "16", "4", "8", "4", "16"]
+    first, again = draw_batch(recipe, 0), draw_batch(recipe, 0)
+    jax.tree.map(np.testing.assert_array_equal, first.batch, again.batch)
+    assert len(first.batch["answer"]) == 2 * training.MORE_CONTEXTS["tiny"]
+    assert first.sees[:, first.kinds == KINDS.index("sheet")].all()
+    assert not first.sees[:, first.kinds == KINDS.index("chain")].all()
+
+
+def fresh() -> ModelBackbone:
+    """The small backbone with fresh parameters."""
+    config, images = instance()
+    return ModelBackbone(
+        config, nnx.to_pure_dict(nnx.split(initialise(Recipe()))[1]), images, make_tokenizer(VOCABULARY.names)
+    )
+
+
+@pytest.mark.slow
+def test_every_chunk_is_reused():
+    """All patches whole: re-prefill, though every chunk moved. One question's tokens all run again: the same."""
+    contexts, rng = draw(1, "tiny")
+    questions = sheets_task.ask(contexts, rng, {"page": 2, "chain": 2, "list": 1})
+    reuse = Reuse(fresh(), contexts, questions)
+    assert int(np.asarray(reuse.tokens.positions).min()) == MOVED
+    truth = reuse.read(reuse.engine)
+    whole = reuse.cache({place: reuse.patch(place, 64) for place in range(1, reuse.form.chunks)})
+    np.testing.assert_allclose(reuse.read(whole), truth, atol=2e-3)
+    assert np.abs(reuse.read(reuse.cache()) - truth).max() > 1e-2
+    # The sheets in front as re-prefill has them: recomputing all of the page is then re-prefilling it.
+    sheets = {place: reuse.patch(place, 64) for place in range(1, reuse.form.chunks - 1)}
+    blind = reuse.cache
+    reuse.cache = lambda patches=None: blind({**sheets, **(patches or {})})  # type: ignore[method-assign]
+    ((_, said),) = reuse.read_by_question((1.0,)).values()
+    np.testing.assert_allclose(said, truth, atol=2e-3)
+    for by_channel in reuse.class_shares().values():
+        assert all((share <= 1 + 1e-5).all() for share in by_channel.values())
+
+
+@pytest.mark.slow
+def test_training_resumes_and_serves(tmp_path: Path):
+    """Steps of every size; a second trainer goes on to the same parameters; the suite reads what was saved."""
+    recipe = Recipe(steps=4, batch=1, warmup=1, tiny=1, small=1, longer=2, chain=2, page=1, sheet=1, aggregate=1)
+    straight = SheetsTrainer(recipe, tmp_path / "a")
+    straight.train(4, every=1, save_every=100)
+    lines = [json.loads(line) for line in (tmp_path / "a" / "curve.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    SheetsTrainer(recipe, tmp_path / "b").train(2, every=1, save_every=100)
+    resumed = SheetsTrainer(recipe, tmp_path / "b")
+    assert resumed.resume() == 2
+    resumed.train(4, every=1, save_every=100)
+    for one, other in zip(jax.tree.leaves(straight.state), jax.tree.leaves(resumed.state), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_an_unknown_instance_is_refused(tmp_path: Path):
+    """The known ones are named."""
+    with pytest.raises(InputError, match="sheets task"):
+        suite.instances(str(tmp_path / "nothing"))
+
+
+def test_flags_of_another_task_are_refused():
+    """A flag that the task's recipe does not have is a usage error, not ignored."""
+    from absl import flags
+
+    from evals import train
+
+    values = flags.FlagValues()
+    original, flags.FLAGS = flags.FLAGS, values
+    try:
+        for name in ("auxiliary", "steps"):
+            flags.DEFINE_float(name, 0.0, "", flag_values=values)
+        for recipe, _ in train.TASKS.values():
+            for field in recipe.__dataclass_fields__:
+                if field not in values:
+                    flags.DEFINE_string(field, None, "", flag_values=values)
+        values(["train", "--auxiliary=0.5"])
+        with pytest.raises(app.UsageError, match="--auxiliary"):
+            train.asked_recipe("sheets")
+    finally:
+        flags.FLAGS = original
