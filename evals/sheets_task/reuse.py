@@ -160,7 +160,7 @@ class Reuse:
         shape = (*self.questions.ids.shape, self.backbone.config.text.vocabulary)
         said = {budget: np.zeros(shape, np.float32) for budget in budgets}
         for columns in self._alike():
-            received = self._received(columns, splice.cache)[band].sum(axis=0)  # [B, Q, T]
+            received = self._received(columns, dict(splice.cache))[band].sum(axis=0)  # [B, Q, T]
             for budget in budgets:
                 count = max(1, fraction_to_count(budget, size))
                 index = np.sort(np.argsort(-received, axis=-1, kind="stable")[..., :count], axis=-1)

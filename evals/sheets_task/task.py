@@ -160,7 +160,7 @@ def _sample(rng: np.random.Generator, size: Size) -> tuple[np.ndarray, ...]:
     entries = _deal(rng, known, size)
     sheet_fill, sheet_stripe = fill[entries], stripe[entries]
     # Of an address on two sheets the earlier one shows other colours.
-    where: dict[int, tuple[int, int]] = {}
+    where: dict[int, tuple[int, ...]] = {}
     for place in itertools.product(*map(range, entries.shape)):
         earlier = where.get(int(entries[place]))
         if earlier is not None:
