@@ -240,5 +240,6 @@ class Reuse:
                 means = np.einsum("btc,lbtf->lbcf", share, value)
                 left = value - np.einsum("btc,lbcf->lbtf", belongs, means)
                 whole = np.square(value).sum(axis=(2, 3))
-                found[name][channel] = (1 - np.square(left).sum(axis=(2, 3)) / np.maximum(whole, 1e-12)).T
+                shares = 1 - np.square(left).sum(axis=(2, 3)) / np.where(whole > 0, whole, 1.0)
+                found[name][channel] = np.where(whole > 0, shares, 0.0).T  # the first layer absorbs nothing
         return found
