@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..backbone import Backbone
 from ..errors import CertificateError
+from ..replacing import path_of
 from . import certificate_file
 
 Promise = Literal["remember", "forget"]
@@ -349,12 +350,12 @@ class Certificate:
         Raises:
           CertificateError: a folder that is not there, or cannot be written.
         """
-        return certificate_file.write(Path(path), self.to_json())
+        return certificate_file.write(path_of(path, "certificate", CertificateError), self.to_json())
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, backbone: str | Backbone | None) -> "Certificate":
         """Reads a file that `write` wrote. Arguments and errors as `from_json`; also a file that is not there."""
-        return cls.from_json(certificate_file.read(Path(path)), backbone=backbone)
+        return cls.from_json(certificate_file.read(path_of(path, "certificate", CertificateError)), backbone=backbone)
 
     def __repr__(self) -> str:
         return (

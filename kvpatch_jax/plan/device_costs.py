@@ -6,13 +6,12 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import strict_json
 from ..chunk_ids import digest_of
 from ..errors import PlanError
-from ..replacing import replace
+from ..replacing import path_of, replace
 from ..window.edits import Edit, Rotate
 
 FORMAT = "kvpatch_jax.device_costs"
@@ -90,6 +89,8 @@ class DeviceCosts:
             import jax
 
             device = str(jax.devices()[0].device_kind)
+        if not isinstance(device, str):
+            raise PlanError(f"device costs: device {device!r:.80}; expected its kind, a text, or None")
         guess = next(each for each in _GUESSES if each.word in device.lower())
         rates = Rates(guess.launch, 1 / guess.flops, 1 / guess.bytes)
         kinds = {kind: rates for kind in KINDS if kind not in ("Drop", "Fetch")}
@@ -132,7 +133,7 @@ class DeviceCosts:
         """
         body = {"format": FORMAT, "version": VERSION, **self._body(), "digest": self.digest}
         try:
-            replace(Path(path), (json.dumps(body, indent=2) + "\n").encode())
+            replace(path_of(path, "device costs", PlanError), (json.dumps(body, indent=2) + "\n").encode())
         except OSError as error:
             raise PlanError(
                 f"device costs {os.fspath(path)!r}: {error}; expected a file that can be written"
@@ -148,8 +149,9 @@ class DeviceCosts:
         Raises:
           PlanError: no such file, damage, another version, or another device's.
         """
+        path = path_of(path, "device costs", PlanError)
         try:
-            body = strict_json.loads(Path(path).read_text("utf-8"))
+            body = strict_json.loads(path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise PlanError(f"device costs {os.fspath(path)!r}: {error}; expected JSON as `write` wrote it") from error
         found = (body.get("format"), body.get("version")) if isinstance(body, dict) else None

@@ -1,7 +1,6 @@
 """What a plan is held to: bounds on what an answer loses, and on what bringing the window there may take."""
 
 import dataclasses
-import math
 
 from ..errors import PlanError
 
@@ -33,7 +32,7 @@ class Goal:
         for field in dataclasses.fields(self):
             bound = getattr(self, field.name)
             number = isinstance(bound, int | float) and not isinstance(bound, bool)
-            if bound is not None and not (number and math.isfinite(bound) and bound >= 0):
+            if bound is not None and not (number and 0 <= bound < 2**63):  # of an int, `isfinite` may overflow
                 raise PlanError(f"goal: {field.name} {bound!r:.80}; expected a number from 0, or None")
 
     @property

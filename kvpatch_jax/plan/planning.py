@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..chunk import brief
 from ..errors import CertificateError, PlanError
@@ -250,8 +250,20 @@ def plan(
       WindowError: what the window cannot hold so. CertificateError: a certificate of another backbone; a goal that
       uncertified ways alone would meet. PlanError: a goal that nothing meets, a stock of another backbone.
     """
-    goal = goal or Goal()
+    goal = Goal() if goal is None else goal
     _check(window, stored, certificate)
+    for what, given, kind in (("goal", goal, Goal), ("costs", costs, DeviceCosts | None), ("known", known, _KNOWN)):
+        if not isinstance(given, kind):
+            expected = "a Goal" if what == "goal" else "DeviceCosts" if what == "costs" else "`Plan.known`"
+            raise PlanError(f"plan: {what} {given!r:.80}; expected {expected}, or None")
+    for what, given in (("uncertified", uncertified), ("allow_stale", allow_stale), ("forming", forming)):
+        if not isinstance(given, bool):
+            raise PlanError(f"plan: {what} {given!r:.80}; expected True or False")
+    if isinstance(encoded, str) or not isinstance(encoded, Collection):
+        raise PlanError(f"plan: encoded {encoded!r:.80}; expected a collection of ids")
+    if executor is not None and not isinstance(executor, Executor):
+        raise PlanError(f"plan: executor {executor!r:.80}; expected a HostExecutor or PagedExecutor, or None")
+    wanted = _entries(wanted)
     pinned = [piece.entry for piece in window.pieces[: window.lead]]
     if pinned and (not wanted or wanted[0] != pinned[0]):
         wanted = [*pinned, *wanted]
@@ -293,7 +305,26 @@ def plan(
     )
 
 
-def _check(window: Window, stored: Stock, certificate: Certificate | None) -> None:
+_KNOWN = Mapping | None
+
+
+def _entries(wanted: Any) -> list[Entry]:
+    if isinstance(wanted, str | bytes | Mapping) or not isinstance(wanted, Iterable):
+        raise PlanError(f"plan: wanted {wanted!r:.80}; expected a sequence of Entry")
+    entries = list(wanted)
+    for each in entries:
+        if not isinstance(each, Entry):
+            raise PlanError(f"plan: wanted {each!r:.80}; expected an Entry, such as Entry.of(chunk)")
+    return entries
+
+
+def _check(window: Any, stored: Any, certificate: Any) -> None:
+    if not isinstance(window, Window):
+        raise PlanError(f"plan: window {window!r:.80}; expected a Window")
+    if not isinstance(stored, Stock):
+        raise PlanError(f"plan: stored {stored!r:.80}; expected a Stock, such as Stock.of(store, backbone)")
+    if certificate is not None and not isinstance(certificate, Certificate):
+        raise CertificateError(f"plan: certificate {certificate!r:.80}; expected Certificate.read(…), or None")
     if stored.backbone != window.backbone:
         raise PlanError(f"plan: a stock of backbone {stored.backbone[:16]!r}; expected {window.backbone[:16]!r}")
     if certificate is not None and certificate.backbone != window.backbone:

@@ -56,6 +56,8 @@ class Stock:
         Args:
           backbone: its fingerprint. store, layout: where more is found, and the layout that it is asked for.
         """
+        if not isinstance(backbone, str):
+            raise PlanError(f"stock: backbone {backbone!r:.80}; expected a fingerprint (`Stock.of` takes the backbone)")
         self.backbone, self._store, self._layout = backbone, store, layout
         self._lead: str | None = None
         self._gives = False
@@ -73,6 +75,10 @@ class Stock:
         Args:
           lead: digest of what canonicals were prefilled behind (`Executor.lead`).
         """
+        if not all(hasattr(backbone, word) for word in ("fingerprint", "layout")):
+            raise PlanError(f"stock: backbone {backbone!r:.80}; expected what models.load gives")
+        if store is not None and not isinstance(store, PatchStore):
+            raise PlanError(f"stock: store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
         made = cls(backbone.fingerprint, store, backbone.layout)
         made._lead = lead
         return made

@@ -19,6 +19,7 @@ from ..window.sources import PatchStore, padded_tokens
 from .batch_file import FORMAT, VERSION, AnswerFile, Line, shard_path
 from .batch_forming import Forming, Front, Place, context_of, stacked
 from .batch_items import BatchItem, Job, Listed, listed, shard_of
+from .given import check_backbone, check_rank, float_dtype
 
 DATA = "data"
 """The axis of a mesh that rows lie over."""
@@ -102,8 +103,15 @@ def answer_batch(
 
     Raises:
       InputError: no items, a shard or batch that is none, or a file with answers of other items, another backbone,
-      rank or dtype, or that another run writes to. ConfigError: a mesh without "data", or another than the backbone's.
+      rank or dtype, or that another run writes to; a backbone or store that is none. RankError, DtypeError: what is
+      none. ConfigError: a mesh without "data", or another than the backbone's.
     """
+    check_backbone(backbone, store, "answer_batch")
+    check_rank(rank, "answer_batch", 1)
+    dtype = None if dtype is None else float_dtype(dtype, "answer_batch")
+    if not isinstance(retry, bool):
+        raise InputError(f"answer_batch: retry {retry!r:.80}; expected True or False")
+    shard_path(out, 0, 1)
     _check_numbers(shard, batch)
     index, count = shard
     placing, width, backbone = _placing(backbone, mesh)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import strict_json
 from ..errors import InputError
-from ..replacing import replace
+from ..replacing import path_of, replace
 
 FORMAT, VERSION = "kvpatch_jax.answers", 1
 _SHARED = ("format", "version", "items", "digest", "backbone", "rank", "dtype")
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 def shard_path(out: str | os.PathLike[str], index: int, count: int) -> Path:
     """The file of one shard: `out` itself where there is one, else its name with the shard's numbers."""
-    path = Path(out)
+    path = path_of(out, "answers", InputError)
     return path if count == 1 else path.with_name(f"{path.stem}.{index:05d}-of-{count:05d}{path.suffix}")
 
 
@@ -142,7 +142,7 @@ def read_answers(*paths: str | os.PathLike[str]) -> list[Line]:
         raise InputError("read_answers: no files; expected those of all shards")
     heads: list[Line] = []
     lines: dict[int, Line] = {}
-    for path in map(Path, paths):
+    for path in [path_of(each, "answers", InputError) for each in paths]:
         try:
             content = path.read_bytes()
         except OSError as error:

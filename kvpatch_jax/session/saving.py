@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 
 from ..content import Text
 from ..errors import SessionError
-from ..replacing import replace
+from ..replacing import path_of, replace
 from ..window.keeping import SIDES, KeptPiece
 
 FORMAT, VERSION = "kvpatch session", 1
@@ -76,7 +75,7 @@ def write(saved: Saved, path: str | os.PathLike[str]) -> None:
     # A file without arrays is none that safetensors reads everywhere.
     content = safetensors.numpy.save({**arrays, "end": np.zeros(1, np.uint8)}, meta)
     try:
-        replace(Path(path), content)
+        replace(path_of(path, "session:", SessionError), content)
     except OSError as error:
         raise SessionError(
             f"session: {str(path)!r:.200} cannot be written: {error}; expected a file's place"
@@ -89,11 +88,12 @@ def read(path: str | os.PathLike[str]) -> Saved:
     Raises:
       SessionError: no such file, no session, another version, or damage.
     """
-    name = f"session: {os.fspath(path)!r:.200}"
+    path = path_of(path, "session:", SessionError)
+    name = f"session: {str(path)!r:.200}"
     try:
         if not os.path.isfile(path):
             raise SessionError(f"{name} is no file; expected what Session.save wrote")
-        content = Path(path).read_bytes()
+        content = path.read_bytes()
         arrays = safetensors.numpy.load(content)
         meta = _metadata(content)
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:

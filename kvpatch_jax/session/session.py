@@ -110,6 +110,7 @@ class Session(Needing, Restoring):
           SessionError: a backbone, store, keep or runtime that is none or does not belong. What adding the lead raises.
         """
         _check(backbone, store, keep, runtime, linker)
+        _check_settings(name, around, costs, retriever, {"largest_image": largest_image, "memory": memory})
         check_certificate(certificate, goal, backbone.fingerprint)
         if runtime is None:
             options: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": dtype, "rank": rank}
@@ -407,6 +408,21 @@ def _check_keep(keep: Any) -> None:
         raise SessionError(f"session: keep {keep!r:.80}; expected how many chunks stay, 1 or more, or None")
 
 
+def _check_settings(name: Any, around: Any, costs: Any, retriever: Any, sizes: dict[str, Any]) -> None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise SessionError(f"session: name {name!r:.80}; expected a text, or None")
+    marks = isinstance(around, tuple | list) and len(around) == 2 and all(isinstance(each, str) for each in around)
+    if not marks:
+        raise SessionError(f"session: around {around!r:.80}; expected two texts, in front of and behind a question")
+    if costs is not None and not isinstance(costs, DeviceCosts):
+        raise SessionError(f"session: costs {costs!r:.80}; expected DeviceCosts.read(…), or None")
+    if retriever is not None and not callable(retriever) and not hasattr(retriever, "search"):
+        raise SessionError(f"session: retriever {retriever!r:.80}; expected a function, or one with `search`, or None")
+    for word, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise SessionError(f"session: {word} {size!r:.80}; expected bytes, a whole number from 0")
+
+
 def _check(backbone: Any, store: Any, keep: Any, runtime: Any, linker: Any) -> None:
     """Refuses what no session can be made of."""
     if not all(hasattr(backbone, word) for word in ("fingerprint", "prepare", "embed", "prefill")):
@@ -414,9 +430,11 @@ def _check(backbone: Any, store: Any, keep: Any, runtime: Any, linker: Any) -> N
     if store is not None and not isinstance(store, PatchStore):
         raise SessionError(f"session: store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
     _check_keep(keep)
+    if runtime is not None and not isinstance(runtime, Runtime):
+        raise SessionError(f"session: runtime {runtime!r:.80}; expected one of another session, or None")
     for what, other in (
         ("runtime", None if runtime is None else runtime.backbone.fingerprint),
-        ("linker", None if linker is None else linker.backbone),
+        ("linker", None if linker is None else getattr(linker, "backbone", f"{linker!r:.16}")),
     ):
         if other is not None and other != backbone.fingerprint:
             raise SessionError(

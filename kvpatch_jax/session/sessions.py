@@ -3,14 +3,17 @@
 import dataclasses
 import os
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from ..backbone import Backbone
 from ..compress import Rank
+from ..errors import InputError
 from ..window import Former, PagedExecutor
 from ..window.sources import PatchStore
+from .given import check_backbone, check_rank, float_dtype
 from .runtime import PAGE_SIZE, RANK, dtype_of
 from .session import Session
 from .shared import Shared
@@ -83,9 +86,12 @@ class Sessions:
           options: of `PagedExecutor`.
 
         Raises:
-          InputError: numbers that are none. PoolError: no pages, or an empty page.
+          InputError: numbers, a backbone or a store that are none. PoolError: no pages, or an empty page. RankError,
+          DtypeError: what is none.
         """
-        dtype = dtype_of(backbone) if dtype is None else dtype
+        check_backbone(backbone, store, "sessions")
+        check_rank(rank, "sessions", 0)
+        dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "sessions")
         executor = PagedExecutor(backbone, pages, page_size, dtype, store=store, **options)
         self.backbone, self.store = backbone, store
         former = None
@@ -110,6 +116,7 @@ class Sessions:
           SessionClosedError. As `Session`; and SessionBusyError: no room for its lead, for as long as a call waits.
         """
         self.shared.check_open()
+        _check_own(options)
         return Session(self.backbone, self.store, keep, runtime=self.shared, branch=self.name(), **options)
 
     def restore(self, path: str | os.PathLike[str], **options: Any) -> Session:
@@ -122,6 +129,7 @@ class Sessions:
           SessionClosedError. As `Session.restore`; PoolError: no room, for as long as a call waits.
         """
         self.shared.check_open()
+        _check_own(options)
         return Session.restore(path, self.backbone, self.store, runtime=self.shared, branch=self.name(), **options)
 
     @staticmethod
@@ -160,3 +168,11 @@ class Sessions:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_own(options: Mapping[str, Any]) -> None:
+    taken = [word for word in ("runtime", "branch", "pages", "page_size", "dtype", "rank") if word in options]
+    if taken:
+        raise InputError(
+            f"sessions: {taken[0]} {options[taken[0]]!r:.80}; expected none, for all share what they run on"
+        )

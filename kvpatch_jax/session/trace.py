@@ -21,7 +21,7 @@ from ..content import sort_of
 from ..errors import TraceError
 from ..extras import require
 from ..images import decoded
-from ..replacing import replace
+from ..replacing import path_of, replace
 from .events import Event, check_history, check_path
 
 FORMAT, VERSION = "kvpatch_jax.trace", 1
@@ -98,6 +98,8 @@ class Trace:
         Raises:
           TraceError: no folder, a file that is not there or no regular one, or one that links lead out of the folder.
         """
+        if not isinstance(event, Event):
+            raise TraceError(f"payloads of {event!r:.80}; expected an Event")
         if event.payload and self.folder is None:
             raise TraceError(f"trace without a folder; expected one, where {event.payload[0]!r:.80} lies")
         found = []
@@ -116,7 +118,7 @@ class Trace:
         Raises:
           TraceError: a file that cannot be written.
         """
-        path = Path(path)
+        path = path_of(path, "trace", TraceError)
         lines = [header_line(self.kind, self.parameters), *(event_line(event) for event in self.events)]
         try:
             replace(path, b"".join(lines))
@@ -133,7 +135,7 @@ class Trace:
         Raises:
           TraceError: a file that cannot be read or is no trace of this version, naming the line.
         """
-        path = Path(path)
+        path = path_of(path, "trace", TraceError)
         try:
             with path.open("rb") as file:
                 kind, parameters, events = _read(file, str(path), torn)
@@ -253,7 +255,9 @@ class Recorder:
           TraceError: a file that is there already or cannot be made; a header as `Trace` refuses it.
         """
         _check_header(kind, parameters or {})
-        self.path, self.error = Path(path), None
+        if not callable(clock):
+            raise TraceError(f"recorder: clock {clock!r:.80}; expected a function that gives seconds")
+        self.path, self.error = path_of(path, "recorder:", TraceError), None
         self._payloads, self._clock, self._began = payloads, clock, clock()
         self._lock, self._last = threading.Lock(), 0.0
         try:

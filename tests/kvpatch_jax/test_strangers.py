@@ -1,0 +1,191 @@
+"""What strangers give to plans, traces, sessions and batches: every surprise is a typed error that names it."""
+# pyright: reportArgumentType=false
+
+import json
+import math
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpatch_jax.backbone import ForwardCosts
+from kvpatch_jax.errors import (
+    CertificateError,
+    DtypeError,
+    InputError,
+    KVPatchError,
+    PlanError,
+    PoolError,
+    RankError,
+    SessionError,
+    TraceError,
+)
+from kvpatch_jax.plan import Certificate, DeviceCosts, Goal, Stock, plan
+from kvpatch_jax.pool import SlotAllocator
+from kvpatch_jax.session import BatchItem, Event, Recorder, Session, Sessions, Trace, answer_batch, read_answers, saving
+from kvpatch_jax.window import Costs, Entry, Window
+
+BACKBONE = "f" * 64
+WINDOW = Window.empty(Costs(BACKBONE, 2, 96, 32, 8, ForwardCosts((1000, 1000), (40, 40), (0, 0), 5000)))
+ENTRY = Entry("a", None, 10, 10)
+DEVICES = DeviceCosts.assumed("cpu")
+READER = types.SimpleNamespace(fingerprint=BACKBONE, layout=None, prepare=None, embed=None, prefill=None)
+NO_PATHS = [None, 3, b"bytes", "", "a\0b", Path("a\0b")]
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"window": None}, "window None"),
+        ({"stored": {}}, "stored {}"),
+        ({"goal": 0.05}, "goal 0.05"),
+        ({"goal": 0.0}, "goal 0.0"),
+        ({"goal": {"kl": 0.1}}, "goal {'kl'"),
+        ({"wanted": None}, "wanted None"),
+        ({"wanted": "page"}, "wanted 'page'"),
+        ({"wanted": ["page"]}, "wanted 'page'"),
+        ({"wanted": ENTRY}, "wanted Entry"),
+        ({"costs": "costs.json"}, "costs 'costs.json'"),
+        ({"known": [1]}, r"known \[1\]"),
+        ({"encoded": "a"}, "encoded 'a'"),
+        ({"encoded": None}, "encoded None"),
+        ({"uncertified": "no"}, "uncertified 'no'"),
+        ({"forming": 1}, "forming 1"),
+        ({"executor": "x"}, "executor 'x'"),
+        ({"certificate": "certificate.json"}, "certificate 'certificate.json'"),
+    ],
+)
+def test_a_plan_of_nonsense_is_refused(changed: dict[str, Any], said: str):
+    given = {"window": WINDOW, "wanted": [ENTRY], "goal": None, "stored": Stock(BACKBONE), "costs": DEVICES} | changed
+    first = [given.pop(word) for word in ("window", "wanted", "goal")]
+    with pytest.raises(CertificateError if "certificate" in changed else PlanError, match=said + ".*expected"):
+        plan(*first, **given)
+
+
+def test_what_can_be_gone_through_once_is_planned():
+    given = {"stored": Stock(BACKBONE), "costs": DEVICES}
+    assert [chunk.id for chunk in plan(WINDOW, (each for each in [ENTRY]), **given).chunks] == ["a"]
+    assert not plan(WINDOW, [], **given).edits
+
+
+@pytest.mark.parametrize("bound", [math.nan, math.inf, -1, 10**400, True, "0.1"])
+@pytest.mark.parametrize("word", ["kl", "bytes"])
+def test_a_bound_is_a_number_that_there_is(word: str, bound: Any):
+    with pytest.raises(PlanError, match=f"goal: {word}.*expected a number from 0"):
+        Goal(**{word: bound})
+
+
+@pytest.mark.parametrize("path", NO_PATHS)
+def test_what_names_no_file_is_refused(path: Any):
+    makers = [
+        lambda: DeviceCosts.read(path),
+        lambda: DEVICES.write(path),
+        lambda: Certificate.read(path, backbone=None),
+        lambda: Trace.read(path),
+        lambda: Trace(()).write(path),
+        lambda: Recorder(path),
+        lambda: read_answers(path),
+        lambda: answer_batch(READER, None, [BatchItem(["r1"], "t2")], out=path),
+        lambda: saving.read(path),
+    ]
+    for make in makers:
+        with pytest.raises(KVPatchError, match="expected a file's name"):
+            make()
+
+
+def test_a_stock_and_device_costs_say_what_they_are_of():
+    for make in (lambda: Stock(3), lambda: Stock.of(None, 3), lambda: DeviceCosts.assumed(3)):
+        with pytest.raises(PlanError, match="3; expected"):
+            make()
+    with pytest.raises(PlanError, match=r"store 'a folder'; expected a kvpatch_jax\.ChunkStore"):
+        Stock.of("a folder", READER)
+
+
+def test_a_recorder_refuses_a_clock_that_is_none_and_survives_one_that_runs_back(tmp_path: Path):
+    with pytest.raises(TraceError, match="clock 3; expected a function"):
+        Recorder(tmp_path / "none.jsonl", clock=3)
+    assert not (tmp_path / "none.jsonl").exists()
+    times = iter([5.0, 9.0, 1.0, math.nan])
+    with Recorder(tmp_path / "t.jsonl", clock=lambda: next(times)) as recorder:
+        for name in "abc":
+            recorder(Event(0.0, name, "close"))
+    assert [event.at for event in Trace.read(tmp_path / "t.jsonl")] == [4.0, 4.0, 4.0]
+    with pytest.raises(TraceError, match="payloads of None"):
+        Trace(()).payloads(None)
+
+
+@pytest.mark.parametrize("steps", [10**10, "5", 2.0, True, -1])
+def test_a_trace_of_steps_that_nobody_takes_is_refused(steps: Any, tmp_path: Path):
+    path = tmp_path / "t.jsonl"
+    Trace(()).write(path)
+    event = {"at": 0.0, "session": "a", "op": "ask", "text": "q", "steps": steps}
+    path.write_text(path.read_text() + json.dumps(event) + "\n")
+    with pytest.raises(TraceError, match="line 2"):
+        Trace.read(path)
+
+
+@pytest.mark.parametrize(
+    ("pages", "size"), [(0, 16), (8, 0), (2.5, 16), ("8", 16), (None, 16), (True, 16), (8, 1.5), (10**15, 16)]
+)
+def test_a_pool_has_a_number_of_pages(pages: Any, size: Any):
+    with pytest.raises(PoolError, match="expected whole numbers from 1"):
+        SlotAllocator(pages, size)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"backbone": None}, InputError),
+        ({"backbone": "a model's name"}, InputError),
+        ({"store": "a folder"}, InputError),
+        ({"store": Path("folder")}, InputError),
+        ({"rank": "x"}, RankError),
+        ({"rank": 2.5}, RankError),
+        ({"rank": -1}, RankError),
+        ({"rank": {"k": "x"}}, RankError),
+        ({"dtype": "float17"}, DtypeError),
+        ({"dtype": "int32"}, DtypeError),
+        ({"dtype": 3}, DtypeError),
+    ],
+)
+def test_sessions_and_batches_of_nonsense_are_refused(changed: dict[str, Any], error: type[Exception], tmp_path: Path):
+    given = {"backbone": READER, "store": None} | changed
+    first = [given.pop(word) for word in ("backbone", "store")]
+    with pytest.raises(error, match=r"sessions: .*expected"):
+        Sessions(*first, pages=8, **given)
+    out = tmp_path / "answers.jsonl"
+    with pytest.raises(error, match=r"answer_batch: .*expected"):
+        answer_batch(*first, [BatchItem(["r1"], "t2")], out=out, **given)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("given", [{"rank": 0}, {"rank": None}, {"retry": "x"}, {"batch": 2.0}, {"shard": "01"}])
+def test_a_batch_is_refused_before_it_writes(given: dict[str, Any], tmp_path: Path):
+    out = tmp_path / "answers.jsonl"
+    with pytest.raises(KVPatchError, match="answer_batch: "):
+        answer_batch(READER, None, [BatchItem(["r1"], "t2")], out=out, **given)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"around": "x"},
+        {"around": ("a",)},
+        {"around": (1, 2)},
+        {"largest_image": -1},
+        {"memory": math.nan},
+        {"memory": "1 GB"},
+        {"name": 3},
+        {"costs": "costs.json"},
+        {"retriever": 3},
+        {"linker": 3},
+        {"runtime": 3},
+    ],
+)
+def test_settings_of_a_session_are_looked_at_first(given: dict[str, Any]):
+    with pytest.raises(SessionError, match=r"session: .*expected"):
+        Session(READER, **given)
