@@ -19,6 +19,7 @@ from ..probes.window.line import KV, Line, on_host, read_behind
 from .asking import scored
 from .certifying import divergence
 from .scores import plan_row, rounded
+from .ways import of_chunk
 from .windows import Source, Windows
 
 FORWARDS = DeviceCosts("any", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)}, "forwards alone count")
@@ -77,6 +78,10 @@ def carried_out(
     return scored(divergence(promised, served), windows.asked)[valid], cluster, float(approximate)
 
 
+def _patch(chunk: kvp.Chunk, kv: KV, rank: int, front: Sequence[Member]) -> kvp.Patch:
+    return kvp.form_patch(chunk, of_chunk(chunk, kv), rank, Antecedent(tuple(front)), dense=False)
+
+
 def planned_for(
     windows: Windows,
     line: Line,
@@ -100,7 +105,7 @@ def planned_for(
         executor.provide(piece.chunk.id, tokens=piece.tokens, content=piece.chunk.content)
         rank = int(rng.choice([0, *ranks]))
         if rank:
-            stock.add(kvp.form_patch(piece.chunk, target[place], rank, Antecedent(tuple(front)), dense=False))
+            stock.add(_patch(piece.chunk, target[place], rank, front))
         front.append(Member(piece.chunk.id, piece.chunk.content))
     wanted = [Entry.of(piece.chunk) for piece in windows.pieces]
     return plan(window, wanted, goal, stored=stock, certificate=certificate, costs=FORWARDS)

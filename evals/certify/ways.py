@@ -7,6 +7,7 @@ promised, or every piece ("behind n", n others). KV of pieces is phase-free; wha
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,7 +18,7 @@ from kvpatch_jax.plan.certificate import Promise
 from kvpatch_jax.repair import SplicedCache, cacheblend, fraction_to_count
 
 from ..probes.repair import leading
-from ..probes.window.line import KV, Image, Line, Loop, on_host
+from ..probes.window.line import KV, Image, Line, Loop, bucket, cut, filled, on_host
 from .windows import Windows
 
 RANKS = (4, 8, 16, 32, 64)
@@ -102,8 +103,9 @@ def ways(stage: Stage, ranks: tuple[int, ...]) -> Iterator[Way]:
     yield Way("repair", PERCENT, 0, promise, _repaired(stage, stage.alone(bare[last]), [last]))
     yield Way("repair", PERCENT, others, promise, _repaired(stage, stage.every(bare), list(stage.places)))
 
-    whole = {place: _patch(stage, place, stage.target[place]) for place in stage.places}
-    old = {place: _patch_of_another(stage, place) for place in stage.places[1:]}
+    most = max(ranks)
+    whole = {place: _patch(stage, place, stage.target[place], most) for place in stage.places}
+    old = {place: _patch_of_another(stage, place, most) for place in stage.places[1:]}
     orders = _accumulated(stage) if promise == "forget" else None
     for rank in ranks:
         served = {place: line.serve(place, leading(patch, rank)) for place, patch in whole.items()}
@@ -132,13 +134,14 @@ def fresh_ranks(ranks: tuple[int, ...]) -> tuple[int, ...]:
     return ranks[1::2] or ranks
 
 
-def _patch(stage: Stage, place: int, conditioned: KV) -> kvp.Patch:
-    """All directions of a deficit, of which smaller ranks are the leading ones."""
+def _patch(stage: Stage, place: int, conditioned: KV, most: int) -> kvp.Patch:
+    """The best directions of a deficit, of which smaller ranks are the leading ones."""
     chunk = stage.line.images[place].chunk
-    return kvp.form_patch(chunk, conditioned, chunk.length, stage.line.antecedent(place), method="exact", dense=False)
+    behind = stage.line.antecedent(place)
+    return kvp.form_patch(chunk, of_chunk(chunk, conditioned), most, behind, method="exact", dense=False)
 
 
-def _patch_of_another(stage: Stage, place: int) -> kvp.Patch:
+def _patch_of_another(stage: Stage, place: int, most: int) -> kvp.Patch:
     """A patch that was formed behind a window whose first piece was another one; all in between as it is."""
     front = {own: stage.target[own] for own in range(place)}
     other = stage.windows.other
@@ -146,13 +149,19 @@ def _patch_of_another(stage: Stage, place: int) -> kvp.Patch:
     chunk, behind = stage.line.images[place].chunk, stage.line.antecedent(place)
     kv = stage.held(front, {1: other}).prefill(stage.line.images[place])
     before = [behind[0], other.chunk.id, *behind[2:]]
-    return kvp.form_patch(chunk, kv, chunk.length, before, method="exact", dense=False)
+    return kvp.form_patch(chunk, of_chunk(chunk, kv), most, before, method="exact", dense=False)
+
+
+def of_chunk(chunk: kvp.Chunk, kv: KV) -> KV:
+    """KV of a chunk's tokens, padded as the chunk is."""
+    return {name: filled(value, chunk.tokens, 2) for name, value in kv.items()}
 
 
 def _updated(stage: Stage, place: int, old: kvp.Patch, rank: int) -> kvp.Patch:
     """The patch of another window at a rank, brought up to date by a correction of that rank."""
     chunk, patch = stage.line.images[place].chunk, leading(old, rank)
-    correction = kvp.correction_patch(chunk, patch, stage.target[place], rank, stage.line.antecedent(place))
+    target = of_chunk(chunk, stage.target[place])
+    correction = kvp.correction_patch(chunk, patch, target, rank, stage.line.antecedent(place))
     return kvp.update_patch(patch, correction)
 
 
@@ -162,11 +171,12 @@ def _fresh(stage: Stage, rank: int) -> dict[int, KV]:
     for place in stage.places:
         chunk = stage.line.images[place].chunk
         kv = stage.held(front).prefill(stage.line.images[place])
-        patch = kvp.form_patch(chunk, kv, rank, stage.line.antecedent(place))
+        patch = kvp.form_patch(chunk, of_chunk(chunk, kv), rank, stage.line.antecedent(place))
         metadata = patch.metadata
         added = ops.correction(chunk.layout, dict(patch.factors), layers=metadata.layers, heads=metadata.heads)
         kv = {name: jnp.asarray(value) + added.get(name, 0.0) for name, value in chunk.kv.items()}
-        front[place] = on_host({name: value.astype(chunk.kv[name].dtype) for name, value in kv.items()})
+        whole = on_host({name: value.astype(chunk.kv[name].dtype) for name, value in kv.items()})
+        front[place] = cut(whole, slice(chunk.length))
         served[place] = stage.line.serve(place, patch)
     return served
 
@@ -179,7 +189,8 @@ def _accumulated(stage: Stage) -> Accumulated:
     for order in orders_of(last - 1, ORDERS, hold_out=[own]):
         images = [line.images[0], *(line.images[1 + place] for place in order), line.images[last]]
         turned = Line(line.backbone, images)
-        total = kvp.accumulate(total, turned.prefill()[-1], line.images[last].chunk, line.antecedent(last))
+        chunk = line.images[last].chunk
+        total = kvp.accumulate(total, of_chunk(chunk, turned.prefill()[-1]), chunk, line.antecedent(last))
     assert total is not None
     return total
 
@@ -187,13 +198,16 @@ def _accumulated(stage: Stage) -> Accumulated:
 def _repaired(stage: Stage, cache: KV, places: list[int]) -> KV:
     """Pieces of a cache mended by CacheBlend, from the front."""
     line = stage.line
+    room = bucket(line.backbone, line.size)
+    cache = {name: filled(value, room, 2) for name, value in cache.items()}
     for place in places:
         where = line.slices[place]
         slots = np.broadcast_to(
             np.arange(where.start, where.stop), (len(line.tokens.embeddings), line.images[place].size)
         )
-        tokens = line.tokens.take(where.start, where.stop)
+        own = on_host(line.tokens).take(where.start, where.stop)  # cut on the host, which compiles nothing
+        tokens = jax.tree.map(jnp.asarray, own)._replace(positions=own.positions)
         held = {name: jnp.asarray(value) for name, value in cache.items()}
         count = fraction_to_count(PERCENT / 100, line.images[place].size)
         cache = dict(cacheblend(line.backbone, SplicedCache(tokens, held, jnp.asarray(slots)), count).cache)
-    return on_host(cache)
+    return cut(on_host(cache), slice(line.size))

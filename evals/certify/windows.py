@@ -5,7 +5,7 @@ Half of the windows are for calibration, half are held out, and which is which i
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from models import ModelBackbone
 from .. import small_task
 from ..bench.window_texts import documentation
 from ..pretrained.texts import LIBRARY
-from ..probes.window.line import Image
+from ..probes.window.line import Image, bucket, filled
 from ..probes.window.stock import lead_image, of_ids, of_tokens
 from ..small_task import VOCABULARY, scenes, sequences
 from .asking import Asked, packed, questions_of
@@ -39,11 +39,15 @@ ASKED = {"page": 2, "legend": 2, "chain": 3, "aggregate": 2, "override": 2}
 
 
 class Planned(NamedTuple):
-    """Windows before they are computed: what a batch shows, whose they are, and on which side they are."""
+    """Windows before they are computed: what a batch shows, whose they are, and on which side they are.
+
+    Rows from `count` on repeat others, so that batches have few sizes; they are not scored.
+    """
 
     batch: Any
     clusters: np.ndarray
     held_out: bool
+    count: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +164,8 @@ class OwnImages(Source):
     ) -> "OwnImages":
         """Plans so many windows of the images in a folder; those of one shape go into a batch.
 
+        Windows show images of like sizes, as those of one agent do, so that few shapes come together.
+
         Raises:
           InputError: too few images. ImageError: one that cannot be read.
         """
@@ -174,7 +180,7 @@ class OwnImages(Source):
         embedded = {int(each): backbone.embed(**backbone.prepare([paths[each]])) for each in order}
         planned, disjoint, first = [], True, 0
         for side, (pool, windows) in enumerate(zip(pools, halves(count), strict=True)):
-            dealt, apart = deal(pool, windows, 2 * chunks, rng)
+            dealt, apart = deal(pool, windows, 2 * chunks, rng, {own: _size(embedded[own]) for own in pool.tolist()})
             disjoint &= apart
             groups: dict[Any, list[int]] = {}
             for row, shown in enumerate(dealt):
@@ -182,49 +188,71 @@ class OwnImages(Source):
             for rows in groups.values():
                 for start in range(0, len(rows), batch):
                     part = rows[start : start + batch]
+                    repeated = [*part, *part[-1:] * (min(batch, 1 << (len(part) - 1).bit_length()) - len(part))]
                     tokens = [
-                        _stacked([embedded[int(dealt[row, place])] for row in part]) for place in range(2 * chunks)
+                        _stacked([embedded[int(dealt[row, place])] for row in repeated]) for place in range(2 * chunks)
                     ]
-                    planned.append(Planned(tokens, first + np.asarray(part), bool(side)))
+                    planned.append(Planned(tokens, first + np.asarray(repeated), bool(side), len(part)))
             first += windows
-        content = f"{len(paths)} images of {folder.name or folder}, digest {digest_of(paths)}"
+        content = f"{len(paths)} images of {folder.name or folder}, like sizes together, digest {digest_of(paths)}"
         return cls(content, chunks, halves(count), disjoint, tuple(planned), tuple(questions))
 
     def load(self, backbone: ModelBackbone, planned: Planned, folder: Path) -> Windows:
         """See `Source.load`."""
         mark = hashlib.blake2b(planned.clusters.tobytes(), digest_size=8).hexdigest()
         images = [
-            of_tokens(backbone, tokens, f"image {place}", f"{mark} image {place}")
+            roomy_image(of_tokens(backbone, tokens, f"image {place}", f"{mark} image {place}"), backbone)
             for place, tokens in enumerate(planned.batch)
         ]
         rows, axes = len(planned.clusters), backbone.layout.rope.axes
         parts = questions_of(backbone, self.questions, rows)
         pieces, older = tuple(images[: self.chunks]), tuple(images[self.chunks :])
+        asked = packed(parts, axes, f"{len(parts)} questions, the next token behind each")
+        asked.valid[planned.count :] = False
         return Windows(
             backbone=backbone,
             lead=lead_of(backbone, rows),
             pieces=pieces,
             older=older,
             other=older[0],
-            asked=packed(parts, axes, f"{len(parts)} questions, the next token behind each"),
+            asked=asked,
             clusters=planned.clusters,
             held_out=planned.held_out,
         )
 
 
-def deal(pool: np.ndarray, windows: int, each: int, rng: np.random.Generator) -> tuple[Int[np.ndarray, "n k"], bool]:
+def deal(
+    pool: np.ndarray, windows: int, each: int, rng: np.random.Generator, sizes: Mapping[int, Any] | None = None
+) -> tuple[Int[np.ndarray, "n k"], bool]:
     """Draws what each window shows, [windows, each]; and whether nothing is shown by two of them.
 
     Where the pool is too small, windows share; where it is smaller than a window with what stood there before, what
     stood there before repeats in other order what is shown.
+
+    Args:
+      sizes: of all that is in the pool: then a window shows neighbours by size.
     """
+    alike = (lambda drawn: np.array(sorted(drawn.tolist(), key=sizes.__getitem__), int)) if sizes else np.asarray
     if len(pool) >= windows * each:
-        return rng.permutation(pool)[: windows * each].reshape(windows, each), True
+        return alike(rng.permutation(pool)[: windows * each]).reshape(windows, each), True
     rows = []
     for _ in range(windows):
-        drawn = rng.permutation(pool)[:each]
+        drawn, first = alike(rng.permutation(pool)), int(rng.integers(max(len(pool) - each, 0) + 1))
+        drawn = drawn[first : first + each] if sizes else drawn[:each]
         rows.append(np.concatenate([drawn, rng.permutation(drawn)])[:each])
     return np.stack(rows), False
+
+
+def roomy_image(image: Image, backbone: ModelBackbone) -> Image:
+    """Pads an image's chunk to its bucket, on the host: operators then have one program for all sizes in it."""
+    chunk, room = image.chunk, bucket(backbone, image.chunk.length)
+    kv = {name: filled(value, room, 2) for name, value in chunk.kv.items()}
+    return Image(image.tokens, dataclasses.replace(chunk, kv=kv, local=filled(chunk.local, room, 0)))
+
+
+def _size(tokens: Tokens) -> tuple[int, bytes]:
+    """By which images are neighbours: those of one shape next to one another, and by how many tokens they have."""
+    return tokens.embeddings.shape[1], np.asarray(tokens.positions).tobytes()
 
 
 def _shape(tokens: Tokens) -> tuple[Any, ...]:

@@ -1,8 +1,12 @@
 """Certificates as they are made: bounds and coverage against other ways of getting them, and (slow) a whole run."""
 
+import collections
 import dataclasses
+import itertools
 import json
+import logging
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +16,7 @@ from evals.certify import asking, certifying, plans, scores, ways, windows
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import CertificateError, InputError
 from kvpatch_jax.plan.certificate import Certificate
-from models import load
+from models import Buckets, load
 
 # --------------------------------------------------------------------------------------------------------- bounds
 
@@ -286,3 +290,56 @@ def test_a_users_own_images_and_texts(tmp_path: Path):
     assert made.bound("stored", 8, behind=2) is not None
     with pytest.raises(InputError, match=r"0 texts of"):
         windows.Texts.of(backbone, tmp_path, 4, 2, 0, 300, asking.QUESTIONS)
+
+
+class Compiled(logging.Handler):
+    """Names of the programs that are compiled, as jax says them to its own log."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = re.match(r"Compiling (?:jit\()?(\w+)", record.getMessage())
+        self.names += [found[1]] if found else []
+
+
+@pytest.mark.slow
+def test_images_of_other_sizes_in_a_bucket_compile_no_operator_anew(tmp_path: Path):
+    """Windows of twelve images, no two of one shape: what serves and forms was compiled for the first of them."""
+    from PIL import Image
+
+    rng, log = np.random.default_rng(0), logging.getLogger("jax._src.interpreters.pxla")
+    backbone, kept = load(shipped(MAIN), dtype="float32", buckets=Buckets()), []
+    for number, (rows, columns) in enumerate(itertools.product(range(4, 16), repeat=2)):
+        path = tmp_path / f"{number:02}.png"
+        Image.fromarray(rng.integers(0, 255, (12 * rows, 12 * columns, 3), np.uint8)).save(path)
+        fits = Buckets().round_up(np.asarray(backbone.prepare([path])["input_ids"]).shape[1]) == 80
+        if fits and len(kept) < 12:
+            kept.append(path)
+        else:
+            path.unlink()
+    source = windows.OwnImages.of(backbone, tmp_path, 2, 2, 0, 3, ("glyph? r1t2",))
+    lengths = {int(tokens.embeddings.shape[1]) for planned in source.planned for tokens in planned.batch}
+    assert len(kept) == 12
+    assert len(lengths) > 3
+    assert {Buckets().round_up(length) for length in lengths} == {80}
+
+    handler, level, compiled = Compiled(), log.level, []
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        for planned in source.planned:
+            told = scores.Scores.none()
+            certifying.take(told, source.load(backbone, planned, tmp_path), (8,), lambda _: None)
+            assert all(np.isfinite(part).all() for parts in told.kl.values() for part in parts)
+            compiled.append(collections.Counter(handler.names))
+            handler.names = []
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    operators = {"form", "apply", "factorise_deficit", "merge"}
+    assert operators <= set(compiled[0])
+    assert not operators & set(compiled[1])
+    assert compiled[1]["_prefill"] <= 4, "another bucket of a whole window, no other length"
+    assert compiled[1].total() < compiled[0].total() / 2

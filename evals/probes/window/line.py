@@ -118,7 +118,7 @@ class Line:
           sees: which image looks at which (its own tokens causally); all in front when None.
         """
         mask = None if sees is None else self.band(sees)
-        return self.parts(on_host(dict(self.backbone.prefill(self.tokens, mask=mask, chunk=PIECE).kv)))
+        return self.parts(prefilled(self.backbone, self.tokens, mask, chunk=PIECE))
 
     def parts(self, kv: KV) -> list[KV]:
         """Cuts KV of the line into its images."""
@@ -126,7 +126,10 @@ class Line:
 
     def engine(self, parts: Sequence[KV]) -> KV:
         """Turns phase-free KV of every image to its place and joins it."""
-        return on_host(dict(kvp.to_engine(self.backbone.layout, joined(parts), self.tokens.positions, 0)))
+        room = bucket(self.backbone, self.size)
+        held = {name: filled(value, room, 2) for name, value in joined(parts).items()}
+        turned = kvp.to_engine(self.backbone.layout, held, filled(self.tokens.positions, room, 1), 0)
+        return cut(on_host(dict(turned)), slice(self.size))
 
     def band(self, sees: Bool[np.ndarray, "n n"]) -> Bool[np.ndarray, "B 1 T T"]:
         """Makes the mask [B,1,T,T] under which image i looks at image j where `sees[i, j]`."""
@@ -148,7 +151,8 @@ class Line:
         """
         chunk, start = self.images[place].chunk, self.starts[place]
         more = {} if base is None else {"base": base, "base_antecedent": base_antecedent}
-        return on_host(dict(kvp.apply_patch(chunk, patch, start, self.antecedent(place), allow_stale=True, **more)))
+        served = kvp.apply_patch(chunk, patch, start, self.antecedent(place), allow_stale=True, **more)
+        return cut(on_host(dict(served)), slice(chunk.length))
 
     def with_served(self, cache: KV, pieces: dict[int, KV]) -> KV:
         """Replaces some images of an engine-frame cache of the line."""
@@ -160,6 +164,23 @@ PIECE = 512
 """Tokens that are run at a time where many images stand in the window."""
 
 
+def prefilled(backbone: ModelBackbone, tokens: Tokens, mask: np.ndarray | None = None, **more: Any) -> KV:
+    """Prefills tokens; phase-free KV of theirs. Padded on the host: another length in a bucket compiles nothing."""
+    size = tokens.embeddings.shape[1]
+    room = bucket(backbone, size)
+    if mask is not None:
+        mask = filled(filled(mask, room, 2), room, 3)
+    return cut(on_host(dict(backbone.prefill(roomy(tokens, room), mask=mask, **more).kv)), slice(size))
+
+
+def roomy(tokens: Tokens, room: int) -> Tokens:
+    """Tokens [B, room, …], padded on the host as the backbone itself would."""
+    if tokens.embeddings.shape[1] == room:
+        return tokens
+    whole = jax.tree.map(lambda value: filled(value, room, 1), tokens)
+    return jax.tree.map(jnp.asarray, whole)._replace(positions=whole.positions)
+
+
 def read(line: Line, caches: Mapping[str, KV], questions: Questions) -> dict[str, Answers]:
     """Asks every question behind the line, over each of its engine-frame caches; answers by the caches' names."""
     tail, number = _tail(line, questions), questions.answer.shape[1]
@@ -169,10 +190,10 @@ def read(line: Line, caches: Mapping[str, KV], questions: Questions) -> dict[str
 def read_behind(line: Line, cache: KV, tail: QuestionTokens, number: int | None = None) -> Answers:
     """Runs packed tokens behind the line over one of its engine-frame caches; what they say, the first `number`."""
     # Padded here, and not by the backbone, which would compile that for every length.
-    room, rows = _bucket(line.backbone, line.size), len(tail.ids)
+    room, rows = bucket(line.backbone, line.size), len(tail.ids)
     seen = np.broadcast_to(np.arange(room) < line.size, (rows, 1, len(tail.among), room))
     mask = np.concatenate([seen, np.broadcast_to(tail.among, (rows, 1, *tail.among.shape))], axis=3)
-    held = {channel: jnp.asarray(_filled(value, room, 2)) for channel, value in cache.items()}
+    held = {channel: jnp.asarray(filled(value, room, 2)) for channel, value in cache.items()}
     tokens = line.backbone.embed(tail.ids, tail.positions)
     asked = np.broadcast_to(tail.asked, (rows, len(tail.asked)))
     return _answers(line.backbone.prefill(tokens, held, mask, logits=asked).logits, number)
@@ -206,7 +227,7 @@ def _tail(line: Line, questions: Questions) -> QuestionTokens:
     """The questions' tokens behind the line; the last question is repeated until a bucket of tokens is full."""
     backbone, (count, number) = line.backbone, questions.answer.shape
     per = sequences.QUESTION_TOKENS
-    more = _bucket(backbone, per * number) // per - number
+    more = bucket(backbone, per * number) // per - number
     repeated = jax.tree.map(lambda column: np.pad(column, [(0, 0), (0, more)], mode="edge"), vars(questions))
     form = scenes.form_of(backbone.config, backbone.image_config)
     return sequences.question_tokens(form, Questions(**repeated), np.full(count, line.end))
@@ -217,8 +238,8 @@ def _answers(logits: Float[Array, "B Q V"], number: int | None) -> Answers:
     return Answers(said[:, :number])
 
 
-def _bucket(backbone: ModelBackbone, size: int) -> int:
-    """What the backbone would pad a size to."""
+def bucket(backbone: ModelBackbone, size: int) -> int:
+    """The size that the backbone would pad one to."""
     return size if backbone.buckets is None else backbone.buckets.round_up(size)
 
 
@@ -244,7 +265,7 @@ class Loop:
     """
 
     def __init__(self, backbone: ModelBackbone, room: int, lead: Image | None = None):
-        self.backbone, self.room = backbone, room
+        self.backbone, self.room = backbone, bucket(backbone, room)
         self.held: list[tuple[Image, KV]] = []
         if lead is not None:
             self.append(lead)
@@ -268,20 +289,21 @@ class Loop:
     def prefill(self, image: Image) -> KV:
         """Prefills an image behind what is held, which stays as it is; phase-free KV."""
         if not self.held:
-            return on_host(dict(self.backbone.prefill(image.tokens).kv))
+            return prefilled(self.backbone, image.tokens)
         line = self.line
         if line.size > self.room:
             raise ValueError(f"a window of {line.size} tokens; expected at most the room of {self.room}")
-        held = {name: _filled(kv, self.room, 2) for name, kv in joined(self.parts).items()}
-        places = _filled(line.tokens.positions, self.room, 1)
+        held = {name: filled(kv, self.room, 2) for name, kv in joined(self.parts).items()}
+        places = filled(line.tokens.positions, self.room, 1)
         context = kvp.to_engine(self.backbone.layout, held, places, 0)
 
-        size = image.size
+        size = bucket(self.backbone, image.size)
         mask = np.concatenate([np.arange(self.room) < line.size, np.zeros(size, bool)])[None] | np.pad(
             np.tri(size, dtype=bool), [(0, 0), (self.room, 0)]
         )
         mask = np.broadcast_to(mask, (len(image.tokens.embeddings), 1, *mask.shape))
-        return on_host(dict(self.backbone.prefill(image.tokens.shift(np.int32(line.end)), context, mask).kv))
+        tokens = roomy(image.tokens.shift(np.int32(line.end)), size)
+        return cut(on_host(dict(self.backbone.prefill(tokens, context, mask).kv)), slice(image.size))
 
     def append(self, image: Image) -> None:
         """Prefills an image behind the window and keeps what that gave."""
@@ -297,7 +319,8 @@ class Loop:
         return loop
 
 
-def _filled(values: Array | np.ndarray, size: int, axis: int) -> np.ndarray:
+def filled(values: Array | np.ndarray, size: int, axis: int) -> np.ndarray:
+    """Fills an axis up with zeros, on the host."""
     array = np.asarray(values)
     widths = [(0, 0)] * array.ndim
     widths[axis] = (0, size - array.shape[axis])

@@ -12,7 +12,7 @@ from models import ModelBackbone
 
 from ... import small_task
 from ...small_task import GLYPHS, VOCABULARY, Contexts, scenes
-from .line import Image
+from .line import Image, prefilled
 
 LEAD = ("r0", "r1", "r2", "r3")
 """The pinned lead, a text of constant words. No model was trained with one: they do not need it to answer."""
@@ -94,7 +94,7 @@ def of_tokens(backbone: ModelBackbone, tokens: Tokens, id: str, content: str) ->
     """Makes what is placed of embedded tokens, whose rows share their positions; prefilled alone."""
     local = np.asarray(tokens.positions)[0]
     chunk = kvp.Chunk(
-        kv=backbone.prefill(tokens).kv,
+        kv=prefilled(backbone, tokens),
         local=local,
         span=int(local.max()) + 1,
         length=len(local),
