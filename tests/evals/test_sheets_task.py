@@ -20,7 +20,7 @@ from evals.sheets_task.training import Recipe, draw_batch, initialise
 from evals.small_task.training import make_tokenizer
 from evals.train import SheetsTrainer
 from kvpatch_jax.errors import InputError
-from models import ModelBackbone
+from models import ModelBackbone, load
 
 COUNTS = {"page": 2, "sheet": 2, "chain": 3, "override": 2, "aggregate": 2, "whole": 2, "list": 1}
 few = settings(max_examples=8, deadline=None)
@@ -234,6 +234,20 @@ def test_training_resumes(tmp_path: Path):
     resumed.train(2, every=1, save_every=100)
     for one, other in zip(jax.tree.leaves(straight.state), jax.tree.leaves(resumed.state), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_the_shipped_instance():
+    """Chain questions: right computed anew, wrong blind, right with a patch though every chunk moved."""
+    (path,) = suite.instances("qwen2_5_vl")
+    contexts, rng = draw(11, "4", 8)
+    questions = sheets_task.ask(contexts, rng, {"chain": 12})
+    reuse = Reuse(load(path, dtype="float32"), contexts, questions)
+    asked = questions.answer >= 0
+    right = lambda cache: (reuse.read(cache).argmax(axis=-1) == questions.answer)[asked].mean()
+    assert right(reuse.engine) >= 0.95
+    assert right(reuse.cache()) <= 0.5
+    assert right(reuse.cache({3: reuse.patch(3, 16)})) >= 0.95
 
 
 def test_an_unknown_instance_is_refused(tmp_path: Path):
