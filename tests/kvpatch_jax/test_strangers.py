@@ -153,12 +153,12 @@ def test_a_pool_has_a_number_of_pages(pages: Any, size: Any):
 )
 def test_sessions_and_batches_of_nonsense_are_refused(changed: dict[str, Any], error: type[Exception], tmp_path: Path):
     given = {"backbone": READER, "store": None} | changed
-    first = [given.pop(word) for word in ("backbone", "store")]
+    backbone, store = (given.pop(word) for word in ("backbone", "store"))
     with pytest.raises(error, match=r"sessions: .*expected"):
-        Sessions(*first, pages=8, **given)
+        Sessions(backbone, store, pages=8, **given)
     out = tmp_path / "answers.jsonl"
     with pytest.raises(error, match=r"answer_batch: .*expected"):
-        answer_batch(*first, [BatchItem(["r1"], "t2")], out=out, **given)
+        answer_batch(backbone, store, [BatchItem(["r1"], "t2")], out=out, **given)
     assert not out.exists()
 
 
