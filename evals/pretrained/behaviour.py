@@ -121,13 +121,20 @@ def measured(
     stack = lambda name: np.stack([getattr(item, name) for item in drawn])
     alone = lambda ids: backbone.prefill(placed(backbone.embed(ids), 0)).kv
     of = Passages(backbone, alone(stack("front")), alone(stack("chunk")), stack("chunk"), stack("behind"))
+    yield from answered(of, drawn, number * plan.batch, by_layer)
+
+
+def answered(
+    of: Passages, drawn: Sequence[Item], first: int, by_layer: Sequence[float] | None = None
+) -> Iterator[Record]:
+    """Reads the items' answers in every way: a record per item and arm, items counted from `first`."""
     arms = Arms(of, by_layer)
     read = {"re-prefill": of.logits}
     for arm in arms.core():
         read[arm.name] = arm.logits if arm.logits is not None else of.read(arm.cache)
     for arm, logits in read.items():
         for row, item in enumerate(drawn):
-            yield {"row": number * plan.batch + row, "arm": arm, **_said(item, of.logits[row], logits[row])}
+            yield {"row": first + row, "arm": arm, **_said(item, of.logits[row], logits[row])}
 
 
 def _said(item: Item, reference: Float[AnyArray, "n V"], logits: Float[AnyArray, "n V"]) -> dict[str, float]:

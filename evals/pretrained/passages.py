@@ -50,8 +50,12 @@ class Passages:
         canonical: KV,
         ids: Int[np.ndarray, "B T"],
         behind: Int[np.ndarray, "B n"],
+        text: Tokens | None = None,
     ):
-        """Takes KV of what stands in front and of the passages alone, phase-free, and prefills the passages behind."""
+        """Takes KV of what stands in front and of the passages alone, phase-free, and prefills the passages behind.
+
+        `text`: passages and what is read behind them, embedded already: passages that are images.
+        """
         self.backbone, self.ids = backbone, np.asarray(behind)
         self.rows, self.length = ids.shape
         self.start = next(iter(front.values())).shape[2]
@@ -65,7 +69,7 @@ class Passages:
             layout=backbone.layout,
             backbone=backbone.fingerprint,
         )
-        text = backbone.embed(np.concatenate([ids, behind], axis=1))
+        text = backbone.embed(np.concatenate([ids, behind], axis=1)) if text is None else text
         self.tokens = placed(text.take(0, self.length), self.start)
         self.after = placed(text.take(self.length, self.length + behind.shape[1]), self.start + self.length)
 

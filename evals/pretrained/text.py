@@ -48,7 +48,7 @@ def compared(
     """
     of = passages_of(backbone, plan, document, other)
     names = [{"passage": place, "antecedent": "far" if place % 2 == 0 else "near"} for place in range(of.rows)]
-    for row, record in _everything(of, wide, plan.greedy if wide else 0, by_layer):
+    for row, record in everything(of, wide, plan.greedy if wide else 0, by_layer):
         yield {"document": document.name, "domain": document.domain, "length": of.length, **names[row], **record}
 
 
@@ -75,12 +75,12 @@ def long_passage(
     alone = backbone.prefill(placed(text.take(size, size + length), 0)).kv
     of = Passages(backbone, front, alone, ids[:, size : size + length], ids[:, size + length :])
     about = {"document": document.name, "domain": document.domain, "length": length, "passage": 0}
-    for _, record in _everything(of, False, 0, by_layer):
+    for _, record in everything(of, False, 0, by_layer):
         yield {**about, "antecedent": "near", **record}
 
 
-def _everything(
-    of: Passages, wide: bool, greedy: int, by_layer: Sequence[float] | None
+def everything(
+    of: Passages, wide: bool, greedy: int, by_layer: Sequence[float] | None = None
 ) -> Iterator[tuple[int, Record]]:
     """Records with the row they belong to: re-prefill, each arm with its costs, the deficit, greedy agreement."""
     arms = Arms(of, by_layer)
@@ -88,14 +88,14 @@ def _everything(
     if greedy:
         reference = of.cache(of.turned(of.conditioned, of.start))
         said = continued(of, reference, greedy)
-        yield from _agreement(of, "re-prefill", reference, said)
+        yield from agreement(of, "re-prefill", reference, said)
     yield from enumerate({"arm": "re-prefill", **numbers} for numbers in of.scored(of.logits))
     for arm in (*arms.core(), *(arms.more() if wide else ())):
         logits = of.read(arm.cache) if arm.logits is None else arm.logits
         costs = {"stored": arm.stored, "serving": arm.serving, "forming": arm.forming}
         yield from enumerate({"arm": arm.name, **numbers, **costs} for numbers in of.scored(logits))
         if said is not None and arm.name in GREEDY_ARMS:
-            yield from _agreement(of, arm.name, arm.cache, said)
+            yield from agreement(of, arm.name, arm.cache, said)
     yield from enumerate(_profile(of, spectra=wide))
 
 
@@ -105,7 +105,7 @@ def continued(of: Passages, cache: KV, steps: int) -> np.ndarray:
     return np.asarray(of.backbone.generate(first, steps, context=cache, stop=()))
 
 
-def _agreement(of: Passages, arm: str, cache: KV, said: np.ndarray) -> Iterator[tuple[int, Record]]:
+def agreement(of: Passages, arm: str, cache: KV, said: np.ndarray) -> Iterator[tuple[int, Record]]:
     """How far an arm writes the same tokens: up to the first that it would not have chosen. One forward tells."""
     steps = said.shape[1]
     given = of.backbone.embed(np.concatenate([of.ids[:, :1], said[:, :-1]], axis=1))

@@ -1,0 +1,76 @@
+"""How often the nearest embedding is the right one: every drawn piece, in fonts that were seen and that were not."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
+from ..results import intervals
+from ..results.rows import Row, measured_row
+from . import pages
+from .pieces import Pieces
+from .tower import Tower
+
+SIZE = 13
+BATCH = 1024
+METRICS = ("nearest", "nearest_drawn", "missed")
+
+
+def records(
+    tower: Tower, pieces: Pieces, table: Float[np.ndarray, "vocabulary D"], faces: Mapping[str, Sequence[Path]]
+) -> Iterator[dict[str, Any]]:
+    """Reads every drawn piece in every face, black on white: a record per face.
+
+    nearest: the share whose nearest row of the whole table, by distance, is the right one. nearest_drawn: among the
+    rows of pieces that are drawn. missed: squared distance as a share of the drawn embeddings' spread.
+    """
+    graph, state = nnx.split(tower)
+    ids = np.asarray(pieces.ids)
+    everything, own = jnp.asarray(table), jnp.asarray(table[ids])
+    spread = float(jnp.square(own - own.mean(0)).sum(-1).mean())
+
+    @jax.jit
+    def look(state, ink, right):
+        tiles = 1 - 2 * ink.astype(jnp.float32) / 255
+        read = nnx.merge(graph, state)(jnp.repeat(tiles[:, None], 3, axis=1))
+        best = lambda rows: (read @ rows.T - jnp.square(rows).sum(-1) / 2).argmax(-1)
+        missed = jnp.square(read - everything[right]).sum(-1) / spread
+        return best(everything), best(own), missed
+
+    for family, files in faces.items():
+        for file in files:
+            ink = pages.cells(pages.glyphs(str(file), SIZE), pieces.letters)
+            found = []
+            for first in range(0, len(ids), BATCH):
+                part, right = ink[first : first + BATCH], ids[first : first + BATCH]
+                room = BATCH - len(part)
+                made = look(state, np.pad(part, ((0, room), (0, 0), (0, 0))), np.pad(right, (0, room)))
+                found.append([np.asarray(values)[: len(part)] for values in made])
+            best, best_drawn, missed = (np.concatenate(column) for column in zip(*found, strict=True))
+            yield {
+                "family": family,
+                "face": file.stem,
+                "nearest": float((best == ids).mean()),
+                "nearest_drawn": float((best_drawn == np.arange(len(ids))).mean()),
+                "missed": float(missed.mean()),
+                "wrong": [int(number) for number in ids[best != ids]],
+            }
+
+
+def rows(found: Sequence[Mapping[str, Any]], group: str, model: str) -> list[Row]:
+    """The mean over faces with its interval over families, and a row per family."""
+    made = []
+    family = np.array([record["family"] for record in found])
+    for metric in METRICS:
+        values = np.array([record[metric] for record in found])
+        made.append(measured_row("pieces", model, group, metric, intervals.mean(values, family)))
+        for name in dict.fromkeys(family.tolist()):
+            here = family == name
+            interval = intervals.mean(values[here], np.arange(here.sum()))
+            made.append(measured_row("pieces", model, f"{group}.{name}", metric, interval))
+    return made

@@ -1,0 +1,102 @@
+"""Which word pieces are drawn, and texts in these pieces alone.
+
+A byte-level BPE that stops after its first merges is a tokenizer of its own: a piece that it lacks is the two that it
+would have been merged of. So every text of the characters that are drawn can be written in the first pieces.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from kvpatch_jax.errors import ConfigError, InputError
+
+SIDE = 3
+LETTERS = SIDE**2
+"""Slots of a cell, so letters that a piece may have."""
+WHITE = {" ": "·", "\n": "¶", "\t": "»"}
+"""What is drawn for white space that is a piece of its own, as editors show it."""
+GLYPHS = " " + "".join(map(chr, range(33, 127))) + "".join(WHITE.values())
+
+
+def drawn(text: str) -> str | None:
+    """What stands in a piece's cell: its letters, white space alone by its signs; None where it cannot be drawn."""
+    shown = "".join(WHITE.get(letter, letter) for letter in text) if text.isspace() else text
+    fits = 0 < len(shown) <= LETTERS and all(letter in GLYPHS for letter in shown)
+    return shown if fits and not set(WHITE.values()) & set(text) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """The pieces that are drawn.
+
+    Attributes:
+      ids: the decoder's token ids, ascending. shown: what stands in each one's cell.
+      halves: the two pieces that a piece is merged of, by token id.
+    """
+
+    ids: tuple[int, ...]
+    shown: tuple[str, ...]
+    halves: Mapping[int, tuple[int, int]]
+
+    @classmethod
+    def of(cls, tokenizer: Any, count: int) -> "Pieces":
+        """Those of a byte-level BPE's first `count` token ids that can be drawn.
+
+        Raises:
+          ConfigError: a tokenizer of another kind.
+        """
+        model = json.loads(tokenizer.to_str())["model"]
+        if model["type"] != "BPE" or not model["merges"]:
+            raise ConfigError(f"a tokenizer of type {model['type']!r}; expected byte-level BPE with its merges")
+        vocabulary, halves = model["vocab"], {}
+        for left, right in model["merges"]:
+            halves.setdefault(vocabulary[left + right], (vocabulary[left], vocabulary[right]))
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        found = {}
+        for text, number in vocabulary.items():
+            shown = drawn(tokenizer.decode([number])) if number < count and text not in special else None
+            if shown is not None:
+                found[number] = shown
+        ids = tuple(sorted(found))
+        return cls(ids, tuple(found[number] for number in ids), halves)
+
+    @functools.cached_property
+    def places(self) -> Mapping[int, int]:
+        """Where a token id stands in `ids`."""
+        return {number: place for place, number in enumerate(self.ids)}
+
+    @functools.cached_property
+    def letters(self) -> UInt8[np.ndarray, "V slots"]:
+        """The number of the glyph in each slot of each piece's cell; 0 is none."""
+        numbers = {letter: number for number, letter in enumerate(GLYPHS)}
+        rows = [[numbers[letter] for letter in shown.ljust(LETTERS)] for shown in self.shown]
+        return np.array(rows, np.uint8)
+
+    def split(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> Int[np.ndarray, " S"]:
+        """Writes a text's token ids in the pieces that are drawn; bytes of other characters are left out."""
+        found: list[int] = []
+        waiting = [int(number) for number in reversed(ids)]
+        while waiting:
+            number = waiting.pop()
+            if number in self.places:
+                found.append(number)
+            elif number in self.halves:
+                left, right = self.halves[number]
+                waiting += [right, left]
+        return np.array(found, np.int32)
+
+    def rows(self, ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
+        """Where token ids stand in `ids`.
+
+        Raises:
+          InputError: one that is not drawn.
+        """
+        unknown = [int(number) for number in ids if int(number) not in self.places]
+        if unknown:
+            raise InputError(f"token {unknown[0]} is not drawn; expected pieces that `split` gives")
+        return np.array([self.places[int(number)] for number in ids], np.int32)

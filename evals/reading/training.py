@@ -1,0 +1,339 @@
+"""Training the tower in three stages, for minutes on one core; no gradient goes through the decoder.
+
+Letters: all blocks but the last read single slots: what they leave in the residual stream is a fixed code of the letter
+and of the slot's place (their attention is left at nothing). Pieces: the last block and the connector read cells of
+such residuals, of all seen faces, and give the decoder's embeddings. Last, the connector is set by least squares.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, UInt8
+
+from models.attention import Mask, attention
+from models.towers.common import scan_blocks
+
+from . import pages
+from .pieces import GLYPHS, LETTERS, Pieces
+from .tower import Tower
+
+LETTER_WIDTH = 192
+"""Channels of the residual stream that name the letter; the others name its place."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Every training choice.
+
+    pieces: token ids below this are drawn, where they can be. named: weight of finding the nearest (letter's code,
+    piece's embedding) in the loss. sharpness: of distances in it, in units of the targets' spread. plain: share of
+    slots that stay black on white without noise. thumbnails: share of a batch of cells that are whole pages, shrunk.
+    variants: drawings of every glyph in every face and size that cells are put together of. ridge: of least squares,
+    as a share of the features' mean energy. fitted: cells that it is fitted to.
+    """
+
+    pieces: int = 2048
+    width: int = 256
+    depth: int = 3
+    heads: int = 4
+    intermediate: int = 512
+    seed: int = 0
+    letter_steps: int = 5000
+    letter_batch: int = 256
+    piece_steps: int = 1500
+    piece_batch: int = 192
+    learning_rate: float = 1.5e-3
+    warmup: int = 40
+    weight_decay: float = 0.02
+    beta2: float = 0.98
+    clip: float = 1.0
+    named: float = 0.5
+    sharpness: float = 8.0
+    plain: float = 0.4
+    thumbnails: float = 0.01
+    variants: int = 1
+    ridge: float = 1e-4
+    fitted: int = 60_000
+
+
+class Slots:
+    """Glyphs of all faces and sizes, drawn once: ink [sheets, glyphs, 16, 16], and pages shrunk to tiles."""
+
+    def __init__(self, recipe: Recipe, pieces: Pieces, fonts: Sequence[Path]):
+        self.rng = np.random.default_rng(recipe.seed)
+        self.sheets = np.stack([pages.glyphs(str(font), size) for font in fonts for size in pages.SIZES])
+        self.thumbnails = np.stack([self._thumbnail(pieces) for _ in range(192)])
+
+    def _thumbnail(self, pieces: Pieces) -> UInt8[np.ndarray, "slots S S"]:
+        from PIL import Image
+
+        lines = int(self.rng.integers(1, pages.COLUMNS + 1))
+        rows = pieces.letters[self.rng.integers(len(pieces.letters), size=lines * pages.COLUMNS)]
+        whole = Image.fromarray(pages.laid_out(pages.cells(self.sheets[self.rng.integers(len(self.sheets))], rows)))
+        tile = np.asarray(whole.resize((pages.CELL, pages.CELL), Image.Resampling.LANCZOS))
+        return pages.slots_of(tile[None])[0]
+
+    def batch(self, count: int) -> tuple[UInt8[np.ndarray, "n S S"], Int[np.ndarray, " n"]]:
+        """Slots with any glyph in them, moved by up to a pixel, and which it is."""
+        glyph = self.rng.integers(len(GLYPHS), size=count)
+        ink = self.sheets[self.rng.integers(len(self.sheets), size=count), glyph]
+        return self._moved(ink), glyph.astype(np.int32)
+
+    def _moved(self, ink: np.ndarray) -> np.ndarray:
+        padded = np.pad(ink, ((0, 0), (1, 1), (1, 1)))
+        down, across = self.rng.choice(3, p=(0.2, 0.6, 0.2), size=(2, len(ink)))
+        rows, columns = (move[:, None] + np.arange(pages.SLOT) for move in (down, across))
+        return padded[np.arange(len(ink))[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+    def every(self) -> UInt8[np.ndarray, "n S S"]:
+        """Every glyph of every sheet once, moved: sheet by sheet."""
+        return self._moved(self.sheets.reshape(-1, pages.SLOT, pages.SLOT))
+
+
+def pixels(key: Array, ink: UInt8[Array, "n H W"], plain: float) -> Float[Array, "n 3 H W"]:
+    """Varies slots: colours, inverted or not, blur, weight, noise; a share of them stays black on white."""
+    keys = jax.random.split(key, 7)
+    count = len(ink)
+    each = lambda key, low, high, *shape: jax.random.uniform(key, (count, *shape), minval=low, maxval=high)
+    share = ink.astype(jnp.float32) / 255
+    blurred = (share + jnp.roll(share, 1, 1) + jnp.roll(share, 1, 2) + jnp.roll(share, (1, 1), (1, 2))) / 4
+    blur = jnp.maximum(each(keys[0], -1.0, 0.6, 1, 1), 0)
+    weight = each(keys[1], 0.6, 1.5, 1, 1)
+    varied = jnp.maximum((1 - blur) * share + blur * blurred, 1e-6) ** weight
+    dark, light = each(keys[2], -1.0, -0.35, 3, 1, 1), each(keys[3], 0.35, 1.0, 3, 1, 1)
+    inverted = each(keys[4], 0.0, 1.0, 1, 1, 1) < 0.3
+    own, other = jnp.where(inverted, light, dark), jnp.where(inverted, dark, light)
+    image = varied[:, None] * own + (1 - varied[:, None]) * other
+    noise = 0.05 * jax.random.normal(keys[5], (count, 1, *ink.shape[1:]))
+    as_is = each(keys[6], 0.0, 1.0, 1, 1, 1) < plain
+    return jnp.clip(jnp.where(as_is, (1 - 2 * share)[:, None], image + noise), -1, 1)
+
+
+def letter_codes(recipe: Recipe) -> Float[np.ndarray, "V slots D"]:
+    """Fixed codes of every glyph at every place: signs of both."""
+    rng = np.random.default_rng([recipe.seed, 1])
+    letters = rng.choice((-1.0, 1.0), size=(len(GLYPHS), 1, LETTER_WIDTH))
+    places = rng.choice((-1.0, 1.0), size=(1, LETTERS, recipe.width - LETTER_WIDTH))
+    both = (len(GLYPHS), LETTERS)
+    whole = [np.broadcast_to(part, (*both, part.shape[-1])) for part in (letters, places)]
+    return np.concatenate(whole, axis=-1).astype(np.float32)
+
+
+def run_blocks(tower: Tower, hidden: Float[Array, "n T D"], first: int, last: int) -> Float[Array, "n T D"]:
+    """Runs some of the tower's blocks."""
+    config = tower.visual.config
+    scale = (config.width // config.heads) ** -0.5
+
+    def step(block: Any, hidden: Array) -> Array:
+        mixed = attention(*block.project(hidden), Mask(), scale=scale)
+        return block.update(hidden, mixed.reshape(hidden.shape))
+
+    return scan_blocks(tower.visual.blocks, step, hidden, first, last)
+
+
+def read_slots(tower: Tower, slots: Float[Array, "n 3 S S"], places: Int[Array, " n"]) -> Float[Array, "n D"]:
+    """What all blocks but the last make of single slots at these places of a cell."""
+    visual = tower.visual
+    hidden = visual.patch_embedding(slots.reshape(len(slots), 1, -1)) + visual.position_embedding[...][places][:, None]
+    return run_blocks(tower, hidden, 0, visual.config.depth - 1)[:, 0]
+
+
+def features(tower: Tower, residuals: Float[Array, "n slots D"]) -> Float[Array, "n wide"]:
+    """What the connector takes, of cells of such residuals."""
+    depth = tower.visual.config.depth
+    hidden = tower.visual.final_norm(run_blocks(tower, residuals, depth - 1, depth))
+    return hidden.reshape(len(hidden), -1)
+
+
+def found_by_distance(
+    read: Float[Array, "n D"], table: Float[Array, "V D"], right: Int[Array, " n"], sharpness: float
+) -> tuple[Array, Array]:
+    """Cross-entropy of finding the right row of a table by squared distance, and how often it is the nearest."""
+    logits = (read @ table.T - jnp.square(table).sum(-1) / 2) * sharpness
+    named = optax.softmax_cross_entropy_with_integer_labels(logits, right).mean()
+    return named, (logits.argmax(-1) == right).mean()
+
+
+class Stages:
+    """The tower's parameters, and the stages that train them one after the other."""
+
+    def __init__(self, recipe: Recipe, config: Any, pieces: Pieces, slots: Slots, table: np.ndarray, newline: int):
+        """Takes the decoder's table of embeddings; `newline` is the token that a shrunk page is to be read as."""
+        self.recipe, self.pieces, self.slots = recipe, pieces, slots
+        self.graph, self.state = nnx.split(Tower(config, nnx.Rngs(recipe.seed)))
+        self.codes = jnp.asarray(letter_codes(recipe))
+        self.table = jnp.asarray(table[list(pieces.ids)])
+        centred = self.table - self.table.mean(0)
+        self.spread = float(jnp.square(centred).sum(-1).mean())
+        self.newline = pieces.places[newline]
+        self.key = jax.random.key(recipe.seed)
+        # What reads single slots must not look at others: its attention adds nothing, and is left so.
+        output = self.state["visual"]["blocks"]["output"]
+        for part in ("kernel", "bias"):
+            output[part][...] = output[part][...].at[: recipe.depth - 1].set(0)
+
+    def tower(self, state: Any = None) -> Tower:
+        """The tower with these parameters, or the present ones."""
+        return nnx.merge(self.graph, self.state if state is None else state)
+
+    def optimiser(self, steps: int) -> optax.GradientTransformation:
+        """AdamW with warm-up and a cosine to nothing; decay on matrices."""
+        recipe = self.recipe
+        schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, recipe.warmup, steps)
+        matrices = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+        return optax.chain(
+            optax.clip_by_global_norm(recipe.clip),
+            optax.adamw(schedule, b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=matrices),
+        )
+
+    def letters(self) -> Iterator[dict[str, float]]:
+        """Trains what reads letters; yields the numbers of every step."""
+        recipe, shut = self.recipe, self.recipe.depth - 1
+        optimiser = self.optimiser(recipe.letter_steps)
+
+        def loss(state, key, ink, glyph):
+            at, vary = jax.random.split(key)
+            places = jax.random.randint(at, glyph.shape, 0, LETTERS)
+            read = read_slots(self.tower(state), pixels(vary, ink, recipe.plain), places)
+            missed = jnp.square(read - self.codes[glyph, places]).mean()
+            letters = self.codes[:, 0, :LETTER_WIDTH]
+            named, right = found_by_distance(read[:, :LETTER_WIDTH], letters, glyph, recipe.sharpness / LETTER_WIDTH)
+            return missed + recipe.named * named, {"letters.missed": missed, "letters.right": right}
+
+        def update(state, moments, key, ink, glyph):
+            (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(state, key, ink, glyph)
+            output = gradients["visual"]["blocks"]["output"]
+            for part in ("kernel", "bias"):
+                output[part][...] = output[part][...].at[:shut].set(0)
+            updates, moments = optimiser.update(gradients, moments, state)
+            return optax.apply_updates(state, updates), moments, parts
+
+        jitted, moments = jax.jit(update, donate_argnums=(0, 1)), optimiser.init(self.state)
+        for step in range(recipe.letter_steps):
+            key = jax.random.fold_in(self.key, step)
+            self.state, moments, parts = jitted(self.state, moments, key, *self.slots.batch(recipe.letter_batch))
+            yield {name: float(value) for name, value in parts.items()}
+
+    def residuals(self) -> tuple[np.ndarray, np.ndarray]:
+        """What is made of every glyph of every face and size at every place, and of shrunk pages; in half precision.
+
+        Returns [variants · sheets, glyphs, slots, D] and [pages, slots, D].
+        """
+        recipe = self.recipe
+
+        @jax.jit
+        def read(state, key, ink, places):
+            return read_slots(self.tower(state), pixels(key, ink, recipe.plain), places).astype(jnp.float16)
+
+        def of(ink: np.ndarray, places: np.ndarray, number: int) -> np.ndarray:
+            found, size = [], 8192
+            for first in range(0, len(ink), size):
+                part, at = ink[first : first + size], places[first : first + size]
+                room = size - len(part)
+                key = jax.random.fold_in(self.key, 1_000_000 + number + first)
+                made = read(self.state, key, np.pad(part, ((0, room), (0, 0), (0, 0))), np.pad(at, (0, room)))
+                found.append(np.asarray(made)[: len(part)])
+            return np.concatenate(found)
+
+        bank = []
+        for variant in range(recipe.variants):
+            ink = self.slots.every()
+            own = [
+                of(ink, np.full(len(ink), place), (variant * LETTERS + place) * 10_000_000) for place in range(LETTERS)
+            ]
+            bank.append(np.stack(own, axis=1).reshape(len(self.slots.sheets), len(GLYPHS), LETTERS, -1))
+        tiles = self.slots.thumbnails
+        places = np.tile(np.arange(LETTERS), len(tiles))
+        shrunk = of(tiles.reshape(-1, *tiles.shape[-2:]), places, 7).reshape(len(tiles), LETTERS, -1)
+        return np.concatenate(bank), shrunk
+
+    def cells(self, bank: np.ndarray, shrunk: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+        """Cells of these pieces put together of residuals of one face each; the first ones are shrunk pages."""
+        rng, letters = self.slots.rng, self.pieces.letters[chosen]
+        cells = bank[rng.integers(len(bank), size=len(chosen))[:, None], letters, np.arange(LETTERS)]
+        few = round(len(chosen) * self.recipe.thumbnails)
+        cells[:few] = shrunk[rng.integers(len(shrunk), size=few)]
+        chosen[:few] = self.newline
+        return cells
+
+    def pieces_stage(self, bank: np.ndarray, shrunk: np.ndarray) -> Iterator[dict[str, float]]:
+        """Trains the last block and the connector; yields the numbers of every step."""
+        recipe = self.recipe
+        optimiser = self.optimiser(recipe.piece_steps)
+        moving, still = self._apart(self.state)
+
+        def loss(moving, still, cells, chosen):
+            tower = self.tower(self._together(moving, still))
+            read = tower.projector(features(tower, cells.astype(jnp.float32)))
+            missed = jnp.square(read - self.table[chosen]).sum(-1).mean() / self.spread
+            named, right = found_by_distance(read, self.table, chosen, recipe.sharpness / self.spread)
+            return missed + recipe.named * named, {"pieces.missed": missed, "pieces.right": right}
+
+        def update(moving, moments, still, cells, chosen):
+            (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(moving, still, cells, chosen)
+            updates, moments = optimiser.update(gradients, moments, moving)
+            return optax.apply_updates(moving, updates), moments, parts
+
+        jitted, moments = jax.jit(update, donate_argnums=(0, 1)), optimiser.init(moving)
+        for _ in range(recipe.piece_steps):
+            chosen = self.slots.rng.integers(len(self.pieces.ids), size=recipe.piece_batch).astype(np.int32)
+            moving, moments, parts = jitted(moving, moments, still, self.cells(bank, shrunk, chosen), chosen)
+            yield {name: float(value) for name, value in parts.items()}
+        self.state = self._together(moving, still)
+
+    def _apart(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the second stage trains (the last block, final norm, connector), and what it leaves."""
+        plain = nnx.to_pure_dict(state)
+        visual = plain["visual"]
+        last = self.recipe.depth - 1
+        moving = {
+            "projector": plain["projector"],
+            "final_norm": visual["final_norm"],
+            "last": jax.tree.map(lambda leaf: leaf[last], visual["blocks"]),
+        }
+        rest = {name: value for name, value in visual.items() if name not in ("final_norm", "blocks")}
+        return moving, {**rest, "blocks": jax.tree.map(lambda leaf: leaf[:last], visual["blocks"])}
+
+    def _together(self, moving: Mapping[str, Any], still: Mapping[str, Any]) -> Any:
+        join = lambda first, last: jnp.concatenate([first, last[None]])
+        blocks = jax.tree.map(join, still["blocks"], moving["last"])
+        plain = {
+            "visual": {**still, "blocks": blocks, "final_norm": moving["final_norm"]},
+            "projector": moving["projector"],
+        }
+        state = jax.tree.map(lambda leaf: leaf, self.state)
+        nnx.replace_by_pure_dict(state, plain)
+        return state
+
+    def fit_connector(self, bank: np.ndarray, shrunk: np.ndarray) -> dict[str, float]:
+        """Sets the connector by least squares, held to what training has found by the ridge; what it misses after."""
+        recipe, size = self.recipe, 2048
+        plain = nnx.to_pure_dict(self.state)
+        kernel = plain["projector"]["kernel"]
+
+        @jax.jit
+        def sums(state, cells, chosen):
+            tower = self.tower(state)
+            wide = features(tower, cells.astype(jnp.float32))
+            left = self.table[chosen] - tower.projector(wide)
+            return wide.T @ wide, wide.T @ left, jnp.square(left).sum()
+
+        gram, cross, missed, count = 0.0, 0.0, 0.0, 0
+        while count < recipe.fitted:
+            chosen = self.slots.rng.integers(len(self.pieces.ids), size=size).astype(np.int32)
+            own = sums(self.state, self.cells(bank, shrunk, chosen), chosen)
+            gram, cross = gram + np.asarray(own[0], np.float64), cross + np.asarray(own[1], np.float64)
+            missed, count = missed + float(own[2]), count + size
+        ridge = recipe.ridge * np.trace(gram) / len(gram)
+        change = np.linalg.solve(gram + ridge * np.eye(len(gram)), cross)
+        plain["projector"]["kernel"] = kernel + jnp.asarray(change, jnp.float32)
+        nnx.replace_by_pure_dict(self.state, plain)
+        after = missed - 2 * np.sum(change * cross) + np.sum(change * (gram @ change))
+        return {"fit.missed_before": missed / count / self.spread, "fit.missed": float(after) / count / self.spread}

@@ -1,0 +1,185 @@
+"""The reading model: pieces, pages, the tower and its stages, on one font that matplotlib brings and a tiny decoder."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from evals.bench.checkpoints import random_backbone, tiny_config
+from evals.pretrained.texts import Document
+from evals.reading import accuracy, fonts, pages, suite, training
+from evals.reading.pieces import GLYPHS, LETTERS, Pieces, drawn
+from evals.reading.tower import (
+    PICTURES,
+    Reader,
+    Tower,
+    load_tower,
+    model_config,
+    save_tower,
+    vision_config,
+)
+from kvpatch_jax.errors import ConfigError, InputError
+from models import save
+from models.inputs.images import process_smolvlm
+
+MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "Ġ")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = [*map(chr, range(33, 127)), "Ġ", "Ċ", "ĉ", "Ã", "¯"]
+    words = ["<end>", *letters, *("".join(merge) for merge in MERGES)]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({word: number for number, word in enumerate(words)}, MERGES))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def face():
+    return fonts.find({"DejaVu": ("DejaVuSansMono",)})["DejaVu"][0]
+
+
+def test_every_text_is_written_in_the_pieces_that_are_drawn(tokenizer):
+    whole, few = Pieces.of(tokenizer, 400), Pieces.of(tokenizer, 101)
+    assert " the" in whole.shown
+    assert " the" not in few.shown
+    text = "the  other\n\tthe end"
+    ids = tokenizer.encode(text).ids
+    for pieces in (whole, few):
+        assert tokenizer.decode(pieces.split(ids).tolist()) == text
+        assert set(pieces.split(ids).tolist()) <= set(pieces.ids)
+    assert len(few.split(ids)) > len(whole.split(ids)) == len(ids)
+    assert tokenizer.decode(whole.split(tokenizer.encode("naïve").ids).tolist()) == "nave"
+    with pytest.raises(InputError, match="token 0 is not drawn"):
+        whole.rows(np.array([0]))
+    assert (drawn("  \n"), drawn(" a"), drawn("ten letters"), drawn("·"), drawn("")) == ("··¶", " a", None, None, None)
+
+
+def test_a_page_is_cut_into_its_cells_by_the_real_preprocessing(tokenizer, face, tmp_path):
+    pieces = Pieces.of(tokenizer, 400)
+    chosen = np.arange(48) % len(pieces.ids)
+    style = pages.Style(str(face))
+    page = pages.draw_page(pieces.letters[chosen], style)
+    assert page.shape == (3 * pages.CELL, pages.COLUMNS * pages.CELL, 3)
+    found = process_smolvlm([pages.save_png(page, tmp_path / "page.png")], PICTURES)["pixel_values"][0]
+    assert len(found) == 49  # and the whole page, shrunk
+    ink = pages.cells(pages.glyphs(str(face), style.size), pieces.letters[chosen])
+    np.testing.assert_allclose(found[:48, 0], 1 - 2 * ink.astype(np.float32) / 255, atol=1e-2)
+    np.testing.assert_array_equal(pages.slots_of(ink)[5], pages.glyphs(str(face), style.size)[pieces.letters[5]])
+    with pytest.raises(InputError, match="17 pieces; expected 1 to 16 lines"):
+        pages.draw_page(pieces.letters[chosen[:17]], style)
+    with pytest.raises(InputError, match="is not read as a font"):
+        pages.glyphs(str(tmp_path / "page.png"), 13)
+
+
+def test_no_family_is_seen_and_unseen():
+    assert not set(fonts.SEEN) & set(fonts.UNSEEN)
+    assert not {stem for own in fonts.SEEN.values() for stem in own} & {s for own in fonts.UNSEEN.values() for s in own}
+    with pytest.raises(InputError, match="apt install fonts-nowhere"):
+        fonts.find({"nowhere": ("Nowhere-Regular",)})
+
+
+RECIPE = training.Recipe(
+    pieces=400,
+    width=224,
+    depth=2,
+    heads=2,
+    intermediate=16,
+    letter_steps=2,
+    letter_batch=8,
+    piece_steps=2,
+    piece_batch=8,
+    warmup=1,
+    variants=1,
+    fitted=2048,
+    thumbnails=0.2,
+)
+
+
+@pytest.fixture(scope="module")
+def decoder(tokenizer, tmp_path_factory):
+    made = random_backbone(tiny_config("LlamaForCausalLM"))
+    folder = tmp_path_factory.mktemp("decoder")
+    save(made, folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return made, folder
+
+
+def test_stages_train_what_they_say_and_a_tower_comes_back(tokenizer, face, decoder, tmp_path):
+    model, _ = decoder
+    pieces = Pieces.of(tokenizer, RECIPE.pieces)
+    table = np.asarray(model.parameters["decoder"]["embedding"])
+    vision = vision_config(RECIPE.width, RECIPE.depth, RECIPE.heads, RECIPE.intermediate)
+    slots = training.Slots(RECIPE, pieces, [face])
+    config = model_config(model.config.to_dict(), vision)
+    made = training.Stages(RECIPE, config, pieces, slots, table, tokenizer.encode("\n").ids[0])
+    assert len([*made.letters()]) == 2
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(made.state))
+    np.testing.assert_array_equal(before["visual"]["blocks"]["output"]["kernel"][0], 0)
+
+    # What single slots are read as is what the tower's blocks make of them in a cell.
+    ink = pages.cells(slots.sheets[0], pieces.letters[:4])
+    tiles = np.repeat(1 - 2 * ink[:, None].astype(np.float32) / 255, 3, axis=1)
+    alone = pages.slots_of(ink).reshape(-1, 1, pages.SLOT, pages.SLOT)
+    alone = np.repeat(1 - 2 * alone.astype(np.float32) / 255, 3, axis=1)
+
+    @jax.jit
+    def both(state, tiles, alone):
+        tower = made.tower(state)
+        read = training.read_slots(tower, alone, jnp.tile(jnp.arange(LETTERS), 4)).reshape(4, LETTERS, -1)
+        return tower(tiles), tower.projector(training.features(tower, read))
+
+    np.testing.assert_allclose(*both(made.state, tiles, alone), atol=1e-4)
+
+    bank = made.residuals()
+    assert bank[0].shape == (len(slots.sheets), len(GLYPHS), LETTERS, RECIPE.width)
+    assert len([*made.pieces_stage(*bank)]) == 2
+    fitted = made.fit_connector(*bank)
+    assert fitted["fit.missed"] < fitted["fit.missed_before"] / 100
+    after = nnx.to_pure_dict(made.state)
+    np.testing.assert_array_equal(
+        before["visual"]["patch_embedding"]["kernel"], after["visual"]["patch_embedding"]["kernel"]
+    )
+
+    root = save_tower(tmp_path / "tower", after, {"vision": vision, "pieces": RECIPE.pieces})
+    for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(load_tower(root)[0]), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=float(np.abs(ours).max()) / 200)
+    with pytest.raises(ConfigError, match=r"has no tower\.json"):
+        load_tower(tmp_path)
+
+    found = list(accuracy.records(made.tower(), pieces, table, {"DejaVu": [face]}))
+    assert found[0]["missed"] < 1
+    assert found[0]["nearest"] <= found[0]["nearest_drawn"]
+
+
+@pytest.mark.slow
+def test_pages_meet_a_decoder_as_images_and_as_tokens(tokenizer, decoder, tmp_path):
+    model, folder = decoder
+    vision = vision_config(RECIPE.width, RECIPE.depth, RECIPE.heads, RECIPE.intermediate)
+    config = model_config(model.config.to_dict(), vision)
+    tower = nnx.to_pure_dict(nnx.state(Tower(config, nnx.Rngs(0)), nnx.Param))
+    reader = Reader(save_tower(tmp_path / "tower", tower, {"vision": vision, "pieces": RECIPE.pieces}), folder)
+    ids = np.random.default_rng(0).choice(reader.pieces.ids, 300).astype(np.int32)
+
+    # A page's embeddings are what the tower makes of its cells, and of the whole page behind them.
+    page = reader.pages(ids[None, :32], suite.styles(0, 1))
+    assert page.embeddings.shape[1] == reader.texts(ids[None, :32]).embeddings.shape[1] == 33
+    cell = pages.cells(pages.glyphs(suite.styles(0, 1)[0].font, 13), reader.pieces.letters[reader.pieces.rows(ids[:1])])
+    own = Tower(config, nnx.Rngs(0))
+    read = own(np.repeat(1 - 2 * cell[:, None].astype(np.float32) / 255, 3, axis=1))
+    np.testing.assert_allclose(page.embeddings[0, :1], read, atol=0.1)
+
+    plan = suite.LOOK
+    least = plan.passages * plan.chunk + plan.scored
+    made = list(suite.compared(reader, plan, document(ids[:least], 0), document(ids[-least:], 1), 0))
+    kl = {record["as"]: record["kl"] for record in made if "as" in record and "kl" in record}
+    assert kl["tokens"] == 0 < kl["image"]
+    assert {"blind", "patch.rank=8", "cacheblend.budget=0.15"} <= {record.get("arm") for record in made}
+
+
+def document(ids: np.ndarray, number: int) -> Document:
+    return Document(f"python/{number}", "prose", ids)
