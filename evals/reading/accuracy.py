@@ -35,7 +35,7 @@ def records(
     spread = float(jnp.square(own - own.mean(0)).sum(-1).mean())
 
     @jax.jit
-    def look(state, ink, right):
+    def look(state, everything, own, ink, right):  # the tables are arguments: as constants they would be folded
         tiles = 1 - 2 * ink.astype(jnp.float32) / 255
         read = nnx.merge(graph, state)(jnp.repeat(tiles[:, None], 3, axis=1))
         best = lambda rows: (read @ rows.T - jnp.square(rows).sum(-1) / 2).argmax(-1)
@@ -49,7 +49,7 @@ def records(
             for first in range(0, len(ids), BATCH):
                 part, right = ink[first : first + BATCH], ids[first : first + BATCH]
                 room = BATCH - len(part)
-                made = look(state, np.pad(part, ((0, room), (0, 0), (0, 0))), np.pad(right, (0, room)))
+                made = look(state, everything, own, np.pad(part, ((0, room), (0, 0), (0, 0))), np.pad(right, (0, room)))
                 found.append([np.asarray(values)[: len(part)] for values in made])
             best, best_drawn, missed = (np.concatenate(column) for column in zip(*found, strict=True))
             yield {

@@ -57,6 +57,8 @@ def train(made: Stages) -> Iterator[dict[str, float]]:
     """Runs the stages, one after the other; yields the numbers of every step."""
     yield from made.letters()
     bank = made.residuals()
+    made.address_slots()
+    yield made.fit_connector(*bank)
     yield from made.pieces_stage(*bank)
     yield made.fit_connector(*bank)
 

@@ -2,7 +2,8 @@
 
 Letters: all blocks but the last read single slots: what they leave in the residual stream is a fixed code of the letter
 and of the slot's place (their attention is left at nothing). Pieces: the last block and the connector read cells of
-such residuals, of all seen faces, and give the decoder's embeddings. Last, the connector is set by least squares.
+such residuals, of all seen faces, and give the decoder's embeddings. The connector is
+set by least squares before and after.
 """
 
 import dataclasses
@@ -32,11 +33,11 @@ LETTER_WIDTH = 192
 class Recipe:
     """Every training choice.
 
-    pieces: token ids below this are drawn, where they can be. named: weight of finding the nearest (letter's code,
-    piece's embedding) in the loss. sharpness: of distances in it, in units of the targets' spread. plain: share of
-    slots that stay black on white without noise. thumbnails: share of a batch of cells that are whole pages, shrunk.
-    variants: drawings of every glyph in every face and size that cells are put together of. ridge: of least squares,
-    as a share of the features' mean energy. fitted: cells that it is fitted to.
+    pieces: token ids below this are drawn, where they can be. named, piece_named: weight of finding the nearest
+    letter's code, or piece's embedding, in the loss. sharpness, piece_sharpness: of distances in it, in units of the
+    targets' spread. plain: share of slots that stay black on white without noise. thumbnails: share of a batch of
+    cells that are whole pages, shrunk. variants: drawings of every glyph in every face and size that cells are put
+    together of. ridge: of least squares, as a share of the features' mean energy. fitted: cells that it is fitted to.
     """
 
     pieces: int = 2048
@@ -47,7 +48,7 @@ class Recipe:
     seed: int = 0
     letter_steps: int = 5000
     letter_batch: int = 256
-    piece_steps: int = 1500
+    piece_steps: int = 3000
     piece_batch: int = 192
     learning_rate: float = 1.5e-3
     warmup: int = 40
@@ -56,11 +57,13 @@ class Recipe:
     clip: float = 1.0
     named: float = 0.5
     sharpness: float = 8.0
+    piece_named: float = 0.2
+    piece_sharpness: float = 40.0
     plain: float = 0.4
     thumbnails: float = 0.01
     variants: int = 1
-    ridge: float = 1e-4
-    fitted: int = 60_000
+    ridge: float = 3e-4
+    fitted: int = 24_000
 
 
 class Slots:
@@ -263,6 +266,39 @@ class Stages:
         chosen[:few] = self.newline
         return cells
 
+    def address_slots(self) -> None:
+        """Starts the last block as random features of letters that stand near each other; the connector at nothing.
+
+        Its heads look from every slot at the slots one, two, three, … places on, round the cell, by the places' codes;
+        its MLP mixes what they bring at random. A connector fitted to that names most pieces before any training.
+        """
+        recipe, last = self.recipe, self.recipe.depth - 1
+        rng = np.random.default_rng([recipe.seed, 2])
+        places = np.asarray(self.codes)[0, :, LETTER_WIDTH:]
+        head, codes = recipe.width // recipe.heads, places.shape[1]
+        shape = (recipe.width, recipe.heads, head)
+        query, key, value = (np.zeros(shape, np.float32) for _ in range(3))
+        for number in range(recipe.heads):
+            on = places[(np.arange(LETTERS) + number + 1) % LETTERS]
+            query[LETTER_WIDTH:, number, :codes] = np.linalg.pinv(places) @ on
+            key[LETTER_WIDTH:, number, :codes] = np.eye(codes)
+            value[:LETTER_WIDTH, number] = rng.normal(size=(LETTER_WIDTH, head)) * (1.5 * LETTER_WIDTH**-0.5)
+        blocks = self.state["visual"]["blocks"]
+        inner, outer = blocks["mlp"]["inner"], blocks["mlp"]["outer"]
+        mixed = lambda shape, scale: rng.normal(size=shape) * (scale * shape[0] ** -0.5)
+        for part, kernel in {
+            "query": query.reshape(recipe.width, -1),
+            "key": key.reshape(recipe.width, -1),
+            "value": value.reshape(recipe.width, -1),
+            "output": mixed((recipe.width, recipe.width), 1.0),
+        }.items():
+            blocks[part]["kernel"][...] = blocks[part]["kernel"][...].at[last].set(kernel)
+        inner["kernel"][...] = inner["kernel"][...].at[last].set(mixed((recipe.width, recipe.intermediate), 1.5))
+        inner["bias"][...] = inner["bias"][...].at[last].set(0.5 * rng.normal(size=recipe.intermediate))
+        outer["kernel"][...] = outer["kernel"][...].at[last].set(mixed((recipe.intermediate, recipe.width), 8.0))
+        connector = self.state["projector"]["kernel"]
+        connector[...] = jnp.zeros_like(connector[...])
+
     def pieces_stage(self, bank: np.ndarray, shrunk: np.ndarray) -> Iterator[dict[str, float]]:
         """Trains the last block and the connector; yields the numbers of every step."""
         recipe = self.recipe
@@ -273,8 +309,8 @@ class Stages:
             tower = self.tower(self._together(moving, still))
             read = tower.projector(features(tower, cells.astype(jnp.float32)))
             missed = jnp.square(read - self.table[chosen]).sum(-1).mean() / self.spread
-            named, right = found_by_distance(read, self.table, chosen, recipe.sharpness / self.spread)
-            return missed + recipe.named * named, {"pieces.missed": missed, "pieces.right": right}
+            named, right = found_by_distance(read, self.table, chosen, recipe.piece_sharpness / self.spread)
+            return missed + recipe.piece_named * named, {"pieces.missed": missed, "pieces.right": right}
 
         def update(moving, moments, still, cells, chosen):
             (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(moving, still, cells, chosen)
