@@ -6,7 +6,7 @@ heads, H head width, V vocabulary.
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,8 @@ class Passages:
             layout=backbone.layout,
             backbone=backbone.fingerprint,
         )
-        text = backbone.embed(np.concatenate([ids, behind], axis=1)) if text is None else text
+        if text is None:
+            text = cast(Tokens, backbone.embed(np.concatenate([ids, behind], axis=1)))
         self.tokens = placed(text.take(0, self.length), self.start)
         self.after = placed(text.take(self.length, self.length + behind.shape[1]), self.start + self.length)
 

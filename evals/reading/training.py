@@ -9,7 +9,7 @@ set by least squares before and after.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from models.attention import Mask, attention
-from models.towers.common import scan_blocks
+from models.towers.common import PlainBlock, scan_blocks
 
 from . import pages
 from .pieces import GLYPHS, LETTERS, Pieces
@@ -134,7 +134,7 @@ def run_blocks(tower: Tower, hidden: Float[Array, "n T D"], first: int, last: in
     config = tower.visual.config
     scale = (config.width // config.heads) ** -0.5
 
-    def step(block: Any, hidden: Array) -> Array:
+    def step(block: PlainBlock, hidden: Array) -> Array:
         mixed = attention(*block.project(hidden), Mask(), scale=scale)
         return block.update(hidden, mixed.reshape(hidden.shape))
 
@@ -151,7 +151,9 @@ def read_slots(tower: Tower, slots: Float[Array, "n 3 S S"], places: Int[Array, 
 def features(tower: Tower, residuals: Float[Array, "n slots D"]) -> Float[Array, "n wide"]:
     """What the connector takes, of cells of such residuals."""
     depth = tower.visual.config.depth
-    hidden = tower.visual.final_norm(run_blocks(tower, residuals, depth - 1, depth))
+    norm = tower.visual.final_norm
+    assert norm is not None  # SigLIP has one
+    hidden = norm(run_blocks(tower, residuals, depth - 1, depth))
     return hidden.reshape(len(hidden), -1)
 
 
@@ -170,7 +172,8 @@ class Stages:
     def __init__(self, recipe: Recipe, config: Any, pieces: Pieces, slots: Slots, table: np.ndarray, newline: int):
         """Takes the decoder's table of embeddings; `newline` is the token that a shrunk page is to be read as."""
         self.recipe, self.pieces, self.slots = recipe, pieces, slots
-        self.graph, self.state = nnx.split(Tower(config, nnx.Rngs(recipe.seed)))
+        graph, state = nnx.split(Tower(config, nnx.Rngs(recipe.seed)))
+        self.graph, self.state = graph, cast(Any, state)
         self.codes = jnp.asarray(letter_codes(recipe))
         self.table = jnp.asarray(table[list(pieces.ids)])
         centred = self.table - self.table.mean(0)
@@ -361,14 +364,15 @@ class Stages:
             left = self.table[chosen] - tower.projector(wide)
             return wide.T @ wide, wide.T @ left, jnp.square(left).sum()
 
-        gram, cross, missed, count = 0.0, 0.0, 0.0, 0
+        wide, missed, count = len(kernel), 0.0, 0
+        gram, cross = np.zeros((wide, wide)), np.zeros(kernel.shape)
         while count < recipe.fitted:
             chosen = self.slots.rng.integers(len(self.pieces.ids), size=size).astype(np.int32)
             own = sums(self.state, self.cells(bank, shrunk, chosen), chosen)
             gram, cross = gram + np.asarray(own[0], np.float64), cross + np.asarray(own[1], np.float64)
             missed, count = missed + float(own[2]), count + size
-        ridge = recipe.ridge * np.trace(gram) / len(gram)
-        change = np.linalg.solve(gram + ridge * np.eye(len(gram)), cross)
+        ridge = recipe.ridge * np.trace(gram) / wide
+        change = np.linalg.solve(gram + ridge * np.eye(wide), cross)
         plain["projector"]["kernel"] = kernel + jnp.asarray(change, jnp.float32)
         nnx.replace_by_pure_dict(self.state, plain)
         after = missed - 2 * np.sum(change * cross) + np.sum(change * (gram @ change))

@@ -173,7 +173,7 @@ def test_pages_meet_a_decoder_as_images_and_as_tokens(tokenizer, decoder, tmp_pa
     assert page.embeddings.shape[1] == reader.texts(ids[None, :32]).embeddings.shape[1] == 33
     cell = pages.cells(pages.glyphs(suite.styles(0, 1)[0].font, 13), reader.pieces.letters[reader.pieces.rows(ids[:1])])
     own = Tower(config, nnx.Rngs(0))
-    read = own(np.repeat(1 - 2 * cell[:, None].astype(np.float32) / 255, 3, axis=1))
+    read = own(jnp.asarray(np.repeat(1 - 2 * cell[:, None].astype(np.float32) / 255, 3, axis=1)))
     np.testing.assert_allclose(page.embeddings[0, :1], read, atol=0.1)
 
     plan = suite.LOOK
