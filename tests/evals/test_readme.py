@@ -158,6 +158,7 @@ def test_start_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert space["both_patches"]["k"].shape[0] == 2
 
 
+@pytest.mark.slow
 def test_agents_page_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

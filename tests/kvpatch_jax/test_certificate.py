@@ -6,8 +6,9 @@ import json
 import math
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -127,7 +128,11 @@ def test_growing_bounds_are_the_largest_up_to_there():
         ]
         given = certificate(*(rows or [row(rank=4)]))
         for rank, most in itertools.product((2, 4, 9, 16, 20), (0, 3, 14)):
-            for what, ask in (("bound", given.bound), ("flips", given.flips)):
+            asks: dict[Literal["bound", "flips"], Callable[..., float | None]] = {
+                "bound": given.bound,
+                "flips": given.flips,
+            }
+            for what, ask in asks.items():
                 expected: list[float] = []
                 for others in range(most + 1):
                     number = ask("stored", rank, behind=others)

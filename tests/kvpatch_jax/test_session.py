@@ -299,6 +299,7 @@ def test_what_makes_no_session_is_refused(backbone):
                 kvp.Session(**{"backbone": backbone, **given})
 
 
+@pytest.mark.slow
 def test_a_full_pool_refuses_and_one_without_a_size_grows(backbone):
     with kvp.Session(backbone, pages=4, page_size=16) as small:
         small.add(image_of(0))

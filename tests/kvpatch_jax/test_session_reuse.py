@@ -43,6 +43,7 @@ def store(backbone, tmp_path_factory):
         yield made
 
 
+@pytest.mark.slow
 def test_a_stored_patch_serves_what_comes_back_where_that_is_allowed(backbone, store):
     with kvp.Session(backbone, store, keep=1, rank=0, uncertified=True) as session:
         session.add(image_of(0))
