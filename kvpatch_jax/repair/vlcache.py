@@ -1,6 +1,5 @@
 """VLCache: recompute a chunk's first tokens, at each layer its own number of them, shared out by what layers need."""
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -119,17 +118,23 @@ def layer_counts(sensitivity: Float[np.ndarray, "L n"], counts: Sequence[int], b
     if len(sensitivity) * counts[0] > budget:
         raise InputError(f"layer_counts: budget {budget}; expected at least {len(sensitivity) * counts[0]}")
 
-    @functools.cache
-    def best(layer: int, most: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The least sum from a layer on, with counts up to the one at `most`, and those counts' places."""
-        if layer == len(sensitivity):
-            return 0.0, ()
-        found = (np.inf, ())
-        for place in range(most + 1):
-            if counts[place] + (len(sensitivity) - layer - 1) * counts[0] > left:
-                break
-            rest, places = best(layer + 1, place, left - counts[place])
-            found = min(found, (sensitivity[layer, place] + rest, (place, *places)))
-        return found
+    layers, left = len(sensitivity), min(budget, len(sensitivity) * counts[-1])
+    # least[m, b]: of the layers from here on, none beyond counts[m], with b tokens; taken: which count it begins with.
+    least, taken = np.zeros((len(counts), left + 1)), np.zeros((layers, len(counts), left + 1), np.int16)
+    for layer in reversed(range(layers)):
+        behind, best, which = least, np.full(left + 1, np.inf), np.zeros(left + 1, np.int16)
+        least = np.empty_like(behind)
+        for place, count in enumerate([count for count in counts if count <= left]):
+            own = np.full(left + 1, np.inf)
+            own[count:] = sensitivity[layer, place] + behind[place, : left + 1 - count]
+            which = np.where(own < best, place, which)
+            best = np.minimum(own, best)
+            least[place], taken[layer, place] = best, which
+        least[place + 1 :], taken[layer, place + 1 :] = best, which
 
-    return tuple(counts[place] for place in best(0, len(counts) - 1, budget)[1])
+    found, place = [], len(counts) - 1
+    for layer in range(layers):
+        place = int(taken[layer, place, left])
+        found.append(counts[place])
+        left -= counts[place]
+    return tuple(found)

@@ -184,6 +184,20 @@ def test_vlcache_takes_what_layers_need(backbone, spliced):
             if sum(taken) <= budget and list(taken) == sorted(taken, reverse=True)
         ]
         assert score(found) == min(map(score, allowed))
+    assert layer_counts(np.zeros((3, 2)), (2, 50), 8) == (2, 2, 2)
+
+
+def test_vlcaches_own_grid_over_many_layers_is_shared_out():
+    """VLCache's 150 ratios of 1 024 tokens, 36 layers: more states than a search one by one gets through."""
+    counts = [2 * step for step in range(1, 151)]
+    needs = -np.sqrt(counts) * np.linspace(2.0, 1.0, 36)[:, None]
+    found, budget = layer_counts(needs, counts, 5530), 5530
+    assert list(found) == sorted(found, reverse=True)
+    assert budget - 2 < sum(found) <= budget
+    gain = lambda layer, count: float(needs[layer, counts.index(count)])
+    for lower in range(35):  # concave and separable: no two steps moved between layers are worth more
+        more = gain(lower, found[lower]) + gain(lower + 1, found[lower + 1])
+        assert more <= gain(lower, found[lower] + 2) + gain(lower + 1, found[lower + 1] - 2) + 1e-9
 
 
 @pytest.mark.parametrize(
