@@ -12,6 +12,7 @@ from jaxtyping import Int
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
 
+from ..small_task.prefix import within_own
 from ..small_task.sequences import QuestionTokens
 
 QUESTIONS = (
@@ -56,7 +57,7 @@ def packed(parts: Sequence[tuple[Int[np.ndarray, "B _"], Sequence[int]]], axes: 
     """
     sizes = [ids.shape[1] for ids, _ in parts]
     own = np.repeat(np.arange(len(parts)), sizes)
-    among = (own[:, None] == own) & np.tri(own.size, dtype=bool)
+    among = within_own(own)
     first = np.cumsum([0, *sizes[:-1]])
     asked = [start + place for start, (_, scored) in zip(first, parts, strict=True) for place in scored]
     owner = [number for number, (_, scored) in enumerate(parts) for _ in scored]

@@ -23,6 +23,7 @@ from models import ModelBackbone
 from ..probes.by_question import mean_attention
 from ..results.costs import ArmCost, ChunkCosts
 from ..rules import RULES
+from ..small_task.prefix import positions_behind, prefix_positions, within_own
 from . import sequences, task
 from .sequences import form_of
 from .task import Contexts, Questions
@@ -44,27 +45,27 @@ class Reuse:
         config, count = backbone.config, len(contexts)
         self.form = form_of(config, backbone.image_config, contexts.size)
         images = config.family.vision.process(sequences.context_images(contexts), backbone.image_config)
-        ids = np.tile(np.concatenate(self.form.ids), (count, 1))
+        ids = np.tile(self.form.ids, (count, 1))
         shown = np.ones((count, self.form.chunks), bool)
-        positions, _ = sequences.prefix_positions(self.form, shown, np.zeros(count, int))
+        positions, _ = prefix_positions(self.form, shown, np.zeros(count, int))
         at_zero = backbone.embed(ids, positions, **images)
         self.chunks = [self._canonical(at_zero, place) for place in range(self.form.chunks)]
         self.conditioned = dict(backbone.prefill(at_zero).kv)
 
-        moved, behind = sequences.prefix_positions(self.form, shown, np.full(count, MOVED))
+        moved, behind = prefix_positions(self.form, shown, np.full(count, MOVED))
         self.tokens = at_zero._replace(positions=jnp.asarray(moved))
         self.engine = dict(kvp.to_engine(backbone.layout, self.conditioned, moved, 0))
-        self.behind = sequences.question_positions(self.form, questions, behind)
+        self.behind = positions_behind(self.form, behind, questions.step)
 
     def _canonical(self, tokens: Tokens, place: int) -> kvp.Chunk:
         """Prefills one image alone, at position 0."""
         where = self.form.slices[place]
-        local = np.broadcast_to(self.form.local[place], (len(self.contexts), *self.form.local[place].shape))
+        local = np.broadcast_to(self.form.chunk_local[place], (len(self.contexts), *self.form.chunk_local[place].shape))
         alone = Tokens(tokens.embeddings[:, where], jnp.asarray(local), None)
         name = f"{place}:" + "-".join(map(str, self.contexts.ink_seed[:2].tolist()))
         return kvp.Chunk(
             kv=self.backbone.prefill(alone).kv,
-            local=self.form.local[place],
+            local=self.form.chunk_local[place],
             span=self.form.spans[place],
             length=self.form.sizes[place],
             id=name,
@@ -140,7 +141,7 @@ class Reuse:
         ids = self.questions.ids
         tokens = self.backbone.embed(ids, self.behind)
         seen = np.ones((*ids.shape, self.form.prefix_tokens), bool)
-        own = np.broadcast_to(sequences.among(self.questions), (len(ids), *[ids.shape[1]] * 2))
+        own = np.broadcast_to(within_own(self.questions.own), (len(ids), *[ids.shape[1]] * 2))
         mask = np.concatenate([seen, own], axis=2)[:, None]
         logits = self.backbone.prefill(tokens, cache, mask, logits="all").logits
         return np.asarray(jax.nn.log_softmax(logits, axis=-1))
@@ -229,7 +230,7 @@ class Reuse:
 
     def class_shares(self) -> dict[str, dict[str, Float[np.ndarray, "B L"]]]:
         """Computes, by class and channel, the share of ‖Δ‖² over the page's cells that means of each class explain."""
-        cells = np.flatnonzero(self.form.ids[-1] == self.form.image_token)
+        cells = np.flatnonzero(self.form.chunk_ids[-1] == self.form.image_token)
         delta = {name: np.asarray(flatten_heads(value))[:, :, cells] for name, value in self.delta.items()}
         found: dict[str, dict[str, np.ndarray]] = {}
         for name, classes in self.page_classes().items():

@@ -6,12 +6,12 @@ positions right behind the page and sees no other question. Axis letters: B batc
 
 import dataclasses
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import task
+from .prefix import Prefix, blank_image, positions_behind, prefix_positions, within_own
 from .task import VOCABULARY, Contexts, Questions
 
 CHUNKS = task.LEGENDS + 1
@@ -19,63 +19,14 @@ QUESTION_TOKENS = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Form:
+class Form(Prefix):
     """How a backbone's own processor lays the task's images out as tokens.
 
     Attributes:
       legend_shape: cells (rows, columns) of a legend's image; as many as a page's where the tower takes one size only.
-      legend_ids, page_ids: token ids of one image, with the start and end tokens where the family has them.
-      legend_local, page_local: their positions counted from the image's own start, [T] or [T,3].
-      image_token: the placeholder among the ids.
     """
 
     legend_shape: tuple[int, int]
-    legend_ids: np.ndarray
-    legend_local: np.ndarray
-    page_ids: np.ndarray
-    page_local: np.ndarray
-    image_token: int
-
-    @functools.cached_property
-    def ids(self) -> np.ndarray:
-        """Token ids [T] of the prefix."""
-        return np.concatenate([self.legend_ids] * task.LEGENDS + [self.page_ids])
-
-    @functools.cached_property
-    def local(self) -> np.ndarray:
-        """Positions [T] or [T,3] of the prefix tokens within their own images."""
-        return np.concatenate([self.legend_local] * task.LEGENDS + [self.page_local])
-
-    @property
-    def sizes(self) -> list[int]:
-        """Tokens of each of the four chunks."""
-        return [len(self.legend_ids)] * task.LEGENDS + [len(self.page_ids)]
-
-    @property
-    def spans(self) -> list[int]:
-        """How far each chunk moves the position of what follows."""
-        return [int(self.legend_local.max()) + 1] * task.LEGENDS + [int(self.page_local.max()) + 1]
-
-    @functools.cached_property
-    def owner(self) -> np.ndarray:
-        """The place 0 … 3 of the chunk that each prefix token belongs to, [T]."""
-        return np.repeat(np.arange(CHUNKS), self.sizes)
-
-    @property
-    def slices(self) -> list[slice]:
-        """Where each of the four chunks stands in the prefix."""
-        edges = np.cumsum([0, *self.sizes])
-        return [slice(int(first), int(last)) for first, last in itertools.pairwise(edges)]
-
-    @property
-    def page(self) -> slice:
-        """Where the page stands in the prefix."""
-        return self.slices[-1]
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Tokens of the prefix."""
-        return sum(self.sizes)
 
     def cells(self, place: int) -> slice:
         """Finds where the cells of a chunk stand in the prefix, without start and end tokens."""
@@ -90,30 +41,12 @@ def form_of(config: Any, images: Any) -> Form:
     side = getattr(config.vision, "image", None)
     page_shape = (task.ROWS, task.CELLS + 1)
     legend_shape = (task.LEGEND_ROWS, 3) if side is None else page_shape
-    parts = [_blank(config, images, shape) for shape in (legend_shape, page_shape)]
-    return Form(legend_shape, *parts[0], *parts[1], config.image_token)
-
-
-def _blank(config: Any, images: Any, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [T] and positions [T] or [T,3] of one blank image."""
-    rows, columns = (count * task.CELL_PIXELS for count in shape)
-    vision = config.family.vision
-    arrays = vision.process([np.zeros((rows, columns, 3), np.uint8)], images)
-    ids = np.array(vision.tokens(config, arrays, 0, None), np.int32)
-    return ids, config.family.positions(config, ids, arrays).astype(np.int32)
-
-
-def prefix_positions(form: Form, shown: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Computes positions [B,T] or [B,T,3] of the prefix and the place [B] behind it; only `shown` chunks take room.
-
-    Args:
-      shown: bool [B, 4] by place (the page is last). start: int [B], position of the first chunk shown.
-    """
-    # A chunk that is not shown keeps its slots but takes no room, so what follows moves up.
-    room = np.where(shown, form.spans, 0)
-    first = (start[:, None] + np.cumsum(room, axis=1) - room)[:, form.owner]
-    positions = first.reshape(*first.shape, *[1] * (form.local.ndim - 1)) + form.local
-    return positions.astype(np.int32), (start + room.sum(axis=1)).astype(np.int32)
+    legend, page = (
+        blank_image(config, images, *(count * task.CELL_PIXELS for count in shape))
+        for shape in (legend_shape, page_shape)
+    )
+    ids, local = zip(*[legend] * task.LEGENDS, page, strict=True)
+    return Form(ids, local, config.image_token, legend_shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +93,11 @@ def question_tokens(form: Form, questions: Questions, behind: np.ndarray) -> Que
     """Makes two tokens of every question, all at the positions from `behind` [B] on, none seeing another."""
     count, asked = questions.answer.shape
     ids = np.stack([questions.ask, questions.argument], axis=2).reshape(count, -1)
-    positions = _tail_positions(form, behind, np.tile(np.arange(QUESTION_TOKENS), asked))
+    positions = positions_behind(form, behind, np.tile(np.arange(QUESTION_TOKENS), asked))
 
     # Packed behind one another in the sequence, each question is masked off from all others.
     own = np.repeat(np.arange(asked), QUESTION_TOKENS)
-    among = (own[:, None] == own) & np.tri(own.size, dtype=bool)
+    among = within_own(own)
     last = QUESTION_TOKENS * np.arange(asked) + QUESTION_TOKENS - 1
     return QuestionTokens(ids.astype(np.int32), positions, among, last.astype(np.int32))
 
@@ -180,20 +113,12 @@ def in_common(form: Form, questions: Questions, behind: np.ndarray) -> QuestionT
     if asked % 2 == 0:
         argument, ask = (np.concatenate([value, value[:, -1:]], axis=1) for value in (argument, ask))
     ids = np.concatenate([np.broadcast_to(ways, (count, len(ways))), argument], axis=1)
-    positions = _tail_positions(form, behind, np.repeat(np.arange(QUESTION_TOKENS), [len(ways), ask.shape[1]]))
+    positions = positions_behind(form, behind, np.repeat(np.arange(QUESTION_TOKENS), [len(ways), ask.shape[1]]))
 
     among = np.tile(np.eye(ids.shape[1], dtype=bool), (count, 1, 1))
     among[:, len(ways) :, : len(ways)] = ask[..., None] == ways
     last = np.arange(len(ways), len(ways) + asked, dtype=np.int32)
     return QuestionTokens(ids.astype(np.int32), positions, among, last)
-
-
-def _tail_positions(form: Form, behind: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Positions [B,N] or [B,N,3] of tokens that stand `step` [N] behind the place `behind` [B]."""
-    positions = behind[:, None] + step
-    if form.local.ndim == 2:
-        positions = np.repeat(positions[..., None], form.local.shape[1], axis=2)
-    return positions.astype(np.int32)
 
 
 def pack(

@@ -1,0 +1,106 @@
+"""Images one behind the other as tokens, and questions behind them: what every version of the task lays out alike.
+
+Axis letters: B contexts, T tokens of the prefix, N tokens of the questions.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefix:
+    """How a backbone's own processor lays a context's images out as tokens.
+
+    Attributes:
+      chunk_ids: token ids of each chunk's image, the page last, with start and end tokens where the family has them.
+      chunk_local: their positions counted from the image's own start, [T] or [T,3] each.
+      image_token: the placeholder among the ids.
+    """
+
+    chunk_ids: tuple[np.ndarray, ...]
+    chunk_local: tuple[np.ndarray, ...]
+    image_token: int
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a context, the page among them."""
+        return len(self.chunk_ids)
+
+    @functools.cached_property
+    def ids(self) -> np.ndarray:
+        """Token ids [T] of the prefix."""
+        return np.concatenate(self.chunk_ids)
+
+    @functools.cached_property
+    def local(self) -> np.ndarray:
+        """Positions [T] or [T,3] of the prefix tokens within their own images."""
+        return np.concatenate(self.chunk_local)
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Tokens of each chunk."""
+        return [len(ids) for ids in self.chunk_ids]
+
+    @functools.cached_property
+    def spans(self) -> list[int]:
+        """How far each chunk moves the position of what follows."""
+        return [int(local.max()) + 1 for local in self.chunk_local]
+
+    @functools.cached_property
+    def owner(self) -> np.ndarray:
+        """The place of the chunk that each prefix token belongs to, [T]."""
+        return np.repeat(np.arange(self.chunks), self.sizes)
+
+    @functools.cached_property
+    def slices(self) -> list[slice]:
+        """Where each chunk stands in the prefix."""
+        edges = np.cumsum([0, *self.sizes])
+        return [slice(int(first), int(last)) for first, last in itertools.pairwise(edges)]
+
+    @property
+    def page(self) -> slice:
+        """Where the page stands in the prefix."""
+        return self.slices[-1]
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens of the prefix."""
+        return sum(self.sizes)
+
+
+def blank_image(config: Any, images: Any, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lays one blank image out as tokens: ids [T] and positions [T] or [T,3]."""
+    vision = config.family.vision
+    arrays = vision.process([np.zeros((height, width, 3), np.uint8)], images)
+    ids = np.array(vision.tokens(config, arrays, 0, None), np.int32)
+    return ids, config.family.positions(config, ids, arrays).astype(np.int32)
+
+
+def prefix_positions(form: Prefix, shown: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Computes positions [B,T] or [B,T,3] of the prefix and the place [B] behind it; only `shown` chunks take room.
+
+    Args:
+      shown: bool [B, chunks] by place (the page is last). start: int [B], position of the first chunk shown.
+    """
+    # A chunk that is not shown keeps its slots but takes no room, so what follows moves up.
+    room = np.where(shown, form.spans, 0)
+    first = (start[:, None] + np.cumsum(room, axis=1) - room)[:, form.owner]
+    positions = first.reshape(*first.shape, *[1] * (form.local.ndim - 1)) + form.local
+    return positions.astype(np.int32), (start + room.sum(axis=1)).astype(np.int32)
+
+
+def positions_behind(form: Prefix, behind: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Computes positions [B,N] or [B,N,3] of tokens that stand `step` [N] behind the place `behind` [B]."""
+    positions = behind[:, None] + step
+    if form.local.ndim == 2:
+        positions = np.repeat(positions[..., None], form.local.shape[1], axis=2)
+    return positions.astype(np.int32)
+
+
+def within_own(own: np.ndarray) -> np.ndarray:
+    """Makes a mask [N,N] of packed questions by the number of each token's: a token sees its own up to itself."""
+    return (own[:, None] == own) & np.tri(own.size, dtype=bool)
