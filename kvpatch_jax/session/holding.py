@@ -13,6 +13,7 @@ from ..errors import InputError, PoolLostError, SessionClosedError, SessionError
 from ..window import Edits, Entry, Window
 from ..window.sources import PatchStore
 from .events import Event, Op
+from .names import UsedNames
 from .runtime import Runtime
 from .stats import Counts
 from .things import Embedded, Thing, embedded
@@ -96,8 +97,7 @@ class Holding:
         self._lock = threading.RLock()
         self._known: dict[str, Known] = {}
         self._names: dict[str, str] = {}
-        self._used: set[str] = set()
-        self._times: dict[str, int] = {}
+        self._used = UsedNames()
         self._counts = Counts()
         owners.enter()
 
@@ -176,23 +176,26 @@ class Holding:
             number += 1
             piece_id = f"{read.content}#{number}"
         if name is None:
-            own, number = piece_id, self._times.get(read.content, 1)
-            while own in self._used:
+            own, number = piece_id, self._used.number(read.content)
+            while self._is_used(own):
                 number += 1
                 own = f"{read.content}#{number}"
-            self._times[read.content] = number  # so many are used: the next time none of them is looked at
+            self._used.numbered(read.content, number)
             return own, piece_id
         if not isinstance(name, str) or not name:
             raise InputError(f"session: id {name!r:.80}; expected a name")
         encoded(name)
-        if name in self._used:
+        if self._is_used(name):
             raise SessionError(f"session: {name!r:.80} is the name of another piece; expected a new name")
         return name, piece_id
+
+    def _is_used(self, name: str) -> bool:
+        return name in self._used or name in self._names or name in self._known
 
     def _enter(self, known: Known) -> None:
         """Enters a piece that came in."""
         self._known[known.entry.id], self._names[known.name] = known, known.entry.id
-        self._used |= {known.entry.id, known.name}
+        self._used.add(known.entry.id, known.name)
 
     # ----------------------------------------------------------------------------------------- what is held
 

@@ -11,6 +11,7 @@ from ..window.sources import PatchStore
 from . import saving
 from .choosing import Choosing, check_certificate
 from .holding import Known, Owners
+from .names import UsedNames
 from .runtime import PrivateRuntime, Runtime
 from .things import Thing
 
@@ -48,7 +49,7 @@ class Restoring(Choosing):
             )
             settings = {word: getattr(self, word) for word in WRITTEN}
             pool = {"dtype": str(executor.dtype), "page_size": size}
-            saving.write(saving.Saved(window.to_json(), settings, pool, tuple(sorted(self._used)), pieces, kept), path)
+            saving.write(saving.Saved(window.to_json(), settings, pool, tuple(self._used), pieces, kept), path)
 
     @classmethod
     def restore(
@@ -121,7 +122,7 @@ class Restoring(Choosing):
             self._known[piece.id], self._names[piece.name] = Known(entry, piece.name, thing), piece.id
         if missing := sorted(set(entries) - set(self._known)):
             raise SessionError(f"session: nothing of piece {missing[0]!r:.80}; expected all of its window")
-        self._used = set(saved.used) | set(self._known) | set(self._names)
+        self._used = UsedNames(saved.used)
         if saved.kept is None:
             window, edits = window.anew()
             for piece in window.pieces:

@@ -40,7 +40,7 @@ class Saved:
     Attributes:
       window: as `Window.to_json` gives it.
       settings: what of the session's own settings is JSON.
-      pool: dtype and page size. used: names and ids that were given out.
+      pool: dtype and page size. used: names and ids that were given out last, the oldest first.
       pieces: in the window or gone from it. kept: of the window's pieces, in order; None: without KV.
     """
 

@@ -300,8 +300,7 @@ class Session(Needing, Restoring):
         how = {word: getattr(self, word) for word in SETTINGS}
         name = f"{self.name}/{window.branch.rpartition('/')[2]}"
         branch._set_up(name, self._owners, window, self.keep, **how)
-        branch._names, branch._used, branch._ways = dict(self._names), set(self._used), dict(self._ways)
-        branch._times = dict(self._times)
+        branch._names, branch._used, branch._ways = dict(self._names), self._used.copy(), dict(self._ways)
         for id, known in self._known.items():
             branch._known[id] = Known(known.entry, known.name, known.thing)
             if known.held is not None:

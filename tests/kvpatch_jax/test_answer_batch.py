@@ -4,6 +4,7 @@
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import kvpatch_jax as kvp
 from evals import small_task
 from kvpatch_jax.errors import ConfigError, InputError, StoreFullError
 from kvpatch_jax.session import BatchItem, answer_batch, read_answers
+from kvpatch_jax.session.batch_file import AnswerFile
 from kvpatch_jax.session.batch_items import listed, shard_of
 from kvpatch_jax.store import ChunkStore
 from models import ModelBackbone, load
@@ -406,3 +408,35 @@ def test_rows_over_eight_devices_give_the_same_answers(tmp_path):
     found = json.loads(run.stdout.splitlines()[-1])
     for name in ("data", "explicit", "both"):
         assert found[name] == found["alone"], name
+
+
+@pytest.mark.parametrize("place", ["prefill 1", "prefill 4", "generate 0", "generate 2", "add 1"])
+def test_an_interrupt_anywhere_ends_the_run_and_the_same_call_goes_on(
+    backbone, items, done, tmp_path, monkeypatch, place
+):
+    """Ctrl-C while chunks are formed, while a question is answered, and while its line is being written."""
+    what, at = place.split()
+    calls = dict.fromkeys(("prefill", "generate", "add"), 0)
+
+    def interrupted(name: str, call: Any) -> Any:
+        def told(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            found = call(*args, **options)
+            if (name, calls[name] - 1) == (what, int(at)):
+                signal.raise_signal(signal.SIGINT)
+            return found
+
+        return told
+
+    stopping = copy.copy(backbone)
+    for name in ("prefill", "generate"):
+        setattr(stopping, name, interrupted(name, getattr(backbone, name)))
+    with ChunkStore(tmp_path / "store") as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(AnswerFile, "add", interrupted("add", AnswerFile.add))
+            with pytest.raises(KeyboardInterrupt):
+                answer_batch(stopping, store, items, out=tmp_path / "a.jsonl", rank=RANK, batch=2)
+        written = max(0, len((tmp_path / "a.jsonl").read_bytes().split(b"\n")) - 2)
+        report = answer_batch(backbone, store, items, out=tmp_path / "a.jsonl", rank=RANK, batch=2)
+    assert (report.before, report.answered) == (written, len(items) - written)
+    assert read_answers(tmp_path / "a.jsonl") == read_answers(done[2])
