@@ -25,6 +25,7 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
     (r"unsealed", "unsealed", "Reads of unencrypted objects by a store with a key."),
     (r"remote_errors", "remote_errors", "Calls that the remote store failed, its tries included."),
     (r"remote_skipped", "remote_skipped", "Calls that the remote store was spared, for calls before had failed."),
+    (r"remote_damaged", "remote_damaged", "Remote objects that did not verify and were deleted."),
     (r"promotion_errors", "promotion_errors", "Remote objects that the disk did not take."),
 )
 

@@ -49,9 +49,9 @@ class Remote(Protocol):
         ...
 
     def open(self, name: Name) -> Stored | None:
-        """Opens an object; None where it is absent, or was expired or damaged and therefore deleted.
+        """Opens an object; None where it is absent, or was expired and therefore deleted.
 
-        Raises StoreError where the service fails.
+        Raises StoreCorruptError where it was damaged and therefore deleted, StoreError where the service fails.
         """
         ...
 
@@ -136,12 +136,12 @@ class KeyValueStore:
         self._ask("put", lambda: self._values.write(name.path, data), len(data))
 
     def open(self, name: Name) -> Stored | None:
-        """Opens an object; None where it is absent, expired or damaged. Raises StoreIOError."""
+        """Opens an object; None where it is absent or expired. Raises StoreCorruptError and StoreIOError."""
         try:
             opening = self._ask("get", lambda: self._values.read(name.path, byte_range=slice(0, PAGE)))
         except StoreCorruptError:
             self._drop_short(name.path)
-            return None
+            raise
         if opening.state != "value":
             return None
         version = opening.stamp.generation
@@ -154,10 +154,16 @@ class KeyValueStore:
             if header.expires is None or self._clock() < header.expires:
                 return Stored(header, functools.partial(self._leaves, name.path, version, header), drop)
         except StoreCorruptError:
-            pass  # damaged, and dropped below as what has expired is
+            self._drop_quietly(drop)
+            raise
+        self._drop_quietly(drop)
+        return None
+
+    @staticmethod
+    def _drop_quietly(drop: Callable[[], None]) -> None:
+        """Deletes what nobody is served: where the service fails at that, whoever reads it next tries again."""
         with contextlib.suppress(StoreIOError):
             drop()
-        return None
 
     def _range_of(self, path: str, version: bytes, begin: int, end: int) -> bytes:
         """Reads some bytes of a value, if it is still the one that was opened."""

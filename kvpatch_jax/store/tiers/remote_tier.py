@@ -71,7 +71,8 @@ class Arriving:
 class RemoteTier:
     """Puts, reads and deletes objects of a remote store, decrypting what is read.
 
-    Counts failures as `remote_errors`, and calls that its circuit breaker held back as `remote_skipped`.
+    Counts failures as `remote_errors`, calls that its circuit breaker held back as `remote_skipped`, and objects that
+    did not verify and were deleted as `remote_damaged`.
     """
 
     def __init__(self, remote: Remote, counters: Counters, encryption: Encryption):
@@ -84,6 +85,9 @@ class RemoteTier:
         except StoreIOError as error:
             spared = isinstance(error, StoreUnreachableError) and not error.asked
             self._counters.add("remote_skipped" if spared else "remote_errors")
+            raise
+        except StoreCorruptError:
+            self._counters.add("remote_damaged")
             raise
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
@@ -153,10 +157,18 @@ class RemoteTier:
             return delete_below(self.remote, prefix)
 
     def collect(self, prefix: str) -> int:
-        """Reads every header and deletes expired objects. Returns how many; where the service fails, they stay."""
+        """Reads every header and deletes what is expired or damaged. Returns how many; what fails stays."""
         return sum(at_once((lambda path=path: self._gone(path)) for path in self.paths(prefix)))
 
     def _gone(self, path: str) -> int:
-        with contextlib.suppress(StoreCorruptError), self._missed():
-            return int(self.remote.open(name_at(path)) is None)
-        return 0
+        try:
+            name = name_at(path)
+        except StoreCorruptError:
+            return 0  # it has no object's name, and is none of ours
+        try:
+            with self._counted():
+                return int(self.remote.open(name) is None)
+        except StoreCorruptError:
+            return 1
+        except StoreError:
+            return 0  # counted: it stays

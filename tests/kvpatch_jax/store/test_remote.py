@@ -70,6 +70,7 @@ def test_a_damaged_remote_object_is_a_miss_and_goes(remote: KeyValueStore, tmp_p
         raw[at] ^= 16
         remote._values.write(name.path, bytes(raw)).result()
         assert two.get("B", BACKBONE) is None
+        assert two.counters["remote_damaged"] == 1
         assert remote.paths(name.path) == []
         one.put(chunk_of())
         assert same_chunk(two.get("B", BACKBONE), chunk_of())
