@@ -20,7 +20,7 @@ from .dispatch import Added, plan
 from .edits import Edit
 from .executor import Executor, Lead
 from .ledger import Ledger
-from .sources import PatchStore
+from .sources import PatchStore, trimmed_patch
 from .window import Window
 
 
@@ -209,6 +209,7 @@ class HostRun:
             raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")
         local = np.asarray(chunk.local, np.float32)[: chunk.length]
         kv = {name: value[..., : chunk.length, :, :] for name, value in call.kv.items()}
+        patch = None if patch is None else trimmed_patch(patch, chunk.length)
         own = HostPiece(id, kv, local, start, patch, there if keep_aside else None)
         self._own[id] = own
         self.executor.meter.placed(kind, kv, own.length, own.length)

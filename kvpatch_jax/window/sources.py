@@ -5,7 +5,7 @@ nothing.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -134,18 +134,28 @@ def padded_chunk(chunk: Chunk, size: int) -> Chunk:
 
 def padded_patch(patch: Patch, size: int) -> Patch:
     """A patch for its chunk padded to `size`: nothing is added to padding."""
+    return _of_tokens(patch, size, grown)
+
+
+def trimmed_patch(patch: Patch, length: int) -> Patch:
+    """A patch for its chunk without its padding, of which it says nothing."""
+    return _of_tokens(patch, length, lambda leaf, axis, size: np.asarray(leaf).take(range(size), axis))
+
+
+def _of_tokens(patch: Patch, size: int, change: Callable[[AnyArray, int, int], AnyArray]) -> Patch:
+    """A patch for so many tokens, its leaves changed along that axis to so many."""
     if patch.tokens in (None, size):
         return patch
 
-    def longer(leaf: Any, axis: int) -> Any:
+    def changed(leaf: Any, axis: int) -> Any:
         if not isinstance(leaf, Quantised):
-            return jnp.asarray(grown(leaf, axis, size))
-        scale = leaf.scale if leaf.scale.shape[axis] == 1 else jnp.asarray(grown(leaf.scale, axis, size))
-        return Quantised(jnp.asarray(grown(leaf.values, axis, size)), scale)
+            return jnp.asarray(change(leaf, axis, size))
+        scale = leaf.scale if leaf.scale.shape[axis] == 1 else jnp.asarray(change(leaf.scale, axis, size))
+        return Quantised(jnp.asarray(change(leaf.values, axis, size)), scale)
 
     factors: dict[str, Any] = {}
     for name, own in patch.factors.items():
-        factors[name] = (longer(own[0], -2), own[1]) if is_low_rank(own) else longer(own, -3)  # pyright: ignore
+        factors[name] = (changed(own[0], -2), own[1]) if is_low_rank(own) else changed(own, -3)  # pyright: ignore
     return Patch(factors, patch.metadata)
 
 

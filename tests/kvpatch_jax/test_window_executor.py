@@ -12,6 +12,7 @@ from window_oracle import rows_of, tokens_of
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, ShapeError, WindowError
 from kvpatch_jax.window import Costs, Entry, HostExecutor, PagedExecutor, Rotate, Window
+from kvpatch_jax.window.sources import grown, padded_chunk
 
 
 class Breaking:
@@ -230,6 +231,38 @@ def test_bare_and_back_changes_no_bit(keep: str):
     drill.bare("c3")
     drill.evict("c2")  # it moves meanwhile
     drill.condition("c3")
+
+
+def test_a_patch_of_a_padded_chunk_serves_plain_arrays_too():
+    """As chunks of a backbone with buckets are: a patch of so many rows, for a chunk of fewer tokens."""
+    drill = Drill("gqa")
+    for id in ("c0", "c1"):
+        drill.append(id)
+    entry = drill.make("c2")
+    plain = drill.patch("c2")
+    chunk = padded_chunk(drill.chunks["c2"], 12)
+    given = {name: np.asarray(value)[:, 0] for name, value in drill.model.run(drill.tokens["c2"], 12, 2).kv.items()}
+    padded = {name: grown(value, 1, 12) for name, value in given.items()}
+    patch = kvp.form_patch(chunk, padded, 4, drill.window.target())
+    assert (plain.tokens, patch.tokens, chunk.length) == (8, 12, 8)
+    found = []
+    for own, added in ((drill.chunks["c2"], plain), (chunk, patch)):
+        executor = HostExecutor(drill.backbone)
+        for id in ("c0", "c1"):
+            executor.provide(id, tokens=drill.tokens[id])
+        executor.provide("c2", chunk=own, patch=added)
+        window = Window.empty(drill.window.costs)
+        for each in (drill.make("c0"), drill.make("c1")):
+            window, edits = window.append(each)
+            executor.run(window, edits)
+        window, edits = window.append(entry, patch=added)
+        executor.run(window, edits)
+        context = executor.context(window) or {}
+        found.append((context, executor.read(window, "c2")))
+    for (one, read), (other, again) in [found]:
+        for name, value in one.items():
+            assert np.abs(np.asarray(value) - np.asarray(other[name])).max() < BAR
+            assert np.abs(np.asarray(read[name]) - np.asarray(again[name])).max() < BAR
 
 
 @pytest.mark.slow
