@@ -56,12 +56,13 @@ class Progress:
 
     Args:
       steps: how many there are, by the probe's name. Names without an expectation of their own count as `STEP`.
+      more: seconds expected of steps beside these, which are told with theirs.
     """
 
-    def __init__(self, steps: Mapping[str, int]):
+    def __init__(self, steps: Mapping[str, int], more: float = 0.0):
         from tqdm import tqdm
 
-        self.expected = sum(count * SECONDS.get(name, STEP) for name, count in steps.items()) + SETTING_UP
+        self.expected = sum(count * SECONDS.get(name, STEP) for name, count in steps.items()) + SETTING_UP + more
         self.done, self.began, self.alone = 0.0, time.perf_counter(), threading.Lock()
         # A log gets a line now and then, not two a second.
         seldom = 0.5 if sys.stderr.isatty() else 20.0
@@ -70,12 +71,14 @@ class Progress:
         self._show("setting up")
         self.bar.refresh()
 
-    def __call__(self, name: str, work: int = 1) -> None:
-        """Counts a step of `name` as done, or `work` of those that have no expectation of their own."""
+    def __call__(self, name: str, work: int = 1, seconds: float | None = None) -> None:
+        """Counts a step of `name` as done, of which so many seconds were expected, or what is expected of the name; or
+        `work` of those that have no expectation of their own."""
         with self.alone:
             if self.done == 0.0:
                 self._add(SETTING_UP)
-            self._add(work * STEP if work > 1 else SECONDS.get(name, STEP))
+            own = SECONDS.get(name, STEP) if seconds is None else seconds
+            self._add(work * STEP if work > 1 else own)
             self._show(name)
 
     def skip(self, work: int) -> None:

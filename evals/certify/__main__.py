@@ -8,8 +8,10 @@ from . import greeting as greeting  # isort: split
 
 from .. import extra as extra  # isort: split
 
+import importlib.metadata
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -22,10 +24,12 @@ from ..compilation import use_compilation_cache
 from ..console import Progress, in_words, quiet_backends
 from ..trained import shipped
 from .asking import QUESTIONS
-from .certifying import certify, table
+from .certifying import batch_name, certify, table
+from .expecting import expected_steps
+from .journal import Journal
 from .plans import measure_plans
 from .scores import least_windows
-from .ways import RANKS, ways_of
+from .ways import RANKS
 from .windows import DrawnImages, OwnImages, Source, Texts, drawn_images_fit
 
 SEED = 40961
@@ -84,6 +88,33 @@ def check_flags() -> tuple[int, ...]:
     return tuple(sorted({int(rank) for rank in _RANKS.value}))
 
 
+def journal_of(backbone: ModelBackbone, name: str, source: Source, ranks: Sequence[int]) -> Journal:
+    """What an earlier run for the same certificate measured; says so where there is something.
+
+    Raises:
+      InputError: it measured something else.
+    """
+    out = Path(_OUT.value or "")
+    questions = None if _QUESTIONS.value is None else Path(_QUESTIONS.value).read_text(encoding="utf-8")
+    asked = {
+        "model": name,
+        "backbone": backbone.fingerprint,
+        "content": source.content,
+        "questions": questions,
+        "windows": list(source.windows),
+        "chunks": source.chunks,
+        "batch": _BATCH.value,
+        "seed": _SEED.value,
+        "ranks": list(ranks),
+        "versions": {each: importlib.metadata.version(each) for each in ("kvpatch-jax", "jax")},
+    }
+    journal = Journal(out.with_name(f"{out.name}.parts"), asked)
+    found = sum(batch_name(number) in journal for number in range(len(source.planned)))
+    if found:
+        print(f"{found} of {len(source.planned)} batches were measured by an earlier run: {journal.file}", flush=True)
+    return journal
+
+
 def main(arguments: list[str]) -> None:
     """Parses flags, measures, writes, prints."""
     if len(arguments) > 1:
@@ -106,20 +137,25 @@ def main(arguments: list[str]) -> None:
         print(
             f"{source.content}: {source.windows[0]} windows for calibration, {source.windows[1]} held out", flush=True
         )
-        progress = Progress({"certify": len(source.planned) * ways_of(ranks)})
+        journal = journal_of(backbone, path.name, source, ranks)
+        ahead = [*expected_steps(backbone, source, ranks, journal)]
+        progress, pace = Progress({}, more=sum(ahead)), iter(ahead)
+        step = lambda name: progress(name, seconds=next(pace, 0.0))
         made = certify(
             backbone,
             path.name,
             source,
             Path(folder),
-            progress,
+            step,
             level=_LEVEL.value,
             goal=_KL.value,
             ranks=ranks,
-            plans=lambda found: measure_plans(backbone, source, Path(folder), found, ranks, _SEED.value),
+            plans=lambda found: measure_plans(backbone, source, Path(folder), found, ranks, _SEED.value, journal, step),
+            journal=journal,
         )
         progress.close()
         made.write(_OUT.value or "")
+        journal.delete()
     print(table(made))
     print(f"rank {made.recommended_rank}: {made.recommended.reason}")
     print(f"{in_words(time.perf_counter() - began)}; {_OUT.value}, digest {made.digest}")

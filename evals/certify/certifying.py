@@ -14,6 +14,7 @@ from ..probes.window.line import read_behind
 from ..results.tables import aligned_table
 from ..small_task.scenes import Answers
 from .asking import scored
+from .journal import Journal
 from .scores import Scores, recommend, rows_of
 from .ways import RANKS, fresh_ranks, stages, ways
 from .windows import Source, Windows
@@ -23,23 +24,42 @@ Step = Callable[[str], None]
 
 
 def measure(
-    backbone: ModelBackbone, source: Source, folder: Path, step: Step, ranks: Sequence[int] = RANKS
+    backbone: ModelBackbone,
+    source: Source,
+    folder: Path,
+    step: Step,
+    ranks: Sequence[int] = RANKS,
+    journal: Journal | None = None,
 ) -> tuple[Scores, str, int]:
     """Serves and asks every batch in every way.
+
+    Args:
+      journal: what was measured before is taken from it, and what is measured now goes into it.
 
     Returns:
       What was said; what was asked, in words; tokens of the largest window.
     """
     scores, asked, tokens = Scores.none(), "", 0
-    for planned in source.planned:
-        windows = source.load(backbone, planned, folder)
-        asked, tokens = windows.asked.what, max(tokens, take(scores, windows, tuple(ranks), step))
+    journal = Journal() if journal is None else journal
+    for number, planned in enumerate(source.planned):
+        part = journal.part(batch_name(number))
+        if part is None:
+            own, windows = Scores.none(), source.load(backbone, planned, folder)
+            size = take(own, windows, tuple(ranks), step)
+            part = journal.add(batch_name(number), scores=own.to_json(), asked=windows.asked.what, tokens=size)
+        scores.add(Scores.from_json(part["scores"]))
+        asked, tokens = part["asked"], max(tokens, part["tokens"])
     # Behind chunks that are served as promised, a patch that is formed now is the stored one.
     for table in (scores.kl, scores.flips):
         for (point, rank, behind, promise), values in list(table.items()):
             if point == "stored" and behind == 0 and rank in fresh_ranks(tuple(ranks)):
                 table["fresh", rank, behind, promise] = values
     return scores, asked, tokens
+
+
+def batch_name(number: int) -> str:
+    """What a journal calls a batch of windows."""
+    return f"windows {number}"
 
 
 def take(scores: Scores, windows: Windows, ranks: tuple[int, ...], step: Step) -> int:
@@ -81,14 +101,15 @@ def certify(
     goal: float | None = None,
     ranks: Sequence[int] = RANKS,
     plans: Callable[[Certificate], tuple[CertifiedPlan, ...]] | None = None,
+    journal: Journal | None = None,
 ) -> Certificate:
     """Measures and certifies.
 
     Args:
       name: of the model. folder: for files. level: of the bounds. goal: of the recommended rank, in nats.
-      plans: measures plans by the certificate, whose rows are added.
+      plans: measures plans by the certificate, whose rows are added. journal: as `measure` takes it.
     """
-    scores, asked, tokens = measure(backbone, source, folder, step, ranks)
+    scores, asked, tokens = measure(backbone, source, folder, step, ranks, journal)
     made = Certificate(
         backbone=backbone.fingerprint,
         model=name,

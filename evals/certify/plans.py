@@ -4,6 +4,7 @@ What lies ready of each chunk is drawn anew for every batch: its canonical alone
 behind what stands in front. Forwards cost and nothing else does, so that plans take all that the bound allows.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from models import ModelBackbone
 
 from ..probes.window.line import KV, Line, on_host, read_behind
 from .asking import scored
-from .certifying import divergence
+from .certifying import Step, divergence
+from .journal import Journal
 from .scores import plan_row, rounded
 from .ways import of_chunk
 from .windows import Source, Windows
@@ -33,16 +35,29 @@ def measure_plans(
     certificate: Certificate,
     ranks: Sequence[int],
     seed: int,
+    journal: Journal | None = None,
+    step: Step = lambda _: None,
 ) -> tuple[CertifiedPlan, ...]:
-    """Plans held-out windows under the bounds of patches of some ranks, and holds answers against them."""
+    """Plans held-out windows under the bounds of patches of some ranks, and holds answers against them.
+
+    Args:
+      seed: of what lies ready, drawn for each batch by a generator of its own.
+      journal, step: as `certifying.measure` takes them; a step is a batch.
+    """
     goals = goals_of(certificate, ranks)
     found: dict[float, list[tuple[np.ndarray, np.ndarray, float]]] = {goal: [] for goal in goals}
-    rng = np.random.default_rng([seed, 3])
-    for planned in source.planned:
-        if planned.held_out:
-            windows = source.load(backbone, planned, folder)
-            for goal in goals:
-                found[goal].append(carried_out(windows, Goal(kl=goal), certificate, ranks, rng))
+    journal = Journal() if journal is None else journal
+    numbers = dataclasses.replace(certificate, made="any day").digest  # which the plans are made by
+    for number, planned in enumerate(each for each in source.planned if each.held_out):
+        name = f"plans {number}, by {numbers}"
+        part = journal.part(name)
+        if part is None:
+            windows, rng = source.load(backbone, planned, folder), np.random.default_rng([seed, 3, number])
+            done = [carried_out(windows, Goal(kl=goal), certificate, ranks, rng) for goal in goals]
+            part = journal.add(name, found=[(kl.tolist(), cluster.tolist(), share) for kl, cluster, share in done])
+            step("plans")
+        for goal, (kl, cluster, share) in zip(goals, part["found"], strict=True):
+            found[goal].append((np.asarray(kl, float), np.asarray(cluster, int), share))
     rows = []
     for goal, parts in found.items():
         kl, cluster = (np.concatenate([part[place] for part in parts]) for place in (0, 1))

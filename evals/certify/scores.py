@@ -8,7 +8,8 @@ window like these is then within the quantile at a level with at least this prob
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -52,6 +53,34 @@ class Scores:
     def none(cls) -> "Scores":
         """Nothing yet."""
         return cls({}, {}, [], [])
+
+    def add(self, more: "Scores") -> None:
+        """Adds what was said behind other windows."""
+        for table, others in ((self.kl, more.kl), (self.flips, more.flips)):
+            for key, values in others.items():
+                table.setdefault(key, []).extend(values)
+        self.cluster += more.cluster
+        self.held_out += more.held_out
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, of JSON's types; numbers come back the same to the last bit."""
+        tables = {"kl": self.kl, "flips": self.flips}
+        said = {
+            name: [[*key, [part.tolist() for part in values]] for key, values in table.items()]
+            for name, table in tables.items()
+        }
+        return {**said, **{name: [part.tolist() for part in getattr(self, name)] for name in ("cluster", "held_out")}}
+
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> "Scores":
+        """Reads what `to_json` wrote."""
+        table = lambda name: {tuple(key): [np.asarray(part, float) for part in parts] for *key, parts in written[name]}
+        return cls(
+            table("kl"),
+            table("flips"),
+            [np.asarray(part, int) for part in written["cluster"]],
+            [np.asarray(part, bool) for part in written["held_out"]],
+        )
 
     def of(self, key: Key) -> tuple[Values, Values]:
         """KL and flips of a way, all answers."""

@@ -70,6 +70,10 @@ class Source:
         """Reads and prefills what a batch shows."""
         raise NotImplementedError
 
+    def size(self, backbone: ModelBackbone, planned: Planned) -> int:
+        """Tokens of the chunks of one window of a batch."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Windows:
@@ -135,6 +139,10 @@ class DrawnImages(Source):
             clusters=planned.clusters,
             held_out=planned.held_out,
         )
+
+    def size(self, backbone: ModelBackbone, planned: Planned) -> int:
+        """See `Source.size`."""
+        return sum(scenes.form_of(backbone.config, backbone.image_config).sizes)
 
 
 def _images(scene: scenes.Scene) -> Iterator[Image]:
@@ -219,6 +227,10 @@ class OwnImages(Source):
             clusters=planned.clusters,
             held_out=planned.held_out,
         )
+
+    def size(self, backbone: ModelBackbone, planned: Planned) -> int:
+        """See `Source.size`."""
+        return sum(tokens.embeddings.shape[1] for tokens in planned.batch[: self.chunks])
 
 
 def deal(
@@ -337,6 +349,10 @@ class Texts(Source):
             clusters=planned.clusters,
             held_out=planned.held_out,
         )
+
+    def size(self, backbone: ModelBackbone, planned: Planned) -> int:
+        """See `Source.size`."""
+        return self.chunks * PIECE
 
 
 def _known_questions(backbone: ModelBackbone, questions: Sequence[str], rows: int) -> list[Any]:

@@ -7,12 +7,15 @@ import json
 import logging
 import math
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from evals.certify import asking, certifying, plans, scores, ways, windows
+from evals.certify import asking, certifying, expecting, journal, plans, scores, ways, windows
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import CertificateError, InputError
 from kvpatch_jax.plan.certificate import Certificate
@@ -150,6 +153,86 @@ def test_a_table_has_a_line_for_every_row():
     text = certifying.table(made)
     assert len(text.splitlines()) == 1 + len(made.rows) + len(made.plans)
     assert "repair" in text
+
+
+# -------------------------------------------------------------------------------------------- runs that are killed
+
+
+def test_scores_come_back_from_a_file_the_same_to_the_last_bit():
+    before = said({("bare", 0): 2.0, ("stored", 8): 1e-7})
+    before.kl["bare", 0, 0, "forget"][0][:2] = [math.inf, -5e-324]
+    after = scores.Scores.from_json(json.loads(json.dumps(before.to_json())))
+    assert set(after.kl) == set(before.kl)
+    for table, other in ((before.kl, after.kl), (before.flips, after.flips)):
+        for key, values in table.items():
+            assert [part.tobytes() for part in values] == [part.tobytes() for part in other[key]]
+    assert np.array_equal(after.sides, before.sides)
+    assert [part.dtype for part in after.sides] == [int, bool]
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both batches are in the journal: nothing is loaded, and the scores are those of one run."""
+    source, asked = windows.DrawnImages.of(4, 2, 7), {"model": "a", "ranks": [8]}
+    file, own = tmp_path / "certificate.json.parts", [said({("bare", 0): each}) for each in (2.0, 3.0)]
+    first = journal.Journal(file, asked)
+    for number, found in enumerate(own):
+        assert certifying.batch_name(number) not in first
+        first.add(certifying.batch_name(number), scores=found.to_json(), asked="some", tokens=10 + number)
+    with file.open("a") as lines:
+        lines.write('{"part": "windows 2", "sco')  # killed while it wrote
+    again = journal.Journal(file, asked)
+    assert "windows 2" not in again
+    monkeypatch.setattr(windows.DrawnImages, "load", lambda *_: pytest.fail("a batch is loaded again"))
+    backbone = load(shipped(MAIN), dtype="float32")
+    found, what, tokens = certifying.measure(backbone, source, tmp_path, pytest.fail, (8,), again)
+    assert (what, tokens) == ("some", 11)
+    kl = found.of(("bare", 0, 3, "forget"))[0]
+    assert kl.tobytes() == b"".join(each.kl["bare", 0, 3, "forget"][0].tobytes() for each in own)
+
+    with pytest.raises(InputError, match=r"holds parts of another ranks; expected a's"):
+        journal.Journal(file, {**asked, "ranks": [8, 16]})
+    again.delete()
+    assert not file.exists()
+
+
+def test_what_lies_ahead_is_expected_from_the_start(tmp_path: Path):
+    """A step for every way of every batch and for every batch of plans; what was measured is not among them."""
+    backbone, source = load(shipped(MAIN), dtype="float32"), windows.DrawnImages.of(64, 32, 7)
+    kept = journal.Journal()
+    ahead = [*expecting.expected_steps(backbone, source, ways.RANKS, kept)]
+    assert len(ahead) == 2 * ways.ways_of(ways.RANKS) + 1
+    assert 30 < sum(ahead) < 300, "it takes a minute and a half where nothing is compiled, three where all is"
+    kept.add(certifying.batch_name(0), scores={})
+    later = [*expecting.expected_steps(backbone, source, ways.RANKS, kept)]
+    assert len(later) == len(ahead) - ways.ways_of(ways.RANKS)
+    assert sum(later) == pytest.approx(sum(ahead) - sum(ahead[: ways.ways_of(ways.RANKS)]) + expecting.COMPILING)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_to_the_same_certificate(tmp_path: Path):
+    """Killed once in the middle of the windows and once among the plans; each batch was measured by one run alone."""
+    command = [sys.executable, "-m", "evals.certify", f"--model={MAIN}", "--dtype=float32", "--n=6", "--batch=2"]
+    command += ["--level=0.5", "--ranks=8,16,64"]
+    run = lambda out: subprocess.run(
+        [*command, f"--out={out}"], capture_output=True, text=True, timeout=900, check=True
+    )
+    run(tmp_path / "whole.json")
+    out, parts = tmp_path / "killed.json", tmp_path / "killed.json.parts"
+    lines = lambda: parts.read_text().splitlines() if parts.exists() else []
+    for wanted in (3, 6):  # a line of what they are parts of; four batches, of which two are held out and planned for
+        with subprocess.Popen(
+            [*command, f"--out={out}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as run_on:
+            while len(lines()) < wanted:
+                assert run_on.poll() is None
+                time.sleep(0.01)
+            run_on.kill()
+        assert not out.exists()
+    done = run(out)
+    assert "4 of 4 batches were measured by an earlier run" in done.stdout
+    assert not parts.exists()
+    made, expected = (Certificate.read(path, backbone=None) for path in (out, tmp_path / "whole.json"))
+    assert made == dataclasses.replace(expected, made=made.made)
 
 
 # ----------------------------------------------------------------------------------------------- what is asked
