@@ -245,6 +245,8 @@ _HELP = {
     "tiny": "sheets: steps with pages of four cells to begin with",
     "small": "sheets: steps with pages of sixteen cells after those",
     "longer": "sheets: the step from which every second batch has 7 or 15 sheets in place of 3",
+    "proportions": "sheets: steps at first in which an aggregate question asks how often an ink's cells have each fill",
+    "ink_likeness": "sheets: cosine of an ink's token at the start and what is seen of the ink",
     "named_by_sight": "sheets: whether tokens that name something drawn start as the tower's mean features of it",
 }
 _DEFINE = {

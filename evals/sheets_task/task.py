@@ -56,6 +56,8 @@ SIZES = {
 KINDS = ("page", "sheet", "chain", "override", "aggregate", "whole", "list")
 LISTED = 4
 """Cells of one `list` question."""
+LEAD = 5
+"""Cells of an ink, of eight, that have its most frequent fill: who looks one cell up names it in 5 of 8 cases."""
 
 PALETTE = np.concatenate([WARM_PALETTE, np.array([[130, 130, 130], [20, 110, 90]], np.float32)])
 
@@ -153,7 +155,7 @@ def _sample(rng: np.random.Generator, size: Size) -> tuple[np.ndarray, ...]:
 
     # Each ink's cells have a fill of their own that leads; no other fill is there twice.
     for ink, leader in zip(inks, rng.permutation(COLOURS), strict=False):
-        often = int(rng.integers(3, 5)) - (side < SHAPES)
+        often = LEAD if side == SHAPES else 2
         others = rng.permutation(np.delete(np.arange(COLOURS), leader))[: side - often]
         fill[address[glyph // SHAPES == ink]] = rng.permutation(np.concatenate([np.full(often, leader), others]))
 
@@ -291,6 +293,14 @@ def ask(
         kind=np.array([KINDS.index(kind) for kind, _ in made]),
         cell=np.stack([cell for _, (_, _, cell) in made], axis=1),
     )
+
+
+def fill_shares(contexts: Contexts, questions: Questions, shown: np.ndarray | None = None) -> np.ndarray:
+    """Computes, where an aggregate question is answered, the share [B,N,12] of its cells with each fill; else 0."""
+    counts = _Asker(contexts, np.random.default_rng(0), shown).counts
+    asked = (questions.ids >= VOCABULARY.ink) & (questions.ids < VOCABULARY.ink + INKS) & (questions.answer >= 0)
+    mine = np.take_along_axis(counts, np.where(asked, questions.ids - VOCABULARY.ink, 0)[..., None], axis=1)
+    return (mine * asked[..., None] / np.maximum(mine.sum(axis=-1, keepdims=True), 1)).astype(np.float32)
 
 
 class _Asker:

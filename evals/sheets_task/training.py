@@ -23,8 +23,8 @@ from .task import VOCABULARY
 
 MORE_CONTEXTS = {"tiny": 4, "small": 2}
 """Contexts of a step by their size, as multiples of the recipe's batch."""
-TINY_QUESTIONS = {"page": 4, "sheet": 4, "chain": 6, "override": 1, "aggregate": 4, "whole": 3}
-"""What can be asked of a page of four cells."""
+TINY_QUESTIONS = {"page": 4, "sheet": 4, "chain": 8, "override": 1}
+"""What is asked of a page of four cells: an ink has one or two: asking for it teaches to look up one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,10 @@ class Recipe:
     window: share of the page's questions that see only the page (the sheets have slid out of the window).
     tiny, small: steps with such contexts (`task.SIZES`) to begin with.
     longer: from this step on, every second batch has 7 or 15 sheets in place of 3.
+    proportions: steps at first in which an aggregate question asks how often the ink's cells have each fill, a
+      distribution, in place of the most frequent one: whoever looks up one cell gains little by it.
+    ink_likeness: cosine of an ink's token at the start and what is seen of the ink; the rest is the same for all inks.
+      Below 1 its attention begins even over the cells of the ink.
     named_by_sight: whether tokens that name something drawn start as the untrained tower's mean features of it.
     tied_init: whether query projections start as copies of the key projections of their group.
     """
@@ -50,6 +54,8 @@ class Recipe:
     tiny: int = 400
     small: int = 250
     longer: int = 850
+    proportions: int = 900
+    ink_likeness: float = 0.35
     named_by_sight: bool = True
     tied_init: bool = True
     start_range: int = 64
@@ -57,7 +63,7 @@ class Recipe:
     sheet: int = 4
     chain: int = 16
     override: int = 3
-    aggregate: int = 6
+    aggregate: int = 8
     whole: int = 4
     list: int = 1
 
@@ -87,6 +93,9 @@ def initialise(recipe: Recipe) -> Any:
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
     if recipe.named_by_sight:
         for first, value in _features_by_name(model, recipe.seed).items():
+            if first == VOCABULARY.ink:
+                like = recipe.ink_likeness
+                value = like * value + (1 - like**2) ** 0.5 * table[first]
             table = table.at[first : first + len(value)].set(value)
     model.decoder.embedding[...] = table
     if recipe.tied_init:
@@ -135,14 +144,22 @@ def _means(features: np.ndarray, label: np.ndarray) -> np.ndarray:
 
 
 def loss_of(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> tuple[Array, Array]:
-    """Computes the mean cross-entropy of all answer tokens, and which of them [B,N] are right."""
+    """Computes the mean cross-entropy of all answer tokens, and which of them [B,N] are right.
+
+    Where `batch["fills"]` [B,N,12] is not zero, it is the distribution over fills that is asked for.
+    """
     features = model.encode(batch["pixel_values"], plan)
     hidden, _ = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
     state = model.decoder.run(hidden, batch["positions"], batch["mask"])
     answer = batch["answer"]
     logits = model.decoder.logits(state.hidden[:, -answer.shape[1] :])
     asked = answer >= 0
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(asked, answer, 0))
+    target = jax.nn.one_hot(jnp.where(asked, answer, 0), logits.shape[-1])
+    if "fills" in batch:
+        fills = slice(VOCABULARY.fill, VOCABULARY.fill + task.COLOURS)
+        some = jnp.any(batch["fills"] > 0, axis=-1, keepdims=True)
+        target = jnp.where(some, jnp.zeros_like(target).at[..., fills].set(batch["fills"]), target)
+    each = optax.softmax_cross_entropy(logits, target)
     loss = jnp.sum(each * asked) / jnp.maximum(jnp.sum(asked), 1)
     return loss, (jnp.argmax(logits, axis=-1) == answer) & asked
 
@@ -179,6 +196,8 @@ def draw_batch(recipe: Recipe, step: int) -> Drawn:
     packed = sequences.pack(form, questions, shown=shown, sees_sheets=sees, start=start)
     images = config.family.vision.process(sequences.context_images(contexts), settings)
     batch = {**packed, "pixel_values": images["pixel_values"]}
+    if recipe.proportions:
+        batch["fills"] = task.fill_shares(contexts, questions, shown) * (step < recipe.proportions)
     return Drawn(batch, questions.kind[questions.own], sees[:, questions.own], images, name)
 
 
