@@ -52,7 +52,7 @@ from .inputs.chat import ChatTemplate, Message
 from .inputs.masks import causal_mask, check_chunk, check_mask, check_mask_over
 from .inputs.rows import logit_rows
 from .inputs.texts import check_ids
-from .prompts import NO_TOKENIZER, Prompts
+from .prompts import NO_TOKENIZER, ChatFrame, Prompts
 from .writing import Writing, in_pages
 
 Features = Float[Array | np.ndarray, "arrays E D"]
@@ -206,6 +206,29 @@ class ModelBackbone(Generating, Writing, Answering):
           ConfigError: a template that cannot be used. ImageError: an image that cannot be read.
         """
         return self._prompts.chat(messages, add_generation_prompt, **variables)
+
+    def chat_frame(self, system: str | None = None) -> ChatFrame:
+        """Says what the chat template puts around the images and the question of one message of a user.
+
+        So that images can stay chunks: `front`, images one behind the other, and then the question between `before` and
+        `behind` are the very tokens that `chat` makes of a message with these images and this question.
+
+        Args:
+          system: a system prompt; None: what the template has of its own.
+
+        Raises:
+          InputError: no template or tokenizer, or a template that puts something between images. ConfigError: one that
+          cannot be used.
+        """
+        return self._prompts.chat_frame(system)
+
+    def ids(self, text: str) -> list[int]:
+        """Turns a text into token ids, without what the tokenizer itself puts around one.
+
+        Raises:
+          InputError: no tokenizer, or text that it does not know.
+        """
+        return self._prompts.ids(text)
 
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
         """Decodes token ids to text."""

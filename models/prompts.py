@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -16,6 +16,21 @@ from .inputs.chat import ChatTemplate, Message, expand_images, images_of
 from .inputs.texts import TOKENIZER_FILE, ids_of_text, unknown_token
 
 NO_TOKENIZER = f"this backbone has no {TOKENIZER_FILE}"
+_ASKED = "‹what is asked›"
+"""Stands for a question in a template that is looked at."""
+
+
+class ChatFrame(NamedTuple):
+    """What a chat template puts around the images and the question of one message.
+
+    Attributes:
+      front: token ids in front of the first image, the system prompt among them.
+      before, behind: texts in front of the question and behind it, up to where the answer begins.
+    """
+
+    front: tuple[int, ...]
+    before: str
+    behind: str
 
 
 class Prompts:
@@ -65,13 +80,9 @@ class Prompts:
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> dict[str, Any]:
         """See `ModelBackbone.chat`."""
-        if self.tokenizer is None and self.without_tokenizer != NO_TOKENIZER:
-            raise InputError(f"chat: {self.without_tokenizer}. Or pass token ids to `prepare`")
-        if self.chat_template is None or self.tokenizer is None:
-            raise InputError("chat: this backbone has no chat template or no tokenizer; expected both in its directory")
-        images = images_of(messages)
-        text = self.chat_template.render(messages, add_generation_prompt, **variables)
-        own = self.family.vision is not None and not self.chat_template.starts(text)
+        template, images = self._template(), images_of(messages)
+        text = template.render(messages, add_generation_prompt, **variables)
+        own = self.family.vision is not None and not template.starts(text)
         ids = ids_of_text(self.tokenizer, text, self._unknown, own)
 
         arrays = self._process(images) if images else {}
@@ -79,6 +90,55 @@ class Prompts:
             expansions = [self._image_ids(arrays, number) for number in range(len(images))]
             ids = expand_images(ids, self.config.image_token, expansions)
         return self._prompt(ids, arrays)
+
+    def chat_frame(self, system: str | None = None) -> ChatFrame:
+        """See `ModelBackbone.chat_frame`."""
+        template, sees = self._template(), self.family.vision is not None
+        said = lambda text: [{"type": "text", "text": text}] if sees else text
+        shown = [{"type": "image"}] * 2 if sees else []
+        messages: list[Message] = [{"role": "user", "content": [*shown, *said(_ASKED)] if sees else _ASKED}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": said(system)})
+        text = template.render(messages)
+        front, between, rest = "", "", text
+        if sees:
+            parts = text.split(self._placeholder(text))
+            front, between, rest = parts if len(parts) == 3 else ("", f"{len(parts) - 1} places", "")
+        before, mark, behind = rest.partition(_ASKED)
+        if not mark or between:
+            raise InputError(
+                f"chat template {template.name}: {between!r:.40} between two images; expected the images and the text "
+                "of a message one right behind the other (else lay the prompt out yourself, by `lead` and `around`)"
+            )
+        if not sees:
+            front, before = before, ""
+        own = self._own_special_tokens()[0] if sees and not template.starts(text) else []
+        return ChatFrame((*own, *self.ids(front)), before, behind)
+
+    def ids(self, text: str) -> list[int]:
+        """See `ModelBackbone.ids`."""
+        return self._text_ids(text) if text else []
+
+    def _template(self) -> ChatTemplate:
+        """The chat template, which is of no use without a tokenizer."""
+        if self.tokenizer is None and self.without_tokenizer != NO_TOKENIZER:
+            raise InputError(f"chat: {self.without_tokenizer}. Or pass token ids to `prepare`")
+        if self.chat_template is None or self.tokenizer is None:
+            raise InputError("chat: this backbone has no chat template or no tokenizer; expected both in its directory")
+        return self.chat_template
+
+    def _placeholder(self, text: str) -> str:
+        """What stands for an image in a rendered text, with the image's own marks where they are there too."""
+        whole = self._image_ids(self._process([np.zeros((224, 224, 3), np.uint8)]), 0)
+        pad = self.config.image_token
+        first, last = whole.index(pad), len(whole) - whole[::-1].index(pad)
+        tokens = [self.tokenizer.id_to_token(each) for each in (*whole[:first], pad, *whole[last:])]
+        if None in tokens:
+            raise InputError(
+                f"chat template: the tokenizer has no text for image tokens {tokens}; expected one for each"
+            )
+        marked = "".join(tokens)
+        return marked if marked in text else tokens[first]
 
     def text(self, token_ids: Sequence[int] | Int[Array | np.ndarray, " T"]) -> str:
         """Token ids as text."""

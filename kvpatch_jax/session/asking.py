@@ -26,6 +26,7 @@ class Asking(Holding):
     """What is asked behind a window."""
 
     around: tuple[str, str]
+    chat: bool
     largest_image: int
     linker: Any
     retriever: Any
@@ -167,7 +168,7 @@ class Asking(Holding):
         if behind:
             parts.append(("text", behind))
         parts = [part for part in parts if part[0] != "text" or part[1].strip()]
-        return [(name, Text(thing) if name == "text" else thing) for name, thing in parts]
+        return [(name, self._worded(thing) if name == "text" else thing) for name, thing in parts]
 
     def _stream(
         self, window: Window, asked: Embedded, steps: int, sampling: Sampling, key: int | None, stop: Any
@@ -187,7 +188,12 @@ class Asking(Holding):
         if not question:
             raise InputError("question: an empty text; expected some")
         before, behind = self.around if framed else ("", "")
-        return [Text(f"{before}{question}{behind}")]
+        return [self._worded(f"{before}{question}{behind}")]
+
+    def _worded(self, text: str) -> Any:
+        """A text as `prepare` takes it: in a chat, whose start stands in front of all, without a start of its own."""
+        reader: Any = self.backbone
+        return reader.ids(text) if self.chat else Text(text)
 
     def _stops(self, stop: Stop) -> tuple[int, ...] | None:
         """Stop tokens by their ids.

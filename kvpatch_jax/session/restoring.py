@@ -17,7 +17,7 @@ from .things import Thing
 
 R = TypeVar("R", bound="Restoring")
 
-WRITTEN = ("keep", "around", "uncertified", "largest_image", "memory", "name")
+WRITTEN = ("keep", "around", "chat", "uncertified", "largest_image", "memory", "name")
 """What of a session's settings is saved; what holds objects (certificate, linker, …) is given again."""
 
 
@@ -151,11 +151,12 @@ def _settings(saved: saving.Saved) -> dict[str, Any]:
     Raises:
       SessionError: one that is missing or none.
     """
-    found = saved.settings
+    found = {"chat": False, **saved.settings}  # which older files do not say
     count = lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1
     around = found.get("around")
     checks = {
         "keep": found.get("keep") is None or count(found["keep"]),
+        "chat": isinstance(found["chat"], bool),
         "around": isinstance(around, list) and len(around) == 2 and all(isinstance(each, str) for each in around),
         "uncertified": isinstance(found.get("uncertified"), bool),
         "largest_image": count(found.get("largest_image")),

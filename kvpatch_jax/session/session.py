@@ -19,6 +19,7 @@ from ..window.entry import Fidelity, Kind
 from ..window.pieces import Promise
 from ..window.sources import PatchStore
 from .answers import Answer
+from .chatting import framed
 from .choosing import check_certificate
 from .events import Op
 from .holding import Known, Owners, outliving_the_pool
@@ -28,7 +29,10 @@ from .runtime import PAGE_SIZE, PrivateRuntime, Runtime
 from .stats import Stats
 from .things import LARGEST_IMAGE, Thing, embedded, thing_of
 
-SETTINGS = ("certificate", "goal", "costs", "uncertified", "linker", "retriever", "around", "largest_image", "memory")
+SETTINGS = (
+    *("certificate", "goal", "costs", "uncertified", "linker", "retriever"),
+    *("around", "chat", "largest_image", "memory"),
+)
 """What a session is set to, its forks too."""
 MEMORY = 512 << 20
 """Bytes that a session keeps of what has left, to bring it back without being given it again."""
@@ -71,6 +75,7 @@ class Session(Needing, Restoring):
         linker: Any = None,
         retriever: Any = None,
         around: tuple[str, str] = ("", ""),
+        chat: bool = False,
         pages: int | None = None,
         page_size: int = PAGE_SIZE,
         dtype: jax.typing.DTypeLike | None = None,
@@ -100,7 +105,9 @@ class Session(Needing, Restoring):
           name: of the session, for those who watch it; None: its branch, or drawn at random.
           linker: a `Linker`: `IMAGE#NAME` in questions stands for what a library has.
           retriever: what looks for chunks while an answer is made; see `ask`.
-          around: what stands in front of and behind every question, such as a chat template's marks.
+          around: what stands in front of and behind every question.
+          chat: lays everything out as one message of a user by the checkpoint's chat template: what that puts in front
+            is the lead, with a `lead` that is a text as the system prompt, and the rest stands around every question.
           pages, page_size, dtype: of the pool; see `PrivateRuntime`.
           largest_image: bytes that an image may have, as a file and as pixels.
           memory: bytes that are kept of what has left (tokens and pixels, the oldest goes first), so that `recall`
@@ -111,7 +118,11 @@ class Session(Needing, Restoring):
         """
         _check(backbone, store, keep, runtime, linker)
         _check_settings(name, around, costs, retriever, {"largest_image": largest_image, "memory": memory})
+        if not isinstance(chat, bool):
+            raise SessionError(f"session: chat {chat!r:.80}; expected True or False")
         check_certificate(certificate, goal, backbone.fingerprint)
+        if chat:
+            lead, around = framed(backbone, lead, around)
         if runtime is None:
             options: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": dtype, "rank": rank}
             owners = Owners(PrivateRuntime(backbone, store, **options), True)
@@ -122,6 +133,7 @@ class Session(Needing, Restoring):
         numbers = Costs.of(backbone, owners.runtime.executor.dtype)
         window = Window.empty(numbers, lead=pinned, promise=promise, branch=branch)
         how: dict[str, Any] = {"linker": linker, "retriever": retriever, "around": around, "goal": goal}
+        how["chat"] = chat
         how |= {"largest_image": largest_image, "memory": memory, "certificate": certificate, "costs": costs}
         how |= {"uncertified": uncertified}
         self._set_up(name or branch or secrets.token_hex(8), owners, window, keep, **how)
