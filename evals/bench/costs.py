@@ -302,9 +302,10 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append(
             f"| {kind} | {' | '.join(f'{rate:.3g}' for rate in rates)} | {own['runs']} | {' | '.join(wrong)} |"
         )
-    lines += ["", "| planning | pieces | CPU ms, median | 95 % | least | seconds on the clock |", "|" + "---|" * 6]
+    head = "| planning | pieces | CPU ms, median | 95 % | least | longest gc, ms | seconds on the clock |"
+    lines += ["", head, "|" + "---|" * 7]
     for row in result["planning"]:
-        cpu = " | ".join(f"{1e3 * row[word]:.2f}" for word in ("cpu", "cpu_high", "cpu_low"))
+        cpu = " | ".join(f"{1e3 * row[word]:.2f}" for word in ("cpu", "cpu_high", "cpu_low", "collected"))
         shown = f"{cpu} | {row['seconds']:.4f}"
         lines.append(f"| {row['name']} | {row['pieces']} | {shown} |")
     return "\n".join(lines) + "\n"

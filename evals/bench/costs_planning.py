@@ -1,9 +1,11 @@
 """What planning takes: windows of many chunks, by what has to be planned of them. No model runs, no store is read."""
 
+import contextlib
+import gc
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvpatch_jax.backbone import ForwardCosts
@@ -23,8 +25,9 @@ def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
     """Times plans of `count` chunks.
 
     Returns:
-      A row each: a step of a loop (one leaves, one comes), all of them new and served as promised, all of them by
-      stored patches under a bound on KL or on flips, within a budget of seconds or bytes, and in another order.
+      A row each, with the longest garbage collection that fell into it: a step of a loop (one leaves, one comes), all
+      of them new and served as promised, all of them by stored patches under a bound on KL or on flips, within a
+      budget of seconds or bytes, and in another order.
     """
     entries = [Entry(f"page {number}", f"{number:032x}", 256, 256, "chunk", True) for number in range(count + 1)]
     whole, new = entries[:count], entries[count]
@@ -51,11 +54,12 @@ def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
 def _timed(name: str, make: Callable[[], Plan], repeats: int, count: int) -> dict[str, Any]:
     make()
     cpu, seconds = [], []
-    for _ in range(repeats):
-        begin, spent = time.perf_counter(), time.process_time()
-        make()
-        cpu.append(time.process_time() - spent)
-        seconds.append(time.perf_counter() - begin)
+    with _collections() as collected:
+        for _ in range(repeats):
+            begin, spent = time.perf_counter(), time.process_time()
+            make()
+            cpu.append(time.process_time() - spent)
+            seconds.append(time.perf_counter() - begin)
     return {
         "name": name,
         "pieces": count,
@@ -64,7 +68,26 @@ def _timed(name: str, make: Callable[[], Plan], repeats: int, count: int) -> dic
         "cpu_high": statistics.quantiles(cpu, n=20)[-1] if len(cpu) > 1 else cpu[0],
         "seconds": statistics.median(seconds),
         "seconds_low": min(seconds),
+        "collected": max(collected, default=0.0),
     }
+
+
+@contextlib.contextmanager
+def _collections() -> Iterator[list[float]]:
+    """Seconds of each collection of Python's garbage collector: it looks at all that the process holds now and then."""
+    found, begun = list[float](), [0.0]
+
+    def told(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            begun[0] = time.perf_counter()
+        else:
+            found.append(time.perf_counter() - begun[0])
+
+    gc.callbacks.append(told)
+    try:
+        yield found
+    finally:
+        gc.callbacks.remove(told)
 
 
 def _note(own: Entry, front: list[Entry]) -> PatchNote:

@@ -252,22 +252,11 @@ def plan(
     """
     goal = Goal() if goal is None else goal
     _check(window, stored, certificate)
-    for what, given, kind in (("goal", goal, Goal), ("costs", costs, DeviceCosts | None), ("known", known, _KNOWN)):
-        if not isinstance(given, kind):
-            expected = "a Goal" if what == "goal" else "DeviceCosts" if what == "costs" else "`Plan.known`"
-            raise PlanError(f"plan: {what} {given!r:.80}; expected {expected}, or None")
-    for what, given in (("uncertified", uncertified), ("allow_stale", allow_stale), ("forming", forming)):
-        if not isinstance(given, bool):
-            raise PlanError(f"plan: {what} {given!r:.80}; expected True or False")
-    if isinstance(encoded, str) or not isinstance(encoded, Collection):
-        raise PlanError(f"plan: encoded {encoded!r:.80}; expected a collection of ids")
-    if executor is not None and not isinstance(executor, Executor):
-        raise PlanError(f"plan: executor {executor!r:.80}; expected a HostExecutor or PagedExecutor, or None")
-    wanted = _entries(wanted)
-    pinned = [piece.entry for piece in window.pieces[: window.lead]]
-    if pinned and (not wanted or wanted[0] != pinned[0]):
-        wanted = [*pinned, *wanted]
-    arranged = arrange(window, wanted)
+    _check_kinds(
+        {"goal": goal, "costs": costs, "known": known, "executor": executor, "encoded": encoded},
+        {"uncertified": uncertified, "allow_stale": allow_stale, "forming": forming},
+    )
+    arranged = arrange(window, _entries(window, wanted))
     devices = costs or DeviceCosts.assumed()
     at_hand = None if executor is None and not stored.in_memory else _at_hand(arranged.window, stored, executor)
     menu = Menu(
@@ -305,17 +294,36 @@ def plan(
     )
 
 
-_KNOWN = Mapping | None
+_KINDS: dict[str, tuple[Any, str]] = {
+    "goal": (Goal, "a Goal, or None"),
+    "costs": (DeviceCosts | None, "DeviceCosts, or None"),
+    "known": (Mapping | None, "`Plan.known`, or None"),
+    "executor": (Executor | None, "a HostExecutor or PagedExecutor, or None"),
+    "encoded": (Collection, "a collection of ids"),
+}
 
 
-def _entries(wanted: Any) -> list[Entry]:
+def _check_kinds(given: Mapping[str, Any], switches: Mapping[str, Any]) -> None:
+    """Refuses arguments of `plan` that are none."""
+    for what, value in given.items():
+        kind, expected = _KINDS[what]
+        if not isinstance(value, kind) or isinstance(value, str):
+            raise PlanError(f"plan: {what} {value!r:.80}; expected {expected}")
+    for what, value in switches.items():
+        if not isinstance(value, bool):
+            raise PlanError(f"plan: {what} {value!r:.80}; expected True or False")
+
+
+def _entries(window: Window, wanted: Any) -> list[Entry]:
+    """All that the window is to hold, what is pinned in front included."""
     if isinstance(wanted, str | bytes | Mapping) or not isinstance(wanted, Iterable):
         raise PlanError(f"plan: wanted {wanted!r:.80}; expected a sequence of Entry")
     entries = list(wanted)
     for each in entries:
         if not isinstance(each, Entry):
             raise PlanError(f"plan: wanted {each!r:.80}; expected an Entry, such as Entry.of(chunk)")
-    return entries
+    pinned = [piece.entry for piece in window.pieces[: window.lead]]
+    return entries if entries[:1] == pinned[:1] else [*pinned, *entries]
 
 
 def _check(window: Any, stored: Any, certificate: Any) -> None:
