@@ -26,10 +26,10 @@ from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.session import Sessions
 from kvpatch_jax.window import Costs, Edits, Entry, Window
 
+from ..compilation import Compilations
 from ..results.environment import environment
 from ..results.tables import markdown_table
 from .checkpoints import tiny_config
-from .window_loop import Compilations
 from .window_material import Material, random_material, shipped_material, span
 
 BACKBONE = "qwen2_5_vl"

@@ -29,6 +29,7 @@ from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, PatchNote, Wi
 from kvpatch_jax.window.sources import padded_tokens
 from models import ModelBackbone
 
+from ..compilation import Compilations
 from .timing import timed
 from .window_material import Material, span, wait
 from .window_oracle import banded_mask, history
@@ -38,7 +39,6 @@ BLOCK = 16
 PAGE = 16
 RANK = 32
 """Of the patches that images are recalled by."""
-COMPILED = "/jax/core/compile/backend_compile_duration"
 Logits = Float[np.ndarray, " V"]
 
 
@@ -49,18 +49,6 @@ class Taken(NamedTuple):
     seconds: float
     cpu: float
     flops: int
-
-
-class Compilations:
-    """Counts programs that jax compiles, or takes compiled from its cache."""
-
-    def __init__(self) -> None:
-        """Listens from now on."""
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def _heard(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        self.count += event == COMPILED
 
 
 @dataclasses.dataclass

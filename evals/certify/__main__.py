@@ -9,6 +9,7 @@ from . import greeting as greeting  # isort: split
 from .. import extra as extra  # isort: split
 
 import importlib.metadata
+import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from kvpatch_jax.errors import InputError
 from models import Buckets, ModelBackbone, load
 
 from ..command_line import errors_as_one_line
-from ..compilation import use_compilation_cache
+from ..compilation import Compilations, use_compilation_cache
 from ..console import Progress, in_words, quiet_backends
 from ..trained import shipped
 from .asking import QUESTIONS
@@ -121,7 +122,7 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
     quiet_backends()
     use_compilation_cache()
-    began = time.perf_counter()
+    began, compilations = time.perf_counter(), Compilations()
     with errors_as_one_line(), tempfile.TemporaryDirectory() as folder:
         ranks = check_flags()
         model = _MODEL.value or ""  # required: absl refuses to go on without it
@@ -158,7 +159,9 @@ def main(arguments: list[str]) -> None:
         journal.delete()
     print(table(made))
     print(f"rank {made.recommended_rank}: {made.recommended.reason}")
-    print(f"{in_words(time.perf_counter() - began)}; {_OUT.value}, digest {made.digest}")
+    took = f"{in_words(time.perf_counter() - began)}, {in_words(time.process_time())} of it on a core"
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    print(f"{took}; {compilations.count} programs, {most:.1f} GiB at most; {_OUT.value}, digest {made.digest}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from kvpatch_jax.window import Costs
 from models import ModelBackbone
 
 from ..bench.window_material import with_buckets
+from ..compilation import Compilations
 from ..results import intervals
 from ..results.environment import environment
 from .tracking import Asked, Contents, Moment, Shape, moments, shape_of
-from .ways import Compilations, Prefixes, Prompts, Stock, Taken, Windows, divergence
+from .ways import Prefixes, Prompts, Stock, Taken, Windows, divergence
 
 RANKS = (1, 2, 4, 8, 16, 32)
 RANK = 16

@@ -4,11 +4,9 @@ Each way answers the same questions over the same pieces. Forwards, FLOPs and by
 are formed of is kept behind the answer's back by a `Stock`, whose forwards are counted apart.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -311,16 +309,3 @@ def divergence(reference: Float[np.ndarray, " V"], logits: Float[np.ndarray, " V
     """KL(reference‖logits) in nats, and whether the best token is another."""
     true, own = log_softmax(reference), log_softmax(logits)
     return float((np.exp(true) * (true - own)).sum()), bool(reference.argmax() != logits.argmax())
-
-
-@dataclasses.dataclass
-class Compilations:
-    """Counts programs that jax compiles, or takes compiled from its cache on disk."""
-
-    count: int = 0
-
-    def __post_init__(self) -> None:
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def _heard(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"

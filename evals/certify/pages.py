@@ -1,0 +1,49 @@
+"""Draws a folder of images to certify on: `python -m evals.certify.pages --out=FOLDER`.
+
+Pages of the small task, cut to four sizes as screenshots of one agent may be, and beside them questions about cells.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags
+
+from .. import small_task
+from ..small_task import VOCABULARY, task
+
+SIZES = ((100, 100), (70, 100), (100, 70), (70, 70))
+"""Rows and columns of pixels."""
+QUESTIONS = "questions.txt"
+
+_OUT = flags.DEFINE_string("out", None, "the folder: images go into images/ there, questions into questions.txt")
+_NUMBER = flags.DEFINE_integer("n", 240, "images, all of them different", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 240, "of what is drawn")
+
+
+def draw(folder: Path, count: int, seed: int) -> Path:
+    """Draws the images and the questions; the folder of the images."""
+    from PIL import Image
+
+    images = folder / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    _, pages = task.render(small_task.sample_contexts(np.random.default_rng(seed), count))
+    for number, page in enumerate(pages):
+        rows, columns = SIZES[number % len(SIZES)]
+        Image.fromarray(page[:rows, :columns]).save(images / f"{number:03}.png")
+    cell = lambda place: VOCABULARY.names[VOCABULARY.cell + place]
+    asked = [("glyph?", (0, 13, 27, 44, 60)), ("fill?", (3, 35)), ("stripe?", (50,))]
+    lines = [f"{word} {cell(place)}" for word, places in asked for place in places]
+    (folder / QUESTIONS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return images
+
+
+def main(arguments: list[str]) -> None:
+    """Parses flags and draws."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+    print(draw(Path(_OUT.value or ""), _NUMBER.value, _SEED.value))
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["out"])
+    app.run(main)
