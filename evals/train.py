@@ -1,8 +1,9 @@
 """Train a small backbone on the small task: `python -m evals.train --backbone=qwen2_5_vl --out=DIR`.
 
-`--task=sheets` trains on version 2 of the task (`evals.sheets_task`), whose loss is that of answers alone. Every choice
-is a field of `Recipe` and is written beside the weights. Interrupted runs resume from the newest Orbax checkpoint in
-DIR/checkpoints. Leaves DIR/model (a Hugging Face directory), DIR/curve.jsonl and DIR/curve.png.
+`--task=sheets` trains on version 2 of the task (`evals.sheets_task`), whose loss is that of answers alone, and
+`--task=documents` on the same questions about drawn documents (`evals.documents_task`). Every choice is a field of
+`Recipe` and is written beside the weights. Interrupted runs resume from the newest Orbax checkpoint in DIR/checkpoints.
+Leaves DIR/model (a Hugging Face directory), DIR/curve.jsonl and DIR/curve.png.
 """
 
 from . import extra as extra  # isort: split
@@ -26,7 +27,7 @@ from jaxtyping import Array
 from kvpatch_jax.errors import ConfigError
 from models import ModelBackbone, save
 
-from . import sheets_task, small_task
+from . import documents_task, sheets_task, small_task
 from .command_line import errors_as_one_line
 from .sheets_task import training as sheets
 from .small_task.instances import INSTANCES, instance
@@ -144,18 +145,19 @@ class SheetsTrainer(Trainer):
     """Trains on the sheets task: contexts of several sizes, the loss that of answers alone."""
 
     kinds = sheets_task.KINDS
+    material, names = sheets.SHEETS, sheets_task.VOCABULARY.names
 
     def _instance(self) -> Any:
-        return sheets.instance()
+        return self.material.instance()
 
     def _initial(self) -> Any:
-        return sheets.initialise(self.recipe)
+        return sheets.initialise(self.recipe, self.material)
 
     def _first_plan(self) -> dict[str, Any]:
         return {}  # one per size of context, made when it first comes
 
     def _draw(self, step: int) -> sheets.Drawn:
-        return sheets.draw_batch(self.recipe, step)
+        return sheets.draw_batch(self.recipe, step, self.material)
 
     def _update(self, state, moments, batch, labels):
         whole = lambda state: sheets.loss_of(nnx.merge(self.graph, state), batch, labels)
@@ -165,7 +167,7 @@ class SheetsTrainer(Trainer):
 
     def _take(self, drawn: sheets.Drawn) -> dict[str, Array]:
         if drawn.size not in self.plan:
-            self.plan[drawn.size] = sheets.image_plan(drawn)
+            self.plan[drawn.size] = sheets.image_plan(drawn, self.material)
         found = self._jitted(self.state, self.moments, drawn.batch, self.plan[drawn.size])
         self.state, self.moments, parts = found
         return parts
@@ -180,7 +182,13 @@ class SheetsTrainer(Trainer):
                     tally.setdefault(title, []).append((float(right[where].sum()), float(where.sum())))
 
     def _tokenizer(self) -> Any:
-        return make_tokenizer(sheets_task.VOCABULARY.names)
+        return make_tokenizer(self.names)
+
+
+class DocumentsTrainer(SheetsTrainer):
+    """Trains on the documents task, whose pages are drawn with fonts."""
+
+    material, names = documents_task.DOCUMENTS, documents_task.VOCABULARY.names
 
 
 Tally = dict[str, list[tuple[float, float]]]
@@ -247,6 +255,9 @@ _HELP = {
     "longer": "sheets: the step from which every second batch has 7 or 15 sheets in place of 3",
     "proportions": "sheets: steps at first in which an aggregate question asks how often an ink's cells have each fill",
     "ink_likeness": "sheets: cosine of an ink's token at the start and what is seen of the ink",
+    "reading": "documents: steps at first that ask most of all what the page alone tells",
+    "plain": "documents: the step until which all documents look alike",
+    "varied": "documents: the step from which they vary in full",
     "named_by_sight": "sheets: whether tokens that name something drawn start as the tower's mean features of it",
 }
 _DEFINE = {
@@ -257,7 +268,11 @@ _DEFINE = {
 }
 
 
-TASKS: dict[str, tuple[type, type[Trainer]]] = {"small": (Recipe, Trainer), "sheets": (sheets.Recipe, SheetsTrainer)}
+TASKS: dict[str, tuple[type, type[Trainer]]] = {
+    "small": (Recipe, Trainer),
+    "sheets": (sheets.Recipe, SheetsTrainer),
+    "documents": (documents_task.Recipe, DocumentsTrainer),
+}
 """Recipe and trainer of each task by name."""
 
 
@@ -265,6 +280,7 @@ def define_flags() -> None:
     """Defines --out, --task and one flag per field of the recipes. Importing this module leaves absl's flags alone."""
     flags.DEFINE_string("out", "out/train", "folder for checkpoints, curve and the trained model; a used one resumes")
     flags.DEFINE_enum("task", "small", list(TASKS), "which task to train on; flags of the other's recipe are refused")
+    flags.DEFINE_integer("until", 0, "stop at this step of the recipe; 0: at its end", lower_bound=0)
     fields = {}
     for recipe, _ in reversed(TASKS.values()):
         fields |= {field.name: field for field in dataclasses.fields(recipe)}
@@ -297,11 +313,12 @@ def main(arguments: list[str]) -> None:
     with errors_as_one_line():
         trainer = trainer_type(recipe, Path(flags.FLAGS.out))
     began = trainer.resume()
-    print(f"training from step {began} to {recipe.steps}; {trainer.folder}")
-    trainer.train(recipe.steps)
+    taken = min(flags.FLAGS.until or recipe.steps, recipe.steps)
+    print(f"training from step {began} to {taken}; {trainer.folder}")
+    trainer.train(taken)
     root = save(trainer.backbone(), trainer.folder / "model", dtype="bfloat16")
     versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
-    disclosure = {"recipe": dataclasses.asdict(recipe), "versions": versions}
+    disclosure = {"recipe": dataclasses.asdict(recipe), "steps_taken": taken, "versions": versions}
     (root / "training.json").write_text(json.dumps(disclosure, indent=2) + "\n")
     print(f"model in {root}; curve in {draw_curve(trainer.folder, trainer.kinds)}")
 

@@ -24,8 +24,8 @@ from ..probes.by_question import mean_attention
 from ..results.costs import ArmCost, ChunkCosts
 from ..rules import RULES
 from ..small_task.prefix import positions_behind, prefix_positions, within_own
-from . import sequences, task
-from .sequences import form_of
+from . import task
+from .material import SHEETS
 from .task import Contexts, Questions
 
 MOVED = 37
@@ -40,11 +40,13 @@ class Reuse:
       prefix, prefilled whole, {channel: [L,B,T,K,H]}. engine: the same in the engine frame.
     """
 
+    material = SHEETS
+
     def __init__(self, backbone: ModelBackbone, contexts: Contexts, questions: Questions):
         self.backbone, self.contexts, self.questions = backbone, contexts, questions
         config, count = backbone.config, len(contexts)
-        self.form = form_of(config, backbone.image_config, contexts.size)
-        images = config.family.vision.process(sequences.context_images(contexts), backbone.image_config)
+        self.form = self.material.form_of(config, backbone.image_config, contexts.size)
+        images = config.family.vision.process(self.material.images(contexts), backbone.image_config)
         ids = np.tile(self.form.ids, (count, 1))
         shown = np.ones((count, self.form.chunks), bool)
         positions, _ = prefix_positions(self.form, shown, np.zeros(count, int))
@@ -230,7 +232,8 @@ class Reuse:
 
     def class_shares(self) -> dict[str, dict[str, Float[np.ndarray, "B L"]]]:
         """Computes, by class and channel, the share of ‖Δ‖² over the page's cells that means of each class explain."""
-        cells = np.flatnonzero(self.form.chunk_ids[-1] == self.form.image_token)
+        # Whatever else is drawn on a page (a title) stands in front of its cells.
+        cells = np.flatnonzero(self.form.chunk_ids[-1] == self.form.image_token)[-self.contexts.size.cells :]
         delta = {name: np.asarray(flatten_heads(value))[:, :, cells] for name, value in self.delta.items()}
         found: dict[str, dict[str, np.ndarray]] = {}
         for name, classes in self.page_classes().items():

@@ -4,10 +4,11 @@ Contexts of 4, 8 and 16 chunks, every one of them cached alone and moved. Leaves
 folder; with several instances, a table of their means too.
 """
 
+import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +30,38 @@ from ..results.rows import Row, Rows, as_row
 from ..results.tables import markdown_table
 from ..rules import RULES
 from ..trained import SHEETS
-from . import task
 from .reuse import Reuse
-from .task import KINDS, SIZES
+from .task import KINDS
 
-EVALUATED = ("4", "8", "16")
-QUESTIONS = {"page": 4, "sheet": 4, "chain": 8, "override": 2, "aggregate": 5, "whole": 3, "list": 2}
 BUDGETS = (0.15, 0.50)
-VISIBLE = ("shape", "ink", "row mark", "column mark")
-"""Classes of cells by what can be seen of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """What is measured of a task.
+
+    Attributes:
+      task: its name, that of the flag. folder: of its instances. probes: by what a probe is called behind the task's
+      name, the size of its contexts, what it is called in the table, and what is handed to `Material.sample` besides.
+      questions: asked of each context, by kind. visible: classes of a page's cells by what can be seen of them.
+      reuse: makes a batch whose chunks are all reused.
+    """
+
+    task: str
+    folder: Path
+    probes: Mapping[str, tuple[str, str, Mapping[str, Any]]]
+    questions: Mapping[str, int]
+    visible: tuple[str, ...]
+    reuse: type[Reuse] = Reuse
+
+
+SHEETS_SUITE = Suite(
+    task="sheets",
+    folder=SHEETS,
+    probes={size: (size, f"{size} chunks", {}) for size in ("4", "8", "16")},
+    questions={"page": 4, "sheet": 4, "chain": 8, "override": 2, "aggregate": 5, "whole": 3, "list": 2},
+    visible=("shape", "ink", "row mark", "column mark"),
+)
 
 
 class Answered(NamedTuple):
@@ -138,36 +162,38 @@ class Tally:
         return found
 
 
-def measure(backbone: ModelBackbone, model: str, seed: int, contexts: int, batch: int = 16) -> list[Row]:
-    """Measures one instance over `contexts` contexts of each size."""
-    rows = []
-    for size in EVALUATED:
-        tally = Tally(f"sheets.{size}", model)
+def measure(backbone: ModelBackbone, model: str, seed: int, contexts: int, suite: Suite, batch: int = 16) -> list[Row]:
+    """Measures one instance over `contexts` contexts of each probe."""
+    rows, material = [], suite.reuse.material
+    for name, (size, title, more) in suite.probes.items():
+        tally = Tally(f"{suite.task}.{name}", model)
         for number in range(-(-contexts // batch)):
-            rng = np.random.default_rng([seed, number, SIZES[size].sheets])
-            drawn = task.sample_contexts(rng, batch, SIZES[size])
-            tally.take(Reuse(backbone, drawn, task.ask(drawn, rng, QUESTIONS)), number * batch)
-        print(f"{model}: {size} chunks measured", flush=True)
+            rng = np.random.default_rng([seed, number, material.sizes[size].sheets])
+            drawn = material.sample(rng, batch, material.sizes[size], **more)
+            tally.take(suite.reuse(backbone, drawn, material.ask(drawn, rng, suite.questions)), number * batch)
+        print(f"{model}: {title} measured", flush=True)
         rows += tally.rows()
     return rows
 
 
-def run(name: str, seed: int, folder: Path, quick: bool = False) -> dict[str, Any]:
+def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = SHEETS_SUITE) -> dict[str, Any]:
     """Measures a shipped instance, all of them ("all"), or a checkpoint directory; writes results.json and table.md."""
     make_out(folder)
-    paths = {path.name: path for path in instances(name)}
+    paths = {path.name: path for path in instances(name, suite)}
     contexts = 16 if quick else 64
-    tables = {model: measure(load(path, dtype="float32"), model, seed, contexts) for model, path in paths.items()}
+    tables = {
+        model: measure(load(path, dtype="float32"), model, seed, contexts, suite) for model, path in paths.items()
+    }
     rows = [row for table in tables.values() for row in table]
     if len(tables) > 1:
         rows += headline_rows(tables, "mean")
     results = {
         "config": {
-            "task": "sheets",
+            "task": suite.task,
             "model": "mean" if len(tables) > 1 else next(iter(tables)),
             "seed": seed,
             "contexts": contexts,
-            "questions": QUESTIONS,
+            "questions": suite.questions,
             "rules": {"version": RULES.version, "digest": RULES.digest},
             "command": shlex.join(["python", "-m", "evals.run", *sys.argv[1:]]),
             "training": {model: json.loads((path / "training.json").read_text()) for model, path in paths.items()},
@@ -176,36 +202,38 @@ def run(name: str, seed: int, folder: Path, quick: bool = False) -> dict[str, An
         "rows": rows,
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "table.md").write_text(table(results))
-    print(table(results))
+    (folder / "table.md").write_text(table(results, suite))
+    print(table(results, suite))
     print(f"results: {folder / 'results.json'}; table: {folder / 'table.md'}", flush=True)
     return results
 
 
-def instances(name: str) -> list[Path]:
+def instances(name: str, suite: Suite = SHEETS_SUITE) -> list[Path]:
     """Finds the directories of the instances asked for. Raises InputError where there is none."""
-    shipped = sorted(path.parent for path in SHEETS.glob("*/config.json"))
+    shipped = sorted(path.parent for path in suite.folder.glob("*/config.json"))
     if name == "all" and shipped:
         return shipped
-    for path in (SHEETS / name, Path(name)):
+    for path in (suite.folder / name, Path(name)):
         if (path / "config.json").exists():
             return [path]
     names = ", ".join(path.name for path in shipped) or "none is shipped"
-    raise InputError(f"backbone {name!r} of the sheets task; expected a checkpoint directory, all, or one of: {names}")
+    raise InputError(
+        f"backbone {name!r} of the {suite.task} task; expected a checkpoint directory, all, or one of: {names}"
+    )
 
 
-def table(results: dict[str, Any]) -> str:
-    """Writes the results as Markdown: a table by size of context, the deficit, and the bars."""
-    rows, parts = Rows(results), []
-    metrics = [*(f"accuracy.{kind}" for kind in KINDS), "stored_bytes", "serving_flops"]
-    for size in EVALUATED:
-        probe = f"sheets.{size}"
+def table(results: dict[str, Any], suite: Suite = SHEETS_SUITE) -> str:
+    """Writes the results as Markdown: a table by probe, the deficit, and the bars."""
+    rows, parts, kinds = Rows(results), [], suite.questions
+    metrics = [*(f"accuracy.{kind}" for kind in kinds), "stored_bytes", "serving_flops"]
+    for name, (_, title, _) in suite.probes.items():
+        probe = f"{suite.task}.{name}"
         arms = [arm for arm in rows.arms(probe) if not arm.startswith("layer=")]
         lines = [[arm, *(f"{rows.get(probe, arm, metric).value:.3f}" for metric in metrics)] for arm in arms]
         rank = smallest_rank(results, probe)
-        said = f"{size} chunks; smallest sufficient rank: {rank or 'none'}"
-        parts.append(f"{said}\n\n{markdown_table(('arm', *KINDS, 'stored bytes', 'serving FLOPs'), lines)}")
-        worst = worst_class_share(rows, probe)
+        said = f"{title}; smallest sufficient rank: {rank or 'none'}"
+        parts.append(f"{said}\n\n{markdown_table(('arm', *kinds, 'stored bytes', 'serving FLOPs'), lines)}")
+        worst = worst_class_share(rows, probe, suite.visible)
         parts.append(f"Means over what cells show explain at most {worst:.0%} of ΔV in the deeper half.")
         parts.append(_deficit(rows, probe))
     return "\n\n".join(parts) + "\n"
@@ -219,8 +247,8 @@ def _deficit(rows: Rows, probe: str) -> str:
     return markdown_table(head, lines)
 
 
-def worst_class_share(rows: Rows, probe: str) -> float:
+def worst_class_share(rows: Rows, probe: str, visible: tuple[str, ...]) -> float:
     """Finds the largest share of ΔV's energy, in the deeper half, that means over cells that show the same explain."""
     values = [arm for arm in rows.arms(probe, "layer=") if arm.endswith(".v")]
     deeper = values[len(values) // 2 :]
-    return max(rows.get(probe, arm, f"class_mean_share.{name}").value for arm in deeper for name in VISIBLE)
+    return max(rows.get(probe, arm, f"class_mean_share.{name}").value for arm in deeper for name in visible)

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -264,7 +264,11 @@ class Questions:
 
 
 def ask(
-    contexts: Contexts, rng: np.random.Generator, counts: dict[str, int], shown: np.ndarray | None = None
+    contexts: Contexts,
+    rng: np.random.Generator,
+    counts: dict[str, int],
+    shown: np.ndarray | None = None,
+    asker: "type[Asker] | None" = None,
 ) -> Questions:
     """Draws `counts[kind]` questions of each kind per context, answerable from the sheets shown (all when None).
 
@@ -272,16 +276,19 @@ def ask(
     * chain, override: the fill or stripe of a glyph's cell, whose address is on one sheet, or on two.
     * aggregate: the most frequent fill among an ink's cells. whole: the ink whose cells most often have a fill.
     * list: the fills of four glyphs' cells, one after another; each answer is read before the next glyph.
+
+    Args:
+      asker: how the questions are worded; as in this task where it is left out.
     """
-    asker = _Asker(contexts, rng, shown)
+    drawn = (asker or Asker)(contexts, rng, shown)
     makers = {
-        "page": asker.page,
-        "sheet": asker.sheet,
-        "chain": lambda: asker.chain(asker.times == 1),
-        "override": lambda: asker.chain(asker.times > 1),
-        "aggregate": asker.aggregate,
-        "whole": asker.whole,
-        "list": asker.list,
+        "page": drawn.page,
+        "sheet": drawn.sheet,
+        "chain": lambda: drawn.chain(drawn.times == 1),
+        "override": lambda: drawn.chain(drawn.times > 1),
+        "aggregate": drawn.aggregate,
+        "whole": drawn.whole,
+        "list": drawn.list,
     }
     made = [(kind, makers[kind]()) for kind, number in counts.items() for _ in range(number)]
     sizes = [ids.shape[1] for _, (ids, _, _) in made]
@@ -297,14 +304,16 @@ def ask(
 
 def fill_shares(contexts: Contexts, questions: Questions, shown: np.ndarray | None = None) -> np.ndarray:
     """Computes, where an aggregate question is answered, the share [B,N,12] of its cells with each fill; else 0."""
-    counts = _Asker(contexts, np.random.default_rng(0), shown).counts
+    counts = Asker(contexts, np.random.default_rng(0), shown).counts
     asked = (questions.ids >= VOCABULARY.ink) & (questions.ids < VOCABULARY.ink + INKS) & (questions.answer >= 0)
     mine = np.take_along_axis(counts, np.where(asked, questions.ids - VOCABULARY.ink, 0)[..., None], axis=1)
     return (mine * asked[..., None] / np.maximum(mine.sum(axis=-1, keepdims=True), 1)).astype(np.float32)
 
 
-class _Asker:
+class Asker:
     """Draws one question of a kind for every context: ids [B,N], answers [B,N], cell [B]."""
+
+    vocabulary: Any = VOCABULARY
 
     def __init__(self, contexts: Contexts, rng: np.random.Generator, shown: np.ndarray | None):
         self.contexts, self.rng = contexts, rng
@@ -336,16 +345,16 @@ class _Asker:
 
     def _colour(self, fill: np.ndarray, stripe: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         by_fill = self.rng.random(len(fill)) < 0.5
-        asked = np.where(by_fill, VOCABULARY.ask_fill, VOCABULARY.ask_stripe)
-        return asked, np.where(by_fill, VOCABULARY.fill + fill, VOCABULARY.stripe + stripe)
+        asked = np.where(by_fill, self.vocabulary.ask_fill, self.vocabulary.ask_stripe)
+        return asked, np.where(by_fill, self.vocabulary.fill + fill, self.vocabulary.stripe + stripe)
 
     def page(self):
         cell = self.rng.integers(0, self.fill.shape[1], len(self.item))
         row, column = np.divmod(self.contexts.page_address[self.item, cell], COLUMN_MARKS)
         by_row = self.rng.random(len(cell)) < 0.5
-        asked = np.where(by_row, VOCABULARY.ask_row, VOCABULARY.ask_column)
-        answer = np.where(by_row, VOCABULARY.row + row, VOCABULARY.column + column)
-        glyph = VOCABULARY.glyph + self.contexts.page_glyph[self.item, cell]
+        asked = np.where(by_row, self.vocabulary.ask_row, self.vocabulary.ask_column)
+        answer = np.where(by_row, self.vocabulary.row + row, self.vocabulary.column + column)
+        glyph = self.vocabulary.glyph + self.contexts.page_glyph[self.item, cell]
         return self._two_tokens(asked, glyph, answer, True, cell)
 
     def sheet(self):
@@ -354,37 +363,37 @@ class _Asker:
         np.put_along_axis(allowed, self.contexts.page_address, False, axis=1)
         address, valid = self._pick(allowed)
         asked, answer = self._colour(fill[self.item, address], stripe[self.item, address])
-        return self._two_tokens(asked, VOCABULARY.cell + address, answer, valid)
+        return self._two_tokens(asked, self.vocabulary.cell + address, answer, valid)
 
     def chain(self, allowed: np.ndarray):
         cell, valid = self._pick(allowed)
         asked, answer = self._colour(self.fill[self.item, cell], self.stripe[self.item, cell])
-        glyph = VOCABULARY.glyph + self.contexts.page_glyph[self.item, cell]
+        glyph = self.vocabulary.glyph + self.contexts.page_glyph[self.item, cell]
         return self._two_tokens(asked, glyph, answer, valid, cell)
 
     def aggregate(self):
         ranked = np.sort(self.counts, axis=2)
         ink, valid = self._pick(self.defined & (ranked[..., -1] - ranked[..., -2] >= self.least))
-        answer = VOCABULARY.fill + self.counts[self.item, ink].argmax(axis=1)
-        return self._two_tokens(VOCABULARY.ask_most, VOCABULARY.ink + ink, answer, valid)
+        answer = self.vocabulary.fill + self.counts[self.item, ink].argmax(axis=1)
+        return self._two_tokens(self.vocabulary.ask_most, self.vocabulary.ink + ink, answer, valid)
 
     def whole(self):
         ranked = np.sort(self.counts, axis=1)
         clear = (self.fill >= 0).all(axis=1, keepdims=True) & (ranked[:, -1] - ranked[:, -2] >= self.least)
         fill, valid = self._pick(clear)
-        answer = VOCABULARY.ink + self.counts[self.item, :, fill].argmax(axis=1)
-        return self._two_tokens(VOCABULARY.ask_where, VOCABULARY.fill + fill, answer, valid)
+        answer = self.vocabulary.ink + self.counts[self.item, :, fill].argmax(axis=1)
+        return self._two_tokens(self.vocabulary.ask_where, self.vocabulary.fill + fill, answer, valid)
 
     def list(self):
         draws = np.where(self.fill >= 0, self.rng.random(self.fill.shape), -1.0)
         cells = np.argsort(-draws, axis=1)[:, :LISTED]
         item = self.item[:, None]
-        fill, glyph = self.fill[item, cells], VOCABULARY.glyph + self.contexts.page_glyph[item, cells]
-        said = np.where((fill >= 0).all(axis=1, keepdims=True), VOCABULARY.fill + fill, -1)
+        fill, glyph = self.fill[item, cells], self.vocabulary.glyph + self.contexts.page_glyph[item, cells]
+        said = np.where((fill >= 0).all(axis=1, keepdims=True), self.vocabulary.fill + fill, -1)
         # Every glyph is followed by its answer, the last one's being the end.
-        pairs = np.stack([glyph, VOCABULARY.fill + np.maximum(fill, 0)], axis=2).reshape(len(item), -1)[:, :-1]
+        pairs = np.stack([glyph, self.vocabulary.fill + np.maximum(fill, 0)], axis=2).reshape(len(item), -1)[:, :-1]
         answers = np.stack([said, np.full_like(said, -1)], axis=2).reshape(len(item), -1)[:, :-1]
-        lead = np.full((len(item), 1), VOCABULARY.ask_list)
+        lead = np.full((len(item), 1), self.vocabulary.ask_list)
         return (
             np.concatenate([lead, pairs], axis=1),
             np.pad(answers, ((0, 0), (1, 0)), constant_values=-1),

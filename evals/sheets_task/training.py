@@ -18,7 +18,7 @@ from models.families.family import embed_tokens, placeholders
 
 from ..small_task.training import tie_queries
 from . import sequences, task
-from .instances import instance
+from .material import SHEETS, Material
 from .task import VOCABULARY
 
 MORE_CONTEXTS = {"tiny": 4, "small": 2}
@@ -72,6 +72,14 @@ class Recipe:
         """How many questions of each kind are packed behind each context."""
         return {kind: getattr(self, kind) for kind in task.KINDS}
 
+    def asked(self, step: int) -> dict[str, int]:
+        """How many questions of each kind a step packs behind each context."""
+        return TINY_QUESTIONS if step < self.tiny else self.questions
+
+    def drawn(self, step: int) -> dict[str, Any]:
+        """What the contexts of a step are drawn with besides."""
+        return {}
+
     def size(self, step: int) -> str:
         """Which of `task.SIZES` the contexts of a step have."""
         if step < self.tiny:
@@ -83,16 +91,16 @@ class Recipe:
         return "8" if step % 4 == 1 else "16"
 
 
-def initialise(recipe: Recipe) -> Any:
+def initialise(recipe: Recipe, material: Material = SHEETS) -> Any:
     """Draws parameters: query kernels tied to key kernels, and tokens that start as the tower's features of their kind.
 
     Both are starts only: nothing of them is in the loss.
     """
-    config, _ = instance()
+    config, _ = material.instance()
     model = config.family.module(config, nnx.Rngs(recipe.seed))
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
     if recipe.named_by_sight:
-        for first, value in _features_by_name(model, recipe.seed).items():
+        for first, value in _features_by_name(model, recipe, material).items():
             if first == VOCABULARY.ink:
                 like = recipe.ink_likeness
                 value = like * value + (1 - like**2) ** 0.5 * table[first]
@@ -103,37 +111,30 @@ def initialise(recipe: Recipe) -> Any:
     return model
 
 
-def _features_by_name(model: Any, seed: int, count: int = 64) -> dict[int, np.ndarray]:
+def _features_by_name(model: Any, recipe: Recipe, material: Material, count: int = 64) -> dict[int, np.ndarray]:
     """Finds what the untrained tower makes of cells that show the same thing, of unit variance, by first token id."""
-    config, settings = instance()
-    contexts = task.sample_contexts(np.random.default_rng([seed, 2**31]), count)
-    images = config.family.vision.process(sequences.context_images(contexts), settings)
-    form = sequences.form_of(config, settings, contexts.size)
+    config, settings = material.instance()
+    contexts = material.sample(
+        np.random.default_rng([recipe.seed, 2**31]), count, material.sizes["4"], **recipe.drawn(0)
+    )
+    images = config.family.vision.process(material.images(contexts), settings)
+    form = material.form_of(config, settings, contexts.size)
     ids = np.tile(form.ids, (count, 1))
     plan = config.family.vision.plan(config, ids, images)
     features = np.asarray(model.encode(jnp.asarray(images["pixel_values"]), jax.tree.map(jnp.asarray, plan)))
     features = features.reshape(count, -1, features.shape[-1])
 
-    # Sheets and page apart, so that a mean over cells of one kind leaves the others' mean out.
-    entries = contexts.size.entries
-    flat = lambda value: value.reshape(-1)
-    sheet, page = (
-        features[:, :entries].reshape(-1, features.shape[-1]),
-        features[:, entries:].reshape(-1, features.shape[-1]),
-    )
-    address = np.concatenate([flat(contexts.sheet_address), flat(contexts.page_address)])
-    glyph = flat(contexts.page_glyph)
-    both = np.concatenate([sheet - sheet.mean(axis=0), page - page.mean(axis=0)])
-    named = {
-        VOCABULARY.row: (both, address // task.COLUMN_MARKS),
-        VOCABULARY.column: (both, address % task.COLUMN_MARKS),
-        VOCABULARY.cell: (both, address),
-        VOCABULARY.ink: (page, glyph // task.SHAPES),
-        VOCABULARY.glyph: (page, glyph),
-        VOCABULARY.fill: (sheet, flat(contexts.sheet_fill)),
-        VOCABULARY.stripe: (sheet, flat(contexts.sheet_stripe)),
+    # Whatever else is drawn on an image (a title) stands in front of its cells. Sheets and page are centred apart, so
+    # that a mean over cells of one kind leaves the others' mean out.
+    sheets, size = contexts.sheets, contexts.size
+    page_tokens = int((form.chunk_ids[-1] == config.image_token).sum())
+    cells = lambda value, number: value[..., -number:, :].reshape(-1, value.shape[-1])
+    on_sheets = features[:, :-page_tokens].reshape(count, sheets, -1, features.shape[-1])
+    sheet, page = cells(on_sheets, size.entries // sheets), cells(features, size.cells)
+    return {
+        first: _means(*of)
+        for first, of in material.named(contexts, sheet - sheet.mean(axis=0), page - page.mean(axis=0)).items()
     }
-    return {first: _means(*of) for first, of in named.items()}
 
 
 def _means(features: np.ndarray, label: np.ndarray) -> np.ndarray:
@@ -177,31 +178,31 @@ class Drawn(NamedTuple):
     size: str
 
 
-def draw_batch(recipe: Recipe, step: int) -> Drawn:
+def draw_batch(recipe: Recipe, step: int, material: Material = SHEETS) -> Drawn:
     """Draws the host side of one step, a function of the recipe and the step alone."""
-    config, settings = instance()
+    config, settings = material.instance()
     rng = np.random.default_rng([recipe.seed, step])
     name = recipe.size(step)
     count = recipe.batch * MORE_CONTEXTS.get(name, 1)
-    contexts = task.sample_contexts(rng, count, task.SIZES[name])
-    form, sheets = sequences.form_of(config, settings, contexts.size), contexts.sheets
+    contexts = material.sample(rng, count, material.sizes[name], **recipe.drawn(step))
+    form, sheets = material.form_of(config, settings, contexts.size), contexts.sheets
     # Now and then fewer sheets, so that none is always there.
     fewer = rng.random((count, 1)) < 0.15
     shown = ~(fewer & (rng.random((count, sheets)) < 1 / 3))
-    questions = task.ask(contexts, rng, TINY_QUESTIONS if name == "tiny" else recipe.questions, shown)
+    questions = material.ask(contexts, rng, recipe.asked(step), shown)
     # Some questions of the page see it alone, as after the sheets slid out of the window.
     on_page = questions.kind != task.KINDS.index("sheet")
     sees = ~(on_page & (rng.random((count, len(on_page))) < recipe.window))
     start = rng.integers(0, recipe.start_range, count)
     packed = sequences.pack(form, questions, shown=shown, sees_sheets=sees, start=start)
-    images = config.family.vision.process(sequences.context_images(contexts), settings)
+    images = config.family.vision.process(material.images(contexts), settings)
     batch = {**packed, "pixel_values": images["pixel_values"]}
     if recipe.proportions:
         batch["fills"] = task.fill_shares(contexts, questions, shown) * (step < recipe.proportions)
     return Drawn(batch, questions.kind[questions.own], sees[:, questions.own], images, name)
 
 
-def image_plan(drawn: Drawn) -> dict[str, Array]:
+def image_plan(drawn: Drawn, material: Material = SHEETS) -> dict[str, Array]:
     """Makes what the tower needs beside the pixels, the same for every batch of this form."""
-    config, _ = instance()
+    config, _ = material.instance()
     return jax.tree.map(jnp.asarray, config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images))

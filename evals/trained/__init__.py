@@ -7,6 +7,8 @@ from kvpatch_jax.errors import InputError
 ROOT = Path(__file__).parent
 SHEETS = ROOT / "sheets"
 """Instances of the sheets task (`evals.sheets_task`), each a directory of its own."""
+DOCUMENTS = ROOT / "documents"
+"""Instances of the documents task (`evals.documents_task`), each a directory of its own."""
 MAIN, CONTROL = "qwen2_5_vl", "qwen2_5_vl_no_window"
 
 

@@ -1,0 +1,50 @@
+"""Draws the documents' picture: `python -m evals.documents_task --out=docs/pictures/documents.png`.
+
+A bill, a chart and a screen with what stands in front of them, what is asked, and what each way of reuse answers.
+"""
+
+from .. import extra as extra  # isort: split
+
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags
+
+from models import load
+
+from ..command_line import errors_as_one_line
+from ..compilation import use_compilation_cache
+from ..console import quiet_backends
+from ..sheets_task.suite import arms_of, instances
+from . import picture, task
+from .reuse import DocumentReuse
+from .suite import DOCUMENTS_SUITE
+
+_OUT = flags.DEFINE_string("out", "out/documents.png", "the picture")
+_BACKBONE = flags.DEFINE_string("backbone", "qwen2_5_vl", "an instance of evals/trained/documents, or a directory")
+_SEED = flags.DEFINE_integer("seed", 7, "of the contexts; each kind's first one and first questions are shown")
+ASKED = {"chain": 2, "override": 1, "aggregate": 1}
+SHOWN = ("re-prefill", "blind", "patch.rank=8", "query_attention.budget=0.05", "cacheblend.budget=0.15")
+
+
+def main(arguments: list[str]) -> None:
+    """Reads one context of each kind in every way that is shown, and draws them."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
+    quiet_backends()
+    use_compilation_cache()
+    with errors_as_one_line():
+        (path,) = instances(_BACKBONE.value, DOCUMENTS_SUITE)
+    rng = np.random.default_rng([_SEED.value, 99])
+    documents = task.sample_documents(rng, 16)
+    first = [int(np.flatnonzero(documents.document == kind)[0]) for kind in range(len(task.DOCUMENTS))]
+    chosen = documents.taken(np.array(first))
+    questions = task.ask(chosen, rng, ASKED)
+    reuse = DocumentReuse(load(path, dtype="float32"), chosen, questions)
+    said = {arm.name: arm.said.argmax(axis=-1) for arm in arms_of(reuse) if arm.name in SHOWN}
+    drawn = picture.draw(chosen, questions, {name: said[name] for name in SHOWN}, Path(_OUT.value))
+    print(f"picture: {drawn}")
+
+
+if __name__ == "__main__":
+    app.run(main)

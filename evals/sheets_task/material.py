@@ -1,0 +1,64 @@
+"""What a task of this kind is made of, so that training and evaluation serve more than one drawing of it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..small_task.instances import Instance
+from ..small_task.prefix import Prefix
+from . import sequences, task
+from .instances import instance
+from .task import VOCABULARY, Contexts, Questions, Size
+
+Named = Mapping[int, tuple[np.ndarray, np.ndarray]]
+"""By the first token of a group: features [n,D] of cells, and of each the number [n] of its token in that group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """A task by its parts.
+
+    Attributes:
+      sizes: of contexts, by name. instance: makes the small backbone. sample: draws contexts. ask: draws questions.
+      form_of: how a backbone lays a context's images out as tokens. images: every context's chunks, drawn.
+      named: tells of the tower's features of sheets' and page's cells [B,cells,D] which token names each.
+    """
+
+    sizes: Mapping[str, Size]
+    instance: Callable[[], Instance]
+    sample: Callable[..., Any]
+    ask: Callable[..., Questions]
+    form_of: Callable[[Any, Any, Size], Prefix]
+    images: Callable[[Any], list[np.ndarray]]
+    named: Callable[[Any, np.ndarray, np.ndarray], Named]
+
+
+def named_cells(contexts: Contexts, sheet: np.ndarray, page: np.ndarray) -> Named:
+    """Tells which token names what a cell of the sheets task shows."""
+    flat = lambda value: value.reshape(-1)
+    address = np.concatenate([flat(contexts.sheet_address), flat(contexts.page_address)])
+    glyph = flat(contexts.page_glyph)
+    both = np.concatenate([sheet, page])
+    return {
+        VOCABULARY.row: (both, address // task.COLUMN_MARKS),
+        VOCABULARY.column: (both, address % task.COLUMN_MARKS),
+        VOCABULARY.cell: (both, address),
+        VOCABULARY.ink: (page, glyph // task.SHAPES),
+        VOCABULARY.glyph: (page, glyph),
+        VOCABULARY.fill: (sheet, flat(contexts.sheet_fill)),
+        VOCABULARY.stripe: (sheet, flat(contexts.sheet_stripe)),
+    }
+
+
+SHEETS = Material(
+    sizes=task.SIZES,
+    instance=instance,
+    sample=task.sample_contexts,
+    ask=task.ask,
+    form_of=sequences.form_of,
+    images=sequences.context_images,
+    named=named_cells,
+)
+"""The sheets task."""
