@@ -1,8 +1,9 @@
 """Every way of serving a passage, with what it stores and what it computes while serving.
 
-`core` is what every passage gets, `more` what a named subset gets beside it. Shares are of the passage's own: stored
-bytes of its KV (16 bits a number; the canonical itself is not counted, every way but re-prefill needs it or replaces
-it), FLOPs of re-prefilling it behind its antecedent. `forming`: FLOPs that are paid once and shared by all reuses.
+`core` is what every passage gets, `more` what a named subset gets beside it. Shares are of the passage's own: bytes of
+its KV (16 bits a number), FLOPs of re-prefilling it behind its antecedent. `canonical`: how much of the canonical is
+kept, one for all places of reuse; `stored`: what is kept beside it for this one. `forming`: FLOPs that are paid once
+and shared by all reuses.
 """
 
 import functools
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
+from kvpatch_jax.ops import flatten_heads
 from kvpatch_jax.repair import (
     SplicedCache,
     first_k,
@@ -25,21 +27,34 @@ from kvpatch_jax.repair import (
     vlcache,
 )
 from kvpatch_jax.repair._common import deviation, largest, live_tokens, read_slots, recompute_tokens
+from pallas_kernels import factorise
 
-from .attention import attention_shift, read_and_look
-from .passages import CHECK_LAYER, KV, Passages, cut
+from .attention import attention_shift, layers_of, read_and_look
+from .passages import CHECK_LAYER, KV, Passages, cut, placed
 
 CORE_RANKS, MORE_RANKS = (8, 16, 32), (4, 64)
 BUDGET, LARGE_BUDGET = 0.15, 0.50
-BITS = (2, 4, 8)
+SMALL_BUDGET = 0.05
+BITS = (2, 3, 4, 8)
+LOW_RANKS = (16, 32, 64)
+"""Of KV(B|A) itself, and of its keys."""
+POOLED_RANKS = (16, 32)
+RESIDUAL_DEPTHS = (0.25, 0.5)
+"""Where a passage is run again from, as shares of the layers."""
+BLOCKS = 10
+"""Blocks of layers, at most, that VLCache's shares are found for."""
 LAYER_BUDGETS = (0.0, 0.05, 0.15, 0.30)
 """Shares of a passage's tokens that a layer may run again, where layers differ; the largest is VLCache's."""
 LAYER_SHARES = {"deep_half": 0.5, "deep_three_quarters": 0.25}
 """Where the layers that keep their patch begin."""
 
 
+COSTS = ("canonical", "stored", "serving", "forming")
+"""Of an arm, in records."""
+
+
 class Arm(NamedTuple):
-    """A name, the cache it serves, and shares: stored bytes, FLOPs while serving, FLOPs of forming.
+    """A name, the cache it serves, and shares: stored bytes, FLOPs while serving, FLOPs of forming, the canonical's.
 
     logits: where the arm was read already.
     """
@@ -50,6 +65,7 @@ class Arm(NamedTuple):
     serving: float = 0.0
     forming: float = 0.0
     logits: Array | None = None
+    canonical: float = 1.0
 
 
 class Arms:
@@ -66,7 +82,7 @@ class Arms:
         self.most = min(passages.length, *(channel.features for channel in layout.channels))
         self.whole = passages.patch(min(max(MORE_RANKS), self.most))
         self.splice = passages.splice()
-        self.blind, self.mass = read_and_look(passages.backbone, passages.after, self.splice.cache)
+        self.blind, self.looked = read_and_look(passages.backbone, passages.after, self.splice.cache)
 
     def core(self) -> Iterator[Arm]:
         """Blind reuse, patches, and one budget of each token repair that a server could run."""
@@ -82,7 +98,7 @@ class Arms:
             yield Arm(f"vlcache.budget={BUDGET:g}", cache, 0.0, serving, 0.0)
 
     def more(self) -> Iterator[Arm]:
-        """Other ranks, dtypes and layers; oracles, random tokens and half of all tokens; KV(B|A) at few bits."""
+        """Other ranks, dtypes, layers, budgets; oracles, random tokens; KV(B|A) itself kept smaller; layers rerun."""
         for rank in self.ranks(MORE_RANKS):
             yield self.patched(f"patch.rank={rank}", kvp.truncate(self.whole, rank))
         for rank in self.ranks(CORE_RANKS[1:2]):
@@ -94,12 +110,16 @@ class Arms:
                 layers = self.of.backbone.layout.layers
                 kept = kvp.keep_layers(kvp.truncate(self.whole, rank), range(round(share * layers), layers))
                 yield self.patched(f"patch.{name}.rank={rank}", kept)
-        for name in ("oracle_delta", "random"):
+        for name in ("oracle_delta", "random", "prophetkv"):
             yield self.repaired(name, BUDGET)
+        yield self.repaired("query_aware", SMALL_BUDGET)
         for name in ("first_k", "cacheblend", "oracle_delta", "query_aware"):
             yield self.repaired(name, LARGE_BUDGET)
         for bits in BITS:
             yield self.quantised(bits)
+        yield from self.low_rank()
+        yield from self.pooled()
+        yield from self.run_again()
 
     def ranks(self, asked: tuple[int, ...]) -> list[int]:
         """Those that these passages have room for."""
@@ -125,7 +145,7 @@ class Arms:
         if method in ("cacheblend", "kvshare"):
             whole, layers = self.flops(of.length), of.backbone.layout.layers
             serving = whole * (CHECK_LAYER + 1) / layers + serving * (layers - CHECK_LAYER - 1) / layers
-        if method == "query_aware":
+        if method in ("query_aware", "prophetkv"):
             serving += self.flops(self.of.ids.shape[1])
         return Arm(f"{method}.budget={budget:g}", cache, 0.0, serving / self.flops(of.length), 0.0)
 
@@ -141,7 +161,76 @@ class Arms:
         scales = sum(2 * value.size // value.shape[2 if name == "k" else 4] for name, value in of.conditioned.items())
         numbers = sum(value.size for value in of.conditioned.values())
         stored = (bits * numbers + 16 * scales) / (16 * numbers)
-        return Arm(f"kv.bits={bits}", of.cache(of.turned(kv, of.start)), stored, 0.0, 1.0)
+        return Arm(f"kv.bits={bits}", of.cache(of.turned(kv, of.start)), stored, 0.0, 1.0, canonical=0.0)
+
+    def low_rank(self) -> Iterator[Arm]:
+        """KV(B|A) itself, phase-free, in place of the canonical: truncated SVD of all of it, or of its keys.
+
+        Keys low in rank before their rotation, values whole: as ShadowKV (arXiv 2410.21465, section 3) has them; its
+        landmarks and outliers choose what is read of a long cache and have no part here.
+        """
+        of = self.of
+        factors = {
+            name: factorise(flatten_heads(value), self.most, method="exact") for name, value in of.conditioned.items()
+        }
+        whole = sum(channel.features for channel in of.backbone.layout.channels) * of.length
+        for rank in self.ranks(LOW_RANKS):
+            near = {name: _product(u, v, rank, of.conditioned[name].shape) for name, (u, v) in factors.items()}
+            for arm, names in ((f"kv.svd.rank={rank}", tuple(near)), (f"shadowkv.rank={rank}", ("k",))):
+                kv = {name: near[name] if name in names else value for name, value in of.conditioned.items()}
+                widths = [of.backbone.layout.channel(name).features for name in names]
+                saved = sum(width * of.length - rank * (width + of.length) for width in widths)
+                products = 2 * rank * sum(widths) * of.length * of.backbone.layout.layers
+                serving = products / self.flops(of.length)
+                yield Arm(arm, of.cache(of.turned(kv, of.start)), 1 - saved / whole, serving, 1.0, canonical=0.0)
+
+    def pooled(self) -> Iterator[Arm]:
+        """The deficit in directions that the document's other passages' deficits share; of one passage there is none.
+
+        Coefficients are stored for each passage, directions once for all: they are not counted.
+        """
+        of = self.of
+        if of.rows == 1:
+            return
+        delta = {name: value - jnp.asarray(of.chunk.kv[name]) for name, value in of.conditioned.items()}
+        for rank in self.ranks(POOLED_RANKS):
+            kv = {name: of.chunk.kv[name] + _in_others_directions(value, rank) for name, value in delta.items()}
+            widths = [channel.features for channel in of.backbone.layout.channels]
+            products = 2 * rank * sum(widths) * of.length * of.backbone.layout.layers
+            stored, serving = rank * len(widths) / sum(widths), products / self.flops(of.length)
+            yield Arm(f"pooled.rank={rank}", of.cache(of.turned(kv, of.start)), stored, serving, 1.0)
+
+    def run_again(self) -> Iterator[Arm]:
+        """Layers from one up run again behind the antecedent, from the residual that entered it when alone.
+
+        The residual is kept in place of the KV of these layers.
+        """
+        of, count = self.of, self.of.backbone.layout.layers
+        starts = sorted({max(1, round(depth * count)) for depth in RESIDUAL_DEPTHS})
+        alone = of.backbone.prefill(placed(of.tokens, 0), hidden_at=tuple(starts)).hidden
+        numbers = sum(channel.features for channel in of.backbone.layout.channels) * count
+        for layer in starts:
+            tokens = of.tokens._replace(embeddings=alone[layer])
+            upper = of.backbone.prefill(tokens, context=dict(of.front), start_layer=layer).kv
+            kv = {name: jnp.concatenate([jnp.asarray(of.chunk.kv[name])[:layer], upper[name]]) for name in upper}
+            serving = of.backbone.forward_costs.flops(of.length, of.start, layer) / self.flops(of.length)
+            stored, kept = alone[layer].shape[-1] / numbers, layer / count
+            cache = of.cache(of.turned(kv, of.start))
+            yield Arm(f"residual.layer={layer}", cache, stored, serving, 0.0, canonical=kept)
+
+
+@functools.partial(jax.jit, static_argnames=("rank", "shape"))
+def _product(u: Float[Array, "L B T M"], v: Float[Array, "L B M F"], rank: int, shape: tuple[int, ...]) -> Array:
+    return (u[..., :rank] @ v[..., :rank, :]).reshape(shape)
+
+
+@functools.partial(jax.jit, static_argnames="rank")
+def _in_others_directions(delta: Float[Array, "L B T K H"], rank: int) -> Float[Array, "L B T K H"]:
+    """Projects each row on the `rank` strongest directions of all other rows."""
+    flat = flatten_heads(delta)
+    gram = jnp.einsum("lbtf,lbtg->lbfg", flat, flat)
+    directions = jnp.linalg.eigh(gram.sum(1, keepdims=True) - gram)[1][..., -rank:]
+    return jnp.einsum("lbtf,lbfm,lbgm->lbtg", flat, directions, directions).reshape(delta.shape)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "axis"))
@@ -153,15 +242,21 @@ def rounded(value: Float[Array, "L B T K H"], bits: int, axis: int) -> Float[Arr
 
 
 def shares_by_layer(batches: Sequence[Passages]) -> tuple[float, ...]:
-    """Finds VLCache's shares of tokens for each layer on passages that nothing is measured on, of one length."""
+    """Finds VLCache's shares of tokens for each layer on passages that nothing is measured on, of one length.
+
+    Of caches that VLCache serves, in which all layers below have their first tokens mended too, and for the whole
+    budget: measured one layer alone, most layers seem to need nothing, and two of 15 % of the tokens were spent.
+    """
     layout, length = batches[0].backbone.layout, batches[0].length
+    blocks = max(count for count in range(1, BLOCKS + 1) if layout.layers % count == 0)
+    size = layout.layers // blocks
     counts = [fraction_to_count(share, length) for share in LAYER_BUDGETS]
-    needs = np.zeros((layout.layers, len(counts)))
+    needs = np.zeros((blocks, len(counts)))
     for of in batches:
         lost = lambda cache, of=of: float(np.mean([each["kl"] for each in of.scored(of.read(cache))]))
-        needs += layer_sensitivity(layout, of.splice(), counts, lost)
-    found = layer_counts(needs, counts, int(BUDGET * length * layout.layers))
-    return tuple(LAYER_BUDGETS[counts.index(count)] for count in found)
+        needs += layer_sensitivity(layout, of.splice(), counts, lost, blocks=size)
+    found = layer_counts(needs, counts, int(BUDGET * length * blocks), spend=True)
+    return tuple(LAYER_BUDGETS[counts.index(count)] for count in found for _ in range(size))
 
 
 def _lower_whole(arms: Arms) -> SplicedCache:
@@ -194,10 +289,20 @@ def _kvshare(arms: Arms, count: int) -> KV:
     return recompute_tokens(of.backbone, lower, largest(score, count))
 
 
-def _query_aware(arms: Arms, count: int) -> KV:
+def _most_looked_at(arms: Arms, count: int, layers: Sequence[int]) -> KV:
     of = arms.of
-    own = arms.mass[:, of.start : of.start + of.length]
+    own = arms.looked[np.asarray(layers), :, of.start : of.start + of.length].sum(0)
     return recompute_tokens(of.backbone, arms.splice, largest(own, count))
+
+
+def _query_aware(arms: Arms, count: int) -> KV:
+    return _most_looked_at(arms, count, layers_of(arms.of.backbone))
+
+
+def _prophetkv(arms: Arms, count: int) -> KV:
+    """ProphetKV (arXiv 2602.02579), as its abstract describes it: attention of the query over the reused cache, of all
+    layers fused into one set of tokens (here by their sum), which a second stage recomputes."""
+    return _most_looked_at(arms, count, range(arms.of.backbone.layout.layers))
 
 
 def _random(arms: Arms, count: int) -> KV:
@@ -212,6 +317,7 @@ REPAIRED: dict[str, Callable[[Arms, int], Mapping[str, Array]]] = {
     "cacheblend": _cacheblend,
     "kvshare": _kvshare,
     "query_aware": _query_aware,
+    "prophetkv": _prophetkv,
     "oracle_delta": lambda arms, count: oracle_delta(arms.of.backbone, arms.splice, count).cache,
     "random": _random,
 }

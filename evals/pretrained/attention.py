@@ -26,31 +26,35 @@ def layers_of(backbone: Any) -> tuple[int, ...]:
 
 def read_and_look(
     backbone: Any, tokens: Tokens, cache: Mapping[str, Array]
-) -> tuple[Float[Array, "B n V"], Float[Array, "B S"]]:
-    """Reads tokens behind a cache: their logits, and the attention that each cached token got, summed.
+) -> tuple[Float[Array, "B n V"], Float[Array, "L B S"]]:
+    """Reads tokens behind a cache: their logits, and the attention that each cached token got at each layer.
 
-    Of grouped and multi-head attention alone.
+    Summed over heads and over the tokens that look. Of grouped and multi-head attention alone.
     """
-    out = backbone.prefill(tokens, context=cache, logits="all", hidden_at=layers_of(backbone))
-    mass = _mass(backbone.programs.graph, backbone.programs.state, out.hidden, tokens.positions, cache["k"])
+    out = backbone.prefill(tokens, context=cache, logits="all", hidden_at=tuple(range(backbone.layout.layers)))
+    residual = jnp.stack([out.hidden[layer] for layer in range(backbone.layout.layers)])
+    mass = _mass(backbone.programs.graph, backbone.programs.state, residual, tokens.positions, cache["k"])
     return out.logits, mass
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _mass(graph: Any, state: Any, hidden: Mapping[int, Array], positions: Array, keys: Float[Array, "L B S K H"]):
+def _mass(
+    graph: Any, state: Any, residual: Float[Array, "L B n D"], positions: Array, keys: Float[Array, "L B S K H"]
+) -> Float[Array, "L B S"]:
     decoder = nnx.merge(graph, state).decoder
     rope = decoder.config.rope
     cos, sin = rope_tables(rope, positions)
     kind, stack = nnx.split(decoder.layers)
-    total = jnp.zeros(keys.shape[1:3])
-    for layer, residual in hidden.items():
-        own = nnx.merge(kind, jax.tree.map(lambda leaf, layer=layer: leaf[layer], stack))
-        query, _ = own.attention.project(own.input_norm(residual))
+
+    def at(layer: Array) -> Float[Array, "B S"]:
+        own = nnx.merge(kind, jax.tree.map(lambda leaf: leaf[layer], stack))
+        query, _ = own.attention.project(own.input_norm(residual[layer]))
         turned = rotate(query["turning"], cos, sin, rope.cached, rope.attention_scaling)
         grouped = turned.reshape(*turned.shape[:2], keys.shape[3], -1, keys.shape[4])
         scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys[layer]) * keys.shape[4] ** -0.5
-        total = total + jax.nn.softmax(scores, axis=-1).sum((1, 2, 3))
-    return total
+        return jax.nn.softmax(scores, axis=-1).sum((1, 2, 3))
+
+    return jax.lax.map(at, jnp.arange(keys.shape[0]))
 
 
 def attention_shift(

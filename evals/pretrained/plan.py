@@ -86,11 +86,11 @@ def parts(plan: SuitePlan) -> list[Part]:
     """Lists all parts, kinds interleaved, so that what was measured when one stops is a picture of the whole."""
     found = []
     if plan.fitted:
-        found.append(Part("fit", "layers", 0, -1.0, 90 * plan.fitted * len(DOMAINS) * plan.scored))
+        found.append(Part("fit", "layers", 0, -1.0, 30 * plan.fitted * len(DOMAINS) * plan.scored))
     size, scored = plan.chunk, plan.scored
     base = (2 * plan.passages + 1) * size + 9 * plan.passages * scored + plan.passages * size // 2
     for number in range(plan.documents):
-        wide = 0 if not plan.is_wide(number) else plan.passages * (25 * scored + 11 * plan.greedy + 2 * size)
+        wide = 0 if not plan.is_wide(number) else plan.passages * (38 * scored + 11 * plan.greedy + 4 * size)
         for place, domain in enumerate(DOMAINS):
             share = (number + (place + 0.5) / len(DOMAINS)) / plan.documents
             found.append(Part("text", domain, number, share, base + wide))

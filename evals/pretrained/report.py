@@ -1,8 +1,8 @@
-"""The suite's own pages: table.md, three figures, report.html."""
+"""The suite's own pages: table.md, figures, report.html."""
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from .plan import TASKS
 matplotlib.use("Agg")
 Results = Mapping[str, Any]
 METRICS = {
+    "canonical": "canonical kept, %",
     "stored": "stored, % of KV",
     "serving": "served FLOPs, % of re-prefill",
     "kl": "KL, nats",
@@ -26,7 +27,7 @@ METRICS = {
     "flips": "flips, %",
     "loss_difference": "loss above re-prefill's, nats",
 }
-PERCENT = ("stored", "serving", "flips")
+PERCENT = ("canonical", "stored", "serving", "flips")
 FAMILIES = {
     "patch.rank=": ("patch", "C0", "o"),
     "first_k": ("first-k", "C1", "s"),
@@ -35,7 +36,12 @@ FAMILIES = {
     "vlcache": ("VLCache-style", "C9", ">"),
     "query_aware": ("query-aware tokens", "C3", "D"),
     "oracle_delta": ("oracle Δ tokens", "C4", "v"),
+    "prophetkv": ("ProphetKV-style", "#8c6d31", "d"),
     "random": ("random tokens", "C5", "x"),
+    "kv.svd": ("conditioned KV, truncated SVD", "#393b79", "p"),
+    "shadowkv": ("ShadowKV-style low-rank keys", "#ad494a", "h"),
+    "pooled": ("deficit in a shared basis", "#7b4173", "X"),
+    "residual": ("layers run again from the residual", "#000000", "1"),
     "kv.bits=": ("conditioned KV at few bits", "C6", "P"),
     "patch.int8": ("patch, int8", "C7", "*"),
 }
@@ -45,7 +51,7 @@ def write_report(results: Results, out: Path) -> Path:
     """Writes table.md, figures/ and report.html; returns the last."""
     rows = Rows(results)
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    figures = [draw(rows, out / "figures" / f"{name}.png") for name, draw in FIGURES.items()]
+    figures = list(draw_figures(rows, out / "figures").values())
     tables = all_tables(rows)
     text = [f"## {title}\n\n{markdown_table(head, lines)}" for title, (head, lines) in tables.items()]
     (out / "table.md").write_text("\n\n".join([verdict(rows), *text]) + "\n", encoding="utf-8")
@@ -158,30 +164,42 @@ def _arms_table(rows: Rows, probe: str) -> tuple[list[str], list[list[str]]]:
     return ["arm", *(METRICS[name] for name in used), "n"], lines
 
 
-def _pareto(rows: Rows, path: Path) -> Path | None:
-    """η against stored bytes, and against FLOPs while serving with a patch's forming shared by 1, 3 and 10 reuses."""
+def _stored(rows: Rows, path: Path) -> Path | None:
+    """η against what is stored for one place of reuse, and against that and the canonical that is kept."""
+    cost = lambda *names: lambda arm: sum(rows.get("text", arm, name).value for name in names)
+    panels = {
+        "stored for this place, share of the passage's KV": cost("stored"),
+        "with the canonical kept, share of the passage's KV": cost("stored", "canonical"),
+    }
+    return _pareto(rows, path, panels)
+
+
+def _serving(rows: Rows, path: Path) -> Path | None:
+    """η against FLOPs of a reuse, with what is paid once shared by 1, 3 and 10 of them."""
+    spent = lambda reuses: (
+        lambda arm: rows.get("text", arm, "serving").value + rows.get("text", arm, "forming").value / reuses
+    )
+    return _pareto(rows, path, {f"FLOPs a reuse of {n}, share of re-prefill": spent(n) for n in (1, 3, 10)})
+
+
+def _pareto(rows: Rows, path: Path, panels: Mapping[str, Callable[[str], float]]) -> Path | None:
     arms = [arm for arm in rows.arms("text") if np.isfinite(rows.get("text", arm, "stored").value)]
     if not arms:
         return None
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for prefix, (label, colour, marker) in FAMILIES.items():
-        own = [arm for arm in arms if arm.startswith(prefix)]
-        if not own:
-            continue
-        points = [rows.get("text", arm, "eta") for arm in own]
-        cost = lambda name, own=own: np.array([rows.get("text", arm, name).value for arm in own])
-        _points(left, cost("stored"), points, colour, marker, label)
-        for reuses in (1, 3, 10):
-            spent = cost("serving") + cost("forming") / reuses
-            fading = {1: 0.3, 3: 0.6, 10: 1.0}[reuses]
-            _points(right, spent, points, colour, marker, label if reuses == 10 else None, fading)
-    left.set(xlabel="stored, share of the passage's KV", ylabel="η: share of blind's KL removed", ylim=(-0.05, 1.05))
-    right.set(xlabel="FLOPs per reuse, share of re-prefill (pale: 1, 3 reuses; full: 10)")
-    for axes in (left, right):
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    for place, (axes, (label, cost)) in enumerate(zip(figure.subplots(1, len(panels)), panels.items(), strict=True)):
+        for prefix, (name, colour, marker) in FAMILIES.items():
+            own = [arm for arm in arms if arm.startswith(prefix)]
+            if own:
+                points = [rows.get("text", arm, "eta") for arm in own]
+                _points(axes, np.array([cost(arm) for arm in own]), points, colour, marker, name)
+        axes.set(xlabel=label, ylim=(-0.05, 1.05))
         axes.grid(alpha=0.3)
-    left.legend(fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=150)
+        if place == 0:
+            axes.set_ylabel("η: share of blind's KL removed")
+            handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=7, loc="outside right upper")
+    figure.savefig(path, dpi=110)
     return path
 
 
@@ -191,14 +209,13 @@ def _points(
     points: Sequence[Interval],
     colour: str,
     marker: str,
-    label: str | None,
-    fading: float = 1.0,
+    label: str,
 ) -> None:
     order = np.argsort(x, kind="stable")
     y = np.array([point.value for point in points])[order]
     ends = np.array([[point.value - point.low, point.high - point.value] for point in points])[order].T
     ends = np.maximum(np.nan_to_num(ends), 0)
-    look = {"color": colour, "marker": marker, "label": label, "alpha": fading, "lw": 1, "ms": 5, "capsize": 2}
+    look = {"color": colour, "marker": marker, "label": label, "lw": 1, "ms": 5, "capsize": 2}
     axes.errorbar(x[order], y, yerr=ends, **look)
 
 
@@ -236,7 +253,13 @@ def _by_layer(rows: Rows, path: Path, metric: str, label: str) -> Path | None:
     return path
 
 
-FIGURES = {"repairs": _pareto, "depth": _depth, "spectra": _spectra}
+FIGURES = {"stored": _stored, "serving": _serving, "depth": _depth, "spectra": _spectra}
+
+
+def draw_figures(rows: Rows, folder: Path, prefix: str = "") -> dict[str, Path | None]:
+    """Draws the figures that the rows have something for, `prefix` before their files' names."""
+    return {name: draw(rows, folder / f"{prefix}{name}.png") for name, draw in FIGURES.items()}
+
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:auto;padding:1rem;color:#222}
 table{border-collapse:collapse;font-size:.85rem}td,th{padding:.25rem .6rem;text-align:left;border-bottom:1px solid #ddd;

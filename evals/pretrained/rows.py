@@ -9,6 +9,7 @@ import numpy as np
 from ..results import intervals
 from ..results.intervals import Interval
 from ..results.rows import Row, measured_row
+from .arms import COSTS
 from .plan import TASKS
 
 Record = Mapping[str, Any]
@@ -78,7 +79,7 @@ def _costs(scored: Sequence[Record]) -> Found:
     for record in scored:
         if record["length"] == common and "stored" in record and record["arm"] not in seen:
             seen.add(record["arm"])
-            for name in ("stored", "serving", "forming"):
+            for name in COSTS:
                 yield "text", record["arm"], name, Interval(record[name], float("nan"), float("nan"), 1)
 
 

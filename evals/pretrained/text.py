@@ -10,7 +10,7 @@ from jaxtyping import Array, Num
 
 from kvpatch_jax import deficit
 
-from .arms import Arms
+from .arms import COSTS, Arms
 from .passages import KV, Passages, placed
 from .plan import SuitePlan
 from .texts import Document
@@ -92,7 +92,7 @@ def everything(
     yield from enumerate({"arm": "re-prefill", **numbers} for numbers in of.scored(of.logits))
     for arm in (*arms.core(), *(arms.more() if wide else ())):
         logits = of.read(arm.cache) if arm.logits is None else arm.logits
-        costs = {"stored": arm.stored, "serving": arm.serving, "forming": arm.forming}
+        costs = {name: getattr(arm, name) for name in COSTS}
         yield from enumerate({"arm": arm.name, **numbers, **costs} for numbers in of.scored(logits))
         if said is not None and arm.name in GREEDY_ARMS:
             yield from agreement(of, arm.name, arm.cache, said)

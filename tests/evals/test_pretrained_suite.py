@@ -10,7 +10,7 @@ import pytest
 from evals.bench.checkpoints import random_backbone, tiny_config
 from evals.pretrained import behaviour, plan, suite, text, windows
 from evals.pretrained.arms import BUDGET, Arms, shares_by_layer
-from evals.pretrained.attention import attention_shift, layers_of, read_and_look
+from evals.pretrained.attention import attention_shift, read_and_look
 from evals.pretrained.passages import CHECK_LAYER, Passages, placed
 from evals.pretrained.report import verdict, write_report
 from evals.pretrained.rows import rows_of
@@ -76,12 +76,43 @@ def test_arms_cost_what_they_say_and_token_repairs_are_the_librarys(backbone: Mo
 
 
 @pytest.mark.slow
-def test_shares_by_layer_fall_and_keep_to_the_budget(passages: Passages):
+def test_ways_that_keep_kv_itself_or_run_layers_again(backbone: ModelBackbone):
+    ids = np.random.default_rng(2).integers(3, 250, (2, 60)).astype(np.int32)
+    alone = lambda own: backbone.prefill(placed(backbone.embed(own), 0)).kv
+    of = Passages(backbone, alone(ids[:, :20]), alone(ids[:, 20:52]), ids[:, 20:52], ids[:, 52:])
+    arms = Arms(of)
+    found = {arm.name: arm for arm in arms.more()}
+    own = lambda name: {key: np.asarray(value)[:, :, 20:] for key, value in found[name].cache.items()}
+    true = {key: np.asarray(value) for key, value in of.turned(of.conditioned, of.start).items()}
+    blind = {key: np.asarray(value)[:, :, 20:] for key, value in arms.splice.cache.items()}
+    # 32 tokens of 16 features a head and two heads: nothing is lost at rank 32; at 16, ShadowKV's values are whole.
+    for name in ("kv.svd.rank=32", "shadowkv.rank=32", "pooled.rank=32"):
+        for key in true:
+            np.testing.assert_allclose(own(name)[key], true[key], atol=1e-4)
+    np.testing.assert_array_equal(own("shadowkv.rank=16")["v"], true["v"])
+    assert np.abs(own("shadowkv.rank=16")["k"] - true["k"]).max() > 1e-3
+    # What enters a layer alone gives the canonical's own KV there; the layer above sees what stands in front.
+    (layer,) = (int(name.partition("=")[2]) for name in found if name == "residual.layer=1")
+    for key in true:
+        np.testing.assert_allclose(own("residual.layer=1")[key][: layer + 1], blind[key][: layer + 1], atol=1e-4)
+        assert np.abs(own("residual.layer=1")[key][layer + 1] - blind[key][layer + 1]).max() > 1e-3
+    # ProphetKV's tokens are those that all layers together look at most.
+    looked = np.asarray(arms.looked).sum(0)[:, 20:52]
+    changed = np.abs(own("prophetkv.budget=0.15")["v"][-1] - blind["v"][-1]).max((-2, -1)) > 1e-6
+    for row in range(2):
+        assert set(np.flatnonzero(changed[row])) == set(np.argsort(-looked[row])[: fraction_to_count(BUDGET, 32)])
+    assert [found[f"kv.bits={bits}"].stored for bits in (2, 3, 4)] == pytest.approx([0.21875, 0.28125, 0.34375])
+    assert {arm.canonical for name, arm in found.items() if name.startswith(("kv.", "shadowkv"))} == {0.0}
+
+
+@pytest.mark.slow
+def test_shares_by_layer_fall_and_spend_the_budget(passages: Passages):
     shares = shares_by_layer([passages])
     counts = [fraction_to_count(share, passages.length) for share in shares]
     assert len(shares) == passages.backbone.layout.layers
     assert list(shares) == sorted(shares, reverse=True)
-    assert 0 < sum(counts) <= BUDGET * passages.length * len(shares)
+    budget, steps = BUDGET * passages.length * len(shares), np.diff([0, 1, 2, 4])  # shares of 12 tokens
+    assert budget - max(steps) < sum(counts) <= budget
 
 
 @pytest.mark.slow
@@ -105,8 +136,8 @@ def test_attention_on_the_cache_is_of_the_text_that_is_read(backbone: ModelBackb
     logits, mass = read_and_look(backbone, passages.after, cache)
     np.testing.assert_allclose(logits, passages.read(cache), atol=1e-4)
     heads = backbone.config.text.heads
-    # Every head of every layer looked at gives each of the four tokens a share of 1.
-    np.testing.assert_allclose(mass.sum(1), len(layers_of(backbone)) * heads * 4, rtol=1e-5)
+    # At every layer every head gives each of the four tokens a share of 1.
+    np.testing.assert_allclose(mass.sum(2), heads * 4, rtol=1e-5)
     # A key that no query can be near to is not looked at.
     far = {name: value.at[:, :, 5].set(0 if name == "v" else -1e3 * value[:, :, 5]) for name, value in cache.items()}
     assert np.isfinite(np.asarray(read_and_look(backbone, passages.after, far)[1])).all()
@@ -134,7 +165,7 @@ def few_bits(kl: float) -> list[dict]:
         about = {"document": f"d{number}", "domain": "prose", "length": 12, "passage": 0, "antecedent": "near"}
         spread = 1 + 0.1 * (number % 2)
         for arm, own, stored in (("blind", 0.4, 0.0), ("patch.rank=8", 0.1, 0.2), ("kv.bits=4", kl, 0.3)):
-            costs = {"stored": stored, "serving": 0.1, "forming": 1.0}
+            costs = {"canonical": 1.0, "stored": stored, "serving": 0.1, "forming": 1.0}
             made.append({**about, "arm": arm, "kl": own * spread, "flips": 0.1, "loss": 2.2, **costs})
         made.append({**about, "arm": "re-prefill", "kl": 0.0, "flips": 0.0, "loss": 2.0})
         made.append({**about, "profile": {metric: {"k": [0.0, 0.5]} for metric in ("relative_norm", "e90")}})
@@ -153,7 +184,7 @@ def test_the_report_is_one_page_that_says_what_is_missing(tmp_path):
     config = {"model": "m", "licences": {"python": "PSF"}, "parts_done": 1, "parts": 2}
     page = write_report({"config": config, "rows": few_bits(0.1)}, tmp_path).read_text()
     assert "Not finished: 1 of 2 parts" in page
-    assert page.count("data:image/png") == 3
+    assert page.count("data:image/png") == 4
     assert "| patch.rank=8 | 20.0 |" in (tmp_path / "table.md").read_text()
 
 

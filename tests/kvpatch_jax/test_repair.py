@@ -184,7 +184,27 @@ def test_vlcache_takes_what_layers_need(backbone, spliced):
             if sum(taken) <= budget and list(taken) == sorted(taken, reverse=True)
         ]
         assert score(found) == min(map(score, allowed))
+        # Tokens that harm are taken all the same where the budget is to be spent.
+        harms = np.cumsum(own, axis=1)
+        spent = layer_counts(harms, counts, budget, spend=True)
+        harm = lambda taken, harms=harms: sum(harms[at, counts.index(count)] for at, count in enumerate(taken))
+        assert harm(spent) == pytest.approx(min(harm(taken) for taken in allowed if sum(taken) > budget - 2))
     assert layer_counts(np.zeros((3, 2)), (2, 50), 8) == (2, 2, 2)
+    assert layer_counts(np.ones((3, 2)) * [1, 2], (2, 50), 150, spend=True) == (50, 50, 50)
+
+
+def test_sensitivity_by_blocks_is_of_caches_that_vlcache_serves(backbone, spliced):
+    splice, _ = spliced
+    probe = np.random.default_rng(3).normal(size=next(iter(splice.cache.values())).shape)
+    loss = lambda cache: float(sum((probe * np.asarray(value)).sum() for value in cache.values()))
+    lost = layer_sensitivity(backbone.layout, splice, (0, 3, CHUNK), loss, blocks=2)
+    assert lost.shape == (LAYERS // 2, 3)
+    assert np.allclose(lost[:, 0], 0)
+    for column, count in ((1, 3), (2, CHUNK)):
+        # First tokens recomputed at the lower half, and then at all layers.
+        half = loss(vlcache(backbone, splice, [count, count, 0, 0]).cache) - loss(splice.cache)
+        whole = loss(vlcache(backbone, splice, [count] * LAYERS).cache) - loss(splice.cache)
+        np.testing.assert_allclose([lost[0, column], lost[:, column].sum()], [half, whole], rtol=1e-3, atol=1e-3)
 
 
 def test_vlcaches_own_grid_over_many_layers_is_shared_out():
@@ -208,6 +228,10 @@ def test_vlcaches_own_grid_over_many_layers_is_shared_out():
         (lambda backbone, splice: vlcache(backbone, splice, [1, 0, 0, -1]), "count -1"),
         (lambda backbone, splice: vlcache(backbone, splice, [CHUNK + 1, 0, 0, 0]), f"count {CHUNK + 1}"),
         (lambda *_: layer_counts(np.zeros((2, 2)), (3, 1), 9), "ascending"),
+        (
+            lambda backbone, splice: layer_sensitivity(backbone.layout, splice, (0, 1), lambda _: 0.0, blocks=3),
+            "divisor of 4",
+        ),
         (lambda *_: layer_counts(np.full((2, 2), np.nan), (1, 3), 9), "not finite"),
         (lambda *_: layer_counts(np.zeros((2, 2)), (2, 3), 3), "at least 4"),
     ],
