@@ -80,6 +80,9 @@ _QUICK = flags.DEFINE_bool(
     False,
     "costs, placement, sessions, store, window, window_pretrained: tiny sizes, no measurement; sizes: compiles none.",
 )
+_BUSY = flags.DEFINE_bool(
+    "busy", False, "costs: counts CPU seconds, where others use the machine too; pin the program to one core."
+)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Interleaved repeats of each timing; store: seven at least.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the synthetic data.")
 
@@ -103,6 +106,7 @@ def _run() -> dict[str, Any]:
         return window.run(**common, out=_OUT.value, large=_LARGE.value, quick=_QUICK.value)
     if _SUITE.value == "costs":
         choices = {"large": _LARGE.value, "quick": _QUICK.value, "checkpoint": _CHECKPOINT.value}
+        choices["busy"] = _BUSY.value
         return costs.run(**common, out=_OUT.value, **choices)
     if _SUITE.value == "sessions":
         return sessions.run(**common, quick=_QUICK.value)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.certify import asking, certifying, expecting, journal, plans, scores, ways, windows
+from evals.certify import asking, certifying, expecting, journal, pages, plans, scores, ways, windows
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import CertificateError, InputError
 from kvpatch_jax.plan.certificate import Certificate
@@ -261,6 +261,21 @@ def test_windows_share_images_only_where_there_are_too_few():
     dealt, apart = windows.deal(np.arange(5), 3, 8, rng)  # fewer than a window and what stood there before
     assert not apart
     assert all(len(set(row[:5])) == 5 for row in dealt.tolist())
+
+
+def test_drawn_pages_are_all_different_and_of_four_sizes(tmp_path: Path):
+    from PIL import Image
+
+    images = sorted(pages.draw(tmp_path, 8, 5).iterdir())
+    assert len({path.read_bytes() for path in images}) == 8
+    sizes = collections.Counter[tuple[int, int]]()
+    for path in images:
+        with Image.open(path) as image:
+            sizes[image.size] += 1
+    assert sizes == {(columns, rows): 2 for rows, columns in pages.SIZES}
+    backbone = load(shipped(MAIN), dtype="float32")
+    asked = (tmp_path / pages.QUESTIONS).read_text().splitlines()
+    assert len(asking.questions_of(backbone, asked, 1)) == len(asked) == 8
 
 
 def test_folders_without_what_is_wanted_are_refused(tmp_path: Path):
