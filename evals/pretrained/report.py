@@ -2,7 +2,7 @@
 
 import base64
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,12 @@ def write_report(results: Results, out: Path) -> Path:
     """Writes table.md, figures/ and report.html; returns the last."""
     rows = Rows(results)
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    figures = list(draw_figures(rows, out / "figures").values())
+    figures = draw_figures(rows, out / "figures")
     tables = all_tables(rows)
     text = [f"## {title}\n\n{markdown_table(head, lines)}" for title, (head, lines) in tables.items()]
     (out / "table.md").write_text("\n\n".join([verdict(rows), *text]) + "\n", encoding="utf-8")
     page = out / "report.html"
-    page.write_text(_page(results, verdict(rows), tables, [path for path in figures if path]), encoding="utf-8")
+    page.write_text(_page(results, verdict(rows), tables, figures), encoding="utf-8")
     return page
 
 
@@ -256,9 +256,10 @@ def _by_layer(rows: Rows, path: Path, metric: str, label: str) -> Path | None:
 FIGURES = {"stored": _stored, "serving": _serving, "depth": _depth, "spectra": _spectra}
 
 
-def draw_figures(rows: Rows, folder: Path, prefix: str = "") -> dict[str, Path | None]:
-    """Draws the figures that the rows have something for, `prefix` before their files' names."""
-    return {name: draw(rows, folder / f"{prefix}{name}.png") for name, draw in FIGURES.items()}
+def draw_figures(rows: Rows, folder: Path, names: Iterable[str] = tuple(FIGURES), prefix: str = "") -> list[Path]:
+    """Draws the figures of these names that the rows have something for, `prefix` before their files' names."""
+    drawn = [FIGURES[name](rows, folder / f"{prefix}{name}.png") for name in names]
+    return [path for path in drawn if path]
 
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:auto;padding:1rem;color:#222}
