@@ -62,12 +62,12 @@ def _attention(merge_kv, split_kv):
 
         context = pages[tables].reshape(requests, -1, *pages.shape[2:])
         keys, values = split_kv(context.reshape(*context.shape[:2], -1, context.shape[-1]), kv_heads, width)
-        groups = heads // kv_heads
-        keys, values = (jnp.repeat(x.astype(jnp.float32), groups, axis=2)[own] for x in (keys, values))
-        scores = jnp.einsum("tnh,tsnh->tns", q.astype(jnp.float32), keys) * sm_scale
-        seen = (jnp.arange(keys.shape[1]) <= position[:, None]) & valid[:, None]
-        weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1)
-        out = jnp.einsum("tns,tsnh->tnh", weights, values)
+        grouped = q.astype(jnp.float32).reshape(tokens, kv_heads, heads // kv_heads, width)
+        scores = jnp.einsum("tkgh,rskh->tkgrs", grouped, keys.astype(jnp.float32)) * sm_scale
+        before = jnp.arange(keys.shape[1]) <= position[:, None]
+        seen = before[:, None] & (own[:, None] == jnp.arange(requests))[..., None]
+        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30), axis=(-2, -1))
+        out = jnp.einsum("tkgrs,rskh->tkgh", weights, values.astype(jnp.float32)).reshape(q.shape)
         return jnp.where(valid[:, None, None], out, 0).astype(q.dtype), pages
 
     return attention
@@ -82,19 +82,46 @@ def _joined(rows, kv_heads, width):
     return rows[:, :, :kv_heads, :width], rows[:, :, :kv_heads, width:]
 
 
+def _flash_attention(q, k, v, *, segment_ids, sm_scale, **_):
+    """A tower's attention, [B, N, T, H]: tokens of one segment see each other."""
+    import jax
+    import jax.numpy as jnp
+
+    scores = jnp.einsum("bnqh,bnkh->bnqk", q.astype(jnp.float32), k.astype(jnp.float32)) * sm_scale
+    seen = segment_ids.q[:, None, :, None] == segment_ids.kv[:, None, None, :]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    return jnp.einsum("bnqk,bnkh->bnqh", weights, v.astype(jnp.float32)).astype(q.dtype)
+
+
+def _tower_angles(self, length):
+    """What `Qwen2_5_VisionRotaryEmbedding` gives, in float32; tpu-inference rounds these angles to bfloat16."""
+    import jax.numpy as jnp
+
+    frequencies = 1.0 / self.theta ** (jnp.arange(0, self.dim, 2, dtype=jnp.float32) / self.dim)
+    return jnp.outer(jnp.arange(length, dtype=jnp.float32), frequencies)
+
+
 def install() -> None:
-    """Replaces what needs a TPU."""
+    """Replaces what needs a TPU, and what makes of an image something else than its model does.
+
+    The second is for comparisons: our own executor is to have looked at the same images. tpu-inference 0.32 rounds the
+    tower's angles to bfloat16, whatever the dtype, and has the tanh form of GELU where Qwen2.5-VL has the exact one.
+    """
     import jax
     import numpy as np
     import tpu_inference.kernels.ragged_paged_attention.v3.kernel as wide
     import tpu_inference.kernels.ragged_paged_attention.v3.kernel_hd64 as narrow
     import tpu_inference.layers.common.attention_interface as interface
+    import tpu_inference.models.jax.qwen2_5_vl as qwen2_5_vl
     import tpu_inference.runner.tpu_runner as runner
     import tpu_inference.utils as utils
     import vllm.model_executor.models.registry as registry
 
     interface.ragged_paged_attention = _attention(wide.merge_kv, _interleaved)
     interface.ragged_paged_attention_hd64 = _attention(narrow.merge_kv, _joined)
+    interface.flash_attention = _flash_attention
+    qwen2_5_vl.Qwen2_5_VisionRotaryEmbedding.__call__ = _tower_angles
+    qwen2_5_vl.modeling_flax_utils.ACT2FN["gelu"] = lambda x: jax.nn.gelu(x, approximate=False)
     utils.hbm_usage_bytes = lambda devices: [(0, 512 << 20) for _ in devices]
     utils.hbm_usage_gb = lambda devices: [(0.0, 0.5) for _ in devices]
 
@@ -105,3 +132,23 @@ def install() -> None:
     runner.make_optimized_mesh = mesh
     # A model's class is looked at in a process of its own, for the sake of CUDA: a minute of imports.
     registry._run_in_subprocess = lambda look: look()
+
+
+def mend_resumed_requests() -> None:
+    """Gives requests that were not in the last batch the tokens that the scheduler has of them.
+
+    tpu-inference 0.32 writes what it sampled under async scheduling into the next batch's rows. A request that is not
+    in the next batch (preempted, or out of budget) keeps a 0 in place of its last token, and goes on behind that 0.
+    The scheduler sends all tokens of such requests; `update_states` does not read them.
+    """
+    from tpu_inference.runner.persistent_batch_manager import PersistentBatchManager
+
+    update_states = PersistentBatchManager.update_states
+
+    def mended(self, output, *others):
+        for request, tokens in output.scheduled_cached_reqs.all_token_ids.items():
+            state = self.requests[request]
+            state.output_token_ids[:] = tokens[len(state.prompt_token_ids) :]
+        return update_states(self, output, *others)
+
+    PersistentBatchManager.update_states = mended

@@ -1,0 +1,106 @@
+"""One engine process on the small Llama that has much to do, or dies.
+
+`python endurance_program.py SCENARIO WORK HEAD_DIM`:
+"many" answers 500 requests with five kinds of plans, in a small pool; "killed" is killed while it saves a chunk;
+"revived" starts on what that one left. They write WORK/SCENARIO-HEAD_DIM.json, except "killed".
+"""
+# pyright: reportMissingImports=false
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import rig_engine
+from engine_program import ENDS, FIRST, PROMPT, QUESTION, SECOND, SMALL, damage, started
+from rig_engine import compared, in_front
+
+from kvpatch_jax.serving.vllm.segments import segments_of
+
+REQUESTS, STEPS, SEED = 500, 24, 0
+
+
+def plans(engine):
+    """Kinds of plans by name; the object that the last one asks for is damaged on the disk, and not read before."""
+    engine.one(PROMPT, segments=ENDS[1:], tenant="hurt", steps=1)
+    damage(engine, "hurt", segments_of(engine.worker.settings.backbone, PROMPT, ends=ENDS[1:])[0])
+    approximate = {"segments": ENDS, "policy": "approximate", "save": False}
+    return {
+        "plain": {},
+        "stored": {**approximate, "tenant": "full"},
+        "bare": {**approximate, "tenant": "blind"},
+        "leading": {"segments": ENDS, "tenant": "full", "save": False},
+        "damaged": {"segments": ENDS[1:], "tenant": "hurt", "save": False},
+    }
+
+
+def many(engine):
+    """Mixed requests, each compared with its answer when it is asked alone; then what is left behind."""
+    kinds = plans(engine)
+    prompts = [FIRST + SECOND + QUESTION[place:] + QUESTION[:place] for place in range(5)]
+    free = engine.free_blocks()
+    alone = {
+        (name, place): engine.one(prompt, steps=STEPS, **asked)
+        for name, asked in kinds.items()
+        for place, prompt in enumerate(prompts)
+    }
+    random = np.random.default_rng(SEED)
+    names = [str(name) for name in random.choice(list(kinds), REQUESTS)]
+    places = [int(place) for place in random.integers(0, len(prompts), REQUESTS)]
+    preempted = engine.note_preemptions()
+    answers = engine.ask(*(prompts[place] for place in places), steps=STEPS, each=[kinds[name] for name in names])
+    kept = [
+        in_front(answer["tokens"], alone[name, place]["tokens"])
+        for answer, name, place in zip(answers, names, places, strict=True)
+    ]
+    equal = {name: [own == STEPS for own, other in zip(kept, names, strict=True) if other == name] for name in kinds}
+    return {
+        "requests": {name: len(own) for name, own in equal.items()},
+        "equal_to_alone": {name: sum(own) for name, own in equal.items()},
+        "plain_is_not_bare": alone["plain", 0]["tokens"] != alone["bare", 0]["tokens"],
+        "damaged_matched": alone["damaged", 0]["cached"],
+        "preemptions": len(preempted),
+        "free_blocks": [free, engine.free_blocks()],
+        "tracked": len(engine.scheduler._tracked),
+        "counts": dict(engine.scheduler.counts),
+    }
+
+
+def killed(engine):
+    """One chunk is saved; the process dies while it saves the second, when its bytes are written and not yet synced."""
+    engine.one(FIRST + QUESTION, segments=ENDS[:1], tenant="full", steps=1)
+    os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    engine.one(SECOND + QUESTION, segments=[len(SECOND)], tenant="full", steps=1)
+    raise AssertionError("the process lives; expected it to be killed")
+
+
+def revived(engine):
+    """What was left is served, or formed again."""
+    reference = engine.one(PROMPT)
+    ask = {"segments": ENDS, "tenant": "full"}
+    left = engine.one(PROMPT, **ask, policy="approximate", save=False)
+    engine.one(SECOND + QUESTION, segments=[len(SECOND)], tenant="full", steps=1)
+    engine.one(PROMPT, **ask, steps=1)
+    again = engine.one(PROMPT, **ask, policy="approximate", save=False)
+    formed = dict(engine.worker.former.counts)
+    return {"left": compared(left, reference), "formed": formed, "again": compared(again, reference)}
+
+
+SCENARIOS = {
+    "many": (many, "store", {**SMALL, "num_gpu_blocks_override": 26, "async_scheduling": False}),
+    "killed": (killed, "killed", {}),
+    "revived": (revived, "killed", {}),
+}
+
+
+def main(scenario: str, work: str, head_dim: str) -> None:
+    """Runs a scenario and writes what it found."""
+    run, store, options = SCENARIOS[scenario]
+    folder, width = Path(work), int(head_dim)
+    engine = started(folder, width, store, **options)
+    rig_engine.written(folder / f"{scenario}-{head_dim}.json", engine, run, head_dim=width)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,207 @@
+"""One engine process on the trained Qwen2.5-VL: `python trained_program.py WORK CONTEXTS`.
+
+It writes WORK/trained-CONTEXTS.json.
+Every context is three legends and a page as images, four chunks, and questions of two tokens behind them; an answer is
+the next token. Each way of serving them is asked the same questions: what the engine computes itself ("re-prefill",
+with its prefix cache "prefix cache"), the first chunk alone from the store ("leading"), all chunks without patches
+("blind"), and with patches of two ranks. Our own executor answers the questions of the first contexts too.
+"""
+# pyright: reportMissingImports=false
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import rig_engine
+import trained_model
+from rig_engine import Engine
+
+import kvpatch_jax as kvp
+import models
+from evals import small_task
+from evals.results import intervals
+from evals.small_task import scenes
+from evals.small_task.task import KINDS, VOCABULARY
+
+SEED, NAME = 70117, "trained"
+COUNTS = {"page": 1, "legend": 1, "chain": 4, "aggregate": 3}
+RANKS = (8, 16)
+OWN_CONTEXTS, LIKELY = 8, 20
+"""Contexts that our own executor is asked too; log-probabilities that the engine gives of each answer."""
+APPROXIMATE = {"policy": "approximate", "save": False}
+WAYS = {
+    "re-prefill": None,
+    "prefix cache": None,
+    "leading": {"tenant": "blind", "save": False},
+    "blind": {**APPROXIMATE, "tenant": "blind"},
+    **{f"rank {rank}": {**APPROXIMATE, "tenant": f"rank{rank}"} for rank in RANKS},
+}
+OPTIONS = {
+    "max_model_len": 192,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 200,
+    "async_scheduling": False,
+    "limit_mm_per_prompt": {"image": 4, "video": 0},
+    "disable_chunked_mm_input": True,
+    "skip_mm_profiling": True,
+}
+
+
+def prompt_of(images, question):
+    """Images with the tokens around them, one placeholder each, and a question behind."""
+    from PIL import Image
+
+    frame = [VOCABULARY.vision_start, VOCABULARY.image, VOCABULARY.vision_end]
+    pictures = [Image.fromarray(image) for image in images]
+    ids = [*(frame * len(pictures)), *question]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+
+
+class Drawn:
+    """Contexts, their images in order and their questions, drawn by a seed."""
+
+    def __init__(self, count: int):
+        rng = np.random.default_rng(SEED)
+        self.contexts = small_task.sample_contexts(rng, count)
+        legends, pages = small_task.render(self.contexts)
+        self.images = [[*legends[index], pages[index]] for index in range(count)]
+        self.questions = small_task.ask(self.contexts, rng, COUNTS)
+
+    def asked(self, index: int) -> list[tuple[int, int]]:
+        """The questions of a context, as tokens."""
+        return list(zip(self.questions.ask[index].tolist(), self.questions.argument[index].tolist(), strict=True))
+
+
+def form(engine, images):
+    """Has the engine form each chunk from a request of it alone, and patches of two ranks from whole prompts."""
+    question = (VOCABULARY.ask_glyph, VOCABULARY.cell)
+    settings = engine.worker.settings
+    for tenant, rank in (("blind", None), *((f"rank{rank}", rank) for rank in RANKS)):
+        alone = [prompt_of([image], question) for image in images]
+        engine.ask(*alone, steps=1, tenant=tenant)
+        if rank is not None:
+            engine.worker.former.settings = dataclasses.replace(settings, rank=rank)
+            engine.one(prompt_of(images, question), steps=1, tenant=tenant)
+
+
+def served(engine, images, questions, way, index):
+    """Answers to all questions of a context in one way; the first one is asked alone, with its seconds."""
+    prompts = [prompt_of(images, question) for question in questions]
+    asked = WAYS[way] or {}
+    salts = [f"{index} {place}" for place in range(len(prompts))] if way == "re-prefill" else None
+    cut = lambda part: {} if salts is None else {"salts": salts[part]}
+    began = time.perf_counter()
+    first = engine.ask(prompts[0], steps=1, likely=LIKELY, **cut(slice(0, 1)), **asked)
+    seconds = time.perf_counter() - began
+    others = engine.ask(*prompts[1:], steps=1, likely=LIKELY, fresh=False, **cut(slice(1, None)), **asked)
+    return first + others, seconds
+
+
+def own_answers(drawn, folder):
+    """What our own executor says of the first contexts: way → log-probabilities [contexts, questions, vocabulary]."""
+    count = min(OWN_CONTEXTS, len(drawn.contexts))
+    first = lambda value: value[:count]
+    fields = lambda value: {field.name: first(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    contexts = small_task.Contexts(**fields(drawn.contexts))
+    questions = small_task.Questions(**fields(drawn.questions))
+    backbone = models.load(trained_model.SHIPPED, dtype="float32")
+    scene = scenes.load_scene(backbone, contexts, folder)
+    tokens = scene.prefix()
+    whole = dict(backbone.prefill(tokens).kv)
+    chunks, where = scene.standing, scene.form.slices
+    starts = [scene.start_of(tokens, place) for place in range(len(chunks))]
+
+    def patches(rank):
+        made: list[kvp.Patch | None] = [None]
+        for place in range(1, len(chunks)):
+            front = [chunk.id for chunk in chunks[:place]]
+            made.append(kvp.form_patch(chunks[place], scenes.cut(whole, where[place]), rank, front))
+        return made
+
+    def placed(patches):
+        fronts = [[chunk.id for chunk in chunks[:place]] for place in range(len(chunks))]
+        each = zip(chunks, patches, starts, fronts, strict=True)
+        return scenes.joined([dict(kvp.apply_patch(*one)) for one in each])
+
+    exact = scenes.engine(scene, whole, tokens)
+    caches = {"re-prefill": exact, "prefix cache": exact, "leading": exact, "blind": placed([None] * len(chunks))}
+    caches |= {f"rank {rank}": placed(patches(rank)) for rank in RANKS}
+    read = lambda cache: scenes.read(scene, cache, questions, sees_legends=True).log_probabilities
+    return {way: read(cache) for way, cache in caches.items()}
+
+
+def summary(drawn, way, answers, seconds, own, plain):
+    """One way's row: accuracy of each kind with its interval, what was prefilled, how far from our own executor."""
+    asked, valid = drawn.questions, drawn.questions.valid
+    predicted = np.array([[answer["tokens"][0] for answer in row] for row in answers])
+    right = predicted == asked.answer
+    cluster = np.broadcast_to(np.arange(len(right))[:, None], right.shape)
+
+    def share(chosen):
+        found = intervals.mean(right[chosen], cluster[chosen])
+        return {"value": found.value, "low": found.low, "high": found.high, "n": found.n}
+
+    kinds = {kind: share(valid & (asked.kind == KINDS.index(kind))) for kind in COUNTS}
+    differences = [
+        max(abs(own[way][index, place, int(token)] - value) for token, value in answers[index][place]["likely"].items())
+        for index in range(len(own[way]))
+        for place in np.flatnonzero(valid[index])
+    ]
+    prefilled = np.array([[answer["prompt"] - answer["cached"] for answer in row] for row in answers])
+    told = answers[0][0]["told"]
+    return {
+        "right": {**kinds, "all": share(valid)},
+        "first_tokens_equal_to_the_engine_alone": float((predicted == plain)[valid].mean()),
+        "prefilled_tokens_of_the_first_question": float(prefilled[:, 0].mean()),
+        "prefilled_tokens_of_the_others": float(prefilled[:, 1:].mean()),
+        "median_seconds_of_the_first_question": float(np.median(seconds)),
+        "difference_from_our_executor": {
+            "largest": float(np.max(differences)),
+            "median": float(np.median(differences)),
+            "within_1e-3": float(np.mean(np.array(differences) <= 1e-3)),
+            "answers": len(differences),
+        },
+        "served": told.get("served", []),
+    }
+
+
+def measured(engine, drawn, work):
+    """Every way, all contexts; then what our own executor says."""
+    answers, seconds = {way: [] for way in WAYS}, {way: [] for way in WAYS}
+    began = time.perf_counter()
+    for index, images in enumerate(drawn.images):
+        form(engine, images)
+        for way in WAYS:
+            found, took = served(engine, images, drawn.asked(index), way, index)
+            answers[way].append(found)
+            seconds[way].append(took)
+        print(f"context {index}: {time.perf_counter() - began:.0f} s", flush=True)
+    own = own_answers(drawn, work / "own")
+    plain = np.array([[answer["tokens"][0] for answer in row] for row in answers["re-prefill"]])
+    return {
+        "contexts": len(drawn.images),
+        "questions": int(drawn.questions.valid.sum()),
+        "prompt_tokens": answers["re-prefill"][0][0]["prompt"],
+        "ways": {way: summary(drawn, way, answers[way], seconds[way], own, plain) for way in WAYS},
+        "formed": dict(engine.worker.former.counts),
+        "scheduled": dict(engine.scheduler.counts),
+        "free_blocks": engine.free_blocks(),
+    }
+
+
+def main(work: str, contexts: str) -> None:
+    """Draws, serves, and writes what was found."""
+    folder = Path(work)
+    settings = {"backbone": NAME, "image_frame": [VOCABULARY.vision_start, VOCABULARY.vision_end]}
+    model = trained_model.write(folder / f"model-{NAME}")
+    engine = Engine(model, folder / f"store-{NAME}", settings, **OPTIONS)
+    drawn = Drawn(int(contexts))
+    path = folder / f"trained-{contexts}.json"
+    rig_engine.written(path, engine, lambda engine: measured(engine, drawn, folder), seed=SEED)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
