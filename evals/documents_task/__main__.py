@@ -15,7 +15,8 @@ from models import load
 from ..command_line import errors_as_one_line
 from ..compilation import use_compilation_cache
 from ..console import quiet_backends
-from ..sheets_task.suite import arms_of, instances
+from ..sheets_task.arms import arms_of
+from ..sheets_task.suite import instances
 from . import picture, task
 from .reuse import DocumentReuse
 from .suite import DOCUMENTS_SUITE
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> None:
     chosen = documents.taken(np.array(first))
     questions = task.ask(chosen, rng, ASKED)
     reuse = DocumentReuse(load(path, dtype="float32"), chosen, questions)
-    said = {arm.name: arm.said.argmax(axis=-1) for arm in arms_of(reuse) if arm.name in SHOWN}
+    said = {arm.name: arm.said.argmax(axis=-1) for arm in arms_of(reuse, list(SHOWN))}
     drawn = picture.draw(chosen, questions, {name: said[name] for name in SHOWN}, Path(_OUT.value))
     print(f"picture: {drawn}")
 

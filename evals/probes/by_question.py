@@ -71,26 +71,19 @@ def by_question(reuse: PageReuse, questions: Questions, wanted: Any = lambda nam
         return
     blind = reuse.cache()
     attended = attention_of_questions(reuse, questions, blind)  # [L, B, Q, T]
-    depth = len(attended)
-    first, last = (round(share * depth) for share in RULES.arms.query_layers)
-    band = slice(min(first, depth - 1), max(last, first) + 1)
-    ranked = {
-        "query_attention": attended[band].sum(axis=0),
-        "prophetkv": (attended / attended.sum(axis=-1, keepdims=True)).mean(axis=0),
-    }
-    ranked["prcr"] = ranked["query_attention"]
-    layers = {"query_attention": min(band.stop, depth), "prophetkv": depth, "prcr": min(band.stop, depth)}
+    depth, ranked = len(attended), rankings(attended)
 
     for name in names:
         way, _, share = name.partition(".budget=")
         count = max(1, fraction_to_count(float(share), reuse.page.tokens))
-        index = np.sort(np.argsort(-ranked[way], axis=-1, kind="stable")[..., :count], axis=-1)
-        choosing = reuse.costs.reading(QUESTION_TOKENS, reuse.costs.behind + reuse.costs.tokens, layers[way])
+        by_token, layers = ranked[way]
+        index = best(by_token, count)
+        choosing = reuse.costs.reading(QUESTION_TOKENS, reuse.costs.behind + reuse.costs.tokens, layers)
         if way == "prcr":
             cost = ArmCost(serving=reuse.costs.rotation, question=choosing, forming=reuse.costs.alone)
             yield name, Asked(cost, read_entries(reuse, questions, blind, index))
             continue
-        chosen = _marks(index, reuse.page.tokens).reshape(-1, reuse.page.tokens)
+        chosen = marks_of(index, reuse.page.tokens).reshape(-1, reuse.page.tokens)
         slots = np.broadcast_to(np.arange(reuse.scene.page.start, reuse.scene.page.stop), chosen.shape)
         again = reuse.costs.rerun(np.broadcast_to(chosen, (depth, *chosen.shape)), slots)
         cost = ArmCost(
@@ -102,7 +95,25 @@ def by_question(reuse: PageReuse, questions: Questions, wanted: Any = lambda nam
         yield name, Asked(cost, read_recomputed(reuse, questions, blind, index))
 
 
-def _marks(index: Int[np.ndarray, "B Q N"], tokens: int) -> Bool[np.ndarray, "B Q T"]:
+def rankings(attended: Float[np.ndarray, "L B Q T"]) -> dict[str, tuple[Float[np.ndarray, "B Q T"], int]]:
+    """Ranks tokens by the attention that they receive of a question, by way; and how many layers the pass runs through.
+
+    The ways are those of `by_question`.
+    """
+    depth = len(attended)
+    first, last = (round(share * depth) for share in RULES.arms.query_layers)
+    band = slice(min(first, depth - 1), max(last, first) + 1)
+    middle = attended[band].sum(axis=0), min(band.stop, depth)
+    alike = (attended / attended.sum(axis=-1, keepdims=True)).mean(axis=0), depth
+    return {"query_attention": middle, "prophetkv": alike, "prcr": middle}
+
+
+def best(ranked: Float[np.ndarray, "B Q T"], count: int) -> Int[np.ndarray, "B Q N"]:
+    """Finds the `count` tokens that are ranked highest, in their order on the page."""
+    return np.sort(np.argsort(-ranked, axis=-1, kind="stable")[..., :count], axis=-1)
+
+
+def marks_of(index: Int[np.ndarray, "B Q N"], tokens: int) -> Bool[np.ndarray, "B Q T"]:
     marks = np.zeros((*index.shape[:2], tokens), bool)
     np.put_along_axis(marks, index, True, axis=-1)
     return marks
@@ -188,7 +199,7 @@ def read_entries(reuse: PageReuse, questions: Questions, cache: KV, index: Int[n
     scene = reuse.scene
     ids, positions, mask, asked = scenes.question_arrays(scene, questions, True, None)
     mask = np.array(mask)
-    marks = np.repeat(_marks(index, reuse.page.tokens), QUESTION_TOKENS, axis=1)
+    marks = np.repeat(marks_of(index, reuse.page.tokens), QUESTION_TOKENS, axis=1)
     mask[:, 0, :, scene.page.start : scene.page.stop] &= marks
     how = _as_attended(reuse, asked)
     logits = scene.backbone.prefill(scene.backbone.embed(ids, positions), cache, mask, **how).logits
@@ -238,7 +249,7 @@ def _group_mask(part: Int[np.ndarray, "B G N"], page: slice, each: int) -> Bool[
     """Who sees whom in one prefill, over [prefix, chosen tokens, questions]: nobody sees another question's tokens."""
     B, G, N = part.shape
     tokens = page.stop - page.start
-    kept = np.broadcast_to(~_marks(part, tokens)[:, :, None], (B, G, each, tokens)).copy()
+    kept = np.broadcast_to(~marks_of(part, tokens)[:, :, None], (B, G, each, tokens)).copy()
     # A chosen token sees the page's tokens in front of it; the question sees all of the page.
     kept[:, :, :N] &= np.arange(tokens) <= part[..., None]
     prefix = np.concatenate([np.ones((B, G, each, page.start), bool), kept], axis=3).reshape(B, G * each, page.stop)

@@ -22,8 +22,11 @@ AXES = {
 }
 
 
-def hero_figure(results: Results, out: Path) -> list[Path]:
-    """Draws accuracy by kind for the arms of the first table: few words, large enough for a telephone."""
+def hero_figure(results: Results, out: Path, across: str = "accuracy, with 95 % interval") -> list[Path]:
+    """Draws accuracy by kind for the arms of the first table: few words, large enough for a telephone.
+
+    across: what stands at the axis, and says what the bars are.
+    """
     rows = Rows(results)
     arms = [arm for arm in first_arms(results) if math.isfinite(rows.get(VISIBLE, arm, "accuracy.chain").value)]
     if not arms:
@@ -41,7 +44,7 @@ def hero_figure(results: Results, out: Path) -> list[Path]:
                     face = "white" if kind == "page" else colour
                     panel.plot(got.value, place + shift, marker, color=colour, markerfacecolor=face, markersize=6)
         panel.set_yticks(range(len(arms)), [arm_label(arm).replace(", ", ",\n", 1) for arm in arms])
-        panel.set(xlim=(-0.02, 1.02), ylim=(len(arms) - 0.45, -0.55), xlabel="accuracy, with 95 % interval")
+        panel.set(xlim=(-0.02, 1.02), ylim=(len(arms) - 0.45, -0.55), xlabel=across)
         panel.grid(visible=False, axis="y")
         handles = []
         for kind, marker in HERO_KINDS.items():

@@ -2,7 +2,7 @@
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     rows, config = Rows(results), dict(results.get("config", {}))
 
     left = {path.stem: path for path in figures}
-    take = lambda stems: [_picture(left.pop(stem)) for stem in stems if stem in left]
+    take = lambda stems: [picture(left.pop(stem)) for stem in stems if stem in left]
     first = {name: take([name]) for name in ("hero", "example")}
     pictures = {probe: take(FIGURES.get(probe, (probe,))) for probe in PROBES}
     folded = {probe: take(FOLDED.get(probe, ())) for probe in PROBES}
@@ -82,15 +82,7 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     main = tables.pop(rows.model, dict.fromkeys(PROBES))
     claims = sorted(compare(results), key=_telling)
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    text = environment.get_template("report.html.j2").render(
+    text = template("report.html.j2").render(
         model=rows.model,
         verdict=verdict(results),
         summary=[line.strip() for line in summary_lines(results)],
@@ -105,19 +97,32 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
         window_claims=beside_the_paper(results),
         claims=claims[:ROWS],
         more_claims=claims[ROWS:],
-        other_pictures=[_picture(path) for path in left.values()],
+        other_pictures=[picture(path) for path in left.values()],
         notes=notes,
         command=config.get("command", "python -m evals.run"),
         settings=config,
         environment=results.get("environment", {}),
-        is_table=lambda value: isinstance(value, Mapping),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     return out
 
 
-def _picture(path: Path) -> Picture:
+def template(name: str) -> jinja2.Template:
+    """Reads a template of this folder; whatever a page is given is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(name)
+
+
+def picture(path: Path) -> Picture:
+    """Embeds a PNG."""
     data = path.read_bytes()
     # A PNG begins with its signature and the header chunk, which opens with the width.
     width = int.from_bytes(data[16:20], "big")

@@ -6,6 +6,7 @@ tokens of the questions, Q questions, R rows (one question of one context each),
 """
 
 import functools
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +18,10 @@ from jaxtyping import Array, Float, Int
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.ops import flatten_heads
-from kvpatch_jax.repair import SplicedCache, fraction_to_count, repair_everywhere
+from kvpatch_jax.repair import SplicedCache
 from models import ModelBackbone
 
-from ..probes.by_question import mean_attention
-from ..results.costs import ArmCost, ChunkCosts
+from ..results.costs import ChunkCosts
 from ..rules import RULES
 from ..small_task.prefix import positions_behind, prefix_positions, within_own
 from . import task
@@ -37,7 +37,8 @@ class Reuse:
 
     Attributes:
       chunks: the canonicals, the page last. tokens: the prefix where it is served. conditioned: phase-free KV of the
-      prefix, prefilled whole, {channel: [L,B,T,K,H]}. engine: the same in the engine frame.
+      prefix, prefilled whole, {channel: [L,B,T,K,H]}. engine: the same in the engine frame. page_alone: the page's
+      tokens, at position 0.
     """
 
     material = SHEETS
@@ -63,7 +64,7 @@ class Reuse:
         """Prefills one image alone, at position 0."""
         where = self.form.slices[place]
         local = np.broadcast_to(self.form.chunk_local[place], (len(self.contexts), *self.form.chunk_local[place].shape))
-        alone = Tokens(tokens.embeddings[:, where], jnp.asarray(local), None)
+        self.page_alone = alone = Tokens(tokens.embeddings[:, where], jnp.asarray(local), None)
         name = f"{place}:" + "-".join(map(str, self.contexts.ink_seed[:2].tolist()))
         return kvp.Chunk(
             kv=self.backbone.prefill(alone).kv,
@@ -125,16 +126,24 @@ class Reuse:
         own = self.tokens.take(page.start, page.stop)
         return SplicedCache(own, self.cache(), slots, conditioned=self.cut(self.conditioned, -1))
 
-    def random_tokens(self, budget: float) -> tuple[ArmCost, KV]:
-        """Recomputes tokens drawn at random."""
-        splice, page = self.splice(), self.form.page
-        count = fraction_to_count(budget, page.stop - page.start)
-        drawn = [
-            np.random.default_rng([int(seed), 1]).permutation(page.stop - page.start)[:count]
-            for seed in self.contexts.ink_seed
-        ]
-        repaired = repair_everywhere(self.backbone, splice, jnp.asarray(np.sort(drawn, axis=1)))
-        return self.costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots)), dict(repaired.cache)
+    def as_page(self) -> Any:
+        """Makes what `evals.probes.other_ways` takes: this page, in front of it the sheets' moved canonicals."""
+        last, page = self.form.chunks - 1, self.form.page
+        scene = types.SimpleNamespace(
+            backbone=self.backbone, images=[self.page_alone], page=page, contexts=self.contexts, form=self.form
+        )
+        return types.SimpleNamespace(
+            scene=scene,
+            page=self.page,
+            page_conditioned=self.cut(self.conditioned, -1),
+            delta=self.delta,
+            tokens=self.tokens,
+            engine=self.cache(),
+            costs=self.costs,
+            patch=functools.partial(self.patch, last),
+            cache=lambda patch: self.cache({last: patch}),
+            splice=self.splice,
+        )
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -147,73 +156,6 @@ class Reuse:
         mask = np.concatenate([seen, own], axis=2)[:, None]
         logits = self.backbone.prefill(tokens, cache, mask, logits="all").logits
         return np.asarray(jax.nn.log_softmax(logits, axis=-1))
-
-    def read_by_question(self, budgets: tuple[float, ...]) -> dict[float, tuple[ArmCost, Float[np.ndarray, "B N V"]]]:
-        """Recomputes, for each question alone, the page's tokens that it attends to most, and asks it.
-
-        As `evals.probes.by_question` reads InfoFlow KV: attention over the cache of moved canonicals, summed over the
-        question's tokens and over the layers that the rules name; tokens recomputed at all layers.
-        """
-        splice, page = self.splice(), self.form.page
-        size = page.stop - page.start
-        depth = self.backbone.layout.layers
-        first, last = (round(share * depth) for share in RULES.arms.query_layers)
-        band = slice(min(first, depth - 1), max(first, last) + 1)
-        found: dict[float, tuple[ArmCost, np.ndarray]] = {}
-        shape = (*self.questions.ids.shape, self.backbone.config.text.vocabulary)
-        said = {budget: np.zeros(shape, np.float32) for budget in budgets}
-        for columns in self._alike():
-            received = self._received(columns, dict(splice.cache))[band].sum(axis=0)  # [B, Q, T]
-            for budget in budgets:
-                count = max(1, fraction_to_count(budget, size))
-                index = np.sort(np.argsort(-received, axis=-1, kind="stable")[..., :count], axis=-1)
-                said[budget][:, columns.reshape(-1)] = self._recomputed(splice, columns, index)
-        for budget in budgets:
-            count = max(1, fraction_to_count(budget, size))
-            reading = self.costs.reading(2, page.stop, min(band.stop, depth))
-            again = self.costs.forward.flops(count, page.start + size // 2)
-            cost = ArmCost(inputs=size, serving=self.costs.rotation, question=reading + again, forming=self.costs.alone)
-            found[budget] = cost, said[budget]
-        return found
-
-    def _alike(self) -> list[Int[np.ndarray, "Q N"]]:
-        """Columns of the questions' tokens, questions of one length together."""
-        own = self.questions.own
-        spans = [np.flatnonzero(own == number) for number in range(own.max() + 1)]
-        sizes = sorted({len(span) for span in spans})
-        return [np.stack([span for span in spans if len(span) == size]) for size in sizes]
-
-    def _received(self, columns: Int[np.ndarray, "Q N"], cache: KV) -> Float[np.ndarray, "L B Q T"]:
-        """Attention that the page's tokens receive from each question, the mean over heads."""
-        flat, (count, length) = columns.reshape(-1), columns.shape
-        ids, positions = self.questions.ids[:, flat], self.behind[:, flat]
-        tokens = self.backbone.embed(ids, positions)
-        own = np.kron(np.eye(count, dtype=bool), np.tri(length, dtype=bool))
-        seen = np.ones((len(flat), self.form.prefix_tokens), bool)
-        mask = np.broadcast_to(np.concatenate([seen, own], axis=1), (len(ids), 1, len(flat), seen.shape[1] + len(flat)))
-        layers = tuple(range(self.backbone.layout.layers))
-        run = self.backbone.prefill(tokens, cache, mask, hidden_at=layers)
-        turned = kvp.to_engine(self.backbone.layout, dict(run.kv), positions, 0)
-        keys = {name: jnp.concatenate([cache[name], turned[name]], axis=2) for name in turned}
-        hidden = tuple(run.hidden[layer] for layer in layers)
-        found = mean_attention(self.backbone, hidden, jnp.asarray(positions), keys, jnp.asarray(mask))
-        page = np.asarray(found)[..., self.form.page]
-        return page.reshape(*page.shape[:2], count, length, -1).sum(axis=3)
-
-    def _recomputed(
-        self, splice: SplicedCache, columns: Int[np.ndarray, "Q N"], index: Int[np.ndarray, "B Q n"]
-    ) -> Float[np.ndarray, "B M V"]:
-        """Reads every question over a cache of its own, in which its own tokens are recomputed: one row each."""
-        (count, length), rows = columns.shape, len(self.contexts)
-        by_row = lambda value, axis=0: jnp.repeat(jnp.asarray(value), count, axis=axis)
-        own = Tokens(by_row(splice.tokens.embeddings), by_row(splice.tokens.positions), None)
-        wide = SplicedCache(own, {name: by_row(value, 1) for name, value in splice.cache.items()}, by_row(splice.slots))
-        chosen = jnp.asarray(index.reshape(rows * count, -1))
-        cache = dict(repair_everywhere(self.backbone, wide, chosen).cache)
-        cut = lambda value: value[:, columns].reshape(rows * count, length, *value.shape[2:])
-        tokens = self.backbone.embed(cut(self.questions.ids), cut(self.behind))
-        logits = self.backbone.prefill(tokens, cache, logits="all").logits
-        return np.asarray(jax.nn.log_softmax(logits, axis=-1)).reshape(rows, count * length, -1)
 
     # ----------------------------------------------------------------------------------------------- the deficit
 

@@ -1,39 +1,38 @@
 """What reuse does to the sheets task: `python -m evals.run --task=sheets`.
 
-Contexts of 4, 8 and 16 chunks, every one of them cached alone and moved. Leaves results.json and table.md in the
-folder; with several instances, a table of their means too.
+Contexts of 4, 8 and 16 chunks, every one of them cached alone and moved. Leaves results.json, table.md, figures and
+report.html in the folder. Of several training seeds the headline is the mean, with its spread; the control, which was
+trained without a sliding window, is no seed.
 """
 
 import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import kvpatch_jax as kvp
 from kvpatch_jax import deficit
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.repair import REPAIRS, fraction_to_count
 from models import ModelBackbone, load
 
-from ..report.comparison import smallest_rank
 from ..results import intervals
-from ..results.costs import ArmCost
+from ..results.costs import METRICS
 from ..results.environment import environment
 from ..results.headline import headline_rows
-from ..results.parts import make_out
-from ..results.rows import Row, Rows, as_row
-from ..results.tables import markdown_table
+from ..results.parts import add_part, finished_parts, make_out
+from ..results.rows import Row, as_row
 from ..rules import RULES
 from ..trained import SHEETS
+from .arms import arms_of, names_of
+from .report import CONTROL_ENDS, write_report
 from .reuse import Reuse
 from .task import KINDS
 
-BUDGETS = (0.15, 0.50)
+CONTROL_ARMS = ("re-prefill", "blind", f"patch.rank={RULES.arms.shown_rank}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,44 +63,6 @@ SHEETS_SUITE = Suite(
 )
 
 
-class Answered(NamedTuple):
-    """One arm over one batch: what it costs, and log-probabilities [B,N,V] behind every token."""
-
-    name: str
-    cost: ArmCost
-    said: np.ndarray
-
-
-def arms_of(reuse: Reuse) -> Iterator[Answered]:
-    """Yields every arm, re-prefill first."""
-    costs, last = reuse.costs, reuse.form.chunks - 1
-    yield Answered("re-prefill", costs.of_reprefill(), reuse.read(reuse.engine))
-    yield Answered("blind", costs.of_blind(), reuse.read(reuse.cache()))
-    for rank in RULES.arms.ranks:
-        patch = reuse.patch(last, rank)
-        yield Answered(f"patch.rank={rank}", costs.of_patch(patch), reuse.read(reuse.cache({last: patch})))
-    shown = RULES.arms.shown_rank
-    for name in reuse.backbone.layout.names:
-        patch = reuse.patch(last, shown)
-        part = kvp.Patch({name: patch.factors[name]}, patch.metadata)
-        yield Answered(f"patch.{name}_only.rank={shown}", costs.of_patch(part), reuse.read(reuse.cache({last: part})))
-    # The sheets absorb from one another too: their patches as well.
-    every = {place: reuse.patch(place, shown) for place in range(1, last + 1)}
-    yield Answered(f"patch.every_chunk.rank={shown}", costs.of_patch(every[last]), reuse.read(reuse.cache(every)))
-
-    splice = reuse.splice()
-    for method, repair in REPAIRS.items():
-        for budget in BUDGETS:
-            repaired = repair(reuse.backbone, splice, fraction_to_count(budget, reuse.page.tokens))
-            cost = costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots))
-            yield Answered(f"{method}.budget={budget:g}", cost, reuse.read(dict(repaired.cache)))
-    for budget in BUDGETS:
-        cost, cache = reuse.random_tokens(budget)
-        yield Answered(f"random_tokens.budget={budget:g}", cost, reuse.read(cache))
-    for budget, (cost, said) in reuse.read_by_question(RULES.arms.query_budgets).items():
-        yield Answered(f"query_attention.budget={budget:g}", cost, said)
-
-
 class Tally:
     """Items of all batches of one size of context, by arm and kind."""
 
@@ -112,11 +73,11 @@ class Tally:
         self.shares: dict[str, dict[str, float]] = {}
         self.shape: dict[tuple[str, str], list[np.ndarray]] = {}
 
-    def take(self, reuse: Reuse, first: int) -> None:
-        """Adds one batch, whose contexts are numbered from `first`."""
+    def take(self, reuse: Reuse, first: int, arms: list[str]) -> None:
+        """Adds one batch, whose contexts are numbered from `first`; `arms`: those to ask, re-prefill first."""
         questions, reference = reuse.questions, np.zeros(())
         asked = questions.answer >= 0
-        for name, cost, said in arms_of(reuse):
+        for name, cost, said in arms_of(reuse, arms):
             if name == "re-prefill":
                 reference = said
             self.shares[name] = reuse.costs.shares(cost)
@@ -152,7 +113,7 @@ class Tally:
                 interval = intervals.mean(values, cluster)
                 found.append(as_row(self.probe, self.model, arm, f"{metric}.{kind}", interval))
         for arm, shares in self.shares.items():
-            for metric in ("stored_bytes", "serving_flops"):
+            for metric in METRICS:
                 found.append(as_row(self.probe, self.model, arm, metric, shares[metric]))
         for (metric, channel), batches in self.shape.items():
             values = np.concatenate(batches)
@@ -162,49 +123,81 @@ class Tally:
         return found
 
 
-def measure(backbone: ModelBackbone, model: str, seed: int, contexts: int, suite: Suite, batch: int = 16) -> list[Row]:
-    """Measures one instance over `contexts` contexts of each probe."""
-    rows, material = [], suite.reuse.material
-    for name, (size, title, more) in suite.probes.items():
-        tally = Tally(f"{suite.task}.{name}", model)
-        for number in range(-(-contexts // batch)):
-            rng = np.random.default_rng([seed, number, material.sizes[size].sheets])
-            drawn = material.sample(rng, batch, material.sizes[size], **more)
-            tally.take(suite.reuse(backbone, drawn, material.ask(drawn, rng, suite.questions)), number * batch)
-        print(f"{model}: {title} measured", flush=True)
-        rows += tally.rows()
+class Sizes(NamedTuple):
+    """How much is measured: the seed of the contexts, how many of each size, and how many at once."""
+
+    seed: int
+    contexts: int = 64
+    batch: int = 16
+
+
+def measure(backbone: ModelBackbone, model: str, sizes: Sizes, suite: Suite, probe: str, arms: list[str]) -> list[Row]:
+    """Measures one instance over the contexts of one probe."""
+    size, _, more = suite.probes[probe]
+    tally, material = Tally(f"{suite.task}.{probe}", model), suite.reuse.material
+    for number in range(-(-sizes.contexts // sizes.batch)):
+        rng = np.random.default_rng([sizes.seed, number, material.sizes[size].sheets])
+        drawn = material.sample(rng, sizes.batch, material.sizes[size], **more)
+        reuse = suite.reuse(backbone, drawn, material.ask(drawn, rng, suite.questions))
+        tally.take(reuse, number * sizes.batch, arms)
+    return tally.rows()
+
+
+def measure_all(path: Path, sizes: Sizes, suite: Suite, file: Path, *, control: bool = False) -> list[Row]:
+    """Measures an instance over contexts of every probe; a control with few arms, over those of the first.
+
+    What `file` has of it already (`results.parts`), of the same weights, is not measured again.
+    """
+    backbone, rows = load(path, dtype="float32"), []
+    config = {"model": suite.task, **sizes._asdict(), "questions": suite.questions, "rules": RULES.digest}
+    have = {part["part"]: part["rows"] for part in finished_parts(file, config)}
+    for number, (probe, (_, title, _)) in enumerate(suite.probes.items()):
+        if control and number:
+            break
+        arms = list(CONTROL_ARMS) if control else names_of(backbone.layout, number > 0)
+        name = f"{path.name}, {title}, {len(arms)} arms, {backbone.fingerprint}"
+        if name not in have:
+            have[name] = measure(backbone, path.name, sizes, suite, probe, arms)
+            add_part(file, {"part": name, "rows": have[name]})
+        print(f"{path.name}: {title} measured", flush=True)
+        rows += have[name]
     return rows
 
 
 def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = SHEETS_SUITE) -> dict[str, Any]:
-    """Measures a shipped instance, all of them ("all"), or a checkpoint directory; writes results.json and table.md."""
+    """Measures a shipped instance, all of them ("all"), or a checkpoint directory; writes results and report."""
     make_out(folder)
-    paths = {path.name: path for path in instances(name, suite)}
-    contexts = 16 if quick else 64
+    paths, contexts = instances(name, suite), 16 if quick else 64
+    is_control = {path.name: path.name.endswith(CONTROL_ENDS) and len(paths) > 1 for path in paths}
+    sizes = Sizes(seed, contexts)
     tables = {
-        model: measure(load(path, dtype="float32"), model, seed, contexts, suite) for model, path in paths.items()
+        path.name: measure_all(path, sizes, suite, folder / "parts.jsonl", control=is_control[path.name])
+        for path in paths
     }
     rows = [row for table in tables.values() for row in table]
-    if len(tables) > 1:
-        rows += headline_rows(tables, "mean")
+    seeds = {model: table for model, table in tables.items() if not is_control[model]}
+    if len(seeds) > 1:
+        rows += headline_rows(seeds, "mean")
     results = {
         "config": {
             "task": suite.task,
-            "model": "mean" if len(tables) > 1 else next(iter(tables)),
+            "probes": {probe: title for probe, (_, title, _) in suite.probes.items()},
+            "visible": list(suite.visible),
+            "model": "mean" if len(seeds) > 1 else next(iter(seeds)),
+            "seeds": list(seeds),
             "seed": seed,
             "contexts": contexts,
             "questions": suite.questions,
             "rules": {"version": RULES.version, "digest": RULES.digest},
             "command": shlex.join(["python", "-m", "evals.run", *sys.argv[1:]]),
-            "training": {model: json.loads((path / "training.json").read_text()) for model, path in paths.items()},
+            "training": {path.name: json.loads((path / "training.json").read_text()) for path in paths},
         },
         "environment": environment(),
         "rows": rows,
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "table.md").write_text(table(results, suite))
-    print(table(results, suite))
-    print(f"results: {folder / 'results.json'}; table: {folder / 'table.md'}", flush=True)
+    print(write_report(results, folder))
+    print(f"results: {folder / 'results.json'}; report: {folder / 'report.html'}", flush=True)
     return results
 
 
@@ -220,35 +213,3 @@ def instances(name: str, suite: Suite = SHEETS_SUITE) -> list[Path]:
     raise InputError(
         f"backbone {name!r} of the {suite.task} task; expected a checkpoint directory, all, or one of: {names}"
     )
-
-
-def table(results: dict[str, Any], suite: Suite = SHEETS_SUITE) -> str:
-    """Writes the results as Markdown: a table by probe, the deficit, and the bars."""
-    rows, parts, kinds = Rows(results), [], suite.questions
-    metrics = [*(f"accuracy.{kind}" for kind in kinds), "stored_bytes", "serving_flops"]
-    for name, (_, title, _) in suite.probes.items():
-        probe = f"{suite.task}.{name}"
-        arms = [arm for arm in rows.arms(probe) if not arm.startswith("layer=")]
-        lines = [[arm, *(f"{rows.get(probe, arm, metric).value:.3f}" for metric in metrics)] for arm in arms]
-        rank = smallest_rank(results, probe)
-        said = f"{title}; smallest sufficient rank: {rank or 'none'}"
-        parts.append(f"{said}\n\n{markdown_table(('arm', *kinds, 'stored bytes', 'serving FLOPs'), lines)}")
-        worst = worst_class_share(rows, probe, suite.visible)
-        parts.append(f"Means over what cells show explain at most {worst:.0%} of ΔV in the deeper half.")
-        parts.append(_deficit(rows, probe))
-    return "\n\n".join(parts) + "\n"
-
-
-def _deficit(rows: Rows, probe: str) -> str:
-    layers = rows.arms(probe, "layer=")
-    metrics = list(dict.fromkeys(metric for where, arm, metric in rows.table if where == probe and arm in layers))
-    head = ("of Δ", *layers)
-    lines = [[metric, *(f"{rows.get(probe, layer, metric).value:.2f}" for layer in layers)] for metric in metrics]
-    return markdown_table(head, lines)
-
-
-def worst_class_share(rows: Rows, probe: str, visible: tuple[str, ...]) -> float:
-    """Finds the largest share of ΔV's energy, in the deeper half, that means over cells that show the same explain."""
-    values = [arm for arm in rows.arms(probe, "layer=") if arm.endswith(".v")]
-    deeper = values[len(values) // 2 :]
-    return max(rows.get(probe, arm, f"class_mean_share.{name}").value for arm in deeper for name in visible)

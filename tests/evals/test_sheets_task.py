@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from evals import sheets_task
 from evals.sheets_task import KINDS, SIZES, VOCABULARY, Contexts, Questions, sequences, suite, task, training
+from evals.sheets_task.by_question import by_question
 from evals.sheets_task.instances import instance
 from evals.sheets_task.reuse import MOVED, Reuse
 from evals.sheets_task.training import Recipe, draw_batch, initialise
@@ -227,7 +228,7 @@ def test_every_chunk_is_reused():
     sheets = {place: reuse.patch(place, 64) for place in range(1, reuse.form.chunks - 1)}
     blind = reuse.cache
     reuse.cache = lambda patches=None: blind({**sheets, **(patches or {})})  # type: ignore[method-assign]
-    ((_, said),) = reuse.read_by_question((1.0,)).values()
+    ((_, _, said),) = by_question(reuse, ["query_attention.budget=1"])
     np.testing.assert_allclose(said, truth, atol=2e-3)
     for by_channel in reuse.class_shares().values():
         assert all((share <= 1 + 1e-5).all() for share in by_channel.values())

@@ -1,0 +1,223 @@
+"""The report of the sheets task: table.md, figures, report.html, and what docs/guides/sheets-task.md says of a run.
+
+`python -m evals.sheets_task.report out/run` puts a finished run into the guide, what the guide shows of its rows into
+docs/sheets-results.json and its figures into docs/pictures. A test holds the guide against that file.
+"""
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..report.comparison import VISIBLE, smallest_rank
+from ..report.documents import ROOT, block, filled
+from ..report.figures import Results, arm_label
+from ..report.hero import hero_figure, pareto_figures
+from ..report.page import ProbeTable, picture, template
+from ..report.verdict import first_arms, verdict
+from ..report.wording import number, share
+from ..results.costs import AMORTISED, AXES, TOGETHER
+from ..results.rows import Rows
+from ..results.tables import markdown_table
+from .task import KINDS
+
+EVALUATED = ("4", "8", "16")
+CONTROL_ENDS = "_no_window"
+VISIBLE_CLASSES = ("shape", "ink", "row mark", "column mark")
+"""Classes of cells by what can be seen of them."""
+COST_METRICS = (AXES[0], TOGETHER[0], AXES[1], *AMORTISED)
+GUIDE, KEPT = Path("docs/guides/sheets-task.md"), Path("docs/sheets-results.json")
+PICTURES = ("hero", "pareto_stored_bytes", "pareto_serving_flops")
+
+
+class Bar(NamedTuple):
+    """A bar that was set before the runs: what is held against it, what was measured, whether it is met."""
+
+    what: str
+    measured: str
+    met: bool
+
+
+def of_size(results: Results, size: str = EVALUATED[0], model: str | None = None) -> dict[str, Any]:
+    """Makes the results whose main comparison is that of contexts of one size, so that the main report's words fit."""
+    rows = [{**row, "probe": VISIBLE} for row in results["rows"] if row["probe"] == f"sheets.{size}"]
+    return {**results, "config": {**results["config"], "model": model or Rows(results).model}, "rows": rows}
+
+
+def write_report(results: Results, folder: Path) -> str:
+    """Writes table.md, figures/ and report.html; returns the text of the first."""
+    text = markdown(results)
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    main, figures = of_size(results), folder / "figures"
+    spread = "accuracy, least to largest seed" if _seeds(results) > 1 else "accuracy, with 95 % interval"
+    drawn = [*hero_figure(main, figures, spread), *pareto_figures(main, figures)]
+    page = template("sheets.html.j2").render(
+        model=Rows(results).model,
+        verdict=verdict(main),
+        beside=[_about(results), *_control(results)],
+        hero=[picture(path) for path in drawn[:1]],
+        pictures=[picture(path) for path in drawn[1:]],
+        bars=bars(results),
+        first=_lines(Rows(main), first_arms(main)),
+        sizes=[(size, _say_size(results, size), _lines(Rows(of_size(results, size)))) for size in EVALUATED],
+        deficit=[(size, _deficit(results, size)) for size in EVALUATED],
+        settings=results["config"],
+        environment=results.get("environment", {}),
+        command=results["config"]["command"],
+    )
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    return text
+
+
+def markdown(results: Results) -> str:
+    """Says what a run found, as the guide has it: verdict, bars, what each arm answers with contexts of each size."""
+    head = ("arm", *KINDS, "stored", "with the canonical", "serving FLOPs", "over 1, 3, 10 reuses")
+    parts = [filled(" ".join(verdict(of_size(results)))), filled(_about(results)), *map(filled, _control(results))]
+    lines = [[bar.what, bar.measured, "met" if bar.met else "**not met**"] for bar in bars(results)]
+    parts.append(markdown_table(("bar", "measured", ""), lines))
+    for size in EVALUATED:
+        rows = Rows(of_size(results, size))
+        lines = [[f"`{arm}`", *_cells(rows, arm)] for arm in rows.arms(VISIBLE) if not arm.startswith("layer=")]
+        parts += [filled(f"**{size} chunks.** {_say_size(results, size)}"), markdown_table(head, lines)]
+    return "\n\n".join(parts)
+
+
+def bars(results: Results) -> list[Bar]:
+    """Holds a run against the bars that were set before it, contexts of four chunks."""
+    main = of_size(results)
+    rows, rank = Rows(main), smallest_rank(main, VISIBLE)
+    right = lambda kind: rows.get(VISIBLE, "re-prefill", f"accuracy.{kind}").value
+    lost = {kind: -rows.gap(VISIBLE, "blind", kind) for kind in ("chain", "aggregate")}
+    worst = worst_class_share(results, EVALUATED[0])
+    return [
+        Bar("training seeds: at least three", str(_seeds(results)), _seeds(results) >= 3),
+        Bar("re-prefill, chain: at least .95", number(right("chain")), right("chain") >= 0.95),
+        Bar("re-prefill, aggregate: at least .75", number(right("aggregate")), right("aggregate") >= 0.75),
+        *(Bar(f"lost by blind reuse, {kind}: at least .25", number(gap), gap >= 0.25) for kind, gap in lost.items()),
+        Bar("means over what cells show explain less than 60 % of ΔV in the deeper half", share(worst), worst < 0.6),
+        Bar("smallest rank that suffices: 16 to 32", str(rank or "none"), rank is not None and 16 <= rank <= 32),
+    ]
+
+
+def worst_class_share(results: Results, size: str) -> float:
+    """Finds the largest share of ΔV's energy, in the deeper half, that means over cells that show the same explain."""
+    rows = Rows(of_size(results, size))
+    values = [arm for arm in rows.arms(VISIBLE, "layer=") if arm.endswith(".v")]
+    deeper = values[len(values) // 2 :]
+    shares = [rows.get(VISIBLE, arm, f"class_mean_share.{name}").value for arm in deeper for name in VISIBLE_CLASSES]
+    return max(shares, default=math.nan)
+
+
+def _seeds(results: Results) -> int:
+    return len(results["config"].get("seeds", [""]))
+
+
+def _about(results: Results) -> str:
+    config = results["config"]
+    names = ", ".join(config.get("seeds", [config["model"]]))
+    seeds = f"means over the training seeds {names}" if _seeds(results) > 1 else f"one training seed, {names}"
+    return (
+        f"These are {seeds}; {config['contexts']} contexts of each size, all chunks cached alone and moved; from "
+        f"`{config['command']}`."
+    )
+
+
+def _control(results: Results) -> list[str]:
+    """Says what blind reuse loses on the control and on each seed, four chunks."""
+    found = []
+    models = [*results["config"].get("seeds", []), *(x for x in Rows(results).models if x.endswith(CONTROL_ENDS))]
+    for model in models:
+        rows = Rows(of_size(results, model=model))
+        say = lambda kind, rows=rows: " → ".join(
+            number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for arm in ("re-prefill", "blind")
+        )
+        what = " (control, trained without a sliding window)" if model.endswith(CONTROL_ENDS) else ""
+        found.append(f"{model}{what}: chain {say('chain')}, aggregate {say('aggregate')}")
+    return ["By instance, re-prefill → blind reuse: " + "; ".join(found) + "."] if len(found) > 1 else []
+
+
+def _say_size(results: Results, size: str) -> str:
+    main = of_size(results, size)
+    rows = Rows(main)
+    lost = ", ".join(f"{kind} {number(-rows.gap(VISIBLE, 'blind', kind))}" for kind in ("chain", "aggregate"))
+    layers = [arm for arm in rows.arms(VISIBLE, "layer=") if arm.endswith(".v")][-2:]
+    rank = smallest_rank(main, VISIBLE)
+    directions = " and ".join(number(rows.get(VISIBLE, arm, "e90").value) for arm in layers)
+    filled_by = [rows.get(VISIBLE, arm, "class_mean_share.absorbed fill").value for arm in layers]
+    explained = f"{share(worst_class_share(results, size))} of ΔV's energy in the deeper half"
+    return (
+        f"Smallest sufficient rank by the rule: {rank or 'none'}. Re-prefill less blind: {lost}. Means over what can "
+        f"be seen of a cell explain at most {explained}; means over cells that absorb one fill "
+        f"{share(max(filled_by, default=math.nan))}. 90 % of ΔV's energy in the last two layers is in {directions} "
+        "directions."
+    )
+
+
+def _cells(rows: Rows, arm: str) -> list[str]:
+    right = [number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for kind in KINDS]
+    stored, whole, serving, *spread = (share(rows.get(VISIBLE, arm, metric).value) for metric in COST_METRICS)
+    return [*right, stored, whole, serving, ", ".join(spread)]
+
+
+def _lines(rows: Rows, arms: list[str] | None = None) -> ProbeTable:
+    """Makes a table of the report: costs first, then accuracies, what is lost and mended in front."""
+    order = sorted(KINDS, key=lambda kind: kind not in ("chain", "aggregate", "list"))
+    arms = [arm for arm in arms or rows.arms(VISIBLE) if not arm.startswith("layer=")]
+    lines = []
+    for arm in arms:
+        costs = [(share(rows.get(VISIBLE, arm, metric).value), "") for metric in (AXES[0], AXES[1])]
+        spread = ", ".join(share(rows.get(VISIBLE, arm, metric).value) for metric in AMORTISED)
+        got = [rows.get(VISIBLE, arm, f"accuracy.{kind}") for kind in order]
+        values = [(number(each.value), f"{number(each.low)} to {number(each.high)}") for each in got]
+        lines.append((arm_label(arm), [*costs, *values, (spread, "")]))
+    head = ["stored bytes", "serving FLOPs", *order, "serving FLOPs over 1, 3, 10 reuses"]
+    return ProbeTable(head, lines, "")
+
+
+def _deficit(results: Results, size: str) -> ProbeTable:
+    rows = Rows(of_size(results, size))
+    layers = rows.arms(VISIBLE, "layer=")
+    metrics = list(dict.fromkeys(metric for _, arm, metric in rows.table if arm in layers))
+    lines = [(layer[6:], [(number(rows.get(VISIBLE, layer, each).value), "") for each in metrics]) for layer in layers]
+    return ProbeTable([each.replace("class_mean_share.", "class mean, ") for each in metrics], lines, "")
+
+
+# ---------------------------------------------------------------------------------------------------- the guide
+
+
+def kept(results: Results) -> dict[str, Any]:
+    """Keeps of a run what the guide shows, digits behind the sixth left out."""
+    own, rows = Rows(results).model, []
+    for row in results["rows"]:
+        right = row["metric"].startswith("accuracy.")
+        of_seed = right and row["probe"] == "sheets.4" and row["arm"] in ("re-prefill", "blind")
+        shown = right or row["metric"].startswith(("class_mean_share.", "e90")) or row["metric"] in COST_METRICS
+        if shown if row["model"] == own else of_seed:
+            rows.append({**row, **{name: _six(row[name]) for name in ("value", "low", "high")}})
+    names = ("model", "seeds", "seed", "contexts", "command", "rules")
+    return {"config": {name: results["config"][name] for name in names}, "rows": rows}
+
+
+def _six(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def write(results: Results, figures: Path, root: Path = ROOT) -> None:
+    """Puts a run into the guide, docs/sheets-results.json and docs/pictures."""
+    shown = kept(results)
+    (root / KEPT).write_text(json.dumps(shown, indent=0) + "\n", encoding="utf-8")
+    (root / GUIDE).write_text(block(markdown(shown), root / GUIDE), encoding="utf-8")
+    for name in PICTURES:
+        if (figures / f"{name}.png").exists():
+            shutil.copyfile(figures / f"{name}.png", root / "docs" / "pictures" / f"sheets_{name}.png")
+
+
+def _read(folder: Path) -> Mapping[str, Any]:
+    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    write(_read(Path(sys.argv[1])), Path(sys.argv[1]) / "figures")
