@@ -153,7 +153,8 @@ def _undercut(rows: Rows, patch: str, better: Mapping[str, Sequence[str]]) -> st
     for arm, beaten in axes.items():
         costs = ", ".join(f"{share(cost(rows, arm, axis))} {COSTS[axis]}" for axis in cost_axes(rows))
         right = ", ".join(number(_accuracy(rows, arm, kind).value) for kind in MULTI_HOP)
-        said.append(f"in {' and '.join(beaten)} by {arm_label(arm)} ({right}; {costs})")
+        on = " and ".join(part for part in (", ".join(beaten[:-1]), beaten[-1]) if part)
+        said.append(f"in {on} by {arm_label(arm)} ({right}; {costs})")
     text = "; ".join(said)
     if len(cost_axes(rows)) < 2:
         return text

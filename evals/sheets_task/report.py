@@ -57,7 +57,7 @@ def write_report(results: Results, folder: Path) -> str:
     page = template("sheets.html.j2").render(
         model=Rows(results).model,
         verdict=verdict(main),
-        beside=[_about(results), *_control(results)],
+        beside=[_about(results).replace("`", ""), *_control(results)],
         hero=[picture(path) for path in drawn[:1]],
         pictures=[picture(path) for path in drawn[1:]],
         bars=bars(results),
