@@ -22,12 +22,8 @@ from ..report.wording import number, share
 from ..results.costs import AMORTISED, AXES, TOGETHER
 from ..results.rows import Rows
 from ..results.tables import markdown_table
-from .task import KINDS
 
-EVALUATED = ("4", "8", "16")
 CONTROL_ENDS = "_no_window"
-VISIBLE_CLASSES = ("shape", "ink", "row mark", "column mark")
-"""Classes of cells by what can be seen of them."""
 COST_METRICS = (AXES[0], TOGETHER[0], AXES[1], *AMORTISED)
 GUIDE, KEPT = Path("docs/guides/sheets-task.md"), Path("docs/sheets-results.json")
 PICTURES = ("hero", "pareto_stored_bytes", "pareto_serving_flops")
@@ -41,9 +37,15 @@ class Bar(NamedTuple):
     met: bool
 
 
-def of_size(results: Results, size: str = EVALUATED[0], model: str | None = None) -> dict[str, Any]:
-    """Makes the results whose main comparison is that of contexts of one size, so that the main report's words fit."""
-    rows = [{**row, "probe": VISIBLE} for row in results["rows"] if row["probe"] == f"sheets.{size}"]
+def probes_of(results: Results) -> dict[str, str]:
+    """Lists what was measured, by name, with what each is called in a table; the first is the main comparison."""
+    return dict(results["config"]["probes"])
+
+
+def of_probe(results: Results, probe: str | None = None, model: str | None = None) -> dict[str, Any]:
+    """Makes the results whose main comparison is that of contexts of one probe, so that the main report's words fit."""
+    name = f"{results['config']['task']}.{probe or next(iter(probes_of(results)))}"
+    rows = [{**row, "probe": VISIBLE} for row in results["rows"] if row["probe"] == name]
     return {**results, "config": {**results["config"], "model": model or Rows(results).model}, "rows": rows}
 
 
@@ -51,10 +53,11 @@ def write_report(results: Results, folder: Path) -> str:
     """Writes table.md, figures/ and report.html; returns the text of the first."""
     text = markdown(results)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
-    main, figures = of_size(results), folder / "figures"
+    probes, main, figures = probes_of(results), of_probe(results), folder / "figures"
     spread = "accuracy, least to largest seed" if _seeds(results) > 1 else "accuracy, with 95 % interval"
     drawn = [*hero_figure(main, figures, spread), *pareto_figures(main, figures)]
     page = template("sheets.html.j2").render(
+        task=results["config"]["task"],
         model=Rows(results).model,
         verdict=verdict(main),
         beside=[_about(results).replace("`", ""), *_control(results)],
@@ -62,8 +65,11 @@ def write_report(results: Results, folder: Path) -> str:
         pictures=[picture(path) for path in drawn[1:]],
         bars=bars(results),
         first=_lines(Rows(main), first_arms(main)),
-        sizes=[(size, _say_size(results, size), _lines(Rows(of_size(results, size)))) for size in EVALUATED],
-        deficit=[(size, _deficit(results, size)) for size in EVALUATED],
+        probes=[
+            (probe, title, _say(results, probe), _lines(Rows(of_probe(results, probe))))
+            for probe, title in probes.items()
+        ],
+        deficit=[(title, _deficit(results, probe)) for probe, title in probes.items()],
         settings=results["config"],
         environment=results.get("environment", {}),
         command=results["config"]["command"],
@@ -74,24 +80,31 @@ def write_report(results: Results, folder: Path) -> str:
 
 def markdown(results: Results) -> str:
     """Says what a run found, as the guide has it: verdict, bars, what each arm answers with contexts of each size."""
-    head = ("arm", *KINDS, "stored", "with the canonical", "serving FLOPs", "over 1, 3, 10 reuses")
-    parts = [filled(" ".join(verdict(of_size(results)))), filled(_about(results)), *map(filled, _control(results))]
+    head = (
+        "arm",
+        *results["config"]["questions"],
+        "stored",
+        "with the canonical",
+        "serving FLOPs",
+        "over 1, 3, 10 reuses",
+    )
+    parts = [filled(" ".join(verdict(of_probe(results)))), filled(_about(results)), *map(filled, _control(results))]
     lines = [[bar.what, bar.measured, "met" if bar.met else "**not met**"] for bar in bars(results)]
     parts.append(markdown_table(("bar", "measured", ""), lines))
-    for size in EVALUATED:
-        rows = Rows(of_size(results, size))
+    for probe, title in probes_of(results).items():
+        rows = Rows(of_probe(results, probe))
         lines = [[f"`{arm}`", *_cells(rows, arm)] for arm in rows.arms(VISIBLE) if not arm.startswith("layer=")]
-        parts += [filled(f"**{size} chunks.** {_say_size(results, size)}"), markdown_table(head, lines)]
+        parts += [filled(f"**{title}.** {_say(results, probe)}"), markdown_table(head, lines)]
     return "\n\n".join(parts)
 
 
 def bars(results: Results) -> list[Bar]:
     """Holds a run against the bars that were set before it, contexts of four chunks."""
-    main = of_size(results)
+    main = of_probe(results)
     rows, rank = Rows(main), smallest_rank(main, VISIBLE)
     right = lambda kind: rows.get(VISIBLE, "re-prefill", f"accuracy.{kind}").value
     lost = {kind: -rows.gap(VISIBLE, "blind", kind) for kind in ("chain", "aggregate")}
-    worst = worst_class_share(results, EVALUATED[0])
+    worst = worst_class_share(results)
     return [
         Bar("training seeds: at least three", str(_seeds(results)), _seeds(results) >= 3),
         Bar("re-prefill, chain: at least .95", number(right("chain")), right("chain") >= 0.95),
@@ -102,12 +115,16 @@ def bars(results: Results) -> list[Bar]:
     ]
 
 
-def worst_class_share(results: Results, size: str) -> float:
+def worst_class_share(results: Results, probe: str | None = None) -> float:
     """Finds the largest share of ΔV's energy, in the deeper half, that means over cells that show the same explain."""
-    rows = Rows(of_size(results, size))
+    rows = Rows(of_probe(results, probe))
     values = [arm for arm in rows.arms(VISIBLE, "layer=") if arm.endswith(".v")]
     deeper = values[len(values) // 2 :]
-    shares = [rows.get(VISIBLE, arm, f"class_mean_share.{name}").value for arm in deeper for name in VISIBLE_CLASSES]
+    shares = [
+        rows.get(VISIBLE, arm, f"class_mean_share.{name}").value
+        for arm in deeper
+        for name in results["config"]["visible"]
+    ]
     return max(shares, default=math.nan)
 
 
@@ -130,7 +147,7 @@ def _control(results: Results) -> list[str]:
     found = []
     models = [*results["config"].get("seeds", []), *(x for x in Rows(results).models if x.endswith(CONTROL_ENDS))]
     for model in models:
-        rows = Rows(of_size(results, model=model))
+        rows = Rows(of_probe(results, model=model))
         say = lambda kind, rows=rows: " → ".join(
             number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for arm in ("re-prefill", "blind")
         )
@@ -139,32 +156,33 @@ def _control(results: Results) -> list[str]:
     return ["By instance, re-prefill → blind reuse: " + "; ".join(found) + "."] if len(found) > 1 else []
 
 
-def _say_size(results: Results, size: str) -> str:
-    main = of_size(results, size)
+def _say(results: Results, probe: str) -> str:
+    main = of_probe(results, probe)
     rows = Rows(main)
     lost = ", ".join(f"{kind} {number(-rows.gap(VISIBLE, 'blind', kind))}" for kind in ("chain", "aggregate"))
     layers = [arm for arm in rows.arms(VISIBLE, "layer=") if arm.endswith(".v")][-2:]
     rank = smallest_rank(main, VISIBLE)
     directions = " and ".join(number(rows.get(VISIBLE, arm, "e90").value) for arm in layers)
-    filled_by = [rows.get(VISIBLE, arm, "class_mean_share.absorbed fill").value for arm in layers]
-    explained = f"{share(worst_class_share(results, size))} of ΔV's energy in the deeper half"
+    every = [row for row in rows.table if row[1] in layers and row[2].startswith("class_mean_share.absorbed")]
+    absorbed = max((rows.get(*row).value for row in every), default=math.nan)
+    explained = f"{share(worst_class_share(results, probe))} of ΔV's energy in the deeper half"
     return (
         f"Smallest sufficient rank by the rule: {rank or 'none'}. Re-prefill less blind: {lost}. Means over what can "
-        f"be seen of a cell explain at most {explained}; means over cells that absorb one fill "
-        f"{share(max(filled_by, default=math.nan))}. 90 % of ΔV's energy in the last two layers is in {directions} "
+        f"be seen of a cell explain at most {explained}; means over cells that absorb the same at most "
+        f"{share(absorbed)}. 90 % of ΔV's energy in the last two layers is in {directions} "
         "directions."
     )
 
 
 def _cells(rows: Rows, arm: str) -> list[str]:
-    right = [number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for kind in KINDS]
+    right = [number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for kind in rows.results["config"]["questions"]]
     stored, whole, serving, *spread = (share(rows.get(VISIBLE, arm, metric).value) for metric in COST_METRICS)
     return [*right, stored, whole, serving, ", ".join(spread)]
 
 
 def _lines(rows: Rows, arms: list[str] | None = None) -> ProbeTable:
     """Makes a table of the report: costs first, then accuracies, what is lost and mended in front."""
-    order = sorted(KINDS, key=lambda kind: kind not in ("chain", "aggregate", "list"))
+    order = sorted(rows.results["config"]["questions"], key=lambda kind: kind not in ("chain", "aggregate", "list"))
     arms = [arm for arm in arms or rows.arms(VISIBLE) if not arm.startswith("layer=")]
     lines = []
     for arm in arms:
@@ -177,8 +195,8 @@ def _lines(rows: Rows, arms: list[str] | None = None) -> ProbeTable:
     return ProbeTable(head, lines, "")
 
 
-def _deficit(results: Results, size: str) -> ProbeTable:
-    rows = Rows(of_size(results, size))
+def _deficit(results: Results, probe: str) -> ProbeTable:
+    rows = Rows(of_probe(results, probe))
     layers = rows.arms(VISIBLE, "layer=")
     metrics = list(dict.fromkeys(metric for _, arm, metric in rows.table if arm in layers))
     lines = [(layer[6:], [(number(rows.get(VISIBLE, layer, each).value), "") for each in metrics]) for layer in layers]
@@ -191,13 +209,14 @@ def _deficit(results: Results, size: str) -> ProbeTable:
 def kept(results: Results) -> dict[str, Any]:
     """Keeps of a run what the guide shows, digits behind the sixth left out."""
     own, rows = Rows(results).model, []
+    first = f"{results['config']['task']}.{next(iter(probes_of(results)))}"
     for row in results["rows"]:
         right = row["metric"].startswith("accuracy.")
-        of_seed = right and row["probe"] == "sheets.4" and row["arm"] in ("re-prefill", "blind")
+        of_seed = right and row["probe"] == first and row["arm"] in ("re-prefill", "blind")
         shown = right or row["metric"].startswith(("class_mean_share.", "e90")) or row["metric"] in COST_METRICS
         if shown if row["model"] == own else of_seed:
             rows.append({**row, **{name: _six(row[name]) for name in ("value", "low", "high")}})
-    names = ("model", "seeds", "seed", "contexts", "command", "rules")
+    names = ("task", "model", "seeds", "seed", "contexts", "command", "rules", "probes", "visible", "questions")
     return {"config": {name: results["config"][name] for name in names}, "rows": rows}
 
 

@@ -1,5 +1,6 @@
 """The report of the sheets task is made of rows: verdict, bars, tables, the guide; instances and their control."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -30,7 +31,7 @@ def table(model: str, shift: float) -> list[dict]:
         {"probe": f"sheets.{size}", "model": model, "arm": arm, "metric": metric, "value": value}
         | {"low": None, "high": None, "n": 64}
     )
-    for size in report.EVALUATED:
+    for size in ("4", "8", "16"):
         for arm, (chain, aggregate, stored, serving) in ARMS.items():
             for kind in KINDS:
                 value = {"page": 1.0, "sheet": 1.0, "aggregate": aggregate + shift}.get(kind, chain)
@@ -41,7 +42,7 @@ def table(model: str, shift: float) -> list[dict]:
             for reuses in (1, 3, 10):
                 add(size, arm, f"serving_flops.reuses={reuses}", serving + 0.9 / reuses)
         for layer in range(4):
-            for classes in (*report.VISIBLE_CLASSES, "absorbed fill"):
+            for classes in (*suite.SHEETS_SUITE.visible, "absorbed fill"):
                 add(size, f"layer={layer}.v", f"class_mean_share.{classes}", 0.1 * layer + 0.05)
             add(size, f"layer={layer}.v", "e90", layer + 1.0)
     return rows
@@ -52,7 +53,16 @@ def results() -> dict:
     """Three seeds and a control that is none."""
     seeds = {f"a_seed{number}": table(f"a_seed{number}", 0.01 * number) for number in range(3)}
     rows = [row for rows in seeds.values() for row in rows] + headline_rows(seeds, "mean") + table("a_no_window", 0.05)
-    config = {"model": "mean", "seeds": list(seeds), "seed": 1, "contexts": 64, "command": "run it", "rules": {}}
+    sizes = {size: f"{size} chunks" for size in ("4", "8", "16")}
+    config = {"task": "sheets", "probes": sizes, "visible": list(suite.SHEETS_SUITE.visible), "model": "mean"}
+    config |= {
+        "questions": dict(suite.SHEETS_SUITE.questions),
+        "seeds": list(seeds),
+        "seed": 1,
+        "contexts": 64,
+        "command": "run it",
+        "rules": {},
+    }
     return {"config": config, "environment": {}, "rows": rows}
 
 
@@ -126,15 +136,14 @@ def test_a_control_is_no_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "training.json").write_text("{}")
-    monkeypatch.setattr(suite, "SHEETS", tmp_path)
     seen = {}
 
-    def measured(path: Path, sizes: suite.Sizes, file: Path, *, control: bool = False) -> list[dict]:
+    def measured(path: Path, sizes: suite.Sizes, of: suite.Suite, file: Path, *, control: bool = False) -> list[dict]:
         seen[path.name] = control
         return table(path.name, 0.0)
 
     monkeypatch.setattr(suite, "measure_all", measured)
-    found = suite.run("all", 1, tmp_path / "out")
+    found = suite.run("all", 1, tmp_path / "out", suite=dataclasses.replace(suite.SHEETS_SUITE, folder=tmp_path))
     assert seen == {"a": False, "a_seed1": False, "a_no_window": True}
     assert found["config"]["seeds"] == ["a", "a_seed1"]
     means = [row for row in found["rows"] if row["model"] == "mean"]
