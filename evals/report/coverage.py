@@ -147,7 +147,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
                 *_rows("pretrained", "text", "eta", "shadowkv.rank=16", "shadowkv.rank=32", "kv.svd.rank=32"),
                 *_rows("sheets", _SHEETS, "accuracy.chain", "shadowkv.rank=8", "shadowkv.keys_alone.rank=8"),
             ),
-            "at the bytes of ranks 8 and 16; low-rank keys (ShadowKV) in two readings, on real weights at bytes of their own",
+            "at the bytes of ranks 8 and 16; low-rank keys (ShadowKV) in two readings, at bytes of their own",
         ),
         Item(
             "Fig. 8",
