@@ -184,15 +184,15 @@ class Recipe(SheetsRecipe):
 
     steps: int = 1200
     tiny: int = 620
-    small: int = 200
-    longer: int = 1000
+    small: int = 580
+    longer: int = 1200
     proportions: int = 0
     ink_likeness: float = 1.0
     aggregate: int = 6
     whole: int = 0
     reading: int = 400
-    plain: int = 600
-    varied: int = 760
+    plain: int = 1200
+    varied: int = 1200
 
     def asked(self, step: int) -> dict[str, int]:
         """How many questions of each kind a step packs behind each context."""

@@ -294,7 +294,8 @@ def test_every_chunk_is_reused(tmp_path: Path):
 def test_the_shipped_instance():
     """Chain questions: right computed anew, wrong blind, right with a patch though every chunk moved."""
     (path,) = suite.instances("qwen2_5_vl", DOCUMENTS_SUITE)
-    documents, rng = draw(11, "4", 8)
+    rng = np.random.default_rng(11)
+    documents = documents_task.sample_documents(rng, 8, SIZES["small"], variety=0.0)
     questions = documents_task.ask(documents, rng, {"chain": 12})
     reuse = DocumentReuse(load(path, dtype="float32"), documents, questions)
     asked = questions.answer >= 0
