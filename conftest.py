@@ -24,25 +24,30 @@ checking.install()
 # Imports and tracing allocate much that lives on.
 gc.set_threshold(50_000, 20, 20)
 
-# A file's tests stay in one process, so a long file that begins last keeps the others waiting. Longest first.
+# A file's tests stay in one process, so a long file that begins last keeps the others waiting. Longest first, by
+# the CPU seconds of a run with nothing compiled beforehand (those of 10 or more).
 LONG = (
-    "test_run.py",
-    "test_sharding.py",
-    "test_training.py",
-    "test_text_families.py",
-    "test_backbone.py",
-    "test_rotate_patch.py",
-    "test_buckets.py",
-    "test_trained.py",
+    "test_sessions.py",
+    "test_session.py",
     "test_pool.py",
-    "test_batches.py",
-    "test_patch.py",
-    "test_splice.py",
-    "test_factorise.py",
-    "test_repair.py",
-    "test_replays.py",
+    "test_rotate_patch.py",
     "test_readme.py",
+    "test_trained.py",
+    "test_patch.py",
+    "test_answer_batch.py",
+    "test_rotate_patch_gpu.py",
+    "test_backbone.py",
+    "test_experts.py",
+    "test_sharding.py",
+    "test_image_families.py",
+    "test_patch_forms.py",
+    "test_text_families.py",
+    "test_factorise.py",
     "test_window_executor.py",
+    "test_run.py",
+    "test_paging.py",
+    "test_repair.py",
+    "test_session_reuse.py",
 )
 
 MAPS = Path("/proc/self/maps")

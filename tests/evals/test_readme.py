@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+import kvpatch_jax as kvp
 from evals import small_task
 from evals.report import documents
 from evals.results.rows import Rows
@@ -117,9 +118,13 @@ def test_sentences_over_the_pages_marks_agree_with_the_rows(kept):
 
 
 def test_readmes_first_lines_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    """The agent's loop, as it is printed, on a tiny model that was written to a directory."""
+    """The agent's loop, as it is printed, on a tiny model that was written to a directory.
+
+    Answers of one token: longer ones take two more programs for each size of a window, and are in the sessions' tests.
+    """
     import models
 
+    monkeypatch.setattr(kvp.Session, "ask", functools.partialmethod(kvp.Session.ask, steps=1))
     monkeypatch.setattr(models, "load", functools.partial(models.load, buckets=models.Buckets(smallest=16, steps=1)))
     directory = write_checkpoint("qwen2_5_vl", tmp_path / "model")
     words = {word: number for number, word in enumerate(["What", "changed", "since", "the", "last", "one?"], 5)}

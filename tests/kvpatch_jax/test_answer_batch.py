@@ -274,7 +274,7 @@ def test_bad_items_are_told_and_the_others_go_on(backbone, items, done, tmp_path
     ]
     given = [good, *bad[:5], items[1], *bad[5:]]
     shelf, out = done[1], tmp_path / "answers.jsonl"
-    report = answer_batch(backbone, shelf, given, out=out, rank=RANK)
+    report = answer_batch(backbone, shelf, given, out=out, rank=RANK, batch=2)
     assert (report.answered, report.failed) == (2, len(bad))
     lines = read_answers(out)
     assert [line["error"] for line in lines if "error" in line] == ["ImageError"] * 2 + ["InputError"] * 9
@@ -283,8 +283,8 @@ def test_bad_items_are_told_and_the_others_go_on(backbone, items, done, tmp_path
     assert lines[0]["ids"] == read_answers(done[2])[0]["ids"]
 
     # They stay failed, until they are asked for again.
-    assert answer_batch(backbone, shelf, given, out=out, rank=RANK).before == len(given)
-    again = answer_batch(backbone, shelf, given, out=out, rank=RANK, retry=True)
+    assert answer_batch(backbone, shelf, given, out=out, rank=RANK, batch=2).before == len(given)
+    again = answer_batch(backbone, shelf, given, out=out, rank=RANK, batch=2, retry=True)
     assert (again.before, again.failed) == (2, len(bad))
     assert read_answers(out) == lines
 
@@ -410,6 +410,15 @@ def test_rows_over_eight_devices_give_the_same_answers(tmp_path):
         assert found[name] == found["alone"], name
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C reaches Python, whatever the tests were started by: a shell's background job is born deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("place", ["prefill 1", "prefill 4", "generate 0", "generate 2", "add 1"])
 def test_an_interrupt_anywhere_ends_the_run_and_the_same_call_goes_on(
     backbone, items, done, tmp_path, monkeypatch, place

@@ -51,7 +51,12 @@ def slots_of(tokens: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("name", "padded"),
-    [*((name, False) for name in ("gqa", "mha", "mla", "interleaved", "yarn")), ("mha", True), ("mla", True)],
+    [
+        *((name, False) for name in ("gqa", "mla", "yarn")),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("mha", "interleaved")),
+        ("mha", True),
+        ("mla", True),
+    ],
 )
 def test_splice_is_apply_patch_with_pages_for_a_destination(name: str, padded: bool):
     chunk = chunk_of(name, length=19)

@@ -76,7 +76,8 @@ def test_the_loop_is_the_windows(backbone, session):
             window, slid = window.slide(1)
         window, placed = window.append(entry)
         host.run(window, (*slid, *placed))
-        assert close_to(logits(session), np.asarray(host.prefill(window, question).logits))
+        if step >= 2:  # full windows, before and after they slide: each size is programs of its own
+            assert close_to(logits(session), np.asarray(host.prefill(window, question).logits))
     assert session.window.pieces == window.pieces
     assert (len(session), session.gone) == (3, tuple(piece.entry.id for piece in window.evicted))
     assert [session.fidelity(name) for name in session.ids] == ["exact", "survivor", "survivor"]
@@ -111,7 +112,7 @@ def test_draws_follow_the_seed(session):
     assert len(set(drawn)) > 1
     own = session.ask(QUESTION, steps=6, temperature=2.0, top_p=0.9)
     assert session.ask(QUESTION, steps=6, temperature=2.0, top_p=0.9, seed=own.seed).ids == own.ids
-    assert session.ask(QUESTION, steps=1).seed is None
+    assert session.ask(QUESTION, steps=6).seed is None
 
 
 def test_answers_end_at_stop_tokens(session):
@@ -145,14 +146,14 @@ def test_an_answer_may_be_closed_and_read_by_several(session):
 
 
 def test_an_audit_says_how_far_reuse_is_off(session):
-    session.add(image_of(0))
-    session.add(image_of(1))
+    for step in range(3):
+        session.add(image_of(step))
     exact = session.ask(QUESTION, steps=4, stop=(), audit=True)
     assert exact.kl is not None
     assert exact.kl < 1e-8
     assert (exact.audit.flips, exact.audit.places, exact.audit.as_promised) == (0, 4, True)
-    session.add(image_of(2))
     session.add(image_of(3))
+    session.add(image_of(4))
     kept = session.ask(QUESTION, steps=4, stop=(), audit=True)
     assert kept.audit.as_promised
     assert kept.kl > exact.kl  # it remembers what has left

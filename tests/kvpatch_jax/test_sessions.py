@@ -432,15 +432,17 @@ def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_pat
     shots, question = shots_of(4), [5, 6]
     with kvp.Session(backbone, keep=2, pages=PAGES, page_size=PAGE) as alone:
         expected = []
-        for shot in shots[:3]:
+        for number, shot in enumerate(shots[:3]):
             alone.add(shot, kind="chunk")
-            expected.append(alone.ask(question, steps=3, stop=()).ids)
+            if number:  # windows of one size, whose programs are the dear part
+                expected.append(alone.ask(question, steps=3, stop=()).ids)
 
     def agent(said: list) -> None:
         session = sessions.open(keep=2)
-        for shot in shots[:3]:
+        for number, shot in enumerate(shots[:3]):
             session.add(shot, kind="chunk")
-            said.append(session.ask(question, steps=3, stop=()).ids)
+            if number:
+                said.append(session.ask(question, steps=3, stop=()).ids)
         opened.append(session)
 
     store = ChunkStore(tmp_path / "store")

@@ -124,6 +124,13 @@ def forwards(name: str, directory: Path, whole: bool) -> dict[str, Any]:
     }
 
 
+def loads_of(name: str, directory: Path) -> dict[str, Any]:
+    """How a case's parameters lie over its mesh; no forward, which is what takes time."""
+    write, make_mesh = CASES[name]
+    write(directory)
+    return loaded(load(directory), load(directory, mesh=make_mesh()))
+
+
 def loaded(alone: ModelBackbone, over: ModelBackbone) -> dict[str, Any]:
     """Whether the parameters over a mesh have the values of those on one device, and how they lie."""
     assert over.mesh is not None
@@ -300,6 +307,7 @@ def find(name: str, directory: Path) -> Any:
     """The facts of one name: a case, with "-whole" behind it for every kind of call, or one of the other functions."""
     others = {"loads": loads, "collectives": collectives, "memory": memory, "violations": violations}
     others["experts"] = experts
+    others["mla-loaded"] = lambda directory: loads_of("mla", directory)
     others["own_mesh"] = own_mesh
     others["own_mesh_set"] = lambda directory: own_mesh(directory, set_too=True)
     if name in others:

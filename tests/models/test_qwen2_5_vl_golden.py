@@ -37,8 +37,8 @@ CASES = ("text", "one_image", "two_images", "video")
 @pytest.mark.parametrize(
     ("backbone", "case"),
     [
-        *(("config.json", case) for case in CASES[1:]),
-        pytest.param("config.json", "text", marks=pytest.mark.slow),
+        *(("config.json", case) for case in CASES[2:]),
+        *(pytest.param("config.json", case, marks=pytest.mark.slow) for case in CASES[:2]),
         ("config_release.json", "text"),
         *(pytest.param("config_release.json", case, marks=pytest.mark.slow) for case in CASES[1:]),
     ],
