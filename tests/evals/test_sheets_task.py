@@ -252,8 +252,11 @@ def test_training_resumes(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_shipped_instance():
-    """Chain questions: right computed anew, wrong blind, right with a patch though every chunk moved."""
-    (path,) = suite.instances("qwen2_5_vl")
+    """Chain questions: right computed anew, wrong blind, right with a patch though every chunk moved.
+
+    Of the three seeds one loses little by blind reuse (the guide has it); this one loses most.
+    """
+    (path,) = suite.instances("qwen2_5_vl_seed3")
     contexts, rng = draw(11, "4", 8)
     questions = sheets_task.ask(contexts, rng, {"chain": 12})
     reuse = Reuse(load(path, dtype="float32"), contexts, questions)
