@@ -25,7 +25,7 @@ def question_in_words(ids: Int[np.ndarray, " N"]) -> str:
     return {
         "value?": f"value, {about}",
         "unit?": f"unit, {about}",
-        "most?": f"most frequent value, {about}",
+        "most?": f"most often, {about}*",
     }.get(ask, f"{ask} {about}")
 
 
@@ -101,10 +101,10 @@ def _table(axis, questions: Questions, said: Mapping[str, Int[np.ndarray, "B N"]
         colours.append([ink, "black", *("black" if token == right else "#a8a8a8" for token in given)])
     head = ["asked", "right", *(_short(name) for name in said)]
     table = axis.table(
-        [head, *rows], loc="center", cellLoc="center", colWidths=[0.38, *[0.62 / (len(head) - 1)] * (len(head) - 1)]
+        [head, *rows], loc="center", cellLoc="center", colWidths=[0.3, *[0.7 / (len(head) - 1)] * (len(head) - 1)]
     )
     table.auto_set_font_size(False)
-    table.set_fontsize(7)
+    table.set_fontsize(6.5)
     table.scale(1, 1.25)
     for (row, column), cell in table.get_celld().items():
         cell.set_linewidth(0.4)
@@ -115,7 +115,7 @@ def _table(axis, questions: Questions, said: Mapping[str, Int[np.ndarray, "B N"]
 def _short(arm: str) -> str:
     """Names an arm in a narrow column."""
     name, _, choice = arm.partition(".")
-    name = {"query_attention": "query", "cacheblend": "blend"}.get(name, name)
+    name = {"query_attention": "query", "cacheblend": "blend", "re-prefill": "prefill"}.get(name, name)
     if "budget" in choice:
         return f"{name} {float(choice.partition('=')[2]):.0%}"
     return f"{name} {choice.partition('=')[2]}".strip()
@@ -125,4 +125,6 @@ def _fewer_colours(path: Path) -> None:
     """Keeps the picture in few colours, so that it stays small."""
     from PIL import Image
 
-    Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    with Image.open(path) as image:
+        few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
