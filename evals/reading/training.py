@@ -66,6 +66,11 @@ class Recipe:
     fitted: int = 24_000
 
 
+def schedule(recipe: Recipe, steps: int) -> optax.Schedule:
+    """The learning rate: warm-up, over at most half of the steps, then a cosine to nothing."""
+    return optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, min(recipe.warmup, steps // 2), steps)
+
+
 class Slots:
     """Glyphs of all faces and sizes, drawn once: ink [sheets, glyphs, 16, 16], and pages shrunk to tiles."""
 
@@ -192,11 +197,10 @@ class Stages:
     def optimiser(self, steps: int) -> optax.GradientTransformation:
         """AdamW with warm-up and a cosine to nothing; decay on matrices."""
         recipe = self.recipe
-        schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, recipe.warmup, steps)
         matrices = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
         return optax.chain(
             optax.clip_by_global_norm(recipe.clip),
-            optax.adamw(schedule, b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=matrices),
+            optax.adamw(schedule(recipe, steps), b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=matrices),
         )
 
     def letters(self) -> Iterator[dict[str, float]]:
