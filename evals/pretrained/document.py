@@ -16,8 +16,10 @@ import numpy as np
 
 from ..results.rows import Rows
 from ..results.tables import markdown_table
+from .arms import COSTS
 from .plan import TASKS
 from .report import PERCENT, draw_figures, show, verdict
+from .rows import EVERY_ARM
 
 DOCS = Path(__file__).parents[2] / "docs"
 SUMMARY, PAGE, PICTURES = "pretrained.json", "pretrained.md", "pictures"
@@ -25,7 +27,8 @@ PATCH = "patch.rank=16"
 """The patch that others are held against."""
 FIGURES = {
     "stored": "What an arm removes of blind reuse's KL, against what it keeps: left for this place of reuse alone, "
-    "right with what it needs of the canonical, which all places share. Bars: 95 %, documents resampled.",
+    "right with what it needs of the canonical, which all places share. Bars: 95 %, documents resampled. What "
+    "raises the KL far is below the frame.",
     "serving": "The same against FLOPs of a reuse, with what is paid once shared by 1, 3 and 10 reuses.",
     "depth": "The deficit by layer, ‖Δ‖ / ‖KV‖, of keys and of values.",
 }
@@ -52,7 +55,12 @@ PROBES = {
 
 def summary(results: Mapping[str, Any]) -> dict[str, Any]:
     """Picks what the page shows out of results.json, numbers to five places."""
-    wanted = {"text": {*SHOWN, "loss"}, "deficit": {"relative_norm"}, "greedy": {"greedy_tokens", "greedy_all"}}
+    wanted = {
+        "text": {*SHOWN, "loss"},
+        EVERY_ARM: {*SHOWN},
+        "deficit": {"relative_norm"},
+        "greedy": {"greedy_tokens", "greedy_all"},
+    }
     wanted |= {f"behaviour.{task}": {"right", "chosen", "tokens", "agrees"} for task in TASKS}
     wanted |= {probe: {"eta", "kl", "flips", "loss_difference"} for probe in PROBES}
     short = lambda value: None if value is None else round(value, 5)
@@ -89,7 +97,7 @@ def _measured(rows: Rows, config: Mapping[str, Any], seconds: int) -> str:
     if config["parts_done"] < config["parts"]:
         said = (
             f"**Not finished: {config['parts_done']} of {config['parts']} parts were run**, "
-            f"{rows.get('text', 'blind', 'kl').n} passages; arms whose n is smaller, on fewer documents. Intervals "
+            f"{rows.get('text', 'blind', 'kl').n} passages. Intervals "
             f"over so few documents are themselves uncertain. {said}"
         )
     return said
@@ -97,16 +105,17 @@ def _measured(rows: Rows, config: Mapping[str, Any], seconds: int) -> str:
 
 def ordered(rows: Rows) -> list[str]:
     """The arms, those that remove most of blind reuse's KL first."""
-    arms = [arm for arm in rows.arms("text") if arm != "re-prefill" and rows.get("text", arm, "eta").n]
-    return sorted(arms, key=lambda arm: -rows.get("text", arm, "eta").value)
+    arms = [arm for arm in rows.arms(EVERY_ARM) if arm != "re-prefill" and rows.get(EVERY_ARM, arm, "eta").n]
+    return sorted(arms, key=lambda arm: -rows.get(EVERY_ARM, arm, "eta").value)
 
 
 def _arms(rows: Rows) -> Iterator[str]:
     arms = ordered(rows)
-    own = rows.get("text", PATCH, "eta")
+    own = rows.get(EVERY_ARM, PATCH, "eta")
     ahead = [arm for arm in arms[: arms.index(PATCH)] if not arm.startswith("patch.")] if PATCH in arms else []
-    clear = [arm for arm in ahead if rows.get("text", arm, "eta").low > own.high]
+    clear = [arm for arm in ahead if rows.get(EVERY_ARM, arm, "eta").low > own.high]
     yield "## Every arm, what removes most first"
+    yield f"On the {own.n or rows.get(EVERY_ARM, 'blind', 'eta').n} passages that all arms were measured on."
     if PATCH in arms:
         names = ", ".join(f"{arm}{'' if arm in clear else ' (intervals overlap)'}" for arm in ahead) or "none"
         stored = 100 * rows.get("text", PATCH, "stored").value
@@ -114,8 +123,12 @@ def _arms(rows: Rows) -> Iterator[str]:
             f"The patch of rank 16 stores {stored:.0f} % of the passage's KV beside the canonical and removes η "
             f"{show(own, places=2)}. Arms of other kinds that remove more: {names}."
         )
-    cells = lambda arm, name: show(rows.get("text", arm, name), *((100.0, 1) if name in PARTS_OF_HUNDRED else (1.0, 3)))
-    lines = [[arm, *(cells(arm, name) for name in SHOWN), str(rows.get("text", arm, "eta").n)] for arm in arms]
+        yield from _places(rows)
+    cells = lambda arm, name: show(
+        rows.get("text" if name in COSTS else EVERY_ARM, arm, name),
+        *((100.0, 1) if name in PARTS_OF_HUNDRED else (1.0, 3)),
+    )
+    lines = [[arm, *(cells(arm, name) for name in SHOWN), str(rows.get(EVERY_ARM, arm, "eta").n)] for arm in arms]
     yield markdown_table(["arm", *(HEADS[name] for name in SHOWN), "n"], lines)
     yield (
         "Shares are of the passage's KV at 16 bits, and of re-prefilling it. `canonical kept`: one for all places of "
@@ -123,6 +136,22 @@ def _arms(rows: Rows) -> Iterator[str]:
         "residual that entered a layer in place of the KV above it. What the arms are: "
         "[Evaluation](guides/evaluation.md#real-weights)."
     )
+
+
+def _places(rows: Rows) -> Iterator[str]:
+    """From how many places of reuse on the patch and its canonical are fewer bytes than KV(B|A) at four bits."""
+    bits = "kv.bits=4"
+    few, patch = (rows.get("text", arm, "stored").value for arm in (bits, PATCH))
+    if np.isfinite(few):
+        first = (
+            f"Where a passage is reused at one place alone, {bits} keeps {100 * few:.0f} % of its KV and the patch of "
+            f"rank 16 with its canonical {100 * (1 + patch):.0f} %"
+        )
+        if few > patch:
+            places = int(1 / (few - patch)) + 1
+            yield f"{first}; from {places} places on, which share the canonical (16 bits), the patch keeps fewer bytes."
+        else:
+            yield f"{first}, and each further place takes the patch no fewer bytes."
 
 
 def _picture(name: str) -> str:
@@ -183,7 +212,8 @@ def _table(rows: Rows, probe: str, metrics: Sequence[str]) -> str:
     lines = []
     for arm in arms:
         found = [rows.get(probe, arm, name) for name in used]
-        lines.append([arm, *map(show, found), str(max(interval.n for interval in found))])
+        shown = [show(one, *((100.0, 1) if name == "flips" else ())) for name, one in zip(used, found, strict=True)]
+        lines.append([arm, *shown, str(max(interval.n for interval in found))])
     return markdown_table(["arm", *(named.get(name, HEADS.get(name, name)) for name in used), "n"], lines)
 
 

@@ -15,6 +15,7 @@ from ..results.intervals import Interval
 from ..results.rows import Rows
 from ..results.tables import markdown_table
 from .plan import TASKS
+from .rows import EVERY_ARM
 
 matplotlib.use("Agg")
 Results = Mapping[str, Any]
@@ -74,9 +75,11 @@ def verdict(rows: Rows) -> str:
     if not np.isfinite(blind.value):
         return "Nothing was measured yet."
     loss = rows.get("text", "re-prefill", "loss")
-    arms = [arm for arm in rows.arms("text") if arm not in ("re-prefill", "blind") and rows.get("text", arm, "eta").n]
+    arms = [
+        arm for arm in rows.arms("text") if arm not in ("re-prefill", "blind") and rows.get(EVERY_ARM, arm, "eta").n
+    ]
     limited = [arm for arm in arms if rows.get("text", arm, "stored").value <= 0.5]
-    best = max(limited or arms, key=lambda arm: rows.get("text", arm, "eta").value)
+    best = max(limited or arms, key=lambda arm: rows.get(EVERY_ARM, arm, "eta").value)
     sentences = [
         f"Over {blind.n} passages of text that nobody trained the model for, blind reuse raises the loss on the text's "
         f"next tokens from {loss.value:.3f} by {show(blind)} nats, {100 * blind.value / loss.value:.1f} % of it; the "
@@ -84,7 +87,7 @@ def verdict(rows: Rows) -> str:
         f"It changes {show(rows.get('text', 'blind', 'flips'), 100.0, 1)} % of the next tokens that the model would "
         "choose.",
         f"Of the arms that store at most half of the passage's KV, {best} removes most of blind reuse's KL: "
-        f"η {show(rows.get('text', best, 'eta'))} (n = {rows.get('text', best, 'eta').n}).",
+        f"η {show(rows.get(EVERY_ARM, best, 'eta'))} (n = {rows.get(EVERY_ARM, best, 'eta').n}).",
     ]
     return " ".join([*sentences, *_against_few_bits(rows)])
 
@@ -96,8 +99,8 @@ def _against_few_bits(rows: Rows) -> list[str]:
     patches = [arm for arm in rows.arms("text", "patch.") if rows.get("text", arm, "stored").value <= room]
     if not patches:
         return []
-    best = max(patches, key=lambda arm: rows.get("text", arm, "eta").value)
-    patch, few = rows.get("text", best, "eta"), rows.get("text", bits, "eta")
+    best = max(patches, key=lambda arm: rows.get(EVERY_ARM, arm, "eta").value)
+    patch, few = rows.get(EVERY_ARM, best, "eta"), rows.get(EVERY_ARM, bits, "eta")
     word = "about as much as"
     if few.low > patch.high:
         word = "more than"
@@ -179,7 +182,7 @@ def _serving(rows: Rows, path: Path) -> Path | None:
     spent = lambda reuses: (
         lambda arm: rows.get("text", arm, "serving").value + rows.get("text", arm, "forming").value / reuses
     )
-    return _pareto(rows, path, {f"FLOPs a reuse of {n}, share of re-prefill": spent(n) for n in (1, 3, 10)})
+    return _pareto(rows, path, {f"FLOPs a reuse, share of re-prefill; reuses: {n}": spent(n) for n in (1, 3, 10)})
 
 
 def _pareto(rows: Rows, path: Path, panels: Mapping[str, Callable[[str], float]]) -> Path | None:
@@ -191,7 +194,7 @@ def _pareto(rows: Rows, path: Path, panels: Mapping[str, Callable[[str], float]]
         for prefix, (name, colour, marker) in FAMILIES.items():
             own = [arm for arm in arms if arm.startswith(prefix)]
             if own:
-                points = [rows.get("text", arm, "eta") for arm in own]
+                points = [rows.get(EVERY_ARM, arm, "eta") for arm in own]
                 _points(axes, np.array([cost(arm) for arm in own]), points, colour, marker, name)
         axes.set(xlabel=label, ylim=(-0.05, 1.05))
         axes.grid(alpha=0.3)

@@ -14,6 +14,8 @@ from .plan import TASKS
 
 Record = Mapping[str, Any]
 GROUPS = ("domain", "antecedent", "length")
+EVERY_ARM = "text.every_arm"
+"""The probe of the passages that all arms were measured on: there arms can be held against one another."""
 METRICS = ("kl", "eta", "flips", "loss", "loss_difference")
 
 
@@ -28,6 +30,7 @@ def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
     everything = [*by_kind["text"], *by_kind["long"]]
     scored = [record for record in everything if "kl" in record]
     found += _compared("text", scored)
+    found += _compared(EVERY_ARM, _with_every_arm(scored))
     for group in GROUPS:
         for value in dict.fromkeys(record[group] for record in scored):
             own = [record for record in scored if record[group] == value]
@@ -61,6 +64,13 @@ def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = MET
         cluster = np.array([record["document"] for record in own])
         for metric in metrics:
             yield probe, arm, metric, _statistic(metric, items, cluster)
+
+
+def _with_every_arm(scored: Sequence[Record]) -> list[Record]:
+    arms: dict[tuple[Any, ...], int] = defaultdict(int)
+    for record in scored:
+        arms[_key(record)] += 1
+    return [record for record in scored if arms[_key(record)] == max(arms.values())]
 
 
 def _statistic(metric: str, items: Mapping[str, np.ndarray], cluster: np.ndarray) -> Interval:

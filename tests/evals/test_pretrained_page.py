@@ -23,7 +23,9 @@ def check(docs: Path) -> None:
     found = json.loads((docs / document.SUMMARY).read_text(encoding="utf-8"))
     text = (docs / document.PAGE).read_text(encoding="utf-8")
     assert text == document.page(found)
-    etas = {row["arm"]: row["value"] for row in found["rows"] if (row["probe"], row["metric"]) == ("text", "eta")}
+    etas = {
+        row["arm"]: row["value"] for row in found["rows"] if (row["probe"], row["metric"]) == ("text.every_arm", "eta")
+    }
     etas.pop("re-prefill", None)
     table = text.partition("## Every arm")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]

@@ -185,7 +185,7 @@ def test_the_report_is_one_page_that_says_what_is_missing(tmp_path):
     page = write_report({"config": config, "rows": few_bits(0.1)}, tmp_path).read_text()
     assert "Not finished: 1 of 2 parts" in page
     assert page.count("data:image/png") == 4
-    assert "| patch.rank=8 | 20.0 |" in (tmp_path / "table.md").read_text()
+    assert "| patch.rank=8 | 100.0 | 20.0 |" in (tmp_path / "table.md").read_text()
 
 
 def test_parts_are_kept_and_refused_where_they_are_of_something_else(tmp_path):
