@@ -1,5 +1,9 @@
 """The reading model: pieces, pages, the tower and its stages, on one font that matplotlib brings and a tiny decoder."""
 
+import json
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +102,25 @@ RECIPE = training.Recipe(
     fitted=2048,
     thumbnails=0.2,
 )
+
+
+def test_the_guides_table_of_pieces_is_what_was_measured():
+    docs = Path(__file__).parents[2] / "docs"
+    rows = json.loads((docs / "reading.json").read_text("utf-8"))["rows"]
+    found = {(row["arm"], row["metric"]): row for row in rows}
+    text = (docs / "guides" / "reading.md").read_text("utf-8")
+    lines = text.partition("| | seen fonts | unseen fonts |\n")[2].splitlines()[1:4]
+    for line, metric in zip(lines, ("nearest", "nearest_drawn", "missed"), strict=True):
+        for cell, arm in zip(line.strip("| ").split(" | ")[1:], ("seen", "unseen"), strict=True):
+            shown = [float(number) for number in re.findall(r"\.\d+", cell)]
+            assert shown == pytest.approx([found[arm, metric][end] for end in ("value", "low", "high")], abs=6e-4)
+    faces = {arm.partition(".")[2]: row["value"] for (arm, metric), row in found.items() if metric == "nearest"}
+    faces = {name: value for name, value in faces.items() if name in fonts.UNSEEN}
+    best, worst = max(faces, key=faces.__getitem__), min(faces, key=faces.__getitem__)
+    assert (
+        f"best face is {best} ({faces[best]:.3f}), the worst {worst.title()} ({faces[worst]:.3f})".replace("0.", ".")
+        in text
+    )
 
 
 @pytest.mark.parametrize("steps", [2, 3, 40, 5000])
