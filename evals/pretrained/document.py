@@ -212,7 +212,7 @@ def _table(rows: Rows, probe: str, metrics: Sequence[str]) -> str:
     lines = []
     for arm in arms:
         found = [rows.get(probe, arm, name) for name in used]
-        shown = [show(one, *((100.0, 1) if name == "flips" else ())) for name, one in zip(used, found, strict=True)]
+        shown = [show(one, 100.0, 1) if name == "flips" else show(one) for name, one in zip(used, found, strict=True)]
         lines.append([arm, *shown, str(max(interval.n for interval in found))])
     return markdown_table(["arm", *(named.get(name, HEADS.get(name, name)) for name in used), "n"], lines)
 
