@@ -15,13 +15,18 @@ SIZES = ((100, 100), (70, 100), (100, 70), (70, 70))
 """Rows and columns of pixels."""
 QUESTIONS = "questions.txt"
 
-_OUT = flags.DEFINE_string("out", None, "the folder: images go into images/ there, questions into questions.txt")
-_NUMBER = flags.DEFINE_integer("n", 240, "images, all of them different", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 240, "of what is drawn")
+
+def define_flags() -> None:
+    """Defines this program's flags. Importing the module leaves absl's alone: other programs' have the same names."""
+    flags.DEFINE_string(
+        "out", None, "the folder: images go into images/ there, questions into questions.txt", required=True
+    )
+    flags.DEFINE_integer("n", 240, "images, all of them different", lower_bound=1)
+    flags.DEFINE_integer("seed", 240, "of what is drawn")
 
 
 def draw(folder: Path, count: int, seed: int) -> Path:
-    """Draws the images and the questions; the folder of the images."""
+    """Draws the images and the questions; returns the folder of the images."""
     from PIL import Image
 
     images = folder / "images"
@@ -41,9 +46,10 @@ def main(arguments: list[str]) -> None:
     """Parses flags and draws."""
     if len(arguments) > 1:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
-    print(draw(Path(_OUT.value or ""), _NUMBER.value, _SEED.value))
+    asked = flags.FLAGS
+    print(draw(Path(asked.out), asked.n, asked.seed))
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["out"])
+    define_flags()
     app.run(main)
