@@ -115,7 +115,8 @@ class Scene:
         positions = np.asarray(tokens.positions)[:, self.form.slices[place].start]
         if (positions != positions[0]).any():
             raise ValueError("a chunk starts at different positions within a scene; expected one start in all contexts")
-        return (positions[0] - np.asarray(self.standing[place].local)[0]).astype(np.int32)
+        # One position an axis is a scalar to NumPy, no array.
+        return np.asarray(positions[0] - np.asarray(self.standing[place].local)[0], np.int32)
 
 
 def _pick(arrays: list[Array], which: np.ndarray) -> Array:
