@@ -123,7 +123,17 @@ def test_mask_control_equals_blind_reuse(look: Look):
     cache = scenes.engine(look.scene, masked, look.reuse.tokens)
     answers = scenes.read(look.scene, cache, look.questions, sees_legends=True)
     apart = np.exp(answers.log_probabilities) - np.exp(look.said["blind"].log_probabilities)
-    assert np.abs(apart).max() <= 1e-5
+    # One page's token is in reach of all questions of its context.
+    assert_close_but_for_ties(look, np.abs(apart).max(axis=(1, 2)), 1e-5, ties=1 / CONTEXTS)
+
+
+def assert_close_but_for_ties(look: Look, apart: np.ndarray, bound: float, ties: float = 1e-3) -> None:
+    """Asserts that all is within rounding; of a model with experts, all but a share of ties: of tokens, or of contexts.
+
+    Two experts that score alike to the last bit are chosen by rounding, which differs between positions and processors.
+    """
+    allowed = ties if look.scene.backbone.config.text.experts is not None else 0
+    assert (apart > bound).mean() <= allowed, np.sort(apart, axis=None)[-4:]
 
 
 def test_canonical_moves_exactly(look: Look):
@@ -136,7 +146,8 @@ def test_canonical_moves_exactly(look: Look):
         there = to_engine(backbone.layout, backbone.prefill(chunk._replace(positions=positions)).kv, positions, 0)
         moved = to_engine(backbone.layout, canonical, chunk.positions, start)
         for name, expected in there.items():
-            assert jnp.abs(moved[name] - expected).max() <= 5e-6 * jnp.abs(expected).max()
+            apart = np.abs(np.asarray(moved[name] - expected)).max(axis=(-2, -1))
+            assert_close_but_for_ties(look, apart, 5e-6 * float(jnp.abs(expected).max()))
         turning = "k" if "k" in there else "kpe"
         assert jnp.abs(there[turning] - canonical[turning]).max() > 0.1 * jnp.abs(canonical[turning]).max()
 
