@@ -49,11 +49,16 @@ Found = Iterator[tuple[str, str, str, Interval]]
 
 
 def _key(record: Record) -> tuple[Any, ...]:
-    return tuple(record.get(name) for name in ("document", "length", "passage", "case"))
+    # A module can give code to one domain and its doctests to another.
+    return tuple(record.get(name) for name in ("domain", "document", "length", "passage", "case"))
 
 
 def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = METRICS) -> Found:
-    """KL, η, flips and loss of every arm, over the items that it has."""
+    """KL, η, flips and loss of every arm, over the items that it has; ValueError where one was measured twice."""
+    if len({(_key(record), record["arm"]) for record in scored}) != len(scored):
+        raise ValueError(
+            f"{probe}: one item and arm were measured twice; expected items that domain, document … tell apart"
+        )
     reference = {_key(record): record for record in scored if record["arm"] == "re-prefill"}
     blind = {_key(record): record for record in scored if record["arm"] == "blind"}
     for arm in dict.fromkeys(record["arm"] for record in scored):
@@ -67,10 +72,11 @@ def _compared(probe: str, scored: Sequence[Record], metrics: Sequence[str] = MET
 
 
 def _with_every_arm(scored: Sequence[Record]) -> list[Record]:
-    arms: dict[tuple[Any, ...], int] = defaultdict(int)
+    arms: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for record in scored:
-        arms[_key(record)] += 1
-    return [record for record in scored if arms[_key(record)] == max(arms.values())]
+        arms[_key(record)].add(record["arm"])
+    most = max(map(len, arms.values()), default=0)
+    return [record for record in scored if len(arms[_key(record)]) == most]
 
 
 def _statistic(metric: str, items: Mapping[str, np.ndarray], cluster: np.ndarray) -> Interval:

@@ -13,7 +13,7 @@ from evals.pretrained.arms import BUDGET, Arms, shares_by_layer
 from evals.pretrained.attention import attention_shift, read_and_look
 from evals.pretrained.passages import CHECK_LAYER, Passages, placed
 from evals.pretrained.report import verdict, write_report
-from evals.pretrained.rows import rows_of
+from evals.pretrained.rows import EVERY_ARM, rows_of
 from evals.pretrained.texts import LICENCES, Document, documents
 from evals.real_weights import checkpoint
 from evals.report import coverage
@@ -156,6 +156,23 @@ def test_rows_are_means_over_documents_and_shares_of_blinds_loss():
     assert rows["text", "patch.rank=8", "eta"]["value"] == pytest.approx(0.75)
     assert rows["text", "blind", "loss_difference"]["value"] == pytest.approx(0.1)
     assert rows["text.domain=prose", "blind", "kl"]["n"] == 4
+
+
+def test_a_document_of_two_domains_is_two_items():
+    """A module gives code to one domain and its doctests to another: neither takes the other's blind reuse."""
+    parts = []
+    for domain, blind, loss in (("code", 0.4, 2.0), ("transcripts", 0.8, 5.0)):
+        about = {"document": "turtle.py", "domain": domain, "length": 12, "passage": 0, "antecedent": "near"}
+        arms = {"re-prefill": (0.0, loss), "blind": (blind, loss + 0.1), "patch.rank=8": (blind / 4, loss)}
+        own = [{**about, "arm": arm, "kl": kl, "flips": 0.0, "loss": value} for arm, (kl, value) in arms.items()]
+        parts.append({"part": f"text, {domain}, 0", "records": own})
+    rows = Rows({"rows": rows_of(parts, "m")}, "m")
+    for domain in ("code", "transcripts"):
+        assert rows.get(f"text.domain={domain}", "patch.rank=8", "eta").value == pytest.approx(0.75)
+    assert rows.get("text", "blind", "loss_difference").value == pytest.approx(0.1)
+    assert rows.get(EVERY_ARM, "patch.rank=8", "eta").n == 2
+    with pytest.raises(ValueError, match="measured twice"):
+        rows_of([*parts, parts[0]], "m")
 
 
 def few_bits(kl: float) -> list[dict]:
