@@ -114,6 +114,7 @@ def best(ranked: Float[np.ndarray, "B Q T"], count: int) -> Int[np.ndarray, "B Q
 
 
 def marks_of(index: Int[np.ndarray, "B Q N"], tokens: int) -> Bool[np.ndarray, "B Q T"]:
+    """Marks, among so many tokens, those that an index names."""
     marks = np.zeros((*index.shape[:2], tokens), bool)
     np.put_along_axis(marks, index, True, axis=-1)
     return marks

@@ -132,8 +132,7 @@ class Session(Needing, Restoring):
         pinned = lead if isinstance(lead, int) else len(first) or None
         numbers = Costs.of(backbone, owners.runtime.executor.dtype)
         window = Window.empty(numbers, lead=pinned, promise=promise, branch=branch)
-        how: dict[str, Any] = {"linker": linker, "retriever": retriever, "around": around, "goal": goal}
-        how["chat"] = chat
+        how: dict[str, Any] = {"linker": linker, "retriever": retriever, "around": around, "goal": goal, "chat": chat}
         how |= {"largest_image": largest_image, "memory": memory, "certificate": certificate, "costs": costs}
         how |= {"uncertified": uncertified}
         self._set_up(name or branch or secrets.token_hex(8), owners, window, keep, **how)
