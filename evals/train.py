@@ -160,7 +160,7 @@ class SheetsTrainer(Trainer):
         return sheets.draw_batch(self.recipe, step, self.material)
 
     def _update(self, state, moments, batch, labels):
-        whole = lambda state: sheets.loss_of(nnx.merge(self.graph, state), batch, labels)
+        whole = lambda state: sheets.loss_of(nnx.merge(self.graph, state), batch, labels, self.material)
         (loss, right), gradients = jax.value_and_grad(whole, has_aux=True)(state)
         updates, moments = self.optimiser.update(gradients, moments, state)
         return optax.apply_updates(state, updates), moments, {"loss": loss, "right": right}

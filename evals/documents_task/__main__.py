@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     with errors_as_one_line():
         (path,) = instances(_BACKBONE.value, DOCUMENTS_SUITE)
     rng = np.random.default_rng([_SEED.value, 99])
-    documents = task.sample_documents(rng, 16, task.SIZES["small"], variety=0.0)
+    documents = task.sample_documents(rng, 16)
     first = [int(np.flatnonzero(documents.document == kind)[0]) for kind in range(len(task.DOCUMENTS))]
     chosen = documents.taken(np.array(first))
     questions = task.ask(chosen, rng, ASKED)

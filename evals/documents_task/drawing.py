@@ -34,6 +34,8 @@ COLOURS = np.array(
     np.float32,
 )
 NOISE = 6.0
+CUTS = ((0.0, 0.0, 0.0), (0.5, 0.5, 0.0), (1.0, 0.0, 0.5), (0.0, 0.5, 0.5), (0.5, 0.0, 0.5), (1.0, 0.5, 0.0))
+"""Ways in which a face is set: pixels that it is smaller by, and parts of a pixel that texts move in and down."""
 
 
 class Type(NamedTuple):
@@ -48,12 +50,14 @@ class Type(NamedTuple):
 
 
 @functools.cache
-def type_of(name: str) -> Type:
-    """Sets every text of the task in a face."""
+def type_of(name: str, cut: int = 0) -> Type:
+    """Sets every text of the task in a face, in one of CUTS."""
+    smaller, right_by, down_by = CUTS[cut]
     values = [str(value) for value in range(1, sheets.COLOURS + 1)]
     digits = [str(digit) for digit in range(1, sheets.SHAPES + 1)]
     room = [(word, CELL - INSET) for word in WORDS] + [(text, LINE - INSET) for text in (*values, *UNITS)]
     font = face(name, tuple(room))
+    font = font.font_variant(size=font.size - smaller) if smaller else font
 
     def lines(texts, width: int, right: bool = False) -> np.ndarray:
         from PIL import Image, ImageDraw
@@ -61,8 +65,9 @@ def type_of(name: str) -> Type:
         set_ = np.zeros((len(texts), LINE, width), np.float32)
         for number, text in enumerate(texts):
             image = Image.new("L", (width, LINE))
-            at = (width - 1, BASELINE) if right else (INSET, BASELINE)
-            ImageDraw.Draw(image).text(at, text, fill=255, font=font, anchor="rs" if right else "ls")
+            left = width - 1 - right_by if right else INSET + right_by
+            anchor = "rs" if right else "ls"
+            ImageDraw.Draw(image).text((left, BASELINE + down_by), text, fill=255, font=font, anchor=anchor)
             set_[number] = np.asarray(image, np.float32) / 255
         return set_
 
@@ -132,8 +137,14 @@ def document_images(documents: Documents) -> list[np.ndarray]:
     return [image for index in range(len(documents)) for image in (*drawn[index], pages[index])]
 
 
+def _set_in(documents: Documents, index: int, image: int, rng: np.random.Generator) -> Type:
+    """Finds the texts in an image's face, in a cut that is drawn from as many as documents vary."""
+    cuts = 1 + round(float(documents.variety[index]) * (len(CUTS) - 1))
+    return type_of(FACES[documents.face[index, image]], int(rng.integers(0, cuts)))
+
+
 def _sheet(documents: Documents, index: int, sheet: int, rng: np.random.Generator) -> UInt8[np.ndarray, "H W 3"]:
-    set_ = type_of(FACES[documents.face[index, sheet]])
+    set_ = _set_in(documents, index, sheet, rng)
     values, units = documents.sheet_fill[index, sheet], documents.sheet_stripe[index, sheet]
     lower = np.concatenate([set_.values[values], set_.units[units]], axis=2)
     address, shape = documents.sheet_address[index, sheet], documents.size.sheet_shape
@@ -142,7 +153,7 @@ def _sheet(documents: Documents, index: int, sheet: int, rng: np.random.Generato
 
 
 def _page(documents: Documents, index: int, rng: np.random.Generator) -> UInt8[np.ndarray, "H W 3"]:
-    set_ = type_of(FACES[documents.face[index, -1]])
+    set_ = _set_in(documents, index, -1, rng)
     letter, digit = np.divmod(documents.page_glyph[index], sheets.SHAPES)
     lower = np.concatenate([set_.letters[letter], set_.digits[digit]], axis=2)
     address, shape = documents.page_address[index], documents.size.page_shape

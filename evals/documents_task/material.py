@@ -26,9 +26,9 @@ def instance() -> Instance:
     """Makes configuration and image settings: the sheets task's decoder; a cell's four patches see each other."""
     vision = Qwen25VisionConfig(
         depth=2,
-        width=64,
-        heads=2,
-        intermediate=128,
+        width=128,
+        heads=4,
+        intermediate=256,
         output_width=WIDTH,
         patch=LINE,
         merge=2,
@@ -80,5 +80,6 @@ DOCUMENTS = Material(
     form_of=form_of,
     images=document_images,
     named=named_cells,
+    vocabulary=VOCABULARY,
 )
 """The documents task."""

@@ -182,24 +182,23 @@ class Recipe(SheetsRecipe):
     plain, varied: until the first of these steps all documents look alike, from the second on they vary in full.
     """
 
-    steps: int = 1200
-    tiny: int = 620
-    small: int = 580
-    longer: int = 1200
-    proportions: int = 0
-    ink_likeness: float = 1.0
+    steps: int = 3200
+    tiny: int = 1500
+    small: int = 500
+    longer: int = 2800
+    proportions: int = 2700
     aggregate: int = 6
     whole: int = 0
     reading: int = 400
-    plain: int = 1200
-    varied: int = 1200
+    plain: int = 500
+    varied: int = 1100
 
     def asked(self, step: int) -> dict[str, int]:
         """How many questions of each kind a step packs behind each context."""
         if step >= self.tiny:
             return self.questions
         if step < self.reading:
-            return {"page": 8, "sheet": 4, "chain": 4, "override": 1, "aggregate": 2}
+            return {"page": 8, "sheet": 4, "chain": 4, "override": 1}
         return {"page": 4, "sheet": 4, "chain": 10, "override": 2}
 
     def drawn(self, step: int) -> dict[str, Any]:

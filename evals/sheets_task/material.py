@@ -24,6 +24,7 @@ class Material:
       sizes: of contexts, by name. instance: makes the small backbone. sample: draws contexts. ask: draws questions.
       form_of: how a backbone lays a context's images out as tokens. images: every context's chunks, drawn.
       named: tells of the tower's features of sheets' and page's cells [B,cells,D] which token names each.
+      vocabulary: its tokens.
     """
 
     sizes: Mapping[str, Size]
@@ -33,6 +34,7 @@ class Material:
     form_of: Callable[[Any, Any, Size], Prefix]
     images: Callable[[Any], list[np.ndarray]]
     named: Callable[[Any, np.ndarray, np.ndarray], Named]
+    vocabulary: Any
 
 
 def named_cells(contexts: Contexts, sheet: np.ndarray, page: np.ndarray) -> Named:
@@ -60,5 +62,6 @@ SHEETS = Material(
     form_of=sequences.form_of,
     images=sequences.context_images,
     named=named_cells,
+    vocabulary=VOCABULARY,
 )
 """The sheets task."""

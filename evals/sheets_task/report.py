@@ -1,7 +1,7 @@
-"""The report of the sheets task: table.md, figures, report.html, and what docs/guides/sheets-task.md says of a run.
+"""The report of the sheets and documents tasks: table.md, figures, report.html, and what a task's guide says of a run.
 
-`python -m evals.sheets_task.report out/run` puts a finished run into the guide, what the guide shows of its rows into
-docs/sheets-results.json and its figures into docs/pictures. A test holds the guide against that file.
+`python -m evals.sheets_task.report out/run` puts a finished run into the guide of its task, what the guide shows of its
+rows into docs/TASK-results.json and its figures into docs/pictures. A test holds the guides against those files.
 """
 
 import json
@@ -25,7 +25,9 @@ from ..results.tables import markdown_table
 
 CONTROL_ENDS = "_no_window"
 COST_METRICS = (AXES[0], TOGETHER[0], AXES[1], *AMORTISED)
-GUIDE, KEPT = Path("docs/guides/sheets-task.md"), Path("docs/sheets-results.json")
+TASKS = ("sheets", "documents")
+GUIDES = {task: Path(f"docs/guides/{task}-task.md") for task in TASKS}
+KEPT = {task: Path(f"docs/{task}-results.json") for task in TASKS}
 PICTURES = ("hero", "pareto_stored_bytes", "pareto_serving_flops")
 
 
@@ -225,13 +227,13 @@ def _six(value: float | None) -> float | None:
 
 
 def write(results: Results, figures: Path, root: Path = ROOT) -> None:
-    """Puts a run into the guide, docs/sheets-results.json and docs/pictures."""
-    shown = kept(results)
-    (root / KEPT).write_text(json.dumps(shown, indent=0) + "\n", encoding="utf-8")
-    (root / GUIDE).write_text(block(markdown(shown), root / GUIDE), encoding="utf-8")
+    """Puts a run into its task's guide and kept results, and its figures into docs/pictures."""
+    shown, task = kept(results), results["config"]["task"]
+    (root / KEPT[task]).write_text(json.dumps(shown, indent=0) + "\n", encoding="utf-8")
+    (root / GUIDES[task]).write_text(block(markdown(shown), root / GUIDES[task]), encoding="utf-8")
     for name in PICTURES:
         if (figures / f"{name}.png").exists():
-            shutil.copyfile(figures / f"{name}.png", root / "docs" / "pictures" / f"sheets_{name}.png")
+            shutil.copyfile(figures / f"{name}.png", root / "docs" / "pictures" / f"{task}_{name}.png")
 
 
 def _read(folder: Path) -> Mapping[str, Any]:

@@ -302,11 +302,14 @@ def ask(
     )
 
 
-def fill_shares(contexts: Contexts, questions: Questions, shown: np.ndarray | None = None) -> np.ndarray:
+def fill_shares(
+    contexts: Contexts, questions: Questions, shown: np.ndarray | None = None, first_ink: int = VOCABULARY.ink
+) -> np.ndarray:
     """Computes, where an aggregate question is answered, the share [B,N,12] of its cells with each fill; else 0."""
     counts = Asker(contexts, np.random.default_rng(0), shown).counts
-    asked = (questions.ids >= VOCABULARY.ink) & (questions.ids < VOCABULARY.ink + INKS) & (questions.answer >= 0)
-    mine = np.take_along_axis(counts, np.where(asked, questions.ids - VOCABULARY.ink, 0)[..., None], axis=1)
+    ink = questions.ids - first_ink
+    asked = (ink >= 0) & (ink < INKS) & (questions.answer >= 0)
+    mine = np.take_along_axis(counts, np.where(asked, ink, 0)[..., None], axis=1)
     return (mine * asked[..., None] / np.maximum(mine.sum(axis=-1, keepdims=True), 1)).astype(np.float32)
 
 

@@ -19,7 +19,6 @@ from models.families.family import embed_tokens, placeholders
 from ..small_task.training import tie_queries
 from . import sequences, task
 from .material import SHEETS, Material
-from .task import VOCABULARY
 
 MORE_CONTEXTS = {"tiny": 4, "small": 2}
 """Contexts of a step by their size, as multiples of the recipe's batch."""
@@ -101,7 +100,7 @@ def initialise(recipe: Recipe, material: Material = SHEETS) -> Any:
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
     if recipe.named_by_sight:
         for first, value in _features_by_name(model, recipe, material).items():
-            if first == VOCABULARY.ink:
+            if first == material.vocabulary.ink:
                 like = recipe.ink_likeness
                 value = like * value + (1 - like**2) ** 0.5 * table[first]
             table = table.at[first : first + len(value)].set(value)
@@ -144,7 +143,9 @@ def _means(features: np.ndarray, label: np.ndarray) -> np.ndarray:
     return means / means.std(axis=1, keepdims=True)
 
 
-def loss_of(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> tuple[Array, Array]:
+def loss_of(
+    model: Any, batch: dict[str, Array], plan: dict[str, Array], material: Material = SHEETS
+) -> tuple[Array, Array]:
     """Computes the mean cross-entropy of all answer tokens, and which of them [B,N] are right.
 
     Where `batch["fills"]` [B,N,12] is not zero, it is the distribution over fills that is asked for.
@@ -157,7 +158,8 @@ def loss_of(model: Any, batch: dict[str, Array], plan: dict[str, Array]) -> tupl
     asked = answer >= 0
     target = jax.nn.one_hot(jnp.where(asked, answer, 0), logits.shape[-1])
     if "fills" in batch:
-        fills = slice(VOCABULARY.fill, VOCABULARY.fill + task.COLOURS)
+        first = material.vocabulary.fill
+        fills = slice(first, first + task.COLOURS)
         some = jnp.any(batch["fills"] > 0, axis=-1, keepdims=True)
         target = jnp.where(some, jnp.zeros_like(target).at[..., fills].set(batch["fills"]), target)
     each = optax.softmax_cross_entropy(logits, target)
@@ -198,7 +200,8 @@ def draw_batch(recipe: Recipe, step: int, material: Material = SHEETS) -> Drawn:
     images = config.family.vision.process(material.images(contexts), settings)
     batch = {**packed, "pixel_values": images["pixel_values"]}
     if recipe.proportions:
-        batch["fills"] = task.fill_shares(contexts, questions, shown) * (step < recipe.proportions)
+        shares = task.fill_shares(contexts, questions, shown, material.vocabulary.ink)
+        batch["fills"] = shares * (step < recipe.proportions)
     return Drawn(batch, questions.kind[questions.own], sees[:, questions.own], images, name)
 
 

@@ -1,5 +1,6 @@
 """Documents: what is drawn and asked, against templates, formulas and plain reading; every chunk of them reused."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -15,7 +16,8 @@ from evals import documents_task
 from evals.documents_task import DOCUMENTS, KINDS, SIZES, VOCABULARY, Documents, Recipe, drawing, faces, picture, task
 from evals.documents_task.reuse import DocumentReuse
 from evals.documents_task.suite import DOCUMENTS_SUITE
-from evals.sheets_task import suite, training
+from evals.report.documents import ROOT
+from evals.sheets_task import report, suite, training
 from evals.sheets_task.training import draw_batch, initialise, loss_of
 from evals.small_task.training import make_tokenizer
 from evals.train import DocumentsTrainer
@@ -41,31 +43,29 @@ def of_kind(documents: Documents, kind: int) -> int:
     return int(np.flatnonzero(documents.document == kind)[0])
 
 
-def templates(name: str, texts: list[str], width: int) -> np.ndarray:
-    """Each text in every size, at places where a line may begin: [texts, ways, 14 · width], of unit norm."""
+def templates(name: str, texts: list[str], width: int, right: bool) -> np.ndarray:
+    """Each text in every size, at places where a line may begin or end: [texts, ways, 14 · width], of unit norm."""
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
-    # Words and what stands left begin or end within two pixels of the rim.
-    every = np.zeros((len(texts), 5, 2, 5, 3, 14, width), np.float32)
-    for number, text in enumerate(texts):
-        for size in range(5):
-            font = ImageFont.truetype(path, faces.LARGEST - size)
-            for side, (anchor, begin) in enumerate((("ls", 0), ("rs", width - 1))):
-                for x in range(5):
-                    for y in range(3):
-                        image = Image.new("L", (width, 14))
-                        at = (begin + x - (1 if side == 0 else 2), 10 + y)
-                        ImageDraw.Draw(image).text(at, text, fill=255, font=font, anchor=anchor)
-                        every[number, size, side, x, y] = np.asarray(image)
+    anchor, begin, inwards = ("rs", width - 1, -0.5) if right else ("ls", 1, 0.5)
+    fonts = [ImageFont.truetype(path, size) for size in np.arange(faces.SMALLEST, faces.LARGEST + 0.5, 0.5)]
+    every = np.zeros((len(texts), len(fonts), 2, 2, 9, 14, width), np.float32)
+    for (number, at, x, y), _ in np.ndenumerate(every[..., 0, 0, 0]):
+        # A text stands half a pixel further in or down, and its document a pixel off.
+        image = Image.new("L", (width + 2, 16))
+        place = (1 + begin + x * inwards, 12 + y / 2)
+        ImageDraw.Draw(image).text(place, texts[number], fill=255, font=fonts[at], anchor=anchor)
+        moved = np.lib.stride_tricks.sliding_window_view(np.asarray(image), (14, width))
+        every[number, at, x, y] = moved.reshape(9, 14, width)
     every = every.reshape(len(texts), -1, 14 * width)
     every -= every.mean(axis=2, keepdims=True)
     return every / np.maximum(np.sqrt(np.square(every).sum(axis=2, keepdims=True)), 1e-9)
 
 
-def read(crops: np.ndarray, name: str, texts: list[str]) -> list[str]:
+def read(crops: np.ndarray, name: str, texts: list[str], right: bool = False) -> list[str]:
     """Reads crops [n,14,width,3]: the text whose best template correlates most."""
     dark = -crops.mean(axis=-1).reshape(len(crops), -1)
     dark -= dark.mean(axis=1, keepdims=True)
-    fits = np.stack([(dark @ ways.T).max(axis=1) for ways in templates(name, texts, crops.shape[2])])
+    fits = np.stack([(dark @ ways.T).max(axis=1) for ways in templates(name, texts, crops.shape[2], right)])
     return [texts[number] for number in fits.argmax(axis=0)]
 
 
@@ -79,14 +79,14 @@ def test_words_and_codes_are_those_meant(unseen: bool):
     assert (name in faces.UNSEEN) == unseen
     words = [task.WORDS[item] for item in documents.page_address[index]]
     assert read(page[:, :14], name, list(task.WORDS)) == words
-    letters = read(page[:, 14:, :14], name, list("ABCDEFGH"))
+    letters = read(page[:, 14:, :14], name, list("ABCDEFGH"), right=True)
     digits = read(page[:, 14:, 14:], name, list("12345678"))
     assert [a + b for a, b in zip(letters, digits, strict=True)] == [
         "ABCDEFGH"[glyph // 8] + "12345678"[glyph % 8] for glyph in documents.page_glyph[index]
     ]
     sheet, name = cells(drawn[index, 1]), faces.FACES[documents.face[index, 1]]
     assert read(sheet[:, :14], name, list(task.WORDS)) == [task.WORDS[i] for i in documents.sheet_address[index, 1]]
-    values = read(sheet[:, 14:, :14], name, [str(value) for value in range(1, 13)])
+    values = read(sheet[:, 14:, :14], name, [str(value) for value in range(1, 13)], right=True)
     assert values == [str(value + 1) for value in documents.sheet_fill[index, 1]]
     units = read(sheet[:, 14:, 14:], name, list(task.UNITS))
     assert units == [task.UNITS[unit] for unit in documents.sheet_stripe[index, 1]]
@@ -219,6 +219,22 @@ def test_answers_follow_from_what_is_shown():
     assert seen == set(KINDS)
 
 
+def test_what_the_guide_says_beside_its_rows():
+    """Faces never drawn in training, CacheBlend and the residual, a wide page's misses: as the sentences have them."""
+    rows = json.loads((ROOT / report.KEPT["documents"]).read_text("utf-8"))["rows"]
+    chain = {
+        (row["probe"].partition(".")[2], row["arm"]): row["value"]
+        for row in rows
+        if row["metric"] == "accuracy.chain" and row["model"] == "qwen2_5_vl"
+    }
+    truth, blind = (chain["4", arm] for arm in ("re-prefill", "blind"))
+    assert 0.93 < truth < 0.95
+    assert abs(chain["unseen", "re-prefill"] - 0.8) < 0.01
+    assert truth - 0.06 < chain["4", "cacheblend.budget=0.15"] < truth
+    assert abs(chain["4", "residual.layer=1"] - blind) < 0.01
+    assert truth > chain["8", "re-prefill"] > chain["16", "re-prefill"]
+
+
 def test_names_are_unlike():
     """No two tokens have one name, and every word fits the line it is set in, in every face."""
     assert len(set(VOCABULARY.names)) == len(VOCABULARY.names) == len(VOCABULARY)
@@ -227,6 +243,55 @@ def test_names_are_unlike():
         words = drawing.type_of(name).words
         assert len(np.unique(words.reshape(72, -1), axis=0)) == 72
         assert words[:, :, -1].max() < 0.6
+
+
+def test_variety_grows_as_the_recipe_says():
+    """One face in one cut at first, all of both from `varied` on; what is drawn changes no meaning."""
+    recipe = Recipe(plain=10, varied=30)
+    assert [recipe.drawn(step)["variety"] for step in (0, 10, 20, 30, 99)] == [0, 0, 0.5, 1, 1]
+    plain, half, full = (
+        documents_task.sample_documents(np.random.default_rng(1), 40, SIZES["tiny"], variety=variety)
+        for variety in (0.0, 0.5, 1.0)
+    )
+    assert [int(of.face.max()) for of in (plain, half, full)] == [0, 4, len(faces.SEEN) - 1]
+    np.testing.assert_array_equal(plain.page_address, full.page_address)
+    _, pages = documents_task.render(plain)
+    assert all((page[-1] == page[-1, 0]).all() or kind for page, kind in zip(pages, plain.document, strict=True))
+
+
+def test_cuts_of_a_face_are_unlike():
+    """Every cut sets words otherwise than the others (some short ones alike), and none touches the cell's rim."""
+    words = np.stack([drawing.type_of("DejaVuSerif", cut).words for cut in range(len(drawing.CUTS))])
+    apart = np.abs(words[:, None] - words).sum(axis=(-2, -1))[~np.eye(len(words), dtype=bool)]
+    assert (apart.mean(axis=-1) > 5).all()
+    assert (apart > 1).mean() > 0.9
+    assert words[..., -1].max() < 0.6
+
+
+def test_shares_are_asked_of_letters():
+    """`proportions` is about aggregate questions alone, and the answer leads the shares."""
+    recipe = Recipe(tiny=0, small=0, batch=2)
+    drawn = draw_batch(recipe, 0, DOCUMENTS)
+    asked = drawn.kinds == task.sheets.KINDS.index("aggregate")
+    some = drawn.batch["fills"].sum(axis=-1) > 0
+    assert some[:, asked].any()
+    assert not some[:, ~asked].any()
+    answered = drawn.batch["answer"][some] - VOCABULARY.fill
+    np.testing.assert_array_equal(drawn.batch["fills"][some].argmax(axis=-1), answered)
+
+
+@pytest.mark.slow
+def test_letters_begin_half_alike():
+    """`ink_likeness` is about this task's letters, not about tokens that have the sheets task's numbers."""
+    own, half = (
+        np.asarray(initialise(Recipe(ink_likeness=like), DOCUMENTS).decoder.embedding[...]) for like in (1.0, 0.35)
+    )
+    letters = slice(VOCABULARY.ink, VOCABULARY.ink + 8)
+    changed = np.abs(own - half).max(axis=1) > 1e-6
+    assert changed[letters].all()
+    assert changed.sum() == 8
+    cosine = np.corrcoef(half[letters])[~np.eye(8, dtype=bool)]
+    assert cosine.min() > 0.5
 
 
 def test_a_step_draws_documents():
@@ -293,16 +358,16 @@ def test_every_chunk_is_reused(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_shipped_instance():
-    """Chain questions: right computed anew, wrong blind, right with a patch though every chunk moved."""
+    """Chain questions about varied documents: right computed anew, wrong blind, right with a patch though all moved."""
     (path,) = suite.instances("qwen2_5_vl", DOCUMENTS_SUITE)
     rng = np.random.default_rng(11)
-    documents = documents_task.sample_documents(rng, 8, SIZES["small"], variety=0.0)
+    documents = documents_task.sample_documents(rng, 8)
     questions = documents_task.ask(documents, rng, {"chain": 12})
     reuse = DocumentReuse(load(path, dtype="float32"), documents, questions)
     asked = questions.answer >= 0
     right = lambda cache: (reuse.read(cache).argmax(axis=-1) == questions.answer)[asked].mean()
-    # Of 96 questions; over the suite's 512 it is .963, a few of a hundred below what the sheets task's instances do.
+    # Of 96 questions; the guide has the suite's 512, a few of a hundred below what the sheets task's instances do.
     truth = right(reuse.engine)
-    assert truth >= 0.9
+    assert truth >= 0.85
     assert right(reuse.cache()) <= 0.3
     assert right(reuse.cache({3: reuse.patch(3, 16)})) >= truth - 0.03
