@@ -5,9 +5,9 @@ import threading
 import time
 from collections.abc import Mapping
 
-SECONDS = {"reorder": 3.0, "slide": 5.0, "recall": 6.0, "headline": 1.0}
+SECONDS = {"reorder": 2.0, "slide": 3.0, "recall": 4.0, "headline": 0.6}
 """What a step of a probe takes on two quiet cores, about, where it is not `STEP`; it only has to begin the estimate."""
-STEP, SETTING_UP = 0.8, 20.0
+STEP, SETTING_UP = 0.5, 12.0
 TRUST = 0.1
 """How soon the pace that is met counts for more than the one expected: after this share of the work."""
 

