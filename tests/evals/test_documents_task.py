@@ -220,7 +220,7 @@ def test_answers_follow_from_what_is_shown():
 
 
 def test_what_the_guide_says_beside_its_rows():
-    """Faces never drawn in training, CacheBlend and the residual, a wide page's misses: as the sentences have them."""
+    """Faces never drawn in training, CacheBlend, the residual, more sheets, the control: as the sentences have them."""
     rows = json.loads((ROOT / report.KEPT["documents"]).read_text("utf-8"))["rows"]
     chain = {
         (row["probe"].partition(".")[2], row["arm"]): row["value"]
@@ -233,6 +233,10 @@ def test_what_the_guide_says_beside_its_rows():
     assert truth - 0.06 < chain["4", "cacheblend.budget=0.15"] < truth
     assert abs(chain["4", "residual.layer=1"] - blind) < 0.01
     assert truth > chain["8", "re-prefill"] > chain["16", "re-prefill"]
+    control = {(row["metric"], row["arm"]): row["value"] for row in rows if row["model"] == "qwen2_5_vl_no_window"}
+    for metric in ("accuracy.chain", "accuracy.aggregate"):
+        assert abs(control[metric, "re-prefill"] - control[metric, "blind"]) < 0.02
+    assert control["accuracy.aggregate", "re-prefill"] < 0.625
 
 
 def test_names_are_unlike():
