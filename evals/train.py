@@ -148,7 +148,7 @@ class SheetsTrainer(Trainer):
     material, names = sheets.SHEETS, sheets_task.VOCABULARY.names
 
     def _instance(self) -> Any:
-        return self.material.instance()
+        return self.material.instance(self.recipe.backbone)
 
     def _initial(self) -> Any:
         return sheets.initialise(self.recipe, self.material)
@@ -167,7 +167,7 @@ class SheetsTrainer(Trainer):
 
     def _take(self, drawn: sheets.Drawn) -> dict[str, Array]:
         if drawn.size not in self.plan:
-            self.plan[drawn.size] = sheets.image_plan(drawn, self.material)
+            self.plan[drawn.size] = sheets.image_plan(drawn, self.config)
         found = self._jitted(self.state, self.moments, drawn.batch, self.plan[drawn.size])
         self.state, self.moments, parts = found
         return parts
@@ -237,7 +237,7 @@ def draw_curve(folder: Path, kinds: Sequence[str] = small_task.KINDS) -> Path:
 
 
 _HELP = {
-    "backbone": f"which architecture: one of {', '.join(INSTANCES)}",
+    "backbone": f"which architecture: one of {', '.join(INSTANCES)} (sheets: {', '.join(sheets.SHEETS.backbones)})",
     "seed": "of the initial parameters and of every batch",
     "steps": "optimiser steps; the cosine schedule ends there",
     "batch": "contexts per step",
@@ -254,6 +254,7 @@ _HELP = {
     "small": "sheets: steps with pages of sixteen cells after those",
     "longer": "sheets: the step from which every second batch has 7 or 15 sheets in place of 3",
     "proportions": "sheets: steps at first in which an aggregate question asks how often an ink's cells have each fill",
+    "cells_apart": "sheets: whether a tower that lets an image's cells see each other starts with none of it",
     "ink_likeness": "sheets: cosine of an ink's token at the start and what is seen of the ink",
     "reading": "documents: steps at first that ask most of all what the page alone tells",
     "plain": "documents: the step until which all documents look alike",

@@ -74,7 +74,7 @@ def named_cells(documents: Documents, sheet: np.ndarray, page: np.ndarray) -> Na
 
 DOCUMENTS = Material(
     sizes=task.SIZES,
-    instance=instance,
+    backbones={"qwen2_5_vl": instance},
     sample=task.sample_documents,
     ask=task.ask,
     form_of=form_of,

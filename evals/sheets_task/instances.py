@@ -1,14 +1,16 @@
-"""The small backbone of the sheets task: Qwen2.5-VL's architecture, a cell of an image one token."""
+"""The small backbones of the sheets task, in a real family's own architecture each; a cell of an image is one token."""
 
 import functools
 from typing import Any
 
 from kvpatch_jax.rope import Rope
+from models import FAMILIES
 from models.decoder.config import DecoderConfig
 from models.families.qwen2_5_vl import Qwen25VLConfig
 from models.inputs.qwen_images import ImageConfig
 from models.towers.qwen2_5 import Qwen25VisionConfig
 
+from ..small_task import instances as small
 from ..small_task.instances import Instance
 from . import task
 from .task import VOCABULARY
@@ -17,7 +19,7 @@ WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 128, 4, 4, 2, 64
 
 
 @functools.cache
-def instance() -> Instance:
+def qwen2_5_vl() -> Instance:
     """Makes configuration and image settings: four layers of width 128, K and V of 2 × 64 each."""
     # One patch is one cell, and attends to itself alone.
     vision = Qwen25VisionConfig(
@@ -33,6 +35,28 @@ def instance() -> Instance:
         full_layers=(),
     )
     return instance_of(vision, VOCABULARY)
+
+
+@functools.cache
+def qwen3_vl() -> Instance:
+    """Makes Qwen3-VL's configuration of the same sizes: normalised queries and keys, interleaved M-RoPE.
+
+    Its tower lets all cells of an image see each other; what leaves its first block goes to the first layer as well.
+    """
+    raw = small.instance("qwen3_vl").config.to_dict()
+    text = {**raw["text_config"], "vocab_size": len(VOCABULARY), "num_hidden_layers": LAYERS}
+    vision = {**raw["vision_config"], "patch_size": task.CELL_PIXELS, "temporal_patch_size": task.TEMPORAL}
+    vision |= {"num_heads": 2, "num_position_embeddings": task.GLYPHS, "deepstack_visual_indexes": [0]}
+    ids = {
+        "image_token_id": VOCABULARY.image,
+        "video_token_id": VOCABULARY.video,
+        "vision_start_token_id": VOCABULARY.vision_start,
+        "vision_end_token_id": VOCABULARY.vision_end,
+        "eos_token_id": VOCABULARY.end,
+    }
+    (architecture,) = raw["architectures"]
+    whole = {**raw, **ids, "text_config": text, "vision_config": vision}
+    return Instance(FAMILIES[architecture].config(whole, "exact", None), qwen2_5_vl().images)
 
 
 def instance_of(vision: Qwen25VisionConfig, vocabulary: Any, mean: float = 0.5, deviation: float = 0.5) -> Instance:

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from kvpatch_jax.errors import ConfigError
+
 from ..small_task.instances import Instance
 from ..small_task.prefix import Prefix
 from . import sequences, task
-from .instances import instance
+from .instances import qwen2_5_vl, qwen3_vl
 from .task import VOCABULARY, Contexts, Questions, Size
 
 Named = Mapping[int, tuple[np.ndarray, np.ndarray]]
@@ -21,20 +23,27 @@ class Material:
     """A task by its parts.
 
     Attributes:
-      sizes: of contexts, by name. instance: makes the small backbone. sample: draws contexts. ask: draws questions.
+      sizes: of contexts, by name. backbones: makers of the small backbones, by name. sample: draws contexts. ask: draws
+      questions.
       form_of: how a backbone lays a context's images out as tokens. images: every context's chunks, drawn.
       named: tells of the tower's features of sheets' and page's cells [B,cells,D] which token names each.
       vocabulary: its tokens.
     """
 
     sizes: Mapping[str, Size]
-    instance: Callable[[], Instance]
+    backbones: Mapping[str, Callable[[], Instance]]
     sample: Callable[..., Any]
     ask: Callable[..., Questions]
     form_of: Callable[[Any, Any, Size], Prefix]
     images: Callable[[Any], list[np.ndarray]]
     named: Callable[[Any, np.ndarray, np.ndarray], Named]
     vocabulary: Any
+
+    def instance(self, backbone: str = "qwen2_5_vl") -> Instance:
+        """Makes configuration and image settings of a small backbone. Raises ConfigError for one that is not known."""
+        if backbone not in self.backbones:
+            raise ConfigError(f"backbone {backbone!r} of this task; expected one of {', '.join(self.backbones)}")
+        return self.backbones[backbone]()
 
 
 def named_cells(contexts: Contexts, sheet: np.ndarray, page: np.ndarray) -> Named:
@@ -56,7 +65,7 @@ def named_cells(contexts: Contexts, sheet: np.ndarray, page: np.ndarray) -> Name
 
 SHEETS = Material(
     sizes=task.SIZES,
-    instance=instance,
+    backbones={"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl},
     sample=task.sample_contexts,
     ask=task.ask,
     form_of=sequences.form_of,

@@ -30,6 +30,7 @@ TINY_QUESTIONS = {"page": 4, "sheet": 4, "chain": 8, "override": 1}
 class Recipe:
     """Every training choice.
 
+    backbone: name of the architecture, of `Material.backbones`.
     window: share of the page's questions that see only the page (the sheets have slid out of the window).
     tiny, small: steps with such contexts (`task.SIZES`) to begin with.
     longer: from this step on, every second batch has 7 or 15 sheets in place of 3.
@@ -39,8 +40,10 @@ class Recipe:
       Below 1 its attention begins even over the cells of the ink.
     named_by_sight: whether tokens that name something drawn start as the untrained tower's mean features of it.
     tied_init: whether query projections start as copies of the key projections of their group.
+    cells_apart: whether a tower that lets an image's cells see each other (Qwen3-VL's) starts with none of it.
     """
 
+    backbone: str = "qwen2_5_vl"
     seed: int = 0
     steps: int = 1200
     batch: int = 8
@@ -57,6 +60,7 @@ class Recipe:
     ink_likeness: float = 0.35
     named_by_sight: bool = True
     tied_init: bool = True
+    cells_apart: bool = True
     start_range: int = 64
     page: int = 4
     sheet: int = 4
@@ -95,8 +99,11 @@ def initialise(recipe: Recipe, material: Material = SHEETS) -> Any:
 
     Both are starts only: nothing of them is in the loss.
     """
-    config, _ = material.instance()
+    config, _ = material.instance(recipe.backbone)
     model = config.family.module(config, nnx.Rngs(recipe.seed))
+    if recipe.cells_apart and recipe.backbone == "qwen3_vl":
+        kernel = model.visual.blocks.output.kernel
+        kernel[...] = jnp.zeros_like(kernel[...])
     table = jax.random.normal(jax.random.key(recipe.seed + 1), model.decoder.embedding.shape, jnp.float32)
     if recipe.named_by_sight:
         for first, value in _features_by_name(model, recipe, material).items():
@@ -112,7 +119,7 @@ def initialise(recipe: Recipe, material: Material = SHEETS) -> Any:
 
 def _features_by_name(model: Any, recipe: Recipe, material: Material, count: int = 64) -> dict[int, np.ndarray]:
     """Finds what the untrained tower makes of cells that show the same thing, of unit variance, by first token id."""
-    config, settings = material.instance()
+    config, settings = material.instance(recipe.backbone)
     contexts = material.sample(
         np.random.default_rng([recipe.seed, 2**31]), count, material.sizes["4"], **recipe.drawn(0)
     )
@@ -120,7 +127,7 @@ def _features_by_name(model: Any, recipe: Recipe, material: Material, count: int
     form = material.form_of(config, settings, contexts.size)
     ids = np.tile(form.ids, (count, 1))
     plan = config.family.vision.plan(config, ids, images)
-    features = np.asarray(model.encode(jnp.asarray(images["pixel_values"]), jax.tree.map(jnp.asarray, plan)))
+    features = np.asarray(model.encode(jnp.asarray(images["pixel_values"]), jax.tree.map(jnp.asarray, plan))[0])
     features = features.reshape(count, -1, features.shape[-1])
 
     # Whatever else is drawn on an image (a title) stands in front of its cells. Sheets and page are centred apart, so
@@ -151,8 +158,9 @@ def loss_of(
     Where `batch["fills"]` [B,N,12] is not zero, it is the distribution over fills that is asked for.
     """
     features = model.encode(batch["pixel_values"], plan)
-    hidden, _ = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
-    state = model.decoder.run(hidden, batch["positions"], batch["mask"])
+    hidden, deepstack = embed_tokens(model.decoder, batch["input_ids"], features, placeholders(model.config))
+    deepstack = None if deepstack is None else jnp.moveaxis(deepstack, 2, 0)
+    state = model.decoder.run(hidden, batch["positions"], batch["mask"], deepstack=deepstack)
     answer = batch["answer"]
     logits = model.decoder.logits(state.hidden[:, -answer.shape[1] :])
     asked = answer >= 0
@@ -182,7 +190,7 @@ class Drawn(NamedTuple):
 
 def draw_batch(recipe: Recipe, step: int, material: Material = SHEETS) -> Drawn:
     """Draws the host side of one step, a function of the recipe and the step alone."""
-    config, settings = material.instance()
+    config, settings = material.instance(recipe.backbone)
     rng = np.random.default_rng([recipe.seed, step])
     name = recipe.size(step)
     count = recipe.batch * MORE_CONTEXTS.get(name, 1)
@@ -205,7 +213,6 @@ def draw_batch(recipe: Recipe, step: int, material: Material = SHEETS) -> Drawn:
     return Drawn(batch, questions.kind[questions.own], sees[:, questions.own], images, name)
 
 
-def image_plan(drawn: Drawn, material: Material = SHEETS) -> dict[str, Array]:
+def image_plan(drawn: Drawn, config: Any) -> dict[str, Array]:
     """Makes what the tower needs beside the pixels, the same for every batch of this form."""
-    config, _ = material.instance()
     return jax.tree.map(jnp.asarray, config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images))

@@ -314,7 +314,7 @@ def test_training_lowers_the_loss():
     """Ten steps on one batch."""
     recipe = Recipe(tiny=1, batch=1)
     drawn = draw_batch(recipe, 0, DOCUMENTS)
-    plan = training.image_plan(drawn, DOCUMENTS)
+    plan = training.image_plan(drawn, DOCUMENTS.instance()[0])
     batch = jax.tree.map(jnp.asarray, drawn.batch)
     graph, state = nnx.split(initialise(recipe, DOCUMENTS))
     optimiser = optax.adam(1e-3)

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import app
@@ -15,12 +16,12 @@ from hypothesis import strategies as st
 from evals import sheets_task
 from evals.sheets_task import KINDS, SIZES, VOCABULARY, Contexts, Questions, sequences, suite, task, training
 from evals.sheets_task.by_question import by_question
-from evals.sheets_task.instances import instance
+from evals.sheets_task.material import SHEETS
 from evals.sheets_task.reuse import MOVED, Reuse
 from evals.sheets_task.training import Recipe, draw_batch, initialise
 from evals.small_task.training import make_tokenizer
 from evals.train import SheetsTrainer
-from kvpatch_jax.errors import InputError
+from kvpatch_jax.errors import ConfigError, InputError
 from models import ModelBackbone, load
 
 COUNTS = {"page": 2, "sheet": 2, "chain": 3, "override": 2, "aggregate": 2, "whole": 2, "list": 1}
@@ -170,7 +171,7 @@ def test_packing():
     """A question sees itself, the page and, unless they slid out, the sheets shown; what is not shown takes no room."""
     contexts, rng = draw(3, "4")
     questions = sheets_task.ask(contexts, rng, COUNTS)
-    form = sequences.form_of(*instance(), contexts.size)
+    form = sequences.form_of(*SHEETS.instance(), contexts.size)
     shown = np.array([[True, False, True], [True, True, True]])
     sees = rng.random((2, len(questions.kind))) < 0.5
     batch = sequences.pack(form, questions, shown=shown, sees_sheets=sees, start=np.array([5, 0]))
@@ -205,9 +206,37 @@ def test_a_recipe_says_what_a_step_draws():
     assert not first.sees[:, first.kinds == KINDS.index("chain")].all()
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_cells_begin_apart(apart: bool):
+    """Of Qwen3-VL's tower no cell sees another at first, unless the recipe says so; its features come twice."""
+    contexts, _ = draw(3, "tiny", 1)
+    config, settings = SHEETS.instance("qwen3_vl")
+    images = sequences.context_images(contexts)
+    changed = [image.copy() for image in images]
+    changed[-1][:10, :10] = 255 - changed[-1][:10, :10]
+    form = SHEETS.form_of(config, settings, contexts.size)
+    model = initialise(Recipe(backbone="qwen3_vl", cells_apart=apart, named_by_sight=False))
+    features = []
+    for shown in (images, changed):
+        pixels = config.family.vision.process(shown, settings)
+        plan = jax.tree.map(jnp.asarray, config.family.vision.plan(config, form.ids[None], pixels))
+        features.append(np.asarray(model.encode(jnp.asarray(pixels["pixel_values"]), plan)))
+    assert features[0].shape == (2, 2 * 3 + 4, 128)
+    sheets, changed_cell, others = np.split(np.abs(features[0] - features[1]).max(axis=(0, 2)), [6, 7])
+    assert changed_cell > 1e-3
+    assert sheets.max() < 1e-6
+    assert (others < 1e-6).all() if apart else (others > 1e-4).all()
+
+
+def test_an_unknown_backbone_is_refused():
+    """The known ones are named."""
+    with pytest.raises(ConfigError, match="qwen2_5_vl, qwen3_vl"):
+        draw_batch(Recipe(backbone="llava", tiny=1, batch=1), 0)
+
+
 def fresh() -> ModelBackbone:
     """The small backbone with fresh parameters."""
-    config, images = instance()
+    config, images = SHEETS.instance()
     return ModelBackbone(
         config, nnx.to_pure_dict(nnx.split(initialise(Recipe()))[1]), images, make_tokenizer(VOCABULARY.names)
     )
