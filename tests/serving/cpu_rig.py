@@ -5,8 +5,10 @@ is read when jax and vllm are imported; `install` replaces functions of tpu-infe
 """
 # pyright: reportMissingImports=false
 
+import importlib.metadata
 import os
 
+PACKAGES = ("vllm-tpu", "tpu-inference", "jax", "torch", "transformers", "numpy")
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_ACCELERATOR_TYPE": "v6e-1",  # or it asks a metadata host
@@ -23,6 +25,11 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
+
+
+def versions() -> dict[str, str]:
+    """What was measured with."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def prepare() -> None:

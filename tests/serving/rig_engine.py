@@ -1,7 +1,6 @@
 """An engine on the CPU as the scenarios use it, with the connector or without. Imported before anything of vllm."""
 # pyright: reportMissingImports=false
 
-import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ cpu_rig.install()
 
 BLOCK = 16
 """Tokens of a block."""
-PACKAGES = ("vllm-tpu", "tpu-inference", "jax", "torch", "transformers", "numpy")
 
 
 class Engine:
@@ -153,5 +151,5 @@ def compared(answer: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[st
 def written(path: Path, engine: Engine, scenario: Callable[[Engine], dict[str, Any]], **more: Any) -> None:
     """Runs a scenario and writes what it found, with versions."""
     found = {"engine_seconds": round(engine.seconds, 1), **more, **scenario(engine)}
-    found["versions"] = {name: importlib.metadata.version(name) for name in PACKAGES}
+    found["versions"] = cpu_rig.versions()
     path.write_text(json.dumps(found, indent=1))

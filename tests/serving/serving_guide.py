@@ -19,12 +19,23 @@ PLUMBING = {
     "a splice that fails, recomputed without async scheduling": ["serves not_loaded"],
 }
 """Rows of the first table: scenario and answer; where there are several, in the process that formed and in another."""
+LEAST_TIMED = 8
+"""Contexts below which times are not shown."""
+TOKENS = ("computed_tokens", "prefix_cache_tokens", "connector_tokens")
 KINDS = ("page", "legend", "chain", "aggregate")
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Makes the tables by name."""
-    return {"plumbing": _plumbing(results), "together": _together(results), "trained": _trained(results["trained"])}
+    return {
+        "plumbing": _plumbing(results),
+        "together": _together(results),
+        "trained": _trained(results["trained"]),
+        "reordered": _reordered(results["reordered"]),
+        "certified": _certified(results["certified"]),
+        "load": _load(results["load"]),
+        "load tokens": _load_tokens(results["load"]),
+    }
 
 
 def _plumbing(results: dict[str, Any]) -> str:
@@ -84,12 +95,90 @@ def _trained(found: dict[str, Any]) -> str:
     ]
     for way, own in found["ways"].items():
         each = [own["right"][kind] for kind in KINDS]
-        right = " | ".join(f"{one['value']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for one in each)
+        right = " | ".join(map(_share, each))
         first, others = own["prefilled_tokens_of_the_first_question"], own["prefilled_tokens_of_the_others"]
         apart = own["difference_from_our_executor"]["largest"]
         seconds = own["median_seconds_of_the_first_question"]
         rows.append(f"| {way} | {right} | {first:.0f} / {others:.0f} | {1000 * seconds:.0f} | {apart:.1g} |")
     return "\n".join(rows)
+
+
+def _reordered(found: dict[str, Any]) -> str:
+    orders, timed = found["orders"], found["timed"] >= LEAST_TIMED
+    kinds = ("chain", "override")
+    heads = [f"{order}: tokens prefilled, first question / others" for order in orders]
+    right = orders["reordered"]["re-prefill"]["right"]
+    heads += [f"{kind}, reordered (n {right[kind]['n']})" for kind in kinds]
+    heads += [f"{order}: first question, ms" for order in orders] if timed else []
+    rows = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    for way in orders["reordered"]:
+        each = [own[way] for own in orders.values()]
+        cells = [
+            f"{own['prefilled_tokens_of_the_first_question']:.0f} / {own['prefilled_tokens_of_the_others']:.0f}"
+            for own in each
+        ]
+        cells += [_share(orders["reordered"][way]["right"][kind]) for kind in kinds]
+        for own in each if timed else ():
+            low, middle, high = (1000 * seconds for seconds in own["seconds_of_the_first_question"])
+            cells.append(f"{middle:.0f} ({low:.0f} to {high:.0f})")
+        rows.append(f"| {way} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _certified(found: dict[str, Any]) -> str:
+    rows = [
+        "| chunks in the store | nats asked for | served | bound told | lost: mean | largest | answers within it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, own in found["bounds"].items():
+        tenant, asked = name.split()
+        chunks = {"blind": "bare", "rank8": "patches of rank 8", "rank16": "patches of rank 16"}[tenant]
+        served = ", ".join(f"{point} {rank}" if rank else point for point, rank in own["served"])
+        rows.append(
+            f"| {chunks} | {asked} | {served} | {own['promised']:.2g} | {own['mean']:.1e} | {own['largest']:.1e} | "
+            f"{own['within']:.3f} of {own['answers']} |"
+        )
+    return "\n".join(rows)
+
+
+def _load(found: dict[str, Any]) -> str:
+    ways = list(dict.fromkeys(row["way"] for row in found["rows"]))
+    each = " | ".join(f"{way}: first token p50 / p95, ms | tokens/s" for way in ways)
+    rows = [f"| traffic | requests/s | {each} |", f"|---|---|{'---|---|' * len(ways)}"]
+    for traffic, rate in dict.fromkeys((row["traffic"], row["rate"]) for row in found["rows"]):
+        cells = [f"| {traffic} | {rate:g} "]
+        for way in ways:
+            own = _of(found, traffic=traffic, rate=rate, way=way)[0]
+            first = own["first_token_ms"]
+            cells.append(f"{first['p50']:.0f} / {first['p95']:.0f} | {own['output_tokens_per_second']:.1f} ")
+        rows.append("| ".join(cells) + "|")
+    return "\n".join(rows)
+
+
+def _load_tokens(found: dict[str, Any]) -> str:
+    rows = [
+        "| traffic | | prompt tokens computed | from the prefix cache | from chunks | right | first token, mean of all "
+        "rates, ms: client / engine |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for traffic, way in dict.fromkeys((row["traffic"], row["way"]) for row in found["rows"]):
+        own = _of(found, traffic=traffic, way=way)
+        mean = lambda read, own=own: sum(read(row) for row in own) / len(own)
+        tokens = [mean(lambda row, name=name: row[name]) for name in TOKENS]
+        client = mean(lambda row: row["first_token_ms"]["mean"])
+        engine = mean(lambda row: row["engine_first_token_ms"])
+        counted = " | ".join(f"{count:.1f}" for count in tokens)
+        right = mean(lambda row: row["right"])
+        rows.append(f"| {traffic} | {way} | {counted} | {right:.3f} | {client:.0f} / {engine:.0f} |")
+    return "\n".join(rows)
+
+
+def _of(found: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
+    return [row for row in found["rows"] if all(row[name] == value for name, value in wanted.items())]
+
+
+def _share(one: dict[str, Any]) -> str:
+    return f"{one['value']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
 
 
 def marked(name: str, text: str) -> tuple[int, int]:
@@ -99,9 +188,12 @@ def marked(name: str, text: str) -> tuple[int, int]:
 
 
 def write() -> None:
-    """Writes the tables into the guide."""
-    text = GUIDE.read_text()
-    for name, table in tables(json.loads(RESULTS.read_text())).items():
+    """Writes the tables into the guide, and draws its figure."""
+    import load_figure
+
+    text, results = GUIDE.read_text(), json.loads(RESULTS.read_text())
+    load_figure.draw(results["load"], GUIDE.parents[1] / "pictures" / "engine_load.png")
+    for name, table in tables(results).items():
         begin, end = marked(name, text)
         text = f"{text[:begin]}\n{table}\n\n{text[end:]}"
     GUIDE.write_text(text)

@@ -7,7 +7,6 @@ stay as they are, and no weight is rounded. Heads, caches and logits are those o
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,9 +14,14 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from evals.small_task.task import VOCABULARY
+
 SHIPPED = Path(__file__).parents[2] / "evals" / "trained" / "qwen2_5_vl"
 MOST_PIXELS = 160 * 160
 """The engine makes room for the largest image; the task's have 100 by 100."""
+
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+"""A processor repeats an image's token without spaces between; as a special token it is found there."""
 
 WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "visual.merger.mlp.2.weight", "visual.merger.mlp.2.bias")
 READS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight", "lm_head.weight")
@@ -34,7 +38,14 @@ def write(folder: Path, shipped: Path = SHIPPED) -> Path:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     ends = {"eos_token_id": config["eos_token_id"]}
     (folder / "generation_config.json").write_text(json.dumps(ends))
-    shutil.copy(shipped / "tokenizer.json", folder / "tokenizer.json")
+    tokenizer = json.loads((shipped / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [
+        {"id": token, "content": VOCABULARY.names[token], "special": True, **PLAIN}
+        for token in range(VOCABULARY.end + 1)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    # Or the tokenizer of the released model's kind is made of it, which knows none of these words.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     images = json.loads((shipped / "preprocessor_config.json").read_text())
     images["max_pixels"] = images["size"]["longest_edge"] = MOST_PIXELS
     (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=1))

@@ -17,13 +17,12 @@ import numpy as np
 import rig_engine
 import trained_model
 from rig_engine import Engine
+from trained_task import FRAME, QUESTION, Drawn, prefilled, prompt_of, shares
 
 import kvpatch_jax as kvp
 import models
 from evals import small_task
-from evals.results import intervals
 from evals.small_task import scenes
-from evals.small_task.task import KINDS, VOCABULARY
 
 SEED, NAME = 70117, "trained"
 COUNTS = {"page": 1, "legend": 1, "chain": 4, "aggregate": 3}
@@ -50,41 +49,15 @@ OPTIONS = {
 }
 
 
-def prompt_of(images, question):
-    """Images with the tokens around them, one placeholder each, and a question behind."""
-    from PIL import Image
-
-    frame = [VOCABULARY.vision_start, VOCABULARY.image, VOCABULARY.vision_end]
-    pictures = [Image.fromarray(image) for image in images]
-    ids = [*(frame * len(pictures)), *question]
-    return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
-
-
-class Drawn:
-    """Contexts, their images in order and their questions, drawn by a seed."""
-
-    def __init__(self, count: int):
-        rng = np.random.default_rng(SEED)
-        self.contexts = small_task.sample_contexts(rng, count)
-        legends, pages = small_task.render(self.contexts)
-        self.images = [[*legends[index], pages[index]] for index in range(count)]
-        self.questions = small_task.ask(self.contexts, rng, COUNTS)
-
-    def asked(self, index: int) -> list[tuple[int, int]]:
-        """The questions of a context, as tokens."""
-        return list(zip(self.questions.ask[index].tolist(), self.questions.argument[index].tolist(), strict=True))
-
-
 def form(engine, images):
     """Has the engine form each chunk from a request of it alone, and patches of two ranks from whole prompts."""
-    question = (VOCABULARY.ask_glyph, VOCABULARY.cell)
     settings = engine.worker.settings
     for tenant, rank in (("blind", None), *((f"rank{rank}", rank) for rank in RANKS)):
-        alone = [prompt_of([image], question) for image in images]
+        alone = [prompt_of([image], QUESTION) for image in images]
         engine.ask(*alone, steps=1, tenant=tenant)
         if rank is not None:
             engine.worker.former.settings = dataclasses.replace(settings, rank=rank)
-            engine.one(prompt_of(images, question), steps=1, tenant=tenant)
+            engine.one(prompt_of(images, QUESTION), steps=1, tenant=tenant)
 
 
 def served(engine, images, questions, way, index):
@@ -135,28 +108,20 @@ def own_answers(drawn, folder):
 
 def summary(drawn, way, answers, seconds, own, plain):
     """One way's row: accuracy of each kind with its interval, what was prefilled, how far from our own executor."""
-    asked, valid = drawn.questions, drawn.questions.valid
+    valid = drawn.questions.valid
     predicted = np.array([[answer["tokens"][0] for answer in row] for row in answers])
-    right = predicted == asked.answer
-    cluster = np.broadcast_to(np.arange(len(right))[:, None], right.shape)
-
-    def share(chosen):
-        found = intervals.mean(right[chosen], cluster[chosen])
-        return {"value": found.value, "low": found.low, "high": found.high, "n": found.n}
-
-    kinds = {kind: share(valid & (asked.kind == KINDS.index(kind))) for kind in COUNTS}
     differences = [
         max(abs(own[way][index, place, int(token)] - value) for token, value in answers[index][place]["likely"].items())
         for index in range(len(own[way]))
         for place in np.flatnonzero(valid[index])
     ]
-    prefilled = np.array([[answer["prompt"] - answer["cached"] for answer in row] for row in answers])
+    computed = prefilled(answers)
     told = answers[0][0]["told"]
     return {
-        "right": {**kinds, "all": share(valid)},
+        "right": shares(drawn.questions, answers, tuple(COUNTS)),
         "first_tokens_equal_to_the_engine_alone": float((predicted == plain)[valid].mean()),
-        "prefilled_tokens_of_the_first_question": float(prefilled[:, 0].mean()),
-        "prefilled_tokens_of_the_others": float(prefilled[:, 1:].mean()),
+        "prefilled_tokens_of_the_first_question": float(computed[:, 0].mean()),
+        "prefilled_tokens_of_the_others": float(computed[:, 1:].mean()),
         "median_seconds_of_the_first_question": float(np.median(seconds)),
         "difference_from_our_executor": {
             "largest": float(np.max(differences)),
@@ -195,10 +160,10 @@ def measured(engine, drawn, work):
 def main(work: str, contexts: str) -> None:
     """Draws, serves, and writes what was found."""
     folder = Path(work)
-    settings = {"backbone": NAME, "image_frame": [VOCABULARY.vision_start, VOCABULARY.vision_end]}
+    settings = {"backbone": NAME, "image_frame": list(FRAME)}
     model = trained_model.write(folder / f"model-{NAME}")
     engine = Engine(model, folder / f"store-{NAME}", settings, **OPTIONS)
-    drawn = Drawn(int(contexts))
+    drawn = Drawn(int(contexts), SEED, COUNTS)
     path = folder / f"trained-{contexts}.json"
     rig_engine.written(path, engine, lambda engine: measured(engine, drawn, folder), seed=SEED)
 
