@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 MATCHED, LEADING = 88, 48
 """Tokens of both chunks, and of the first."""
-CONTEXTS = {"trained": 96, "reordered": 32, "certified": 12}
+CONTEXTS = {"trained": 256, "reordered": 32, "certified": 12}
 """Of the trained model's task, in the programs that ask it: `NAME_program.py`."""
 
 
