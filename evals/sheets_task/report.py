@@ -1,7 +1,8 @@
 """The report of the sheets and documents tasks: table.md, figures, report.html, and what a task's guide says of a run.
 
-`python -m evals.sheets_task.report out/run` puts a finished run into the guide of its task, what the guide shows of its
-rows into docs/TASK-results.json and its figures into docs/pictures. A test holds the guides against those files.
+`python -m evals.sheets_task.report out/run` puts a finished run into the guide of its kind of instances, what the guide
+shows of its rows into docs/KIND-results.json and its figures into docs/pictures. A test holds the guides against those
+files.
 """
 
 import json
@@ -25,9 +26,14 @@ from ..results.tables import markdown_table
 
 CONTROL_ENDS = "_no_window"
 COST_METRICS = (AXES[0], TOGETHER[0], AXES[1], *AMORTISED)
-TASKS = ("sheets", "documents")
-GUIDES = {task: Path(f"docs/guides/{task}-task.md") for task in TASKS}
-KEPT = {task: Path(f"docs/{task}-results.json") for task in TASKS}
+KINDS = ("sheets", "sheets_qwen3_vl", "documents")
+"""Folders of instances that ship; each kind has a guide of its own."""
+GUIDES = {
+    "sheets": Path("docs/guides/sheets-task.md"),
+    "sheets_qwen3_vl": Path("docs/guides/sheets-task-qwen3-vl.md"),
+    "documents": Path("docs/guides/documents-task.md"),
+}
+KEPT = {kind: Path(f"docs/{kind}-results.json") for kind in KINDS}
 PICTURES = ("hero", "pareto_stored_bytes", "pareto_serving_flops")
 
 
@@ -218,8 +224,9 @@ def kept(results: Results) -> dict[str, Any]:
         shown = right or row["metric"].startswith(("class_mean_share.", "e90")) or row["metric"] in COST_METRICS
         if shown if row["model"] == own else of_seed:
             rows.append({**row, **{name: _six(row[name]) for name in ("value", "low", "high")}})
-    names = ("task", "model", "seeds", "seed", "contexts", "command", "rules", "probes", "visible", "questions")
-    return {"config": {name: results["config"][name] for name in names}, "rows": rows}
+    names = ("task", "kind", "model", "seeds", "seed", "contexts", "command", "rules", "probes", "visible", "questions")
+    config = {name: results["config"][name] for name in names if name in results["config"]}
+    return {"config": config, "rows": rows}
 
 
 def _six(value: float | None) -> float | None:
@@ -227,13 +234,13 @@ def _six(value: float | None) -> float | None:
 
 
 def write(results: Results, figures: Path, root: Path = ROOT) -> None:
-    """Puts a run into its task's guide and kept results, and its figures into docs/pictures."""
-    shown, task = kept(results), results["config"]["task"]
-    (root / KEPT[task]).write_text(json.dumps(shown, indent=0) + "\n", encoding="utf-8")
-    (root / GUIDES[task]).write_text(block(markdown(shown), root / GUIDES[task]), encoding="utf-8")
+    """Puts a run into its kind's guide and kept results, and its figures into docs/pictures."""
+    shown, kind = kept(results), results["config"].get("kind", results["config"]["task"])
+    (root / KEPT[kind]).write_text(json.dumps(shown, indent=0) + "\n", encoding="utf-8")
+    (root / GUIDES[kind]).write_text(block(markdown(shown), root / GUIDES[kind]), encoding="utf-8")
     for name in PICTURES:
         if (figures / f"{name}.png").exists():
-            shutil.copyfile(figures / f"{name}.png", root / "docs" / "pictures" / f"{task}_{name}.png")
+            shutil.copyfile(figures / f"{name}.png", root / "docs" / "pictures" / f"{kind}_{name}.png")
 
 
 def _read(folder: Path) -> Mapping[str, Any]:

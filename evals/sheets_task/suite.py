@@ -165,7 +165,7 @@ def measure_all(path: Path, sizes: Sizes, suite: Suite, file: Path, *, control: 
 
 
 def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = SHEETS_SUITE) -> dict[str, Any]:
-    """Measures a shipped instance, all of them ("all"), or a checkpoint directory; writes results and report."""
+    """Measures instances, as `instances` finds them; writes results and report."""
     make_out(folder)
     paths, contexts = instances(name, suite), 16 if quick else 64
     is_control = {path.name: path.name.endswith(CONTROL_ENDS) and len(paths) > 1 for path in paths}
@@ -181,6 +181,7 @@ def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = 
     results = {
         "config": {
             "task": suite.task,
+            "kind": paths[0].parent.name if len(paths) > 1 else suite.task,
             "probes": {probe: title for probe, (_, title, _) in suite.probes.items()},
             "visible": list(suite.visible),
             "model": "mean" if len(seeds) > 1 else next(iter(seeds)),
@@ -202,13 +203,27 @@ def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = 
 
 
 def instances(name: str, suite: Suite = SHEETS_SUITE) -> list[Path]:
-    """Finds the directories of the instances asked for. Raises InputError where there is none."""
-    shipped = sorted(path.parent for path in suite.folder.glob("*/config.json"))
+    """Finds the directories of the instances asked for: one, all of the suite's first kind ("all"), or a folder's.
+
+    Args:
+      name: "all", a name in the suite's folder, a checkpoint directory, a folder of such directories, or the name of a
+        folder beside the suite's: the instances of another architecture.
+
+    Raises:
+      InputError: there is none.
+    """
+    inside = lambda folder: sorted(path.parent for path in folder.glob("*/config.json"))
+    shipped = inside(suite.folder)
     if name == "all" and shipped:
         return shipped
     for path in (suite.folder / name, Path(name)):
         if (path / "config.json").exists():
             return [path]
+    # Only this suite's other kinds: the folder above holds other tasks' instances too.
+    beside = [suite.folder.parent / name] if name.startswith(f"{suite.folder.name}_") else []
+    for folder in (*beside, Path(name)):
+        if found := inside(folder):
+            return found
     names = ", ".join(path.name for path in shipped) or "none is shipped"
     raise InputError(
         f"backbone {name!r} of the {suite.task} task; expected a checkpoint directory, all, or one of: {names}"

@@ -12,6 +12,7 @@ from evals.results.headline import headline_rows
 from evals.sheets_task import KINDS, report, suite
 from evals.sheets_task.arms import names_of
 from kvpatch_jax import KVLayout
+from kvpatch_jax.errors import InputError
 from kvpatch_jax.rope import Rope
 
 ARMS = {
@@ -110,10 +111,11 @@ def test_what_the_guide_keeps_says_the_same(results: dict):
     assert len(kept["rows"]) < len(results["rows"])
 
 
-@pytest.mark.parametrize("task", report.TASKS)
-def test_the_guide_is_written_from_its_rows(task: str):
-    kept, guide = json.loads((ROOT / report.KEPT[task]).read_text("utf-8")), ROOT / report.GUIDES[task]
-    assert kept["config"]["task"] == task
+@pytest.mark.parametrize("kind", report.KINDS)
+def test_the_guide_is_written_from_its_rows(kind: str):
+    kept, guide = json.loads((ROOT / report.KEPT[kind]).read_text("utf-8")), ROOT / report.GUIDES[kind]
+    assert kept["config"].get("kind", kind) == kind
+    assert kept["config"]["task"] == kind.partition("_")[0]
     assert block(report.markdown(kept), guide) == guide.read_text("utf-8")
 
 
@@ -129,6 +131,27 @@ def test_what_the_readme_says_of_the_seeds_and_the_control():
     control = right.pop("qwen2_5_vl_no_window")
     assert sorted(got <= 0.625 for got in right.values()) == [False, True, True]
     assert abs(value["qwen2_5_vl_no_window", "blind"] - control) < 0.01
+
+
+def test_what_is_said_of_the_second_architecture():
+    """README and its guide: every seed's aggregates, the control's loss, no rank of the page, sheets that are stale."""
+    kept = json.loads((ROOT / report.KEPT["sheets_qwen3_vl"]).read_text("utf-8"))
+    value = {
+        (row["model"], row["arm"], row["metric"]): row["value"] for row in kept["rows"] if row["probe"] == "sheets.4"
+    }
+    seeds = kept["config"]["seeds"]
+    assert seeds == ["qwen3_vl", "qwen3_vl_seed1", "qwen3_vl_seed2"]
+    assert min(value[seed, "re-prefill", "accuracy.aggregate"] for seed in seeds) > 0.75
+    lost = {
+        kind: value["qwen3_vl_no_window", "re-prefill", kind] - value["qwen3_vl_no_window", "blind", kind]
+        for kind in ("accuracy.chain", "accuracy.aggregate")
+    }
+    assert min(lost.values()) > 0.25
+    mean = lambda arm, kind: value["mean", arm, f"accuracy.{kind}"]
+    assert report.smallest_rank(report.of_probe(kept), report.VISIBLE) is None
+    assert mean("patch.rank=64", "sheet") < 0.6 < 0.75 < mean("patch.every_chunk.rank=16", "sheet")
+    assert max(mean(f"{way}.budget=0.15", "chain") for way in ("query_attention", "prophetkv")) < 0.5
+    assert mean("residual.layer=1", "chain") < 0.5
 
 
 def test_which_arms_are_asked():
@@ -163,3 +186,19 @@ def test_a_control_is_no_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert found["config"]["seeds"] == ["a", "a_seed1"]
     means = [row for row in found["rows"] if row["model"] == "mean"]
     assert {row["n"] for row in means} == {2}
+
+
+def test_instances_of_another_kind_are_found(tmp_path: Path):
+    """By their folder's name beside the suite's, or by its path; another task's folder only by its path."""
+    for name in ("sheets/a", "sheets_b/b", "sheets_b/b_seed1", "documents/c", "empty"):
+        (tmp_path / name).mkdir(parents=True)
+        if name != "empty":
+            (tmp_path / name / "config.json").write_text("{}")
+    of = dataclasses.replace(suite.SHEETS_SUITE, folder=tmp_path / "sheets")
+    names = lambda name: [path.name for path in suite.instances(name, of)]
+    assert names("all") == names("a") == ["a"]
+    assert names("sheets_b") == names(str(tmp_path / "sheets_b")) == ["b", "b_seed1"]
+    assert names(str(tmp_path / "sheets_b" / "b")) == ["b"]
+    for missing in ("documents", "empty", str(tmp_path / "empty"), "sheets_c"):
+        with pytest.raises(InputError, match="expected a checkpoint directory"):
+            suite.instances(missing, of)
