@@ -126,9 +126,13 @@ def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
     kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(VISIBLE)]
     near = [kind for kind in kinds if abs(rows.gap(VISIBLE, patch, kind)) <= TOLERANCE + 1e-9]
     enough = smallest_rank(results, VISIBLE) is not None
-    rule = "the smallest rank tried that suffices by the rule" if enough else "no rank tried suffices by the rule"
+    rule = (
+        "the smallest rank tried that suffices by the rule,"
+        if enough
+        else "no rank tried suffices by the rule, and this one is"
+    )
     where = f"within {TOLERANCE} of computing anew on {', '.join(near) or 'none of them'}"
-    return f"A patch of rank {patch.rpartition('=')[2]}{stored} answers {_values(rows, patch)}; {rule}, {where}."
+    return f"A patch of rank {patch.rpartition('=')[2]}{stored} answers {_values(rows, patch)}; {rule} {where}."
 
 
 def _what_else(rows: Rows, patch: str) -> str:

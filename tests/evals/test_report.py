@@ -253,7 +253,7 @@ def test_verdict_is_read_off_the_rows(results):
                 row["value"] = TOP[row["metric"].split(".")[1]]
     lost, mended, others = verdict.verdict(turned)
     assert "but only" not in lost
-    assert "no rank tried suffices by the rule, within 0.01 of computing anew on none of them" in mended
+    assert "no rank tried suffices by the rule, and this one is within 0.01 of computing anew on none of them" in mended
     assert "it is undercut in share of KV bytes by CacheBlend-style" in others
     assert verdict.verdict({"config": {}, "rows": []}) == []
 
