@@ -29,6 +29,8 @@ ELSEWHERE = (
     f"svd.rank={SHOWN}",
 )
 """Patterns of the arms that are tried with contexts of every size; the others with four chunks alone."""
+EVERY_CHUNK = tuple(f"patch.every_chunk.rank={rank}" for rank in RULES.arms.ranks if rank > SHOWN)
+"""The same with larger ranks: a part of its own, with contexts of every size, behind those of `names_of`."""
 
 
 class Answered(NamedTuple):

@@ -64,7 +64,8 @@ class Reuse:
         """Prefills one image alone, at position 0."""
         where = self.form.slices[place]
         local = np.broadcast_to(self.form.chunk_local[place], (len(self.contexts), *self.form.chunk_local[place].shape))
-        self.page_alone = alone = Tokens(tokens.embeddings[:, where], jnp.asarray(local), None)
+        # What a layer adds of its own (Qwen3-VL's DeepStack) is a chunk's as well.
+        self.page_alone = alone = tokens.take(where.start, where.stop)._replace(positions=jnp.asarray(local))
         name = f"{place}:" + "-".join(map(str, self.contexts.ink_seed[:2].tolist()))
         return kvp.Chunk(
             kv=self.backbone.prefill(alone).kv,

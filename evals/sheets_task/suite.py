@@ -27,7 +27,7 @@ from ..results.parts import add_part, finished_parts, make_out
 from ..results.rows import Row, as_row
 from ..rules import RULES
 from ..trained import SHEETS
-from .arms import arms_of, names_of
+from .arms import EVERY_CHUNK, arms_of, names_of
 from .report import CONTROL_ENDS, write_report
 from .reuse import Reuse
 from .task import KINDS
@@ -155,12 +155,16 @@ def measure_all(path: Path, sizes: Sizes, suite: Suite, file: Path, *, control: 
         if control and number:
             break
         arms = list(CONTROL_ARMS) if control else names_of(backbone.layout, number > 0)
-        name = f"{path.name}, {title}, {len(arms)} arms, {backbone.fingerprint}"
-        if name not in have:
-            have[name] = measure(backbone, path.name, sizes, suite, probe, arms)
-            add_part(file, {"part": name, "rows": have[name]})
+        groups = {f"{len(arms)} arms": arms}
+        if not control:
+            groups["every chunk"] = ["re-prefill", *EVERY_CHUNK]
+        for group, names in groups.items():
+            name = f"{path.name}, {title}, {group}, {backbone.fingerprint}"
+            if name not in have:
+                have[name] = measure(backbone, path.name, sizes, suite, probe, names)
+                add_part(file, {"part": name, "rows": have[name]})
+            rows += have[name] if names is arms else [row for row in have[name] if row["arm"] in EVERY_CHUNK]
         print(f"{path.name}: {title} measured", flush=True)
-        rows += have[name]
     return rows
 
 

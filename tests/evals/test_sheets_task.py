@@ -234,25 +234,35 @@ def test_an_unknown_backbone_is_refused():
         draw_batch(Recipe(backbone="llava", tiny=1, batch=1), 0)
 
 
-def fresh() -> ModelBackbone:
-    """The small backbone with fresh parameters."""
-    config, images = SHEETS.instance()
-    return ModelBackbone(
-        config, nnx.to_pure_dict(nnx.split(initialise(Recipe()))[1]), images, make_tokenizer(VOCABULARY.names)
-    )
+def fresh(name: str = "qwen2_5_vl") -> ModelBackbone:
+    """A small backbone with fresh parameters."""
+    config, images = SHEETS.instance(name)
+    drawn = nnx.to_pure_dict(nnx.split(initialise(Recipe(backbone=name)))[1])
+    return ModelBackbone(config, drawn, images, make_tokenizer(VOCABULARY.names))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_first_chunk_is_what_it_is_in_the_prefix(name: str):
+    """Nothing stands in front of it, so that it absorbs nothing: DeepStack's features are its own too."""
+    contexts, rng = draw(1, "tiny")
+    reuse = Reuse(fresh(name), contexts, sheets_task.ask(contexts, rng, {"page": 2}))
+    for channel, value in reuse.cut(reuse.conditioned, 0).items():
+        np.testing.assert_allclose(reuse.chunks[0].kv[channel], value, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_every_chunk_is_reused():
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_every_chunk_is_reused(name: str):
     """All patches whole: re-prefill, though every chunk moved. One question's tokens all run again: the same."""
     contexts, rng = draw(1, "tiny")
     questions = sheets_task.ask(contexts, rng, {"page": 2, "chain": 2, "list": 1})
-    reuse = Reuse(fresh(), contexts, questions)
+    reuse = Reuse(fresh(name), contexts, questions)
     assert int(np.asarray(reuse.tokens.positions).min()) == MOVED
     truth = reuse.read(reuse.engine)
     whole = reuse.cache({place: reuse.patch(place, 64) for place in range(1, reuse.form.chunks)})
-    np.testing.assert_allclose(reuse.read(whole), truth, atol=2e-3)
-    assert np.abs(reuse.read(reuse.cache()) - truth).max() > 1e-2
+    left = np.abs(reuse.read(whole) - truth).max()
+    assert left < 2e-3
+    assert np.abs(reuse.read(reuse.cache()) - truth).max() > max(5e-3, 20 * left)  # fresh weights absorb little
     # The sheets in front as re-prefill has them: recomputing all of the page is then re-prefilling it.
     sheets = {place: reuse.patch(place, 64) for place in range(1, reuse.form.chunks - 1)}
     blind = reuse.cache
