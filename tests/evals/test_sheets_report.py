@@ -134,24 +134,22 @@ def test_what_the_readme_says_of_the_seeds_and_the_control():
 
 
 def test_what_is_said_of_the_second_architecture():
-    """README and its guide: every seed's aggregates, the control's loss, no rank of the page, sheets that are stale."""
+    """README and its guide: every seed's aggregates, a control that loses nothing, all bars, sheets that stay right."""
     kept = json.loads((ROOT / report.KEPT["sheets_qwen3_vl"]).read_text("utf-8"))
-    value = {
-        (row["model"], row["arm"], row["metric"]): row["value"] for row in kept["rows"] if row["probe"] == "sheets.4"
-    }
+    asked = [row for row in kept["rows"] if row["probe"] == "sheets.4"]
+    value = {(row["model"], row["arm"], row["metric"]): row["value"] for row in asked}
     seeds = kept["config"]["seeds"]
     assert seeds == ["qwen3_vl", "qwen3_vl_seed1", "qwen3_vl_seed2"]
     assert min(value[seed, "re-prefill", "accuracy.aggregate"] for seed in seeds) > 0.75
-    lost = {
-        kind: value["qwen3_vl_no_window", "re-prefill", kind] - value["qwen3_vl_no_window", "blind", kind]
-        for kind in ("accuracy.chain", "accuracy.aggregate")
-    }
-    assert min(lost.values()) > 0.25
+    control = lambda arm, kind: value["qwen3_vl_no_window", arm, f"accuracy.{kind}"]
+    assert max(control("re-prefill", kind) - control("blind", kind) for kind in ("chain", "aggregate")) < 0.03
+    assert all(bar.met for bar in report.bars(kept))
     mean = lambda arm, kind: value["mean", arm, f"accuracy.{kind}"]
-    assert report.smallest_rank(report.of_probe(kept), report.VISIBLE) is None
-    assert mean("patch.rank=64", "sheet") < 0.6 < 0.75 < mean("patch.every_chunk.rank=16", "sheet")
-    assert max(mean(f"{way}.budget=0.15", "chain") for way in ("query_attention", "prophetkv")) < 0.5
-    assert mean("residual.layer=1", "chain") < 0.5
+    for kind in ("page", "sheet", "chain", "aggregate", "override", "list"):
+        # Whole patches on every chunk are re-prefill.
+        assert abs(mean("patch.every_chunk.rank=64", kind) - mean("re-prefill", kind)) < 0.005
+    assert mean("blind", "sheet") > 0.99
+    assert mean("query_attention.budget=0.15", "chain") > 0.99
 
 
 def test_which_arms_are_asked():
