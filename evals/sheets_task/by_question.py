@@ -85,7 +85,8 @@ def _recomputed(
     splice = reuse.splice()
     (count, length), rows = columns.shape, len(reuse.contexts)
     by_row = lambda value, axis=0: jnp.repeat(jnp.asarray(value), count, axis=axis)
-    own = Tokens(*(None if part is None else by_row(part) for part in splice.tokens))
+    given, deepstack = splice.tokens, splice.tokens.deepstack
+    own = Tokens(by_row(given.embeddings), by_row(given.positions), None if deepstack is None else by_row(deepstack))
     wide = SplicedCache(own, {name: by_row(value, 1) for name, value in cache.items()}, by_row(splice.slots))
     mended = dict(repair_everywhere(reuse.backbone, wide, jnp.asarray(index.reshape(rows * count, -1))).cache)
     cut = lambda value: value[:, columns].reshape(rows * count, length, *value.shape[2:])
