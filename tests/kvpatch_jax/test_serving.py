@@ -3,6 +3,8 @@
 # pyright: reportOptionalMemberAccess=false
 
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from kvpatch_jax.serving.vllm.loading import WorkerSide
 from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, blocks_from, slots_of
 from kvpatch_jax.serving.vllm.planning import Step, StockedPatch
 from kvpatch_jax.serving.vllm.scheduling import SchedulerSide
+from kvpatch_jax.serving.vllm.stores import Looked
 from tests.arrays import placed
 
 TOKENS = list(range(100, 130))
@@ -184,7 +187,8 @@ def test_layouts_of_configurations():
 
 def request_of(name, params, tokens=TOKENS, **more):
     given = {"prompt_token_ids": tokens, "prompt_embeds": None, "lora_request": None, "mm_features": []}
-    given |= {"cache_salt": None, "block_hashes": ["early"], "kv_transfer_params": params, **more}
+    given |= {"cache_salt": None, "block_hashes": ["early"], "kv_transfer_params": params}
+    given |= {"skip_reading_prefix_cache": False, **more}
     made = SimpleNamespace(request_id=name, **given)
     made.update_block_hashes = lambda: made.block_hashes.append(f"with {made.cache_salt}")
     return made
@@ -239,15 +243,27 @@ def sides(tmp_path):
     settings = Settings(store=str(tmp_path / "store"), backbone="tiny", rank=10, uncertified=True)
     pool, worker = Pool(), WorkerSide(settings, LAYOUT, PAGE)
     worker.register(pool)
-    yield SimpleNamespace(scheduler=SchedulerSide(settings, PAGE), worker=worker, pool=pool)
+    scheduler = SchedulerSide(settings, PAGE)
+    yield SimpleNamespace(scheduler=scheduler, worker=worker, pool=pool)
+    scheduler.close()
     worker.close()
+
+
+def matched_of(scheduler, request, computed=0):
+    """Asks as an engine does, step after step, until the request's chunks were read."""
+    for _ in range(1000):
+        count = scheduler.matched(request, computed)
+        if count is not None:
+            return count
+        assert scheduler.orders(output_of({}, {}, {})) == Orders()
+    raise AssertionError("its chunks are never read")
 
 
 def served(sides, name, params, tokens=TOKENS, blocks=tuple(range(3, 11)), computed=0):
     """One request through both sides, as an engine calls them; returns it and the tokens that it was matched."""
     request = request_of(name, {"kvpatch": params}, tokens)
     sides.scheduler.arrived(request)
-    count = sides.scheduler.matched(request, computed)
+    count = matched_of(sides.scheduler, request, computed)
     sides.scheduler.allocated(request, blocks, count)
     scheduled = len(tokens) - computed - count
     orders = sides.scheduler.orders(output_of({name: scheduled}, {name: computed + count}, {name: blocks}))
@@ -312,11 +328,100 @@ def test_what_is_not_asked_for_or_cannot_be_planned_is_left_alone(sides):
     ):
         request = request_of("any", params, **more)
         sides.scheduler.arrived(request)
-        assert sides.scheduler.matched(request, 0) == 0
+        assert matched_of(sides.scheduler, request) == 0
         assert request.block_hashes == ["early"]
         assert sides.scheduler.finished(request) is None
     assert sides.scheduler.counts["refused"] == 2
     assert sides.scheduler.orders(output_of({"any": 30}, {"any": 0}, {})) == Orders()
+
+
+@pytest.fixture
+def held(sides, monkeypatch):
+    """A store whose reads wait for `held.set()`; a leading chunk and a patch behind it are in it."""
+    served(sides, "first", {"segments": [8]})
+    served(sides, "second", {"segments": [10]}, TOKENS[8:])
+    served(sides, "patch", {"segments": [8, 18]})
+    gate, read = threading.Event(), Looked.has_canonical
+    monkeypatch.setattr(Looked, "has_canonical", lambda self, id: gate.wait(60) and read(self, id))
+    yield gate
+    gate.set()
+
+
+def test_while_a_requests_chunks_are_read_others_are_served(sides, held):
+    """The engine asks, is told to ask again, goes on; nothing waits for the store. Then the request is salted first."""
+    scheduler, plan = sides.scheduler, {"kvpatch": {"segments": [8, 18], "policy": "approximate"}}
+    slow, plain = request_of("slow", plan), request_of("plain", None)
+    began = time.monotonic()
+    scheduler.arrived(slow)
+    scheduler.arrived(plain)
+    assert scheduler.matched(slow, 0) is None
+    assert scheduler.matched(plain, 0) == 0
+    assert scheduler.orders(output_of({"plain": 30}, {"plain": 0}, {})) == Orders()
+    assert time.monotonic() - began < 30, "the gate would have held it for 60 s"
+    assert slow.cache_salt is None
+    held.set()
+    while scheduler.matched(slow, 0) is None and slow.cache_salt is None:
+        time.sleep(0.001)
+    assert slow.block_hashes == [f"with {slow.cache_salt}"]
+    assert scheduler.matched(slow, 4) == 14
+
+
+def test_what_was_looked_up_without_a_salt_is_not_counted(sides, held):
+    """A plan that becomes ready between the engine's look into its cache and its question: asked again, once."""
+    held.set()
+    scheduler = sides.scheduler
+    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}})
+    scheduler.arrived(request)
+    while not scheduler._ahead.is_ready("own"):
+        time.sleep(0.001)
+    assert scheduler.matched(request, 16) is None, "16 tokens of a plain request are no longer its own"
+    assert scheduler.matched(request, 0) == 18
+    leading = request_of("leading", {"kvpatch": {"segments": [8, 18]}})
+    scheduler.arrived(leading)
+    while not scheduler._ahead.is_ready("leading"):
+        time.sleep(0.001)
+    assert scheduler.matched(leading, 4) == 4, "no salt: nothing is to be looked up again"
+
+
+def test_a_store_that_does_not_answer_costs_a_plain_prefill(sides, held):
+    scheduler = sides.scheduler
+    scheduler._ahead.patience = 0.05
+    request = request_of("late", {"kvpatch": {"segments": [8]}})
+    scheduler.arrived(request)
+    assert scheduler.matched(request, 0) is None
+    assert matched_of(scheduler, request) == 0
+    assert scheduler.counts["refused"] == 1
+    assert request.block_hashes == ["early"]
+    assert scheduler.finished(request) is None
+
+
+def test_a_request_that_is_gone_is_not_salted_when_its_chunks_come(sides, held):
+    scheduler = sides.scheduler
+    request = request_of("gone", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}})
+    scheduler.arrived(request)
+    assert scheduler.finished(request) is None
+    held.set()
+    assert scheduler.orders(output_of({}, {}, {})) == Orders()
+    assert request.cache_salt is None
+    assert "gone" not in scheduler._tracked
+
+
+def test_whatever_reading_raises_the_request_is_served_plainly(sides, monkeypatch):
+    monkeypatch.setattr(Looked, "has_canonical", lambda self, id: 1 / 0)
+    request = request_of("own", {"kvpatch": {"segments": [8]}})
+    sides.scheduler.arrived(request)
+    assert matched_of(sides.scheduler, request) == 0
+    assert sides.scheduler.counts["refused"] == 1
+
+
+def test_a_request_that_reads_no_cache_is_told_that_nothing_was_served(sides):
+    """The engine ignores what is matched where a prompt's log-probabilities are asked for."""
+    served(sides, "forms", {"segments": [8]})
+    request = request_of("own", {"kvpatch": {"segments": [8]}}, skip_reading_prefix_cache=True)
+    sides.scheduler.arrived(request)
+    assert matched_of(sides.scheduler, request) == 0
+    told = sides.scheduler.finished(request)["kvpatch"]
+    assert (told["matched"], told["served"], told["exact"]) == (0, [], True)
 
 
 def test_a_chunk_elsewhere_than_the_engine_counted_is_not_written(sides):
@@ -328,7 +433,7 @@ def test_a_chunk_elsewhere_than_the_engine_counted_is_not_written(sides):
     load = Load("there", (piece,), 0, (3, 4, 5))
     planned = request_of("there", {"kvpatch": {"segments": [8, 18]}})
     sides.scheduler.arrived(planned)
-    sides.scheduler.allocated(planned, (3, 4), sides.scheduler.matched(planned, 0))
+    sides.scheduler.allocated(planned, (3, 4), matched_of(sides.scheduler, planned))
     sides.pool.requests["there"] = SimpleNamespace(mrope_positions=None)
     before = [np.asarray(own) for own in sides.pool.kv_caches]
     sides.worker.load(Orders((load,)))

@@ -10,6 +10,7 @@ engine; "mended" is "mixed" with both.
 # pyright: reportMissingImports=false
 
 import sys
+import time
 from pathlib import Path
 
 import cpu_rig
@@ -19,6 +20,7 @@ from rig_engine import Engine, compared
 
 from kvpatch_jax.serving.vllm import planning
 from kvpatch_jax.serving.vllm.segments import segments_of
+from kvpatch_jax.serving.vllm.stores import Looked
 from kvpatch_jax.store import ChunkStore
 
 STEPS, NAME = 40, "tiny"
@@ -26,6 +28,8 @@ STEPS, NAME = 40, "tiny"
 FIRST = [(7 * place + 3) % 250 + 2 for place in range(48)]
 SECOND = [(11 * place + 5) % 250 + 2 for place in range(40)]  # ends in the middle of a block
 QUESTION = [(13 * place + 1) % 250 + 2 for place in range(9)]
+SLOW = 0.5
+"""Seconds that a chunk takes to be read, where the store is to be slow."""
 ENDS = [len(FIRST), len(FIRST) + len(SECOND)]
 PROMPT = FIRST + SECOND + QUESTION
 
@@ -54,7 +58,32 @@ def forms(engine):
     engine.one(PROMPT, tenant="blind", **ask)
     found["plain_after_bare_without_salt"] = compared(engine.one(PROMPT, fresh=False), reference)
     planning.RequestPlan.salt = salt
-    return found
+    return {**found, "ahead": ahead(engine, reference)}
+
+
+def ahead(engine, reference):
+    """A store that is slow to read: a plain request that comes behind one of chunks is answered before it."""
+    read, finished, done = Looked.has_canonical, engine.scheduler.finished, {}
+
+    def slow(self, id):
+        time.sleep(SLOW)
+        return read(self, id)
+
+    def noting(request):
+        done["plain" if request.kv_transfer_params is None else "chunks"] = time.perf_counter() - began
+        return finished(request)
+
+    Looked.has_canonical, engine.scheduler.finished = slow, noting
+    ask = {"segments": ENDS, "tenant": "full", "policy": "approximate", "save": False}
+    before, began = engine.scheduler.counts["asked_again"], time.perf_counter()
+    answers = engine.ask(PROMPT, PROMPT, each=[ask, {}])
+    Looked.has_canonical, engine.scheduler.finished = read, finished
+    return {
+        "seconds_of_a_read": SLOW,
+        "seconds": done,
+        "asked_again": engine.scheduler.counts["asked_again"] - before,
+        **{name: compared(own, reference) for name, own in zip(("chunks", "plain"), answers, strict=True)},
+    }
 
 
 def damage(engine, tenant, segment):

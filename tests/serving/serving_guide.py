@@ -29,10 +29,12 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     """Makes the tables by name."""
     return {
         "plumbing": _plumbing(results),
+        "ahead": _ahead(results),
         "together": _together(results),
         "trained": _trained(results["trained"]),
         "reordered": _reordered(results["reordered"]),
         "certified": _certified(results["certified"]),
+        "pretrained": _pretrained(results["pretrained"]),
         "load": _load(results["load"]),
         "load tokens": _load_tokens(results["load"]),
     }
@@ -55,6 +57,18 @@ def _plumbing(results: dict[str, Any]) -> str:
             apart = " / ".join(f"{own['largest_difference_of_log_probabilities']:.2g}" for own in found)
             cells += [tokens or "not run", apart or "not run"]
         rows.append(f"| {what} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _ahead(results: dict[str, Any]) -> str:
+    rows = [
+        "| heads of | a plain request, s | one of two chunks, each half a second to read, s | tokens equal |",
+        "|---|---|---|---|",
+    ]
+    for width in (128, 64):
+        own = results[f"forms, heads of {width}"]["ahead"]
+        equal = " / ".join(f"{own[name]['tokens_equal_in_front']} of {own[name]['of']}" for name in ("plain", "chunks"))
+        rows.append(f"| {width} | {own['seconds']['plain']:.2f} | {own['seconds']['chunks']:.2f} | {equal} |")
     return "\n".join(rows)
 
 
@@ -137,6 +151,23 @@ def _certified(found: dict[str, Any]) -> str:
         rows.append(
             f"| {chunks} | {asked} | {served} | {own['promised']:.2g} | {own['mean']:.1e} | {own['largest']:.1e} | "
             f"{own['within']:.3f} of {own['answers']} |"
+        )
+    return "\n".join(rows)
+
+
+def _pretrained(found: dict[str, Any]) -> str:
+    count, steps = len(found["texts"]), found["of"]
+    rows = [
+        f"| | answers of {steps} tokens equal | first tokens equal | tokens equal in front, mean | largest difference "
+        "of log-probabilities: median / largest | tokens prefilled |",
+        "|---|---|---|---|---|---|",
+    ]
+    for way, own in found["ways"].items():
+        apart = own["largest_difference"]
+        rows.append(
+            f"| {way} | {own['answers_equal']} of {count} | {own['first_tokens_equal']} of {count} | "
+            f"{own['mean_tokens_equal_in_front']:.1f} | {apart['median']:.2g} / {apart['largest']:.2g} | "
+            f"{own['computed_tokens']:.0f} |"
         )
     return "\n".join(rows)
 

@@ -59,11 +59,11 @@ class KVPatchConnector(KVConnectorBase_V1):
     # --------------------------------------------------------------------------------------------- the scheduler
 
     def on_new_request(self, request: Any) -> None:
-        """Plans and salts."""
+        """Begins to plan, and to read."""
         self._scheduler.arrived(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Counts what will be loaded, before the next forward."""
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Counts what will be loaded before the next forward; None while chunks are read, so that others go first."""
         return self._scheduler.matched(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -121,7 +121,7 @@ class KVPatchConnector(KVConnectorBase_V1):
         if self.worker_side is not None:
             self.worker_side.close()
         if self.scheduler_side is not None:
-            self.scheduler_side.stores.close()
+            self.scheduler_side.close()
 
     @property
     def _worker(self) -> WorkerSide:

@@ -1,4 +1,4 @@
-"""The scheduler's side: requests are planned and salted when they come, matched, and turned into orders.
+"""The scheduler's side: requests are planned when they come, while others are computed; salted, matched, and ordered.
 
 Requests, blocks and a step's output are the engine's objects, of which only attributes are read; vllm is not imported.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import KVPatchError
 from ...plan.certificate import Certificate
+from .ahead import Ahead
 from .messages import Load, Orders, Piece, Save, blocks_from
 from .planning import RequestPlan, plan_request
 from .segments import Feature, Segment, segments_of
@@ -17,6 +18,9 @@ from .settings import Asked, Settings
 from .stores import Looked, Stores
 
 logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.01
+"""That a step with nothing else to do waits for a plan, in place of asking again and again."""
 
 
 @dataclasses.dataclass
@@ -51,46 +55,74 @@ class SchedulerSide:
         self.stores = Stores(settings)
         self.counts: collections.Counter[str] = collections.Counter()
         self._tracked: dict[str, Tracked] = {}
+        self._ahead: Ahead[Tracked] = Ahead(settings.readers, settings.patience)
         self._loads: list[Load] = []
 
     def arrived(self, request: Any) -> None:
-        """Plans a request, and salts it where the plan is approximate. What cannot be planned is served plainly."""
+        """Begins to plan a request, and to read what it needs. What cannot be planned is served plainly."""
         try:
-            tracked = self._planned(request)
-        except (KVPatchError, OSError) as error:
-            self.counts["refused"] += 1
-            logger.warning("kvpatch: request %s is served plainly: %s", request.request_id, error)
+            asked = Asked.read(request.kv_transfer_params)
+            segments = () if asked is None else self._segments(request, asked)
+        except KVPatchError as error:
+            self._refuse(request.request_id, error)
             return
-        if tracked is None:
-            return
-        salt = tracked.plan.salt(self.settings, tracked.asked, request.cache_salt)
-        if salt != request.cache_salt:
-            # The engine hashes blocks when a request is made, before anybody is asked.
-            request.cache_salt = salt
-            request.block_hashes.clear()
-            request.update_block_hashes()
-            self.counts["salted"] += 1
-        self._tracked[request.request_id] = tracked
+        if asked is not None and segments is not None:
+            unread = bool(request.skip_reading_prefix_cache)
+            self._ahead.begin(request, lambda: self._planned(asked, segments, unread))
 
-    def _planned(self, request: Any) -> Tracked | None:
-        asked = Asked.read(request.kv_transfer_params)
-        if asked is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
+    def _segments(self, request: Any, asked: Asked) -> tuple[Segment, ...] | None:
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return None
         if request.lora_request is not None:  # other weights than those that chunks were made by
             return None
         features = [
             Feature(own.identifier, own.mm_position.offset, own.mm_position.length) for own in request.mm_features
         ]
-        tokens = list(request.prompt_token_ids)
-        frame = self.settings.image_frame
-        segments = segments_of(self.settings.backbone, tokens, features, asked.segments, frame)
+        tokens, frame = list(request.prompt_token_ids), self.settings.image_frame
+        return segments_of(self.settings.backbone, tokens, features, asked.segments, frame)
+
+    def _planned(self, asked: Asked, segments: tuple[Segment, ...], unread: bool) -> Tracked:
+        """Runs on a thread of its own. `unread`: the engine reads no cache for this request, so nothing is served."""
+        if unread:
+            return Tracked(asked, segments, RequestPlan(why="the request reads no cache"))
         looked = Looked(self.stores, asked.tenant)
         plan = plan_request(segments, looked, self.settings, asked, self.certificate)
         return Tracked(asked, segments, plan, looked.held(plan.steps))
 
-    def matched(self, request: Any, computed: int) -> int:
-        """Counts tokens that are served beyond those that the engine has."""
-        tracked = self._tracked.get(request.request_id)
+    def _settle(self, id: str) -> bool:
+        """Takes a plan that is ready, and salts its request where it is approximate. Returns whether it was salted."""
+        try:
+            request, tracked = self._ahead.take(id)
+        except Exception as error:  # whatever reading met: the engine goes on
+            self._refuse(id, error)
+            return False
+        self._tracked[id] = tracked
+        salt = tracked.plan.salt(self.settings, tracked.asked, request.cache_salt)
+        if salt == request.cache_salt:
+            return False
+        # The engine hashes blocks when a request is made, before anybody is asked.
+        request.cache_salt = salt
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        self.counts["salted"] += 1
+        return True
+
+    def _refuse(self, id: str, error: Exception) -> None:
+        self.counts["refused"] += 1
+        logger.warning("kvpatch: request %s is served plainly: %s", id, error)
+
+    def matched(self, request: Any, computed: int) -> int | None:
+        """Counts tokens that are served beyond those that the engine has.
+
+        Returns:
+          None: not known yet, ask again in the next step. The request's chunks are being read; or it was salted just
+          now, so that what the engine has was looked up without its salt.
+        """
+        id = request.request_id
+        if id in self._ahead and (not self._ahead.is_ready(id) or self._settle(id)):
+            self.counts["asked_again"] += 1
+            return None
+        tracked = self._tracked.get(id)
         return 0 if tracked is None else max(0, tracked.matched - computed)
 
     def allocated(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
@@ -117,6 +149,8 @@ class SchedulerSide:
                 continue
             if computed[request] + scheduled >= tracked.segments[-1].end:
                 saves += self._save(request, tracked, output)
+        for id in self._ahead.ready(0.0 if output.num_scheduled_tokens else IDLE_SECONDS):
+            self._settle(id)
         return Orders(loads, tuple(saves))
 
     def _save(self, request: str, tracked: Tracked, output: Any) -> list[Save]:
@@ -145,6 +179,7 @@ class SchedulerSide:
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Forgets a request; returns what it was served, for whoever asked."""
+        self._ahead.drop(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
@@ -152,3 +187,8 @@ class SchedulerSide:
         told = {"matched": tracked.matched, "served": [[step.point, step.rank] for step in served]}
         told |= {"exact": all(step.exact for step in served), "kl": tracked.plan.kl if served else 0.0}
         return {"kvpatch": {**told, "failed": tracked.failed, "why": tracked.plan.why}}
+
+    def close(self) -> None:
+        """Plans no more, and closes the stores."""
+        self._ahead.close()
+        self.stores.close()

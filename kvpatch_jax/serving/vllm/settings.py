@@ -25,6 +25,8 @@ class Settings:
       uncertified: serves approximate points that no certificate bounds, for measurements.
       image_frame: token ids that open and close an image, which then belong to its chunk; None: none do.
       pending: prefills that may wait to be formed into patches; more are dropped.
+      readers: threads that read chunks for requests that have come, while the engine goes on with others.
+      patience: seconds that a request waits for its chunks; then it is served plainly.
 
     Raises:
       ConfigError: a setting that is not known, missing, or out of range.
@@ -39,6 +41,8 @@ class Settings:
     uncertified: bool = False
     image_frame: tuple[int, int] | None = None
     pending: int = 8
+    readers: int = 2
+    patience: float = 30.0
 
     def __post_init__(self) -> None:
         frame = self.image_frame
@@ -52,6 +56,8 @@ class Settings:
             "uncertified": isinstance(self.uncertified, bool),
             "image_frame": frame is None or (len(frame) == 2 and all(_whole(token, 0) for token in frame)),
             "pending": _whole(self.pending, 1),
+            "readers": _whole(self.readers, 1),
+            "patience": _bound(self.patience),
         }
         for name, fits in wanted.items():
             if not fits:

@@ -1,6 +1,7 @@
 """Stores of an engine's tenants, opened when they are first asked for, and what a plan looks up in them."""
 
 import collections
+import threading
 from collections.abc import Sequence
 
 from ...chunk import Chunk
@@ -17,27 +18,30 @@ MOST_TENANTS = 64
 
 
 class Stores:
-    """One tenant's store for each name."""
+    """One tenant's store for each name. Any number of threads may ask."""
 
     def __init__(self, settings: Settings):
         """Opens nothing yet."""
         self.settings = settings
         self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()
+        self._lock = threading.Lock()
 
     def of(self, tenant: str) -> ChunkStore:
         """The store of a tenant. Raises as `ChunkStore`."""
-        if tenant not in self._open:
-            self._open[tenant] = ChunkStore(self.settings.store, tenant=tenant)
-            if len(self._open) > MOST_TENANTS:
-                self._open.popitem(last=False)[1].close()
-        self._open.move_to_end(tenant)
-        return self._open[tenant]
+        with self._lock:
+            if tenant not in self._open:
+                self._open[tenant] = ChunkStore(self.settings.store, tenant=tenant)
+                if len(self._open) > MOST_TENANTS:
+                    self._open.popitem(last=False)[1].close()
+            self._open.move_to_end(tenant)
+            return self._open[tenant]
 
     def close(self) -> None:
         """Closes all of them."""
-        for store in self._open.values():
-            store.close()
-        self._open.clear()
+        with self._lock:
+            for store in self._open.values():
+                store.close()
+            self._open.clear()
 
     def has(self, tenant: str, id: str) -> bool:
         """Whether a canonical is there, or will be. It is not read."""
