@@ -390,16 +390,18 @@ def test_a_store_that_does_not_answer_costs_a_plain_prefill(sides, held):
     scheduler.arrived(request)
     assert scheduler.matched(request, 0) is None
     assert matched_of(scheduler, request) == 0
-    assert scheduler.counts["refused"] == 1
+    assert scheduler.counts["unread"] == 1
     assert request.block_hashes == ["early"]
-    assert scheduler.finished(request) is None
+    output = output_of({"late": 30}, {"late": 0}, {"late": tuple(range(8))})
+    assert scheduler.orders(output) == Orders(), "that store is not asked for anything else either"
+    assert scheduler.finished(request)["kvpatch"]["why"] == "its chunks could not be read"
 
 
 def test_a_request_that_is_gone_is_not_salted_when_its_chunks_come(sides, held):
     scheduler = sides.scheduler
     request = request_of("gone", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}})
     scheduler.arrived(request)
-    assert scheduler.finished(request) is None
+    assert scheduler.finished(request)["kvpatch"]["matched"] == 0
     held.set()
     assert scheduler.orders(output_of({}, {}, {})) == Orders()
     assert request.cache_salt is None
@@ -411,7 +413,59 @@ def test_whatever_reading_raises_the_request_is_served_plainly(sides, monkeypatc
     request = request_of("own", {"kvpatch": {"segments": [8]}})
     sides.scheduler.arrived(request)
     assert matched_of(sides.scheduler, request) == 0
-    assert sides.scheduler.counts["refused"] == 1
+    assert sides.scheduler.counts["unread"] == 1
+
+
+def test_chunks_of_few_requests_are_held_at_once(sides, held):
+    """They fill memory: the ninth is read when one of eight was placed, or is gone; plans of nothing hold nothing."""
+    scheduler, most = sides.scheduler, sides.scheduler.settings.ahead
+    held.set()
+    requests = [request_of(str(number), {"kvpatch": {"segments": [8, 18]}}) for number in range(most + 2)]
+    for request in requests:
+        scheduler.arrived(request)
+    for request in requests[:most]:
+        assert matched_of(scheduler, request) == 8
+    assert [scheduler.matched(request, 0) for request in requests[most:]] == [None, None]
+    scheduler.allocated(requests[0], tuple(range(8)), 8)
+    assert len(scheduler.orders(output_of({}, {}, {})).loads) == 1
+    assert matched_of(scheduler, requests[most]) == 8
+    assert scheduler.matched(requests[most + 1], 0) is None
+    scheduler.allocated(requests[1], tuple(range(8)), 0)
+    assert matched_of(scheduler, requests[most + 1]) == 8
+    plain = [request_of(f"{number} unknown", {"kvpatch": {"segments": [9]}}) for number in range(most + 2)]
+    scheduler.arrived(plain[0])
+    assert scheduler.matched(plain[0], 0) is None
+    scheduler.finished(requests[2])
+    for request in plain:
+        scheduler.arrived(request)
+        assert matched_of(scheduler, request) == 0
+    assert sum(len(tracked.pieces) for tracked in scheduler._tracked.values()) == most - 1
+
+
+def test_what_is_preempted_is_read_and_salted_anew(sides, held):
+    """Its chunks were let go of when they were placed. What the store has lost since is computed, without the salt."""
+    held.set()
+    scheduler = sides.scheduler
+    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}}, cache_salt="mine")
+    scheduler.arrived(request)
+    assert matched_of(scheduler, request) == 18
+    salt = request.cache_salt
+    scheduler.allocated(request, tuple(range(8)), 18)
+    assert not scheduler._tracked["own"].pieces
+    assert len(scheduler.orders(output_of({}, {}, {})).loads) == 1
+    assert scheduler.matched(request, 18) == 0, "all of it is in the engine's cache"
+    assert scheduler.matched(request, 0) is None
+    assert matched_of(scheduler, request) == 18
+    assert request.cache_salt == salt
+    scheduler.allocated(request, tuple(range(8)), 10)
+    assert scheduler.orders(output_of({}, {}, {})).loads[0].first == 8
+
+    store = sides.worker.stores.of("default")
+    for segment in segments_of("tiny", TOKENS, ends=[8, 18]):
+        store.delete(segment.id, "tiny")
+    assert matched_of(scheduler, request) == 0
+    assert request.cache_salt == "mine"
+    assert scheduler.finished(request)["kvpatch"]["why"] == "chunk 1 of 2 is not stored"
 
 
 def test_a_request_that_reads_no_cache_is_told_that_nothing_was_served(sides):

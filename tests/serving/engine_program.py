@@ -77,11 +77,15 @@ def ahead(engine, reference):
     ask = {"segments": ENDS, "tenant": "full", "policy": "approximate", "save": False}
     before, began = engine.scheduler.counts["asked_again"], time.perf_counter()
     answers = engine.ask(PROMPT, PROMPT, each=[ask, {}])
+    asked_again = engine.scheduler.counts["asked_again"] - before
+    engine.abandon(PROMPT, **ask)
     Looked.has_canonical, engine.scheduler.finished = read, finished
     return {
         "seconds_of_a_read": SLOW,
         "seconds": done,
-        "asked_again": engine.scheduler.counts["asked_again"] - before,
+        "asked_again": asked_again,
+        "behind_one_that_was_abandoned": compared(engine.one(PROMPT, **ask), answers[0]),
+        "tracked": len(engine.scheduler._tracked),
         **{name: compared(own, reference) for name, own in zip(("chunks", "plain"), answers, strict=True)},
     }
 

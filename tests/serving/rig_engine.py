@@ -96,6 +96,14 @@ class Engine:
         """Answers one prompt."""
         return self.ask(prompt, **asked)[0]
 
+    def abandon(self, prompt: Sequence[int], **asked: Any) -> None:
+        """Asks for an answer, and no longer wants it one step later."""
+        params = SamplingParams(max_tokens=8, temperature=0, extra_args={"kv_transfer_params": {"kvpatch": dict(asked)}})
+        own = self.llm.llm_engine
+        own.add_request("abandoned", {"prompt_token_ids": list(prompt)}, params)
+        own.step()
+        own.abort_request(["abandoned"])
+
     def free_blocks(self) -> int:
         """Blocks that nobody holds."""
         return self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

@@ -4,8 +4,8 @@
       "kv_connector_module_path": "kvpatch_jax.serving.vllm.connector", "kv_role": "kv_both",
       "kv_connector_extra_config": {"store": "…", "backbone": "…"}}'
 
-`segments` → `planning` → `scheduling` are plain decisions (`ahead` has what they read read on threads), `loading` and
-`forming` work on the pool's arrays; of all modules only `connector` imports vllm (extra `vllm`).
+`segments` → `planning` → `scheduling` are plain decisions (`ahead` reads for them, on threads), `loading` and `forming`
+work on the pool's arrays; of all modules only `connector` imports vllm (extra `vllm`).
 """
 
 from .planning import RequestPlan, Step, plan_request

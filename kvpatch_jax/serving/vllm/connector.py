@@ -67,9 +67,8 @@ class KVPatchConnector(KVConnectorBase_V1):
         return self._scheduler.matched(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Orders the load."""
-        if num_external_tokens:
-            self._scheduler.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
+        """Orders the load, if there is one."""
+        self._scheduler.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
         """Hands the orders over."""

@@ -19,18 +19,28 @@ from .stores import Looked, Stores
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.01
+Planned = tuple[RequestPlan, tuple[Piece, ...]]
+IDLE_SECONDS = 0.005
 """That a step with nothing else to do waits for a plan, in place of asking again and again."""
 
 
 @dataclasses.dataclass
 class Tracked:
-    """What is known of a request until it is finished."""
+    """What is known of a request until it is finished.
 
+    Attributes:
+      own_salt: that it came with.
+      pieces: what its plan places, held until a step was ordered to place it. placed: that was.
+      blocks: of what was placed.
+    """
+
+    request: Any
     asked: Asked
     segments: tuple[Segment, ...]
-    plan: RequestPlan
+    own_salt: str | None
+    plan: RequestPlan = dataclasses.field(default_factory=RequestPlan)
     pieces: tuple[Piece, ...] = ()
+    placed: bool = False
     blocks: set[int] = dataclasses.field(default_factory=set)
     saved: bool = False
     failed: bool = False
@@ -55,23 +65,28 @@ class SchedulerSide:
         self.stores = Stores(settings)
         self.counts: collections.Counter[str] = collections.Counter()
         self._tracked: dict[str, Tracked] = {}
-        self._ahead: Ahead[Tracked] = Ahead(settings.readers, settings.patience)
+        self._ahead: Ahead[Planned] = Ahead(settings.readers, settings.ahead, settings.patience)
         self._loads: list[Load] = []
 
     def arrived(self, request: Any) -> None:
-        """Begins to plan a request, and to read what it needs. What cannot be planned is served plainly."""
+        """Has a request planned, and what it needs read. What cannot be planned is served plainly."""
         try:
-            asked = Asked.read(request.kv_transfer_params)
-            segments = () if asked is None else self._segments(request, asked)
+            tracked = self._asked(request)
         except KVPatchError as error:
-            self._refuse(request.request_id, error)
+            self.counts["refused"] += 1
+            logger.warning("kvpatch: request %s is served plainly: %s", request.request_id, error)
             return
-        if asked is not None and segments is not None:
-            unread = bool(request.skip_reading_prefix_cache)
-            self._ahead.begin(request, lambda: self._planned(asked, segments, unread))
+        if tracked is None:
+            return
+        self._tracked[request.request_id] = tracked
+        if request.skip_reading_prefix_cache:  # the engine asks, and does not listen
+            tracked.plan = RequestPlan(why="the request reads no cache")
+        else:
+            self._begin(tracked)
 
-    def _segments(self, request: Any, asked: Asked) -> tuple[Segment, ...] | None:
-        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+    def _asked(self, request: Any) -> Tracked | None:
+        asked = Asked.read(request.kv_transfer_params)
+        if asked is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
             return None
         if request.lora_request is not None:  # other weights than those that chunks were made by
             return None
@@ -79,25 +94,31 @@ class SchedulerSide:
             Feature(own.identifier, own.mm_position.offset, own.mm_position.length) for own in request.mm_features
         ]
         tokens, frame = list(request.prompt_token_ids), self.settings.image_frame
-        return segments_of(self.settings.backbone, tokens, features, asked.segments, frame)
+        segments = segments_of(self.settings.backbone, tokens, features, asked.segments, frame)
+        return Tracked(request, asked, segments, request.cache_salt)
 
-    def _planned(self, asked: Asked, segments: tuple[Segment, ...], unread: bool) -> Tracked:
-        """Runs on a thread of its own. `unread`: the engine reads no cache for this request, so nothing is served."""
-        if unread:
-            return Tracked(asked, segments, RequestPlan(why="the request reads no cache"))
-        looked = Looked(self.stores, asked.tenant)
-        plan = plan_request(segments, looked, self.settings, asked, self.certificate)
-        return Tracked(asked, segments, plan, looked.held(plan.steps))
+    def _begin(self, tracked: Tracked) -> None:
+        self._ahead.add(tracked.request.request_id, lambda: self._planned(tracked))
+
+    def _planned(self, tracked: Tracked) -> Planned:
+        """Plans, and reads what the plan places: on a thread of its own."""
+        looked = Looked(self.stores, tracked.asked.tenant)
+        plan = plan_request(tracked.segments, looked, self.settings, tracked.asked, self.certificate)
+        return plan, looked.held(plan.steps)
 
     def _settle(self, id: str) -> bool:
-        """Takes a plan that is ready, and salts its request where it is approximate. Returns whether it was salted."""
+        """Takes a plan that is ready, and salts its request where it is approximate; returns whether that changed."""
+        tracked = self._tracked[id]
         try:
-            request, tracked = self._ahead.take(id)
+            tracked.plan, tracked.pieces = self._ahead.take(id)
         except Exception as error:  # whatever reading met: the engine goes on
-            self._refuse(id, error)
-            return False
-        self._tracked[id] = tracked
-        salt = tracked.plan.salt(self.settings, tracked.asked, request.cache_salt)
+            self.counts["unread"] += 1
+            logger.warning("kvpatch: request %s is served plainly: %s", id, error)
+            tracked.plan, tracked.pieces = RequestPlan(why="its chunks could not be read"), ()
+            tracked.saved = True  # nothing more is asked of that store
+        if not tracked.pieces:
+            self._ahead.let_go(id)
+        request, salt = tracked.request, tracked.plan.salt(self.settings, tracked.asked, tracked.own_salt)
         if salt == request.cache_salt:
             return False
         # The engine hashes blocks when a request is made, before anybody is asked.
@@ -107,34 +128,41 @@ class SchedulerSide:
         self.counts["salted"] += 1
         return True
 
-    def _refuse(self, id: str, error: Exception) -> None:
-        self.counts["refused"] += 1
-        logger.warning("kvpatch: request %s is served plainly: %s", id, error)
-
     def matched(self, request: Any, computed: int) -> int | None:
         """Counts tokens that are served beyond those that the engine has.
 
         Returns:
-          None: not known yet, ask again in the next step. The request's chunks are being read; or it was salted just
-          now, so that what the engine has was looked up without its salt.
+          None: not known yet, ask again in the next step. The request's chunks are being read; or its salt has changed
+          just now, so that what the engine has was looked up without it.
         """
         id = request.request_id
         if id in self._ahead and (not self._ahead.is_ready(id) or self._settle(id)):
             self.counts["asked_again"] += 1
             return None
         tracked = self._tracked.get(id)
-        return 0 if tracked is None else max(0, tracked.matched - computed)
+        count = 0 if tracked is None else max(0, tracked.matched - computed)
+        if tracked is not None and count and tracked.placed:
+            # It was preempted, and what was held for it is no longer: read again, and planned anew.
+            tracked.placed = False
+            self._begin(tracked)
+            self.counts["asked_again"] += 1
+            return None
+        return count
 
     def allocated(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
-        """Orders what fills the last `count` of a request's matched tokens."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None or not count:
+        """Orders what fills the last `count` of a request's matched tokens, and holds it no longer."""
+        id = request.request_id
+        tracked = self._tracked.get(id)
+        if tracked is None or tracked.placed:
             return
-        first = tracked.matched - count
-        load = Load(request.request_id, tracked.pieces, first, blocks)
-        tracked.blocks = blocks_from(blocks, self.page_size, first, tracked.matched)
-        self._loads.append(load)
-        self.counts["loaded_tokens"] += count
+        tracked.blocks = set()
+        if count:
+            first = tracked.matched - count
+            self._loads.append(Load(id, tracked.pieces, first, blocks))
+            tracked.blocks = blocks_from(blocks, self.page_size, first, tracked.matched)
+            self.counts["loaded_tokens"] += count
+        tracked.pieces, tracked.placed = (), True
+        self._ahead.let_go(id)
 
     def orders(self, output: Any) -> Orders:
         """Gathers what the engine's next step is to load, and to save of prompts that it finishes."""
@@ -148,10 +176,18 @@ class SchedulerSide:
             if tracked is None or not tracked.segments or request not in computed:
                 continue
             if computed[request] + scheduled >= tracked.segments[-1].end:
-                saves += self._save(request, tracked, output)
+                saves += self._saves(request, tracked, output)
         for id in self._ahead.ready(0.0 if output.num_scheduled_tokens else IDLE_SECONDS):
             self._settle(id)
         return Orders(loads, tuple(saves))
+
+    def _saves(self, request: str, tracked: Tracked, output: Any) -> list[Save]:
+        try:
+            return self._save(request, tracked, output)
+        except (KVPatchError, OSError) as error:
+            self.counts["unsaved"] += 1
+            logger.warning("kvpatch: request %s is not saved: %s", request, error)
+            return []
 
     def _save(self, request: str, tracked: Tracked, output: Any) -> list[Save]:
         """What to form of a prompt that was prefilled exactly, once."""
@@ -179,7 +215,7 @@ class SchedulerSide:
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Forgets a request; returns what it was served, for whoever asked."""
-        self._ahead.drop(request.request_id)
+        self._ahead.let_go(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None

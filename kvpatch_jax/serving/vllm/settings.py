@@ -26,7 +26,8 @@ class Settings:
       image_frame: token ids that open and close an image, which then belong to its chunk; None: none do.
       pending: prefills that may wait to be formed into patches; more are dropped.
       readers: threads that read chunks for requests that have come, while the engine goes on with others.
-      patience: seconds that a request waits for its chunks; then it is served plainly.
+      ahead: requests whose chunks are read and held in memory before they are placed; more wait.
+      patience: seconds that reading a request's chunks may take; then it is served plainly.
 
     Raises:
       ConfigError: a setting that is not known, missing, or out of range.
@@ -42,6 +43,7 @@ class Settings:
     image_frame: tuple[int, int] | None = None
     pending: int = 8
     readers: int = 2
+    ahead: int = 8
     patience: float = 30.0
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class Settings:
             "image_frame": frame is None or (len(frame) == 2 and all(_whole(token, 0) for token in frame)),
             "pending": _whole(self.pending, 1),
             "readers": _whole(self.readers, 1),
+            "ahead": _whole(self.ahead, 1),
             "patience": _bound(self.patience),
         }
         for name, fits in wanted.items():
