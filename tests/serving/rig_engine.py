@@ -98,7 +98,9 @@ class Engine:
 
     def abandon(self, prompt: Sequence[int], **asked: Any) -> None:
         """Asks for an answer, and no longer wants it one step later."""
-        params = SamplingParams(max_tokens=8, temperature=0, extra_args={"kv_transfer_params": {"kvpatch": dict(asked)}})
+        params = SamplingParams(
+            max_tokens=8, temperature=0, extra_args={"kv_transfer_params": {"kvpatch": dict(asked)}}
+        )
         own = self.llm.llm_engine
         own.add_request("abandoned", {"prompt_token_ids": list(prompt)}, params)
         own.step()
