@@ -56,7 +56,7 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
 def section(found: Mapping[str, Any]) -> str:
     """Writes what stands between the guide's marks from a summary."""
     rows = Rows(found)
-    return "\n\n".join(part for part in (*_pieces(rows), *_against_tokens(rows), *_arms(rows), *_answers(rows)))
+    return "\n\n".join((*_pieces(rows), *_against_tokens(rows), *_arms(rows), *_answers(rows)))
 
 
 def _pieces(rows: Rows) -> Iterator[str]:

@@ -25,6 +25,7 @@ answer itself, which every arm pays alike, are not counted.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -173,6 +174,20 @@ class ChunkCosts:
         forming = self.alone + self.prefill + self.factorising(tuple(patch.factors))
         rows = patch.batch or 1
         return ArmCost(stored=stored_bits(patch) / rows, serving=self.rotation + each, forming=forming)
+
+    def of_patches(self, patch: Patch, others: Iterable[tuple[Patch, int]]) -> ArmCost:
+        """As `of_patch`, with patches of other chunks too, each with its chunk's tokens.
+
+        Shares stay those of the one chunk: what the others keep and add counts whole beside it. Their canonicals are
+        there in every arm, and are counted in none.
+        """
+        cost = self.of_patch(patch)
+        stored, serving, forming = cost.stored, cost.serving, cost.forming
+        for other, tokens in others:
+            stored += stored_bits(other) / (other.batch or 1)
+            serving += adding_flops(other) * tokens
+            forming += dataclasses.replace(self, tokens=tokens).factorising(tuple(other.factors))
+        return dataclasses.replace(cost, stored=stored, serving=serving, forming=forming)
 
     def of_tokens(
         self, chosen: Bool[np.ndarray, "L B T"], slots: Int[np.ndarray, "B T"], inputs: int | None = None

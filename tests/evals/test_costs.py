@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evals.results.costs import AMORTISED, AXES, METRICS, ArmCost, ChunkCosts
-from kvpatch_jax import KVLayout, Rope
+from kvpatch_jax import KVLayout, Patch, PatchMetadata, Rope
 from kvpatch_jax.backbone import ForwardCosts
 
 LAYERS, TOKENS, BEHIND, HEADS, WIDTH = 3, 6, 5, 2, 8
@@ -60,6 +60,26 @@ def test_kept_in_the_canonicals_place():
     assert shares["canonical_bytes"] == 0
     blind = CHUNK.shares(CHUNK.of_blind())
     assert [blind[f"stored_bytes.antecedents={count}"] for count in (1, 10)] == [1, 0.1]
+
+
+def test_patches_of_other_chunks_are_counted_too():
+    """A page's patch, and that of a sheet half as long: by the numbers in both patches."""
+    rng = np.random.default_rng(0)
+
+    def patch_of(tokens, rank):
+        draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+        factors = {name: (draw(LAYERS, tokens, rank), draw(LAYERS, rank, HEADS * WIDTH)) for name in "kv"}
+        return Patch(factors, PatchMetadata("own", "canonical", ("a",), "b", CHUNK.layout, (0, 1, 2)))
+
+    page, sheet = patch_of(TOKENS, 4), patch_of(TOKENS // 2, 2)
+    alone, both = CHUNK.of_patch(page), CHUNK.of_patches(page, [(sheet, TOKENS // 2)])
+    numbers = sum(u.size + v.size for u, v in sheet.factors.values())
+    assert both.stored - alone.stored == 16 * numbers
+    # Two FLOPs for each of T × H × rank, in two channels and every layer.
+    assert both.serving - alone.serving == 2 * (TOKENS // 2) * HEADS * WIDTH * 2 * 2 * LAYERS
+    assert both.forming > alone.forming
+    assert (both.canonical, both.inputs) == (alone.canonical, alone.inputs)
+    assert CHUNK.of_patches(page, []) == alone
 
 
 def test_questions_and_reuses():

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals import sheets_task
+from evals.results.costs import stored_bits
 from evals.sheets_task import KINDS, SIZES, VOCABULARY, Contexts, Questions, sequences, suite, task, training
+from evals.sheets_task.arms import arms_of
 from evals.sheets_task.by_question import by_question
 from evals.sheets_task.material import SHEETS
 from evals.sheets_task.reuse import MOVED, Reuse
@@ -269,6 +271,12 @@ def test_every_chunk_is_reused(name: str):
     reuse.cache = lambda patches=None: blind({**sheets, **(patches or {})})  # type: ignore[method-assign]
     ((_, _, said),) = by_question(reuse, ["query_attention.budget=1"])
     np.testing.assert_allclose(said, truth, atol=2e-3)
+    # What is stored for it are all those patches; serving adds them all.
+    page, every = (next(arms_of(reuse, [name])).cost for name in ("patch.rank=8", "patch.every_chunk.rank=8"))
+    assert every.stored == sum(
+        stored_bits(reuse.patch(place, 8)) / len(contexts) for place in range(1, reuse.form.chunks)
+    )
+    assert every.serving > page.serving
     for by_channel in reuse.class_shares().values():
         assert all((share <= 1 + 1e-5).all() for share in by_channel.values())
 
