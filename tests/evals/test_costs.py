@@ -1,5 +1,6 @@
 """The two axes of the main comparison, held against sums written out one by one."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -67,7 +68,7 @@ def test_patches_of_other_chunks_are_counted_too():
     rng = np.random.default_rng(0)
 
     def patch_of(tokens, rank):
-        draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+        draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
         factors = {name: (draw(LAYERS, tokens, rank), draw(LAYERS, rank, HEADS * WIDTH)) for name in "kv"}
         return Patch(factors, PatchMetadata("own", "canonical", ("a",), "b", CHUNK.layout, (0, 1, 2)))
 
