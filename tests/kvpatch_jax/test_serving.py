@@ -468,6 +468,19 @@ def test_what_is_preempted_is_read_and_salted_anew(sides, held):
     assert scheduler.finished(request)["kvpatch"]["why"] == "chunk 1 of 2 is not stored"
 
 
+def test_blocks_that_a_preempted_request_left_are_no_longer_its_own(sides, held):
+    """Found whole in the engine's cache, it loads nothing: another's failure in its old blocks is none of its own."""
+    held.set()
+    scheduler = sides.scheduler
+    request = request_of("own", {"kvpatch": {"segments": [8]}})
+    scheduler.arrived(request)
+    scheduler.allocated(request, (3, 4), matched_of(scheduler, request))
+    assert scheduler.matched(request, 8) == 0
+    scheduler.allocated(request, (7, 8), 0)
+    scheduler.failed({3, 4})
+    assert not scheduler.finished(request)["kvpatch"]["failed"]
+
+
 def test_a_request_that_reads_no_cache_is_told_that_nothing_was_served(sides):
     """The engine ignores what is matched where a prompt's log-probabilities are asked for."""
     served(sides, "forms", {"segments": [8]})

@@ -153,7 +153,7 @@ class SchedulerSide:
         """Orders what fills the last `count` of a request's matched tokens, and holds it no longer."""
         id = request.request_id
         tracked = self._tracked.get(id)
-        if tracked is None or tracked.placed:
+        if tracked is None:
             return
         tracked.blocks = set()
         if count:
