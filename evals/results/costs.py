@@ -25,7 +25,7 @@ answer itself, which every arm pays alike, are not counted.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -168,26 +168,20 @@ class ChunkCosts:
         """The canonical, turned."""
         return ArmCost(serving=self.rotation, forming=self.alone)
 
-    def of_patch(self, patch: Patch) -> ArmCost:
-        """The canonical and a patch of it, or of a batch of such chunks."""
-        each = adding_flops(patch) * self.tokens
-        forming = self.alone + self.prefill + self.factorising(tuple(patch.factors))
-        rows = patch.batch or 1
-        return ArmCost(stored=stored_bits(patch) / rows, serving=self.rotation + each, forming=forming)
+    def of_patch(self, patch: Patch, others: Sequence[tuple[Patch, int]] = ()) -> ArmCost:
+        """The canonical and a patch of it, or of a batch of such chunks.
 
-    def of_patches(self, patch: Patch, others: Iterable[tuple[Patch, int]]) -> ArmCost:
-        """As `of_patch`, with patches of other chunks too, each with its chunk's tokens.
-
-        Shares stay those of the one chunk: what the others keep and add counts whole beside it. Their canonicals are
-        there in every arm, and are counted in none.
+        others: patches of other chunks, each with its chunk's tokens. Shares stay those of the one chunk: what the
+          others keep and add counts whole beside it. Their canonicals are there in every arm, and counted in none.
         """
-        cost = self.of_patch(patch)
-        stored, serving, forming = cost.stored, cost.serving, cost.forming
-        for other, tokens in others:
-            stored += stored_bits(other) / (other.batch or 1)
-            serving += adding_flops(other) * tokens
-            forming += dataclasses.replace(self, tokens=tokens).factorising(tuple(other.factors))
-        return dataclasses.replace(cost, stored=stored, serving=serving, forming=forming)
+        every = [(patch, self.tokens), *others]
+        stored = sum(stored_bits(own) / (own.batch or 1) for own, _ in every)
+        adding = sum(adding_flops(own) * tokens for own, tokens in every)
+        factorising = sum(
+            dataclasses.replace(self, tokens=tokens).factorising(tuple(own.factors)) for own, tokens in every
+        )
+        forming = self.alone + self.prefill + factorising
+        return ArmCost(stored=stored, serving=self.rotation + adding, forming=forming)
 
     def of_tokens(
         self, chosen: Bool[np.ndarray, "L B T"], slots: Int[np.ndarray, "B T"], inputs: int | None = None

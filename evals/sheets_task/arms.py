@@ -90,7 +90,7 @@ def _patched(reuse: Reuse, name: str) -> tuple[ArmCost, np.ndarray] | None:
         every = {place: reuse.patch(place, int(rank)) for place in range(1, last + 1)}
         tokens = [where.stop - where.start for where in reuse.form.slices]
         sheets = [(patch, tokens[place]) for place, patch in every.items() if place != last]
-        return costs.of_patches(every[last], sheets), reuse.read(reuse.cache(every))
+        return costs.of_patch(every[last], sheets), reuse.read(reuse.cache(every))
     channel = way.removeprefix("patch.").removesuffix("_only")
     if way.startswith("patch.") and channel in reuse.backbone.layout.names:
         patch = reuse.patch(last, int(rank))

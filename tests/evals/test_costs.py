@@ -73,14 +73,14 @@ def test_patches_of_other_chunks_are_counted_too():
         return Patch(factors, PatchMetadata("own", "canonical", ("a",), "b", CHUNK.layout, (0, 1, 2)))
 
     page, sheet = patch_of(TOKENS, 4), patch_of(TOKENS // 2, 2)
-    alone, both = CHUNK.of_patch(page), CHUNK.of_patches(page, [(sheet, TOKENS // 2)])
+    alone, both = CHUNK.of_patch(page), CHUNK.of_patch(page, [(sheet, TOKENS // 2)])
     numbers = sum(u.size + v.size for u, v in sheet.factors.values())
     assert both.stored - alone.stored == 16 * numbers
     # Two FLOPs for each of T × H × rank, in two channels and every layer.
     assert both.serving - alone.serving == 2 * (TOKENS // 2) * HEADS * WIDTH * 2 * 2 * LAYERS
     assert both.forming > alone.forming
     assert (both.canonical, both.inputs) == (alone.canonical, alone.inputs)
-    assert CHUNK.of_patches(page, []) == alone
+    assert CHUNK.of_patch(page, []) == alone
 
 
 def test_questions_and_reuses():

