@@ -22,7 +22,7 @@ from . import ops
 from .chunk import AnyArray, Chunk
 from .errors import DtypeError, InputError, LayoutError, ShapeError
 from .frames import EngineKV
-from .layout import KVLayout, Start, on_device
+from .layout import Channel, KVLayout, Start, on_device
 from .paging import Slots, check_held, padded_slots, token_offsets
 from .patch import operator_call
 from .patch_metadata import Patch, check_is_chunk
@@ -211,6 +211,14 @@ def _checked(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[Form
     return form, tuple(on_device(page) for page in arrays)
 
 
+def _check_dtype(what: str, channel: Channel, found: np.dtype, pages: np.dtype) -> None:
+    """Refuses kv of another dtype than the pages'; what rotates may be float32, and is rounded once, when turned."""
+    if found == pages or (channel.rotates and found == jnp.float32 and jnp.dtype(pages).itemsize < 4):
+        return
+    more = " or float32" if channel.rotates else ""
+    raise DtypeError(f"{what}: {channel.name!r} of dtype {found}; expected the pages' {pages}{more}")
+
+
 def _splice_into(
     find: Any,
     what: str,
@@ -227,9 +235,8 @@ def _splice_into(
         raise ShapeError(f"{what}: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
     form, arrays = _checked(chunk.layout, pages, find, what)
     call = operator_call(what, chunk, patch, start, *behind)
-    for name, value in call.kv.items():
-        if value.dtype != arrays[0].dtype:
-            raise DtypeError(f"{what}: {name!r} of dtype {value.dtype}; expected the pages' {arrays[0].dtype}")
+    for channel in chunk.layout.channels:
+        _check_dtype(what, channel, call.kv[channel.name].dtype, arrays[0].dtype)
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     if slots.shape != (chunk.tokens,):
         raise ShapeError(f"{what}: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
@@ -274,7 +281,9 @@ def splice_ragged(
     Args:
       pages: [L, P, O, 2·K, H'] or [L, P, O, 2·K / packing, packing, H'], as `to_ragged_paged_attention` makes them, or
         a list of such arrays without L, one per layer. Donated. Padding of slots that are named becomes zero.
-      slots, chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles: as in `pool.splice`.
+      slots, chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles: as in `pool.splice`. Keys of
+        the chunk may be float32 where pages are narrower: they are rounded once, behind the rotation. So keys that an
+        engine cached in bfloat16, turned back in float32, come back bit by bit where they were.
       first: tokens in front of this one are written nowhere, and their slots are not looked at: the engine has them.
 
     Returns:

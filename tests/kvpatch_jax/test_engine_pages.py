@@ -1,6 +1,8 @@
 """Chunks in engines' own pages, and keys turned in place: as in a pool of ours, and no other slot touched."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -123,6 +125,27 @@ def test_a_source_is_turned_with_one_rounding():
         fresh = kvp.pool.splice(pool_of(layout, jnp.bfloat16), slots, chunk, None, 900)
         for channel, value in fresh.items():
             assert (bits(pool[channel]) == bits(value)).all()
+
+
+@cases
+def test_keys_of_a_narrow_cache_come_back_bit_by_bit(name, functions, options):
+    """Turned back in float32 and placed again, an engine's bfloat16 keys are its own; kept in bfloat16 they are not."""
+    convert, splice, _ = functions
+    chunk = chunk_of(name, dtype=jnp.bfloat16)
+    layout, slots = chunk.layout, slots_of(chunk.tokens)
+    (rotating,) = (channel.name for channel in layout.channels if channel.rotates)
+    cached = kvp.to_engine(layout, chunk.kv, chunk.local, 70)
+    pool = {own: jnp.zeros_like(value) for own, value in pool_of(layout, jnp.bfloat16).items()}
+    expected = convert(layout, kvp.pool.splice(pool, slots, chunk, None, 70), **options)
+    others = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        kept = kvp.frames.EngineKV({**cached, rotating: cached[rotating].astype(dtype)})
+        free = kvp.to_phase_free(layout, kept, chunk.local, 70)
+        zeros = jnp.zeros(expected.shape, jnp.bfloat16)
+        again = splice(zeros, slots, dataclasses.replace(chunk, kv=free), None, 70)
+        others[dtype] = (bits(again) != bits(expected)).sum()
+    assert others[jnp.float32] == 0
+    assert others[jnp.bfloat16] > 20
 
 
 def test_refuses_before_it_writes(unchecked):

@@ -2,11 +2,13 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
 
+import contextlib
 import sys
 import threading
 import time
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, blocks_
 from kvpatch_jax.serving.vllm.planning import Step, StockedPatch
 from kvpatch_jax.serving.vllm.scheduling import SchedulerSide
 from kvpatch_jax.serving.vllm.stores import Looked
+from kvpatch_jax.store.format.naming import Served
 from tests.arrays import placed
 
 TOKENS = list(range(100, 130))
@@ -172,7 +175,19 @@ def test_layouts_of_configurations():
     table = {"rope_type": "mrope", "mrope_section": [8, 12, 12], "rope_theta": 1e6}
     found = layout_of({**text, "rope_parameters": table}, ["Qwen2_5_VLForConditionalGeneration"])
     assert found.rope.sections == (8, 12, 12)
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    whole = scaled | {"original_max_position_embeddings": 8192}
+    found = layout_of({**text, "rope_theta": 5e5, "rope_scaling": whole}, ["LlamaForCausalLM"])
+    # Llama 3.1's: the fastest stay, the slowest are an eighth; wavelengths of 8192 / 4 to 8192 are between.
+    stretched = kvp.Rope(5e5, 64).inverse_frequencies / found.rope.inverse_frequencies
+    waves = 2 * np.pi / kvp.Rope(5e5, 64).inverse_frequencies
+    np.testing.assert_allclose(stretched[waves < 2048], 1)
+    np.testing.assert_allclose(stretched[waves > 8192], 8)
+    between = stretched[(waves > 2048) & (waves < 8192)]
+    assert between.size
+    assert ((between > 1) & (between < 8)).all()
     for more, families in (
+        ({"rope_theta": 1e4, "rope_scaling": scaled}, ["LlamaForCausalLM"]),
         ({"rope_theta": 1e4}, ["KimiVL"]),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4.0}}, ["LlamaForCausalLM"]),
         ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, ["LlamaForCausalLM"]),
@@ -207,8 +222,9 @@ def output_of(scheduled, computed, blocks):
 class Pool:
     """A runner's pool of 20 blocks, and what its prefills would leave: keys that say which token of which prompt."""
 
-    def __init__(self):
-        self.kv_caches = [placed(np.zeros((20, PAGE, 1, 1, 128)), np.float32) for _ in range(2)]
+    def __init__(self, dtype=np.float32):
+        packing = 4 // np.dtype(dtype).itemsize  # one head, filled up
+        self.kv_caches = [placed(np.zeros((20, PAGE, 1, packing, 128)), dtype) for _ in range(2)]
         self.requests = {}
 
     def prefill(self, name, tokens, blocks, begin=0):
@@ -238,15 +254,21 @@ def true_kv(tokens):
     return {name: np.asarray(value) for name, value in kvp.to_engine(LAYOUT, free, positions, 0).items()}
 
 
-@pytest.fixture
-def sides(tmp_path):
-    settings = Settings(store=str(tmp_path / "store"), backbone="tiny", rank=10, uncertified=True)
-    pool, worker = Pool(), WorkerSide(settings, LAYOUT, PAGE)
+@contextlib.contextmanager
+def sides_of(folder, dtype=np.float32):
+    settings = Settings(store=str(folder / "store"), backbone="tiny", rank=10, uncertified=True)
+    pool, worker = Pool(dtype), WorkerSide(settings, LAYOUT, PAGE)
     worker.register(pool)
     scheduler = SchedulerSide(settings, PAGE)
     yield SimpleNamespace(scheduler=scheduler, worker=worker, pool=pool)
     scheduler.close()
     worker.close()
+
+
+@pytest.fixture
+def sides(tmp_path):
+    with sides_of(tmp_path) as made:
+        yield made
 
 
 def matched_of(scheduler, request, computed=0):
@@ -299,6 +321,27 @@ def test_chunks_formed_of_traffic_are_spliced_where_they_are_asked_for_next(side
     told = sides.scheduler.finished(found.request)["kvpatch"]
     # Rank 10 of 10 tokens: kept dense, and so of every direction.
     assert (told["matched"], told["exact"], told["served"]) == (18, False, [["leading", 0], ["stored", 64]])
+
+
+def test_a_leading_chunk_of_a_bfloat16_pool_has_the_engines_bits(tmp_path):
+    """Requests of an exact plan share blocks with all others, without a salt: so they hold what a prefill left."""
+    with sides_of(tmp_path, jnp.bfloat16) as sides:
+        served(sides, "alone", {"segments": [10]}, TOKENS[8:])
+        served(sides, "whole", {"segments": [8, 18]})
+        computed = sides.pool.rows(tuple(range(3, 11)), 0, 18)
+        store = sides.worker.stores.of("default")
+        first, second = segments_of("tiny", TOKENS, ends=[8, 18])
+        kept = store.get(first.id, "tiny").kv
+        assert [kept[name].dtype for name in "kv"] == [jnp.float32, jnp.bfloat16]
+        (patch,) = store.get_patches(Served(chunk=second.id, backbone="tiny", antecedent=(first.id,)))
+        assert {leaf.dtype for leaf in jax.tree.leaves(patch.factors)} == {np.dtype(jnp.bfloat16)}
+
+        found = served(sides, "again", {"segments": [8]}, blocks=(19, 0, 18, 1, 17, 2, 16, 15))
+        assert (found.count, found.request.cache_salt) == (8, None)
+        assert (found.loaded[:, :8] == computed[:, :8]).all()
+        patched = served(sides, "both", {"segments": [8, 18], "policy": "approximate"}, blocks=tuple(range(11, 19)))
+        assert patched.count == 18
+        np.testing.assert_allclose(np.float32(patched.loaded[:, 8:18]), np.float32(computed[:, 8:]), atol=0.03)
 
 
 def test_what_is_damaged_is_not_counted_on_and_formed_again(sides, tmp_path):

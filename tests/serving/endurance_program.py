@@ -94,12 +94,12 @@ SCENARIOS = {
 }
 
 
-def main(scenario: str, work: str, head_dim: str) -> None:
+def main(scenario: str, work: str, kind: str) -> None:
     """Runs a scenario and writes what it found."""
     run, store, options = SCENARIOS[scenario]
-    folder, width = Path(work), int(head_dim)
-    engine = started(folder, width, store, **options)
-    rig_engine.written(folder / f"{scenario}-{head_dim}.json", engine, run, head_dim=width)
+    folder = Path(work)
+    engine = started(folder, kind, store, **options)
+    rig_engine.written(folder / f"{scenario}-{kind}.json", engine, run, kind=kind)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""One engine process on the small Llama: `python engine_program.py SCENARIO WORK HEAD_DIM`.
+"""One engine process on the small Llama: `python engine_program.py SCENARIO WORK KIND`, one of `tiny_model.KINDS`.
 
-It writes WORK/SCENARIO-HEAD_DIM.json.
+It writes WORK/SCENARIO-KIND.json.
 
 "forms" forms chunks from its own traffic and measures what serving them does; "serves" starts anew on the same store,
 one object of which it damages before it is read; "mixed" has eight requests at once in a small pool, without async
@@ -14,11 +14,13 @@ import time
 from pathlib import Path
 
 import cpu_rig
+import numpy as np
 import rig_engine
 import tiny_model
 from rig_engine import Engine, compared
 
 from kvpatch_jax.serving.vllm import planning
+from kvpatch_jax.serving.vllm.messages import slots_of
 from kvpatch_jax.serving.vllm.segments import segments_of
 from kvpatch_jax.serving.vllm.stores import Looked
 from kvpatch_jax.store import ChunkStore
@@ -58,7 +60,32 @@ def forms(engine):
     engine.one(PROMPT, tenant="blind", **ask)
     found["plain_after_bare_without_salt"] = compared(engine.one(PROMPT, fresh=False), reference)
     planning.RequestPlan.salt = salt
-    return {**found, "ahead": ahead(engine, reference)}
+    return {**found, "first_layer": first_layer(engine), "ahead": ahead(engine, reference)}
+
+
+def first_layer(engine):
+    """How far a moved chunk is from the engine's own prefill in the lowest layer, where nothing in front conditions it.
+
+    Shares of the prefill's largest number. A rope other than the engine's would show here, and not in a leading chunk.
+    """
+    own, other = (second_chunk(engine, **ask) for ask in ({}, {"tenant": "blind", "policy": "approximate"}))
+    return {name: float(np.abs(own[name] - other[name]).max() / np.abs(own[name]).max()) for name in own}
+
+
+def second_chunk(engine, **ask):
+    """What the lowest layer's pages hold of the second chunk, once a prompt was answered."""
+    noted, allocated = [], engine.scheduler.allocated
+
+    def noting(request, blocks, count):
+        noted.append(blocks)
+        allocated(request, blocks, count)
+
+    engine.scheduler.allocated = noting
+    engine.one(PROMPT, steps=1, segments=ENDS, save=False, **ask)
+    engine.scheduler.allocated = allocated
+    worker, slots = engine.worker, slots_of(noted[-1], rig_engine.BLOCK, *ENDS)
+    kv = worker._functions.read(worker.layout, list(worker._runner.kv_caches), slots)
+    return {name: np.asarray(value[0], np.float32) for name, value in kv.items()}
 
 
 def ahead(engine, reference):
@@ -199,21 +226,21 @@ SCENARIOS = {
 }
 
 
-def started(folder: Path, head_dim: int, store: str, connector: bool = True, **options) -> Engine:
+def started(folder: Path, kind: str, store: str, connector: bool = True, **options) -> Engine:
     """An engine on the small Llama."""
     common = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 2}
-    common |= {"num_gpu_blocks_override": 64, "async_scheduling": True}
-    model = tiny_model.write(folder / f"model{head_dim}", head_dim)
-    settings = {"backbone": f"{NAME}{head_dim}"} if connector else None
-    return Engine(model, folder / f"{store}{head_dim}", settings, **{**common, **options})
+    common |= {"num_gpu_blocks_override": 64, "async_scheduling": True, "dtype": tiny_model.KINDS[kind].dtype}
+    model = tiny_model.write(folder / f"model-{kind}", tiny_model.KINDS[kind])
+    settings = {"backbone": f"{NAME}{kind}"} if connector else None
+    return Engine(model, folder / f"{store}-{kind}", settings, **{**common, **options})
 
 
-def main(scenario: str, work: str, head_dim: str) -> None:
+def main(scenario: str, work: str, kind: str) -> None:
     """Runs a scenario and writes what it found."""
     run, options = SCENARIOS[scenario]
-    folder, width = Path(work), int(head_dim)
-    engine = started(folder, width, "store", **options)
-    rig_engine.written(folder / f"{scenario}-{head_dim}.json", engine, run, head_dim=width)
+    folder = Path(work)
+    engine = started(folder, kind, "store", **options)
+    rig_engine.written(folder / f"{scenario}-{kind}.json", engine, run, kind=kind)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,13 @@ PLUMBING = {
     "a splice that fails, recomputed without async scheduling": ["serves not_loaded"],
 }
 """Rows of the first table: scenario and answer; where there are several, in the process that formed and in another."""
+KINDS_OF_MODEL = {
+    "128": "heads of 128",
+    "64": "heads of 64",
+    "bfloat16": "heads of 128, bfloat16",
+    "llama3": "heads of 64, bfloat16, Llama 3's rope",
+}
+"""Of `tiny_model.KINDS`, whose import needs more than this file's."""
 LEAST_TIMED = 8
 """Contexts below which times are not shown."""
 TOKENS = ("computed_tokens", "prefix_cache_tokens", "connector_tokens")
@@ -41,23 +48,26 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def _plumbing(results: dict[str, Any]) -> str:
-    rows = [
-        "| | heads of 128: tokens | log-probabilities | heads of 64: tokens | log-probabilities |",
-        "|---|---|---|---|---|",
-    ]
+    rows = [f"| | {' | '.join(KINDS_OF_MODEL.values())} |", f"|---|{'---|' * len(KINDS_OF_MODEL)}"]
     for what, places in PLUMBING.items():
-        cells = []
-        for width in (128, 64):
-            found = []
-            for place in places:
-                scenario, answer = place.split()
-                own = results.get(f"{scenario}, heads of {width}")
-                found += [] if own is None else [own[answer]]
-            tokens = " / ".join(f"{own['tokens_equal_in_front']} of {own['of']}" for own in found)
-            apart = " / ".join(f"{own['largest_difference_of_log_probabilities']:.2g}" for own in found)
-            cells += [tokens or "not run", apart or "not run"]
+        cells = [_plumbed(results, kind, places) for kind in KINDS_OF_MODEL]
         rows.append(f"| {what} | {' | '.join(cells)} |")
+    moved = [results[f"forms, {kind}"].get("first_layer") for kind in KINDS_OF_MODEL]
+    cells = ["not run" if own is None else f"{own['k']:.1g} / {own['v']:.1g}" for own in moved]
+    rows.append(f"| the second, moved, in the lowest layer: keys / values beside the prefill's | {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _plumbed(results: dict[str, Any], kind: str, places: list[str]) -> str:
+    """Tokens and log-probabilities of an answer, in every scenario that has it."""
+    found = []
+    for place in places:
+        scenario, answer = place.split()
+        own = results.get(f"{scenario}, {kind}")
+        found += [] if own is None else [own[answer]]
+    tokens = " / ".join(f"{own['tokens_equal_in_front']} of {own['of']}" for own in found)
+    apart = " / ".join(f"{own['largest_difference_of_log_probabilities']:.2g}" for own in found)
+    return f"{tokens}; {apart}" if found else "not run"
 
 
 def _ahead(results: dict[str, Any]) -> str:
@@ -66,19 +76,19 @@ def _ahead(results: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for width in (128, 64):
-        own = results[f"forms, heads of {width}"]["ahead"]
+        own = results[f"forms, {width}"]["ahead"]
         equal = " / ".join(f"{own[name]['tokens_equal_in_front']} of {own[name]['of']}" for name in ("plain", "chunks"))
         rows.append(f"| {width} | {own['seconds']['plain']:.2f} | {own['seconds']['chunks']:.2f} | {equal} |")
     return "\n".join(rows)
 
 
 def _together(results: dict[str, Any]) -> str:
-    alone = results["preempted, heads of 128"]
+    alone = results["preempted, 128"]
     whole = lambda answers: sum(own["tokens_equal_in_front"] == own["of"] for own in answers)
     ours = [
-        ("with the connector, four kinds of plans; no async scheduling", "mixed, heads of 128"),
-        ("the same, heads of 64", "mixed, heads of 64"),
-        ("with the connector; async scheduling, the engine mended", "mended, heads of 128"),
+        ("with the connector, four kinds of plans; no async scheduling", "mixed, 128"),
+        ("the same, heads of 64", "mixed, 64"),
+        ("with the connector; async scheduling, the engine mended", "mended, 128"),
     ]
     rows = [
         "| eight requests at once, a pool too small | preemptions | answers equal to one at a time |",
@@ -92,7 +102,7 @@ def _together(results: dict[str, Any]) -> str:
     for what, key in ours:
         if key in results:
             rows.append(f"| {what} | {results[key]['preemptions']} | {whole(results[key]['together'])} of 8 |")
-    many = results["many, heads of 128"]
+    many = results["many, 128"]
     right, of = (sum(many[name].values()) for name in ("equal_to_alone", "requests"))
     rows.append(
         f"| {of} requests, at most eight at once, five kinds of plans; no async scheduling | {many['preemptions']} | "

@@ -2,16 +2,47 @@
 
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import save_file
 
-VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, INNER = 256, 128, 3, 2, 1, 256
+VOCABULARY, WIDTH, LAYERS, HEADS, INNER = 256, 128, 3, 2, 256
 
 
-def write(folder: Path, head_dim: int = 128) -> Path:
+class Kind(NamedTuple):
+    """A form that released models have.
+
+    Attributes:
+      dtype: that the engine computes and caches in.
+    """
+
+    head_dim: int = 128
+    dtype: str = "float32"
+    kv_heads: int = 1
+    rope: dict[str, Any] | None = None
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,  # of 8192, so that prompts of a hundred tokens see all of it
+}
+KINDS = {
+    "128": Kind(),
+    "64": Kind(64),
+    "bfloat16": Kind(dtype="bfloat16"),
+    "llama3": Kind(64, "bfloat16", rope=LLAMA3),
+}
+"""By name; the last two as released ones are: Qwen2.5's heads, and Llama 3.2's heads and rope."""
+
+
+def write(folder: Path, kind: Kind) -> Path:
     """Writes `config.json` and weights; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    head_dim, kv_heads = kind.head_dim, kind.kv_heads
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -19,12 +50,13 @@ def write(folder: Path, head_dim: int = 128) -> Path:
         "hidden_size": WIDTH,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate_size": INNER,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
+        "rope_scaling": kind.rope,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
@@ -47,8 +79,8 @@ def write(folder: Path, head_dim: int = 128) -> Path:
             f"{own}input_layernorm.weight": ones,
             f"{own}post_attention_layernorm.weight": ones,
             f"{own}self_attn.q_proj.weight": matrix(HEADS * head_dim, WIDTH),
-            f"{own}self_attn.k_proj.weight": matrix(KV_HEADS * head_dim, WIDTH),
-            f"{own}self_attn.v_proj.weight": matrix(KV_HEADS * head_dim, WIDTH),
+            f"{own}self_attn.k_proj.weight": matrix(kv_heads * head_dim, WIDTH),
+            f"{own}self_attn.v_proj.weight": matrix(kv_heads * head_dim, WIDTH),
             f"{own}self_attn.o_proj.weight": matrix(WIDTH, HEADS * head_dim),
             f"{own}mlp.gate_proj.weight": matrix(INNER, WIDTH),
             f"{own}mlp.up_proj.weight": matrix(INNER, WIDTH),

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from ...chunk import Chunk
+from ...frames import EngineKV
 from ...layout import KVLayout, to_phase_free
 from ...patch import form_patch
 from .segments import Segment
@@ -84,7 +86,7 @@ class ChunkFormer:
         positions = prefilled.positions[segment.begin : segment.end]
         start, local = positions[0], (positions - positions[0]).astype(np.float32)
         kv = {name: value[:, segment.begin : segment.end] for name, value in prefilled.kv.items()}
-        free = to_phase_free(self.layout, kv, local, start)
+        free = to_phase_free(self.layout, self._widened(kv), local, start)
         if place == 0:
             span, count = int(local.max()) + 1, len(local)
             chunk = Chunk(
@@ -97,5 +99,11 @@ class ChunkFormer:
         if canonical is None:
             return
         front = tuple(own.id for own in prefilled.segments[:place])
-        store.put_patches([form_patch(canonical, free, self.settings.rank, front)])
+        dtype = prefilled.kv[self.layout.names[0]].dtype
+        store.put_patches([form_patch(canonical, free, self.settings.rank, front, dtype=dtype)])
         self.counts["patches"] += 1
+
+    def _widened(self, kv: Mapping[str, Float[jax.Array, "L T _ _"]]) -> EngineKV:
+        """Keys in float32: rounded when turned back and when placed again, they would no longer be the engine's."""
+        rotating = {channel.name for channel in self.layout.channels if channel.rotates}
+        return EngineKV({name: own.astype(jnp.float32) if name in rotating else own for name, own in kv.items()})

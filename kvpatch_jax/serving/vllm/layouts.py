@@ -7,6 +7,7 @@ from ... import engines
 from ...errors import ConfigError
 from ...layout import KVLayout
 from ...rope import Rope
+from ...scaling import Scaling
 
 FAMILIES = (
     "LlamaForCausalLM",
@@ -15,7 +16,9 @@ FAMILIES = (
     "Qwen3ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
 )
-"""Architectures whose keys tpu-inference keeps as a plain rope leaves them: halves, the whole head, unscaled."""
+"""Architectures whose keys tpu-inference keeps as a rope of the whole head leaves them, in halves."""
+ROPES = ("default", "mrope", "llama3")
+"""Kinds of ropes. tpu-inference 0.32 computes any other kind of scaling as if it were llama3's."""
 
 
 class PageFunctions(NamedTuple):
@@ -31,27 +34,36 @@ def layout_of(text: Mapping[str, Any], architectures: Sequence[str]) -> KVLayout
     Angles are float32, as the engine computes them: what it cached is turned back by the angles that it was turned by.
 
     Raises:
-      ConfigError: a family that was not looked at, a scaled or partial rope, or another key that is missing.
+      ConfigError: a family that was not looked at, a rope of another kind or a partial one, or a key that is missing.
     """
     if not set(architectures) & set(FAMILIES):
         raise ConfigError(f"connector: architectures {list(architectures)}; expected one of {FAMILIES}")
     table = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind = table.get("rope_type", table.get("type", "default"))
     partial = table.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0))
-    if kind not in ("default", "mrope") or partial not in (None, 1, 1.0):
-        raise ConfigError(f"connector: rope {kind!r}, of which {partial} rotates; expected a plain one")
+    if kind not in ROPES or partial not in (None, 1, 1.0):
+        raise ConfigError(f"connector: rope {kind!r}, of which {partial} rotates; expected a whole one of {ROPES}")
     theta = table.get("rope_theta") or text.get("rope_theta")
     try:
         layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
         width = int(text.get("head_dim") or text["hidden_size"] // heads)
         kv_heads = int(text.get("num_key_value_heads") or heads)
+        scaling = _llama3(table) if kind == "llama3" else None
     except KeyError as error:
         raise ConfigError(f"connector: the model's configuration lacks {error}") from None
     if theta is None:
         raise ConfigError("connector: the model's configuration lacks 'rope_theta'")
     sections = table.get("mrope_section")
-    rope = Rope(theta, width, sections=None if sections is None else tuple(sections), angles="float32")
+    sections = None if sections is None else tuple(sections)
+    rope = Rope(theta, width, sections=sections, scaling=scaling, angles="float32")
     return KVLayout.gqa(layers, kv_heads, width, rope)
+
+
+def _llama3(table: Mapping[str, Any]) -> Scaling:
+    """Raises KeyError for a key that is missing: the engine has defaults, which need not be the model's."""
+    low, high = table["low_freq_factor"], table["high_freq_factor"]
+    original = int(table["original_max_position_embeddings"])
+    return Scaling("llama3", table["factor"], original, low_freq_factor=low, high_freq_factor=high)
 
 
 def page_functions(layout: KVLayout) -> PageFunctions:
