@@ -4,15 +4,23 @@ Pages are [L, P, O, 2·K, H'] or packed [L, P, O, 2·K / packing, packing, H'], 
 `to_ragged_paged_attention` makes them; [L, P, O, K / packing, packing, 2·H] of `to_joined_heads`, k and v of a head in
 one row; or latent rows [L, P, O / packing, packing, F] of `to_latent_rows`. An engine that keeps an array per layer
 passes a list of them. Pages are donated; slots that are not named are not touched.
+
+Pages of one process may be split over N devices along their heads' first axis, as tpu-inference splits them: device d
+has heads d·K/N up to (d + 1)·K/N, filled up to the packing by itself. Where N is a multiple of K, each head stands N/K
+times, side by side. Chunks have the model's K heads whatever N is. The result lies as the pages did, and only what is
+read goes between devices.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from pallas_kernels import rotate_patch
@@ -33,14 +41,46 @@ Pages = Float[AnyArray, "..."] | Sequence[Float[AnyArray, "..."]]
 """An engine's pages, of all layers in one array or as an array per layer."""
 
 
+class Split(NamedTuple):
+    """How an array of pages lies: on one device; or by heads over so many; or whole on each of several.
+
+    Attributes:
+      devices: that share the heads. sharding: of the pages, None on one device. axis: of the mesh, along which heads
+        lie.
+    """
+
+    devices: int = 1
+    sharding: NamedSharding | None = None
+    axis: str | tuple[str, ...] | None = None
+
+    def over(self, *axes: Any) -> NamedSharding:
+        """An array with these of its axes over the pages' devices; without any, whole on each of them."""
+        assert self.sharding is not None
+        return NamedSharding(self.sharding.mesh, PartitionSpec(*axes))
+
+    def placed(self, kv: Any, others: Any) -> Any:
+        """What a program on these pages takes, from wherever it lies: KV by heads where every device has some."""
+        if self.sharding is None:
+            return kv, others
+        by_heads = lambda x: self.over(None, None, None if x.shape[-2] % self.devices else self.axis)
+        return jax.device_put(kv, {name: by_heads(x) for name, x in kv.items()}), jax.device_put(others, self.over())
+
+
+ON_ONE_DEVICE = Split()
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How pages hold tokens: a row of this shape for each, and for latents `packing` tokens on an axis of their own."""
+    """How pages hold tokens: a row of this shape for each, and for latents `packing` tokens on an axis of their own.
+
+    A row is one part after the other, each of a device: its heads, and zeros up to the packing.
+    """
 
     kind: Literal["interleaved", "joined", "latent"]
     layout: KVLayout
     row: tuple[int, ...]
     packing: int | None = None
+    split: Split = ON_ONE_DEVICE
 
     def lead(self, page: Any) -> tuple[int, ...]:
         """What stands in front of the pages: the layers, or nothing."""
@@ -51,9 +91,14 @@ class Form:
         return int(np.prod(page.shape[len(self.lead(page)) : page.ndim - len(self.row)]))
 
     @property
-    def heads(self) -> int:
-        """Vectors of a row that are no padding: 2·K interleaved, K joined, one of a latent."""
-        heads = self.layout.channels[0].heads
+    def repeat(self) -> int:
+        """How often each head stands in a row: more than once where more devices than heads share it."""
+        return max(1, self.split.devices // self.layout.channels[0].heads)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a part that are no padding: of its heads two each interleaved, one joined; one of a latent."""
+        heads = max(1, self.layout.channels[0].heads // self.split.devices)
         return 2 * heads if self.kind == "interleaved" else heads
 
     def rows(self, kv: Mapping[str, Array]) -> Float[Array, "L T *row"]:
@@ -63,26 +108,25 @@ class Form:
         if self.kind == "latent":
             latent = widened(first[..., 0, :], padded_width(first.shape[-1]))
             return jnp.concatenate([latent, widened(second[..., 0, :], self.row[-1] - latent.shape[-1])], axis=-1)
+        first, second = (jnp.repeat(x, self.repeat, axis=-2) for x in (first, second))
         if self.kind == "joined":
             both = jnp.concatenate([first, second], axis=-1)
         else:
             both = jnp.stack([widened(first, self.row[-1]), widened(second, self.row[-1])], axis=-2)
-            both = both.reshape(*both.shape[:2], self.heads, self.row[-1])
-        more = int(np.prod(self.row[:-1])) - self.heads
-        return jnp.pad(both, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(*both.shape[:2], *self.row)
+        parts = both.reshape(*both.shape[:2], self.split.devices, self.vectors, self.row[-1])
+        more = math.prod(self.row[:-1]) // self.split.devices - self.vectors
+        return jnp.pad(parts, [(0, 0)] * 3 + [(0, more), (0, 0)]).reshape(*both.shape[:2], *self.row)
 
     def kv(self, rows: Float[Array, "L T *row"]) -> dict[str, Float[Array, "L T _ _"]]:
-        """Rows as engine-frame KV {channel: [L,T,K,H]}: inverts `rows`."""
+        """Rows as engine-frame KV {channel: [L,T,K,H]}, one of each repeated head: inverts `rows`."""
         first, second = self.layout.channels
         if self.kind == "latent":
             begin, rows = padded_width(first.width), rows[..., None, :]
             pair = rows[..., : first.width], rows[..., begin : begin + second.width]
-        elif self.kind == "joined":
-            own = self._flat_heads(rows)[..., : self.heads, :]
-            pair = own[..., : first.width], own[..., first.width :]
         else:
-            own = self._flat_heads(rows)[..., : self.heads, : first.width]
-            pair = own[..., 0::2, :], own[..., 1::2, :]
+            keys, values, _ = self._parted(rows)
+            flat = lambda x, width: x.reshape(*rows.shape[:2], -1, x.shape[-1])[..., :: self.repeat, :width]
+            pair = flat(keys, first.width), flat(values, second.width)
         return dict(zip(self.layout.names, pair, strict=True))
 
     def turned(self, rows: Array, cos: Array, sin: Array) -> Array:
@@ -91,19 +135,26 @@ class Form:
         if self.kind == "latent":
             begin = padded_width(self.layout.channels[0].width)
             return jnp.concatenate([rows[..., :begin], turn(rows[..., None, begin:])[..., 0, :]], axis=-1)
-        own = self._flat_heads(rows)
+        keys, values, padding = self._parted(rows)
+        flat = keys.reshape(*rows.shape[: rows.ndim - len(self.row)], -1, keys.shape[-1])
+        keys = turn(flat).reshape(keys.shape)
+        if self.kind == "joined":
+            own = jnp.concatenate([keys, values], axis=-1)
+        else:
+            own = jnp.stack([keys, values], axis=-2)
+            own = own.reshape(*keys.shape[:-2], self.vectors, self.row[-1])
+        return jnp.concatenate([own, padding], axis=-2).reshape(rows.shape)
+
+    def _parted(self, rows: Array) -> tuple[Array, Array, Array]:
+        """Keys, values and padding of rows, [..., devices, heads or vectors, width], repeated heads as they stand."""
+        leading = rows.shape[: rows.ndim - len(self.row)]
+        parts = rows.reshape(*leading, self.split.devices, -1, self.row[-1])
+        own, padding = parts[..., : self.vectors, :], parts[..., self.vectors :, :]
         if self.kind == "joined":
             width = self.layout.channels[0].width
-            found = jnp.concatenate([turn(own[..., : self.heads, :width]), own[..., : self.heads, width:]], axis=-1)
-        else:
-            pairs = own[..., : self.heads, :].reshape(*own.shape[:-2], -1, 2, own.shape[-1])
-            found = jnp.stack([turn(pairs[..., 0, :]), pairs[..., 1, :]], axis=-2)
-            found = found.reshape(*own.shape[:-2], self.heads, own.shape[-1])
-        return jnp.concatenate([found, own[..., self.heads :, :]], axis=-2).reshape(rows.shape)
-
-    def _flat_heads(self, rows: Array) -> Array:
-        """Rows as vectors on one axis, padding included."""
-        return rows.reshape(*rows.shape[: rows.ndim - len(self.row)], -1, self.row[-1])
+            return own[..., :width], own[..., width:], padding
+        pairs = own.reshape(*own.shape[:-2], -1, 2, own.shape[-1])
+        return pairs[..., 0, :], pairs[..., 1, :], padding
 
     def at(self, page: Array, slots: Array) -> tuple[Any, ...]:
         """The index of these slots in pages; slots beyond the last are in a page that is not there."""
@@ -118,7 +169,9 @@ class Form:
         tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
         at = self.at(page, jnp.where(tokens < length, slots, self.slots_of(page) + tokens))
         # Pages keep their shape: where an axis is 1, XLA copies a pool that was reshaped (two copies of a layer).
-        return page.at[at].set(rows.astype(page.dtype), mode="drop", unique_indices=True)
+        page = page.at[at].set(rows.astype(page.dtype), mode="drop", unique_indices=True)
+        sharding = self.split.sharding
+        return page if sharding is None else jax.lax.with_sharding_constraint(page, sharding)
 
 
 def _splice(
@@ -158,19 +211,21 @@ jitted_turn = jax.jit(_turn, static_argnames="form", donate_argnames="pages")
 def _ragged(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> Form:
     _need_kv(layout, what)
     heads, width = 2 * layout.channel("k").heads, layout.channel("k").width
-    row = tuple(pages[0].shape[2 + stacked :])
-    if len(row) not in (2, 3) or not _holds(row, heads) or row[-1] < width:
-        raise ShapeError(f"{what}: pages {pages[0].shape}; expected {heads} heads of {width} or more to a slot")
-    return Form("interleaved", layout, row)
+    row, split = tuple(pages[0].shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
+    form = Form("interleaved", layout, row, split=split)
+    if len(row) not in (2, 3) or not _holds(form) or row[-1] < width:
+        raise ShapeError(_refusal(what, pages, split, f"{heads} heads of {width} or more to a slot"))
+    return form
 
 
 def _joined(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> Form:
     _need_kv(layout, what)
     heads, width = layout.channel("k").heads, layout.channel("k").width
-    row = tuple(pages[0].shape[2 + stacked :])
-    if len(row) != 3 or not _holds(row, heads) or row[-1] != 2 * width:
-        raise ShapeError(f"{what}: pages {pages[0].shape}; expected {heads} heads of {width} + {width} to a slot")
-    return Form("joined", layout, row)
+    row, split = tuple(pages[0].shape[2 + stacked :]), _split_of(pages[0], 2 + stacked, what)
+    form = Form("joined", layout, row, split=split)
+    if len(row) != 3 or not _holds(form) or row[-1] != 2 * width:
+        raise ShapeError(_refusal(what, pages, split, f"{heads} heads of {width} + {width} to a slot"))
+    return form
 
 
 def _need_kv(layout: KVLayout, what: str) -> None:
@@ -178,9 +233,45 @@ def _need_kv(layout: KVLayout, what: str) -> None:
         raise LayoutError(f"{what}: channels {layout.names}; expected ('k', 'v')")
 
 
-def _holds(row: tuple[int, ...], heads: int) -> bool:
-    """Whether so many heads, filled up to the packing, fill a row; one that is not packed has no padding."""
-    return heads == row[0] if len(row) == 2 else row[0] == -(-heads // max(row[1], 1))
+def _holds(form: Form) -> bool:
+    """Whether the heads of a device, filled up to the packing, fill its part; a row that is not packed has no padding.
+
+    Devices have heads alike, or heads have devices alike.
+    """
+    heads, devices = form.layout.channels[0].heads, form.split.devices
+    if heads % devices and devices % heads:
+        return False
+    packing = 1 if len(form.row) == 2 else max(form.row[1], 1)
+    return form.row[0] == devices * -(-form.vectors // packing)
+
+
+def _refusal(what: str, pages: Sequence[Any], split: Split, expected: str) -> str:
+    shape = pages[0].shape
+    if split.devices == 1:
+        return f"{what}: pages {shape}; expected {expected}"
+    over = f"{what}: pages {shape} over {split.devices} devices"
+    return f"{over}; expected {expected}, shared or repeated evenly, and filled up to the packing on each"
+
+
+def _split_of(page: Any, axis: int | None, what: str) -> Split:
+    """How pages lie on several devices: split along this axis alone, or whole on each.
+
+    Raises:
+      LayoutError: split along another one, over processes, or over a mesh of Explicit axes.
+    """
+    sharding = None if isinstance(page, Tracer) else getattr(page, "sharding", None)
+    if sharding is None or len(sharding.device_set) == 1:
+        return ON_ONE_DEVICE
+    parts = [whole // own for whole, own in zip(page.shape, sharding.shard_shape(page.shape), strict=True)]
+    devices = 1 if axis is None or axis >= len(parts) else parts[axis]
+    named = isinstance(sharding, NamedSharding) and not sharding.mesh.explicit_axes
+    if not named or not sharding.is_fully_addressable or math.prod(parts) != devices:
+        along = "no axis" if axis is None else f"axis {axis} alone"
+        raise LayoutError(
+            f"{what}: pages {page.shape} lie in {parts} parts as {sharding}; expected them split along {along}, over a "
+            "mesh of Auto axes in one process"
+        )
+    return Split(devices, sharding, None if devices == 1 else sharding.spec[axis])
 
 
 def _latent(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) -> Form:
@@ -190,7 +281,7 @@ def _latent(layout: KVLayout, pages: Sequence[Any], stacked: bool, what: str) ->
     shape = pages[0].shape
     if len(shape) != 4 + stacked or shape[-1] != latent + rope:
         raise ShapeError(f"{what}: rows {shape}; expected [P, N, packing, {latent} + {rope}]")
-    return Form("latent", layout, (shape[-1],), shape[-2])
+    return Form("latent", layout, (shape[-1],), shape[-2], _split_of(pages[0], None, what))
 
 
 def _checked(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[Form, tuple[Array, ...]]:
@@ -204,7 +295,8 @@ def _checked(layout: KVLayout, pages: Pages, find: Any, what: str) -> tuple[Form
     check_held({f"layer {number}": page for number, page in enumerate(arrays)})
     form = find(layout, arrays, stacked, what)
     layers = arrays[0].shape[0] if stacked else len(arrays)
-    if layers != layout.layers or any(page.shape != arrays[0].shape for page in arrays):
+    alike = lambda page: (page.shape, getattr(page, "sharding", None) if form.split.sharding else None)
+    if layers != layout.layers or any(alike(page) != alike(arrays[0]) for page in arrays):
         raise ShapeError(f"{what}: pages of {layers} layers; expected {layout.layers}, all alike")
     if not all(jnp.issubdtype(page.dtype, jnp.floating) and page.dtype == arrays[0].dtype for page in arrays):
         raise DtypeError(f"{what}: pages of dtype {arrays[0].dtype}; expected one floating-point dtype")
@@ -250,7 +342,8 @@ def _splice_into(
 
     form, slots = dataclasses.replace(form, layout=call.layout), slots.astype(np.int32)
     length = np.int32(chunk.length)
-    made = jitted_splice(form, arrays, slots, call.kv, call.factors, chunk.local, call.start, length, **call.options)
+    kv, (slots, *others) = form.split.placed(call.kv, (slots, call.factors, chunk.local, call.start, length))
+    made = jitted_splice(form, arrays, slots, kv, *others, **call.options)
     return list(made) if isinstance(pages, Sequence) else made[0]
 
 
@@ -372,7 +465,8 @@ def rotate_latent(layout: KVLayout, pages: Pages, slots: Slots, offset: Start) -
 
 def _read(form: Form, pages: tuple[Array, ...], slots: Array) -> dict[str, Array]:
     found = [page.at[form.at(page, slots)].get(mode="clip") for page in pages]
-    return form.kv(found[0] if form.lead(pages[0]) else jnp.stack(found))
+    kv = form.kv(found[0] if form.lead(pages[0]) else jnp.stack(found))
+    return kv if form.split.sharding is None else jax.lax.with_sharding_constraint(kv, form.split.over())
 
 
 jitted_read = jax.jit(_read, static_argnames="form")
@@ -389,6 +483,8 @@ def _read_from(find: Any, what: str, layout: KVLayout, pages: Pages, slots: Slot
 
 def read_ragged(layout: KVLayout, pages: Pages, slots: Slots) -> EngineKV:
     """Reads tokens out of interleaved pages: {channel: [L, T, K, H]} in the engine frame, without padding.
+
+    Of pages on several devices every one has all of what was read.
 
     Args:
       pages: as `splice_ragged` takes them. They stay.

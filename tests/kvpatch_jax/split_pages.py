@@ -1,0 +1,280 @@
+"""Pages over several devices, beside pages on one: a program, for the number of devices is settled once per process.
+
+`test_split_pages.py` runs it on four. What a row should hold is arranged in NumPy, head by head, as tpu-inference 0.32
+arranges it: each head of its key projection repeated, then every device's own, filled up to the packing. Prints what
+was found as JSON.
+"""
+
+import json
+import math
+import re
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvpatch_jax as kvp
+from kvpatch_jax import engine_pages
+from kvpatch_jax.errors import KVPatchError
+
+LAYERS, PAGES, PAGE_SIZE, TOKENS, LENGTH, RANK = 2, 512, 8, 32, 27, 4
+SLOTS = np.random.default_rng(0).permutation(PAGES * PAGE_SIZE)[:TOKENS].astype(np.int32)
+
+
+class Case(NamedTuple):
+    """Pages of a model with so many KV heads of a width, in a dtype, over so many devices."""
+
+    heads: int
+    width: int
+    dtype: str
+    devices: int
+
+
+CASES = {
+    "a head on each": Case(2, 128, "float32", 2),
+    "two on each, packed": Case(4, 128, "bfloat16", 2),
+    "one head repeated": Case(1, 128, "float32", 4),
+    "two heads repeated, packed": Case(2, 128, "bfloat16", 4),
+    "joined": Case(2, 64, "float32", 2),
+    "joined, each filled up": Case(2, 64, "bfloat16", 2),
+    "joined, three on each, filled up": Case(6, 64, "bfloat16", 2),
+    "joined, repeated and filled up": Case(2, 64, "bfloat16", 4),
+}
+
+
+class Kind(NamedTuple):
+    """The three functions of a form."""
+
+    splice: Any
+    rotate: Any
+    read: Any
+
+
+def kind_of(case: Case) -> Kind:
+    own = kvp.engines
+    if case.width == 64:
+        return Kind(own.splice_joined, own.rotate_joined, own.read_joined)
+    return Kind(own.splice_ragged, own.rotate_ragged, own.read_ragged)
+
+
+def parts_of(case: Case, devices: int) -> list[list[int]]:
+    """Numbers of the heads of each device."""
+    repeated = [head for head in range(case.heads) for _ in range(max(1, devices // case.heads))]
+    each = len(repeated) // devices
+    return [repeated[device * each : (device + 1) * each] for device in range(devices)]
+
+
+def packing_of(case: Case) -> int:
+    return 4 // jnp.dtype(case.dtype).itemsize
+
+
+def row_of(case: Case, devices: int) -> tuple[int, int, int]:
+    packing, vectors = packing_of(case), (1 if case.width == 64 else 2) * len(parts_of(case, devices)[0])
+    return devices * -(-vectors // packing), packing, 128
+
+
+def arranged(case: Case, devices: int, rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Rows [..., *row] with these keys and values [..., K, 2, H] in their places; padding stays."""
+    found = rows.reshape(*rows.shape[:-3], devices, -1, 128).copy()
+    for device, heads in enumerate(parts_of(case, devices)):
+        for place, head in enumerate(heads):
+            if case.width == 64:
+                found[..., device, place, :] = np.concatenate([pairs[..., head, 0, :], pairs[..., head, 1, :]], -1)
+            else:
+                found[..., device, 2 * place : 2 * place + 2, :] = pairs[..., head, :, :]
+    return found.reshape(rows.shape)
+
+
+def taken(case: Case, rows: np.ndarray) -> np.ndarray:
+    """Keys and values [..., K, 2, H] of rows on one device."""
+    flat = rows.reshape(*rows.shape[:-3], -1, 128)
+    if case.width == 64:
+        return flat[..., : case.heads, :].reshape(*flat.shape[:-2], case.heads, 2, 64)
+    return flat[..., : 2 * case.heads, :].reshape(*flat.shape[:-2], case.heads, 2, 128)
+
+
+def drawn(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def layout_of(case: Case) -> kvp.KVLayout:
+    return kvp.KVLayout.gqa(LAYERS, case.heads, case.width, kvp.Rope(1e4, case.width, angles="float32"))
+
+
+def chunk_of(case: Case) -> tuple[kvp.Chunk, kvp.Patch]:
+    layout = layout_of(case)
+    value = lambda seed, dtype: jnp.asarray(drawn(seed, LAYERS, TOKENS, case.heads, case.width), dtype)
+    keys = "float32"  # whatever the pages are: so the connector keeps what it forms
+    chunk = kvp.Chunk(
+        {"k": value(1, keys), "v": value(2, case.dtype)},
+        np.arange(TOKENS, dtype=np.float32),
+        TOKENS,
+        LENGTH,
+        "B",
+        layout,
+        "tiny",
+    )
+    return chunk, kvp.form_patch(chunk, {"k": value(3, keys), "v": value(4, case.dtype)}, RANK, ("A",))
+
+
+def sharding_of(devices: int, *spec: str | None) -> jax.sharding.NamedSharding:
+    """As tpu-inference lays its pages: axes `data`, of one device, and `model`."""
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, devices), ("data", "model"), axis_types=types, devices=jax.devices()[:devices])
+    return jax.sharding.NamedSharding(mesh, jax.P(*(spec or ("data", None, "model"))))
+
+
+def placed(pages: np.ndarray, sharding: jax.sharding.NamedSharding) -> list[jax.Array]:
+    return [jax.device_put(layer, sharding) for layer in pages]
+
+
+def host(pages: list[jax.Array]) -> np.ndarray:
+    return np.stack([np.asarray(page) for page in pages])
+
+
+def same(first: np.ndarray, second: np.ndarray) -> bool:
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and first.tobytes() == second.tobytes()
+
+
+COLLECTIVE = re.compile(r"= (.*?) (?:all-|reduce-scatter|collective-|ragged-all-)[\w-]*\(")
+
+
+def bytes_of(shapes: str) -> int:
+    """Of the arrays that an instruction of HLO gives, as it writes their shapes."""
+    each = re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", shapes)
+    return sum(int(bits) // 8 * math.prod(int(size) for size in sizes.split(",") if size) for bits, sizes in each)
+
+
+class Recorder:
+    """Stands for a jitted function: compiles what is called, and notes what the program does with its pages."""
+
+    def __init__(self, jitted):
+        self.jitted, self.noted = jitted, []
+
+    def __call__(self, form, pages, *others, **options):
+        compiled = self.jitted.lower(form, pages, *others, **options).compile()
+        memory = compiled.memory_analysis()
+        self.noted.append(
+            {
+                "pool": sum(page.addressable_data(0).nbytes for page in pages),
+                "aliased": memory.alias_size_in_bytes,
+                "temporary": memory.temp_size_in_bytes,
+                "between_devices": [bytes_of(shapes) for shapes in COLLECTIVE.findall(compiled.as_text())],
+            }
+        )
+        return compiled(pages, *others)
+
+
+def recorded(name: str, call):
+    """What a call gives, and what its program does."""
+    jitted = getattr(engine_pages, name)
+    recorder = Recorder(jitted)
+    setattr(engine_pages, name, recorder)
+    try:
+        found = call()
+    finally:
+        setattr(engine_pages, name, jitted)
+    (noted,) = recorder.noted
+    return found, noted
+
+
+def found_of(case: Case) -> dict:
+    """A chunk spliced, keys turned and tokens read, over devices and on one."""
+    kind, layout, sharding = kind_of(case), layout_of(case), sharding_of(case.devices)
+    chunk, patch = chunk_of(case)
+    slots, written = np.where(np.arange(TOKENS) < LENGTH, SLOTS, -1), SLOTS[:LENGTH]
+    dtype = jnp.dtype(case.dtype)
+    alone = drawn(7, LAYERS, PAGES, PAGE_SIZE, *row_of(case, 1)).astype(dtype)
+    over = drawn(8, LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)).astype(dtype)
+    over = arranged(case, case.devices, over, taken(case, alone))
+    flat = lambda pages: pages.reshape(LAYERS, PAGES * PAGE_SIZE, *pages.shape[3:])
+    found = {}
+
+    def compare(name: str, result: list[jax.Array], given: list[jax.Array], expected: np.ndarray, noted: dict):
+        found[name] = {
+            **noted,
+            "same": same(flat(host(result)), expected),
+            "lies_alike": all(page.sharding == sharding for page in result),
+            "donated": all(page.is_deleted() for page in given),
+        }
+
+    pages = placed(over, sharding)
+    call = lambda pages, slots: kind.splice(pages, slots, chunk, patch, 7, ("A",))
+    result, noted = recorded("jitted_splice", lambda: call(pages, slots))
+    one = flat(host(call([jnp.asarray(layer) for layer in alone], slots)))
+    expected = flat(over).copy()
+    empty = np.zeros((LAYERS, LENGTH, *row_of(case, case.devices)), dtype)
+    expected[:, written] = arranged(case, case.devices, empty, taken(case, one[:, written]))
+    compare("splice", result, pages, expected, noted)
+
+    pages, offset = placed(over, sharding), np.arange(LENGTH) * 3 - 40
+    result, noted = recorded("jitted_turn", lambda: kind.rotate(layout, pages, written, offset))
+    one = flat(host(kind.rotate(layout, [jnp.asarray(layer) for layer in alone], written, offset)))
+    expected = flat(over).copy()
+    expected[:, written] = arranged(case, case.devices, expected[:, written], taken(case, one[:, written]))
+    compare("rotate", result, pages, expected, noted)
+
+    pages = placed(over, sharding)
+    result, noted = recorded("jitted_read", lambda: kind.read(layout, pages, written))
+    pairs = taken(case, flat(alone)[:, written])
+    found["read"] = {
+        **noted,
+        "same": all(same(np.asarray(result[name]), pairs[..., place, :]) for place, name in enumerate("kv")),
+        "whole": all(value.sharding.is_fully_replicated for value in result.values()),
+        "donated": any(page.is_deleted() for page in pages),
+    }
+    return found
+
+
+def stacked() -> bool:
+    """All layers in one array: as an array for each."""
+    case = CASES["joined, each filled up"]
+    kind, (chunk, patch) = kind_of(case), chunk_of(case)
+    pages = drawn(8, LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)).astype(jnp.dtype(case.dtype))
+    slots = np.where(np.arange(TOKENS) < LENGTH, SLOTS, -1)
+    sharding = sharding_of(case.devices, None, "data", None, "model")
+    whole = kind.splice(jax.device_put(pages, sharding), slots, chunk, patch, 7, ("A",))
+    apart = kind.splice(placed(pages, sharding_of(case.devices)), slots, chunk, patch, 7, ("A",))
+    return same(np.asarray(whole), host(apart)) and whole.sharding == sharding
+
+
+def whole_latents() -> bool:
+    """Latent rows, which every device has whole: as on one."""
+    layout = kvp.KVLayout.mla(LAYERS, 32, 16, rope=kvp.Rope(1e4, 16))
+    rows = drawn(8, LAYERS, PAGES, PAGE_SIZE, 1, 256).astype(np.float32)
+    turned = kvp.engines.rotate_latent(layout, placed(rows, sharding_of(2, "data")), SLOTS, 5)
+    one = kvp.engines.rotate_latent(layout, [jnp.asarray(layer) for layer in rows], SLOTS, 5)
+    return same(host(turned), host(one)) and turned[0].sharding == sharding_of(2, "data")
+
+
+def refused() -> dict[str, str]:
+    """Pages that lie otherwise, and what is said of them."""
+    case = CASES["a head on each"]
+    layout, kind = layout_of(case), kind_of(case)
+    pages = np.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, 2)), np.float32)
+    three = kvp.KVLayout.gqa(LAYERS, 3, 128, kvp.Rope(1e4, 128))
+    explicit = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    calls = {
+        "by pages": (layout, placed(pages, sharding_of(2, "model"))),
+        "by tokens": (layout, placed(pages, sharding_of(2, None, "model"))),
+        "by width": (layout, placed(pages, sharding_of(2, None, None, None, None, "model"))),
+        "unlike": (layout, [*placed(pages[:1], sharding_of(2)), *placed(pages[1:], sharding_of(2, None))]),
+        "explicit": (layout, placed(pages, jax.sharding.NamedSharding(explicit, jax.P(None, None, "model")))),
+        "three heads": (three, placed(np.zeros((LAYERS, PAGES, PAGE_SIZE, 6, 1, 128)), sharding_of(2))),
+        "not repeated": (layout, placed(pages, sharding_of(4))),
+        "repeated on one device": (layout, list(jnp.zeros((LAYERS, PAGES, PAGE_SIZE, 8, 1, 128)))),
+    }
+    said = {}
+    for name, (own, given) in calls.items():
+        try:
+            kind.read(own, given, SLOTS)
+        except KVPatchError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+if __name__ == "__main__":
+    found = {name: found_of(CASES[name]) for name in sys.argv[1:]}
+    json.dump({"cases": found, "stacked": stacked(), "latents": whole_latents(), "refused": refused()}, sys.stdout)
