@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,9 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax import engine_pages
 from kvpatch_jax.errors import KVPatchError
+from kvpatch_jax.serving.vllm import Segment, Settings, Step
+from kvpatch_jax.serving.vllm.loading import WorkerSide
+from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, slots_of
 
 LAYERS, PAGES, PAGE_SIZE, TOKENS, LENGTH, RANK = 2, 512, 8, 32, 27, 4
 SLOTS = np.random.default_rng(0).permutation(PAGES * PAGE_SIZE)[:TOKENS].astype(np.int32)
@@ -103,7 +107,7 @@ def layout_of(case: Case) -> kvp.KVLayout:
     return kvp.KVLayout.gqa(LAYERS, case.heads, case.width, kvp.Rope(1e4, case.width, angles="float32"))
 
 
-def chunk_of(case: Case) -> tuple[kvp.Chunk, kvp.Patch]:
+def chunk_of(case: Case, length: int = LENGTH) -> tuple[kvp.Chunk, kvp.Patch]:
     layout = layout_of(case)
     value = lambda seed, dtype: jnp.asarray(drawn(seed, LAYERS, TOKENS, case.heads, case.width), dtype)
     keys = "float32"  # whatever the pages are: so the connector keeps what it forms
@@ -111,7 +115,7 @@ def chunk_of(case: Case) -> tuple[kvp.Chunk, kvp.Patch]:
         {"k": value(1, keys), "v": value(2, case.dtype)},
         np.arange(TOKENS, dtype=np.float32),
         TOKENS,
-        LENGTH,
+        length,
         "B",
         layout,
         "tiny",
@@ -249,6 +253,29 @@ def whole_latents() -> bool:
     return same(host(turned), host(one)) and turned[0].sharding == sharding_of(2, "data")
 
 
+def connected() -> dict[str, bool]:
+    """The connector's worker on an engine of two devices: what it writes, and what it gives to be formed."""
+    case, blocks = CASES["joined, repeated and filled up"], (3, 9, 5, 2)
+    layout, kind, (chunk, _) = layout_of(case), kind_of(case), chunk_of(case, TOKENS)
+    zeros = np.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)), jnp.dtype(case.dtype))
+    runner = SimpleNamespace(kv_caches=placed(zeros, sharding_of(case.devices)))
+    runner.requests = {"own": SimpleNamespace(mrope_positions=None)}
+    worker = WorkerSide(Settings(store="/nowhere", backbone="tiny"), layout, PAGE_SIZE)
+    worker.register(runner)
+    segment = Segment("B", 0, TOKENS)
+    worker.load(Orders((Load("own", (Piece(Step(segment, "leading"), chunk),), 0, blocks),)))
+    formed = worker._prefilled(Save("own", "tenant", (segment,), (0,), blocks)).kv
+
+    slots = slots_of(blocks, PAGE_SIZE, 0, TOKENS)
+    alone = list(jnp.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, 1)), case.dtype))
+    expected = kind.read(layout, kind.splice(alone, slots, chunk, None, 0), slots)
+    return {
+        "written": worker.take_failed() == set() and runner.kv_caches[0].sharding == sharding_of(case.devices),
+        "same": all(same(np.asarray(formed[name]), np.asarray(expected[name])) for name in "kv"),
+        "on_one_device": all(len(value.devices()) == 1 for value in formed.values()),
+    }
+
+
 def refused() -> dict[str, str]:
     """Pages that lie otherwise, and what is said of them."""
     case = CASES["a head on each"]
@@ -277,4 +304,5 @@ def refused() -> dict[str, str]:
 
 if __name__ == "__main__":
     found = {name: found_of(CASES[name]) for name in sys.argv[1:]}
-    json.dump({"cases": found, "stacked": stacked(), "latents": whole_latents(), "refused": refused()}, sys.stdout)
+    found = {"cases": found, "stacked": stacked(), "latents": whole_latents(), "connected": connected()}
+    json.dump({**found, "refused": refused()}, sys.stdout)

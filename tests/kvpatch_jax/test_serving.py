@@ -16,7 +16,7 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import ConfigError, InputError, PoolError, PositionError
 from kvpatch_jax.plan import Certificate, Certified, Rank
-from kvpatch_jax.serving.vllm import Asked, Feature, Settings, plan_request, segments_of
+from kvpatch_jax.serving.vllm import Asked, Feature, Settings, parallel, plan_request, segments_of
 from kvpatch_jax.serving.vllm.layouts import layout_of
 from kvpatch_jax.serving.vllm.loading import WorkerSide
 from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, blocks_from, slots_of
@@ -586,6 +586,32 @@ def test_a_pool_of_another_form_is_refused(unchecked, tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             worker.register(SimpleNamespace(kv_caches=pages))
+
+
+def spread(executor="uni", groups=1, strategy=None, **sizes):
+    """Asks whether an engine of these sizes is served: `strategy` as tpu-inference keeps it, or None."""
+    one = dict.fromkeys(parallel.ALONE, 1)
+    own = SimpleNamespace(tensor_parallel_size=8, distributed_executor_backend=executor, **{**one, **sizes})
+    mesh = None if strategy is None else SimpleNamespace(sharding_strategy=SimpleNamespace(**strategy))
+    parallel.check_parallel(own, mesh, groups)
+
+
+def test_tensor_parallelism_alone_is_served():
+    spread()
+    spread(strategy={"tensor_parallelism": 8, "data_parallelism": 1})
+    for given, words in (
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size': 2"),
+        ({"data_parallel_size": 4}, "data_parallel_size': 4"),
+        ({"decode_context_parallel_size": 2}, "decode_context"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context"),
+        ({"groups": 2}, "groups of caches': 2"),
+        ({"strategy": {"tensor_parallelism": 2, "data_parallelism": 4}}, "{'data_parallelism': 4}"),
+        ({"strategy": {"tensor_parallelism": 2, "attention_data_parallelism": 2}}, "attention_data_parallelism': 2"),
+        ({"executor": "ray"}, "'ray'; expected 'uni'"),
+        ({"executor": SimpleNamespace}, "SimpleNamespace"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            spread(**given)
 
 
 def test_neither_vllm_nor_torch_is_imported():

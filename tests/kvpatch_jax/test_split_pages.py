@@ -73,6 +73,10 @@ def test_layers_in_one_array_and_latents_whole_on_each_device(found):
     assert found["latents"]
 
 
+def test_the_connector_writes_them_and_forms_on_one_device(found):
+    assert found["connected"] == {"written": True, "same": True, "on_one_device": True}
+
+
 def test_pages_that_lie_otherwise_are_refused(found):
     expected = {
         "by pages": ("LayoutError", "[2, 1, 1, 1, 1] parts", "axis 2 alone"),

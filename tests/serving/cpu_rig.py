@@ -48,6 +48,14 @@ def prepare() -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
+def have_devices(count: int) -> None:
+    """Makes so many devices of this host. Before anything is computed: their number is settled once per process."""
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+    import jax
+
+    assert jax.device_count() == count, "something was computed before"
+
+
 def _attention(merge_kv, split_kv):
     """A ragged paged attention: new keys are written into pages, then every token reads its own request's."""
     import jax

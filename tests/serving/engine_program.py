@@ -5,7 +5,7 @@ It writes WORK/SCENARIO-KIND.json.
 "forms" forms chunks from its own traffic and measures what serving them does; "serves" starts anew on the same store,
 one object of which it damages before it is read; "mixed" has eight requests at once in a small pool, without async
 scheduling; "preempted" has eight plain ones there with it and without a connector, before and behind what mends the
-engine; "mended" is "mixed" with both.
+engine; "mended" is "mixed" with both. "wider" serves on two devices what "forms" formed on one.
 """
 # pyright: reportMissingImports=false
 
@@ -60,7 +60,13 @@ def forms(engine):
     engine.one(PROMPT, tenant="blind", **ask)
     found["plain_after_bare_without_salt"] = compared(engine.one(PROMPT, fresh=False), reference)
     planning.RequestPlan.salt = salt
-    return {**found, "first_layer": first_layer(engine), "ahead": ahead(engine, reference)}
+    return {**found, "first_layer": first_layer(engine), "pages": pages(engine), "ahead": ahead(engine, reference)}
+
+
+def pages(engine):
+    """How a layer's pages lie, on all devices and on each."""
+    page = engine.worker._runner.kv_caches[0]
+    return {"shape": page.shape, "on_each": page.sharding.shard_shape(page.shape), "devices": len(page.devices())}
 
 
 def first_layer(engine):
@@ -145,6 +151,19 @@ def serves(engine):
     return {**found, "counts": dict(engine.scheduler.counts), "free_blocks": engine.free_blocks()}
 
 
+def wider(engine):
+    """What another process formed on one device is served on two, which repeat its only KV head."""
+    reference = engine.one(PROMPT)
+    ask = {"segments": ENDS, "tenant": "full", "save": False}
+    return {
+        "leading": compared(engine.one(PROMPT, **ask), reference),
+        "stored": compared(engine.one(PROMPT, policy="approximate", **ask), reference),
+        "bare": compared(engine.one(PROMPT, policy="approximate", **{**ask, "tenant": "blind"}), reference),
+        "plain_after_bare": compared(engine.one(PROMPT, fresh=False), reference),
+        "pages": pages(engine),
+    }
+
+
 def not_loaded(engine, reference):
     """What happens where splicing itself fails, though all was planned: told by its blocks, and recomputed."""
     write = engine.worker._write
@@ -220,6 +239,7 @@ SMALL = {"num_gpu_blocks_override": 40, "max_num_seqs": 8}
 SCENARIOS = {
     "forms": (forms, {}),
     "serves": (serves, {"recompute": True, "async_scheduling": False}),
+    "wider": (wider, {"tensor_parallel_size": 2}),
     "mixed": (mixed, {**SMALL, "async_scheduling": False}),
     "mended": (mended, {**SMALL, "async_scheduling": True}),
     "preempted": (preempted, {**SMALL, "num_gpu_blocks_override": 30, "connector": False}),
@@ -229,10 +249,13 @@ SCENARIOS = {
 def started(folder: Path, kind: str, store: str, connector: bool = True, **options) -> Engine:
     """An engine on the small Llama."""
     common = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 2}
-    common |= {"num_gpu_blocks_override": 64, "async_scheduling": True, "dtype": tiny_model.KINDS[kind].dtype}
-    model = tiny_model.write(folder / f"model-{kind}", tiny_model.KINDS[kind])
+    own = tiny_model.KINDS[kind]
+    common |= {"num_gpu_blocks_override": 64, "async_scheduling": True, "dtype": own.dtype}
+    common |= {"tensor_parallel_size": own.devices, **options}
+    cpu_rig.have_devices(common["tensor_parallel_size"])
+    model = tiny_model.write(folder / f"model-{kind}", own)
     settings = {"backbone": f"{NAME}{kind}"} if connector else None
-    return Engine(model, folder / f"{store}-{kind}", settings, **{**common, **options})
+    return Engine(model, folder / f"{store}-{kind}", settings, **common)
 
 
 def main(scenario: str, work: str, kind: str) -> None:

@@ -26,6 +26,12 @@ KINDS_OF_MODEL = {
     "llama3": "heads of 64, bfloat16, Llama 3's rope",
 }
 """Of `tiny_model.KINDS`, whose import needs more than this file's."""
+SPREAD = {
+    "forms, split": "2 KV heads of 128, one on each",
+    "forms, repeated": "1 KV head of 64 on both, bfloat16",
+    "wider, 128": "1 KV head of 128 on both, served what one device formed",
+}
+"""Engines of two devices, by scenario and kind."""
 LEAST_TIMED = 8
 """Contexts below which times are not shown."""
 TOKENS = ("computed_tokens", "prefix_cache_tokens", "connector_tokens")
@@ -36,6 +42,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     """Makes the tables by name."""
     return {
         "plumbing": _plumbing(results),
+        "devices": _devices(results),
         "ahead": _ahead(results),
         "together": _together(results),
         "trained": _trained(results["trained"]),
@@ -63,11 +70,25 @@ def _plumbed(results: dict[str, Any], kind: str, places: list[str]) -> str:
     found = []
     for place in places:
         scenario, answer = place.split()
-        own = results.get(f"{scenario}, {kind}")
-        found += [] if own is None else [own[answer]]
+        own = results.get(f"{scenario}, {kind}", {})
+        found += [own[answer]] if answer in own else []
     tokens = " / ".join(f"{own['tokens_equal_in_front']} of {own['of']}" for own in found)
     apart = " / ".join(f"{own['largest_difference_of_log_probabilities']:.2g}" for own in found)
     return f"{tokens}; {apart}" if found else "not run"
+
+
+def _devices(results: dict[str, Any]) -> str:
+    rows = [f"| | {' | '.join(SPREAD.values())} |", f"|---|{'---|' * len(SPREAD)}"]
+    for what, (place, *_) in PLUMBING.items():
+        cells = []
+        for scenario, kind in (name.split(", ") for name in SPREAD):
+            cells.append(_plumbed(results, kind, [f"{scenario} {place.split()[1]}"]))
+        if set(cells) != {"not run"}:
+            rows.append(f"| {what} | {' | '.join(cells)} |")
+    pages = [results.get(name, {}).get("pages") for name in SPREAD]
+    cells = ["not run" if own is None else f"{own['shape']} / {own['on_each']}" for own in pages]
+    rows.append(f"| a layer's pages: all / on each device | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def _ahead(results: dict[str, Any]) -> str:

@@ -152,6 +152,25 @@ def test_what_one_process_formed_another_serves(served, run):
     assert abs(served["stored"][apart] - formed["stored"][apart]) < 1e-3
 
 
+def test_heads_lie_on_the_devices_that_share_them(formed):
+    found, devices = formed["pages"], tiny_model.KINDS[formed["kind"]].devices
+    assert found["devices"] == devices
+    assert np.divide(found["shape"], found["on_each"]).tolist() == [1, 1, devices, 1, 1]
+
+
+def test_what_one_device_formed_two_serve(run):
+    """They have the model's only KV head both; chunks have it once."""
+    formed, found = run("forms"), run("wider")
+    assert (formed["pages"]["devices"], found["pages"]["devices"]) == (1, 2)
+    apart = "largest_difference_of_log_probabilities"
+    for way in ("leading", "plain_after_bare"):
+        assert found[way]["tokens_equal_in_front"] == found[way]["of"]
+        assert found[way][apart] < 1e-3
+    for way in ("leading", "stored", "bare"):
+        assert found[way]["told"]["served"] == formed[way]["told"]["served"]
+        assert abs(found[way][apart] - formed[way][apart]) < 1e-3
+
+
 def test_a_damaged_object_becomes_a_recompute(served):
     assert served["damaged"]["cached"] == 0
     assert served["damaged"]["told"]["why"] == "chunk 1 of 1 is not stored"

@@ -14,13 +14,14 @@ class Kind(NamedTuple):
     """A form that released models have.
 
     Attributes:
-      dtype: that the engine computes and caches in.
+      dtype: that the engine computes and caches in. devices: that share the heads, by tensor parallelism.
     """
 
     head_dim: int = 128
     dtype: str = "float32"
     kv_heads: int = 1
     rope: dict[str, Any] | None = None
+    devices: int = 1
 
 
 LLAMA3 = {
@@ -35,8 +36,11 @@ KINDS = {
     "64": Kind(64),
     "bfloat16": Kind(dtype="bfloat16"),
     "llama3": Kind(64, "bfloat16", rope=LLAMA3),
+    "split": Kind(kv_heads=2, devices=2),
+    "repeated": Kind(64, "bfloat16", devices=2),
 }
-"""By name; the last two as released ones are: Qwen2.5's heads, and Llama 3.2's heads and rope."""
+"""By name; bfloat16 and llama3 as released ones are: Qwen2.5's heads, and Llama 3.2's heads and rope. Of the last two
+one has a head on each device; the other has its only one on both, where each fills it up to a packing of two."""
 
 
 def write(folder: Path, kind: Kind) -> Path:

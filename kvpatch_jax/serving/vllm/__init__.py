@@ -5,7 +5,8 @@
       "kv_connector_extra_config": {"store": "…", "backbone": "…"}}'
 
 `segments` → `planning` → `scheduling` are plain decisions (`ahead` reads for them, on threads), `loading` and `forming`
-work on the pool's arrays; of all modules only `connector` imports vllm (extra `vllm`).
+work on the pool's arrays; `parallel` says which engines of several devices are served. Of all modules only `connector`
+imports vllm (extra `vllm`).
 """
 
 from .planning import RequestPlan, Step, plan_request

@@ -15,6 +15,7 @@ from ...plan.certificate import Certificate
 from .layouts import layout_of
 from .loading import WorkerSide
 from .messages import Orders
+from .parallel import check_parallel
 from .scheduling import SchedulerSide
 from .settings import Settings
 
@@ -32,18 +33,16 @@ class KVPatchConnector(KVConnectorBase_V1):
     """Composes prompts of stored chunks in tpu-inference's pool, and forms chunks from its prefills.
 
     Raises:
-      ConfigError: settings, a model or a cache that it does not serve, or a failure policy that fails requests.
+      ConfigError: settings, a model, a cache or a mesh that it does not serve, or a failure policy that fails requests.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None):
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        transfer = vllm_config.kv_transfer_config
         if vllm_config.scheduler_config.async_scheduling:
             _check_async(transfer.kv_load_failure_policy)
         groups = 1 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
-        sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size, groups)
-        if sizes != (1, 1, 1, 1):
-            raise ConfigError(f"tensor, pipeline, data parallel sizes and cache groups {sizes}; expected 1 of each")
+        check_parallel(vllm_config.parallel_config, getattr(vllm_config, "sharding_config", None), groups)
         settings, page_size = Settings.read(transfer.kv_connector_extra_config), vllm_config.cache_config.block_size
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None

@@ -1,6 +1,7 @@
 """The worker's side: chunks spliced into the engine's live pool, and what its prefills left read out of it.
 
-The runner is the engine's object: `kv_caches`, an array per layer, and `requests`, of which positions are read.
+The runner is the engine's object: `kv_caches`, an array per layer, which may lie over several devices by heads, and
+`requests`, of which positions are read.
 """
 
 import collections
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ...errors import ConfigError, InputError, PositionError
+from ...frames import EngineKV
 from ...layout import KVLayout
 from ...paging import DEFAULT
 from ...window.sources import padded_chunk, padded_patch
@@ -45,15 +47,14 @@ class WorkerSide:
         """Takes hold of a runner.
 
         Raises:
-          ConfigError: pages that are not the layout's, or that lie over several devices.
+          ConfigError: pages of other layers or blocks. ShapeError, LayoutError, DtypeError: of another form, or over
+            several devices otherwise than by heads.
         """
         pages = runner.kv_caches
         if len(pages) != self.layout.layers:
             raise ConfigError(f"connector: pages of {len(pages)} layers; expected {self.layout.layers}")
         if pages[0].shape[1] != self.page_size:
             raise ConfigError(f"connector: pages of {pages[0].shape[1]} tokens; expected blocks of {self.page_size}")
-        if len(pages[0].sharding.device_set) > 1:
-            raise ConfigError("connector: pages over several devices; expected one (tensor_parallel_size=1)")
         self._functions.read(self.layout, list(pages), np.arange(1, dtype=np.int32))  # of this form, or refused here
         self._runner = runner
 
@@ -117,7 +118,10 @@ class WorkerSide:
     def _prefilled(self, save: Save) -> Prefilled:
         end = save.segments[-1].end
         slots = slots_of(save.blocks, self.page_size, 0, end)
-        kv = self._functions.read(self.layout, list(self._runner.kv_caches), slots)
+        read = self._functions.read(self.layout, list(self._runner.kv_caches), slots)
+        # Every device has all of it. Chunks are formed on one alone: programs of several devices that two threads
+        # launch may wait for one another for ever.
+        kv = EngineKV({name: value.addressable_data(0) for name, value in read.items()})
         return Prefilled(save.tenant, save.segments, save.wanted, self._positions(save.request, 0, end), kv)
 
     # ------------------------------------------------------------------------------------------------ positions

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the worker's. Both are in one process where there is one device."""
+"""What the scheduler's side tells the worker's. Both are in one process (`parallel`)."""
 
 import dataclasses
 from typing import NamedTuple
