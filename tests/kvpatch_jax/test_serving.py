@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import contextlib
+import dataclasses
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.errors import ConfigError, InputError, PoolError, PositionError
 from kvpatch_jax.plan import Certificate, Certified, Rank
 from kvpatch_jax.serving.vllm import Asked, Feature, Settings, parallel, plan_request, segments_of
-from kvpatch_jax.serving.vllm.layouts import layout_of
+from kvpatch_jax.serving.vllm.layouts import check_model, layout_of
 from kvpatch_jax.serving.vllm.loading import WorkerSide
 from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, blocks_from, slots_of
 from kvpatch_jax.serving.vllm.planning import Step, StockedPatch
@@ -197,6 +198,15 @@ def test_layouts_of_configurations():
             layout_of({**text, **more}, families)
 
 
+def test_a_model_whose_cache_was_not_looked_at_is_refused():
+    """tpu-inference runs vLLM's torch models too, whose angles are rounded otherwise: asked to, or lacking its own."""
+    own = type("LlamaForCausalLM", (), {"__module__": "tpu_inference.models.jax.llama3"})
+    other = type("Wrapped", (), {"__module__": "tpu_inference.models.vllm.vllm_model_wrapper"})
+    check_model(own())
+    with pytest.raises(ConfigError, match=r"models\.vllm"):
+        check_model(other())
+
+
 # ------------------------------------------------------------------------------------------- scheduler and worker
 
 
@@ -245,10 +255,11 @@ class Pool:
 
 
 def true_kv(tokens):
-    """Engine-frame KV of a prompt {channel: [L, T, 1, 64]}; each token's depends on those in front."""
+    """Engine-frame KV of a prompt {channel: [L, T, 1, 64]}; but in the lowest layer it depends on those in front."""
     rng = lambda token: np.random.default_rng(token)
     own = np.stack([rng(token).standard_normal((2, 2, 1, 64)) for token in tokens], axis=2).astype(np.float32)
     front = np.cumsum(own, axis=2) - own
+    front[:, 0] = 0
     free = dict(zip("kv", own + 0.05 * front, strict=True))
     positions = np.arange(len(tokens), dtype=np.float32)
     return {name: np.asarray(value) for name, value in kvp.to_engine(LAYOUT, free, positions, 0).items()}
@@ -342,6 +353,21 @@ def test_a_leading_chunk_of_a_bfloat16_pool_has_the_engines_bits(tmp_path):
         patched = served(sides, "both", {"segments": [8, 18], "policy": "approximate"}, blocks=tuple(range(11, 19)))
         assert patched.count == 18
         np.testing.assert_allclose(np.float32(patched.loaded[:, 8:18]), np.float32(computed[:, 8:]), atol=0.03)
+
+
+def test_kv_that_is_turned_otherwise_becomes_no_patch(sides, caplog):
+    """The lowest layer of a chunk behind another is its canonical's, however the rest is conditioned."""
+    ask = {"segments": [8, 18]}
+    served(sides, "alone", {"segments": [10]}, TOKENS[8:])
+    served(sides, "first", {"segments": [8]})
+    fast = dataclasses.replace(LAYOUT, rope=kvp.Rope(1e3, 64, angles="float32"))
+    sides.worker.former.layout = fast
+    served(sides, "whole", ask)
+    assert sides.worker.former.counts == {"canonicals": 2, "failed": 1}
+    assert "'k' in the lowest layer is" in caplog.text
+    sides.worker.former.layout = LAYOUT
+    served(sides, "again", ask)
+    assert sides.worker.former.counts["patches"] == 1
 
 
 def test_what_is_damaged_is_not_counted_on_and_formed_again(sides, tmp_path):

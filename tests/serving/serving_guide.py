@@ -24,6 +24,7 @@ KINDS_OF_MODEL = {
     "64": "heads of 64",
     "bfloat16": "heads of 128, bfloat16",
     "llama3": "heads of 64, bfloat16, Llama 3's rope",
+    "qwen3": "Qwen3, heads of 128, bfloat16",
 }
 """Of `tiny_model.KINDS`, whose import needs more than this file's."""
 SPREAD = {

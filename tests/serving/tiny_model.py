@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -14,13 +15,15 @@ class Kind(NamedTuple):
     """A form that released models have.
 
     Attributes:
-      dtype: that the engine computes and caches in. devices: that share the heads, by tensor parallelism.
+      dtype: that the engine computes and caches in. family: "llama" or "qwen3" (norms of q and k).
+      devices: that share the heads, by tensor parallelism.
     """
 
     head_dim: int = 128
     dtype: str = "float32"
     kv_heads: int = 1
     rope: dict[str, Any] | None = None
+    family: str = "llama"
     devices: int = 1
 
 
@@ -36,6 +39,7 @@ KINDS = {
     "64": Kind(64),
     "bfloat16": Kind(dtype="bfloat16"),
     "llama3": Kind(64, "bfloat16", rope=LLAMA3),
+    "qwen3": Kind(dtype="bfloat16", kv_heads=2, family="qwen3"),
     "split": Kind(kv_heads=2, devices=2),
     "repeated": Kind(64, "bfloat16", devices=2),
 }
@@ -48,8 +52,8 @@ def write(folder: Path, kind: Kind) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     head_dim, kv_heads = kind.head_dim, kind.kv_heads
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{kind.family.title()}ForCausalLM"],
+        "model_type": kind.family,
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
         "num_hidden_layers": LAYERS,
@@ -63,7 +67,7 @@ def write(folder: Path, kind: Kind) -> Path:
         "rope_scaling": kind.rope,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
-        "torch_dtype": "float32",
+        "torch_dtype": kind.dtype,
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
@@ -90,5 +94,8 @@ def write(folder: Path, kind: Kind) -> Path:
             f"{own}mlp.up_proj.weight": matrix(INNER, WIDTH),
             f"{own}mlp.down_proj.weight": matrix(WIDTH, INNER),
         }
+        for name in ("q_norm", "k_norm") if kind.family == "qwen3" else ():
+            weights[f"{own}self_attn.{name}.weight"] = random.uniform(0.5, 2, head_dim).astype(np.float32)
+    weights = {name: value.astype(jnp.dtype(kind.dtype)) for name, value in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: igno
 
 from ...errors import ConfigError
 from ...plan.certificate import Certificate
-from .layouts import layout_of
+from .layouts import check_model, layout_of
 from .loading import WorkerSide
 from .messages import Orders
 from .parallel import check_parallel
@@ -94,6 +94,7 @@ class KVPatchConnector(KVConnectorBase_V1):
 
     def register_runner(self, runner: Any) -> None:
         """Called by tpu-inference: takes hold of the pool."""
+        check_model(runner.model)
         self._worker.register(runner)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ...chunk import Chunk
+from ...errors import InputError
 from ...frames import EngineKV
 from ...layout import KVLayout, to_phase_free
 from ...patch import form_patch
@@ -36,6 +37,28 @@ class Prefilled(NamedTuple):
     wanted: tuple[int, ...]
     positions: Int[np.ndarray, "*positions"]
     kv: Mapping[str, Float[jax.Array, "L T _ _"]]
+
+
+MOST_APART = 0.1
+"""Of the norm, in the lowest layer: rounding leaves below a hundredth; keys that are turned otherwise, about 1."""
+
+
+def check_lowest_layer(canonical: Chunk, conditioned: Mapping[str, Float[jax.Array, "L T _ _"]]) -> None:
+    """Refuses KV behind other chunks that in the lowest layer, which they do not reach, is not the canonical's.
+
+    So a rope, an order of layers or an image that is not what it is taken for is found before it is in a patch.
+
+    Raises:
+      InputError: it is further from it than rounding.
+    """
+    for name, own in conditioned.items():
+        found, expected = (np.asarray(value[0], np.float32) for value in (own, canonical.kv[name][:, : own.shape[1]]))
+        apart = float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
+        if not apart <= MOST_APART:
+            raise InputError(
+                f"chunk {canonical.id[:12]}…: {name!r} in the lowest layer is {apart:.2g} of its norm from the "
+                f"canonical; expected at most {MOST_APART}, for nothing in front reaches it"
+            )
 
 
 class ChunkFormer:
@@ -98,6 +121,7 @@ class ChunkFormer:
         canonical = store.get(segment.id, self.settings.backbone)
         if canonical is None:
             return
+        check_lowest_layer(canonical, free)
         front = tuple(own.id for own in prefilled.segments[:place])
         dtype = prefilled.kv[self.layout.names[0]].dtype
         store.put_patches([form_patch(canonical, free, self.settings.rank, front, dtype=dtype)])

@@ -11,12 +11,13 @@ from ...scaling import Scaling
 
 FAMILIES = (
     "LlamaForCausalLM",
-    "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
 )
 """Architectures whose keys tpu-inference keeps as a rope of the whole head leaves them, in halves."""
+MODELS = "tpu_inference.models.jax."
+"""Where they are. What vLLM's own torch models cache, which tpu-inference runs in other cases, was not looked at."""
 ROPES = ("default", "mrope", "llama3")
 """Kinds of ropes. tpu-inference 0.32 computes any other kind of scaling as if it were llama3's."""
 
@@ -64,6 +65,19 @@ def _llama3(table: Mapping[str, Any]) -> Scaling:
     low, high = table["low_freq_factor"], table["high_freq_factor"]
     original = int(table["original_max_position_embeddings"])
     return Scaling("llama3", table["factor"], original, low_freq_factor=low, high_freq_factor=high)
+
+
+def check_model(model: Any) -> None:
+    """Refuses a model that is not tpu-inference's own.
+
+    Raises:
+      ConfigError: one of vLLM's torch models.
+    """
+    module = type(model).__module__
+    if not module.startswith(MODELS):
+        raise ConfigError(
+            f"connector: a model of {module}; expected one of {MODELS}*, as MODEL_IMPL_TYPE=flax_nnx gives"
+        )
 
 
 def page_functions(layout: KVLayout) -> PageFunctions:
