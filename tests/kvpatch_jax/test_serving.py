@@ -608,6 +608,7 @@ def test_a_pool_of_another_form_is_refused(unchecked, tmp_path):
     for pages, words in (
         ([jnp.zeros((20, PAGE, 1, 1, 128))], "2 layers|1 layers"),
         ([jnp.zeros((20, 8, 1, 1, 128))] * 2, "8 tokens"),
+        ([jnp.zeros((20, PAGE, 1, 4, 128), jnp.float8_e4m3fn)] * 2, "float8_e4m3fn; expected 16 or 32 bits"),
         ([jnp.zeros((20, PAGE, 2, 1, 128))] * 2, "64 . 64"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -47,14 +47,16 @@ class WorkerSide:
         """Takes hold of a runner.
 
         Raises:
-          ConfigError: pages of other layers or blocks. ShapeError, LayoutError, DtypeError: of another form, or over
-            several devices otherwise than by heads.
+          ConfigError: pages of other layers or blocks, or of 8 bits. ShapeError, LayoutError, DtypeError: of another
+            form, or over several devices otherwise than by heads.
         """
         pages = runner.kv_caches
         if len(pages) != self.layout.layers:
             raise ConfigError(f"connector: pages of {len(pages)} layers; expected {self.layout.layers}")
         if pages[0].shape[1] != self.page_size:
             raise ConfigError(f"connector: pages of {pages[0].shape[1]} tokens; expected blocks of {self.page_size}")
+        if pages[0].dtype.itemsize < 2:
+            raise ConfigError(f"connector: pages of {pages[0].dtype}; expected 16 or 32 bits (kv_cache_dtype 'auto')")
         self._functions.read(self.layout, list(pages), np.arange(1, dtype=np.int32))  # of this form, or refused here
         self._runner = runner
 
