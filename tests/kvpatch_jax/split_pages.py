@@ -233,12 +233,14 @@ def found_of(case: Case) -> dict:
 
 
 def stacked() -> bool:
-    """All layers in one array: as an array for each."""
+    """All layers in one array, along two axes of a larger mesh: as an array for each."""
     case = CASES["joined, each filled up"]
     kind, (chunk, patch) = kind_of(case), chunk_of(case)
     pages = drawn(8, LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)).astype(jnp.dtype(case.dtype))
     slots = np.where(np.arange(TOKENS) < LENGTH, SLOTS, -1)
-    sharding = sharding_of(case.devices, None, "data", None, "model")
+    types = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((1, 2, 1), ("data", "model", "expert"), axis_types=types, devices=jax.devices()[:2])
+    sharding = jax.sharding.NamedSharding(mesh, jax.P(None, "data", None, ("model", "expert")))
     whole = kind.splice(jax.device_put(pages, sharding), slots, chunk, patch, 7, ("A",))
     apart = kind.splice(placed(pages, sharding_of(case.devices)), slots, chunk, patch, 7, ("A",))
     return same(np.asarray(whole), host(apart)) and whole.sharding == sharding
