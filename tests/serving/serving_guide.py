@@ -47,6 +47,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
         "ahead": _ahead(results),
         "together": _together(results),
         "trained": _trained(results["trained"]),
+        "bfloat16": _narrow(results["bfloat16"]),
         "reordered": _reordered(results["reordered"]),
         "certified": _certified(results["certified"]),
         "pretrained": _pretrained(results["pretrained"]),
@@ -146,6 +147,16 @@ def _trained(found: dict[str, Any]) -> str:
         apart = own["difference_from_our_executor"]["largest"]
         seconds = own["median_seconds_of_the_first_question"]
         rows.append(f"| {way} | {right} | {first:.0f} / {others:.0f} | {1000 * seconds:.0f} | {apart:.1g} |")
+    return "\n".join(rows)
+
+
+def _narrow(found: dict[str, Any]) -> str:
+    kinds = " | ".join(f"{kind} (n {found['ways']['blind']['right'][kind]['n']})" for kind in KINDS)
+    rows = [f"| | {kinds} | from the prefix cache: median / largest |", f"|---|{'---|' * len(KINDS)}---|"]
+    for way, own in found["ways"].items():
+        right = " | ".join(_share(own["right"][kind]) for kind in KINDS)
+        apart = own["difference_from_the_prefix_cache"]
+        rows.append(f"| {way} | {right} | {apart['median']:.2g} / {apart['largest']:.2g} |")
     return "\n".join(rows)
 
 

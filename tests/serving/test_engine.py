@@ -19,8 +19,8 @@ pytestmark = pytest.mark.engine
 
 MATCHED, LEADING = 88, 48
 """Tokens of both chunks, and of the first."""
-CONTEXTS = {"trained": 256, "reordered": 32, "certified": 12, "pretrained": 8}
-"""Of the trained model's task, or texts, in the programs that ask them: `NAME_program.py`."""
+CONTEXTS = {"trained": 256, "bfloat16": 64, "reordered": 32, "certified": 12, "pretrained": 8}
+"""Of the trained model's task, or texts, in the programs that ask them: `NAME_program.py`, or `trained_program.py`."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,8 @@ def start(work, scenario, kind, *, dies=False):
     """Runs a scenario's process to its end, whatever that is to be."""
     if scenario == "load":
         command = ["load_program.py", work]
+    elif scenario == "bfloat16":
+        command = ["trained_program.py", work, CONTEXTS[scenario], scenario]
     elif scenario in CONTEXTS:
         command = [f"{scenario}_program.py", work, CONTEXTS[scenario]]
     else:
@@ -262,8 +264,10 @@ def test_images_under_mrope_are_served_exactly_as_the_engine_computes_them(ways)
     assert ways["leading"][first] < ways["prefix cache"][first]
 
 
-def test_patches_bring_accuracy_back_in_the_engine(ways):
+@pytest.mark.parametrize("scenario", ["trained", "bfloat16"])
+def test_patches_bring_accuracy_back_in_the_engine(run, scenario):
     """Blind reuse is measurably worse than re-prefill where several images are needed, and patches are not."""
+    ways = run(scenario)["ways"]
     for kind in ("chain", "aggregate"):
         right = {way: found["right"][kind] for way, found in ways.items()}
         assert right["blind"]["high"] < right["re-prefill"]["low"]
@@ -272,6 +276,16 @@ def test_patches_bring_accuracy_back_in_the_engine(ways):
     for rank in (8, 16):
         assert ways[f"rank {rank}"]["served"] == [["leading", 0]] + [["stored", rank]] * 3
         assert ways[f"rank {rank}"]["prefilled_tokens_of_the_first_question"] == 2
+
+
+def test_in_bfloat16_a_leading_image_costs_no_more_than_the_engines_own_rounding(run):
+    """Computing other numbers of tokens at once rounds otherwise: a prefill of all beside one that has blocks."""
+    ways = run("bfloat16")["ways"]
+    of = lambda way: ways[way]["difference_from_the_prefix_cache"]
+    assert of("leading")["median"] == of("re-prefill")["median"] == 0
+    assert of("leading")["largest"] <= 1.5 * of("re-prefill")["largest"]
+    assert ways["leading"]["first_tokens_equal_to_the_engine_alone"] == 1
+    assert of("blind")["median"] > of("rank 8")["median"] > of("rank 16")["median"] > 0
 
 
 def test_the_engine_answers_as_our_own_executor_does(ways):

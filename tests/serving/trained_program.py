@@ -1,14 +1,15 @@
-"""One engine process on the trained Qwen2.5-VL: `python trained_program.py WORK CONTEXTS`.
+"""One engine process on the trained Qwen2.5-VL: `python trained_program.py WORK CONTEXTS [DTYPE]`.
 
-It writes WORK/trained-CONTEXTS.json.
+It writes WORK/trained-CONTEXTS.json, or WORK/DTYPE-CONTEXTS.json.
 Every context is three legends and a page as images, four chunks, and questions of two tokens behind them; an answer is
 the next token. Each way of serving them is asked the same questions: what the engine computes itself ("re-prefill",
 with its prefix cache "prefix cache"), the first chunk alone from the store ("leading"), all chunks without patches
-("blind"), and with patches of two ranks. Our own executor answers the questions of the first contexts too.
+("blind"), and with patches of two ranks. Our own executor, in float32, answers the questions of the first contexts too.
 """
 # pyright: reportMissingImports=false
 
 import dataclasses
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import rig_engine
 import trained_model
-from rig_engine import Engine
+from rig_engine import Engine, apart
 from trained_task import FRAME, QUESTION, Drawn, prefilled, prompt_of, shares
 
 import kvpatch_jax as kvp
@@ -106,15 +107,32 @@ def own_answers(drawn, folder):
     return {way: read(cache) for way, cache in caches.items()}
 
 
-def summary(drawn, way, answers, seconds, own, plain):
-    """One way's row: accuracy of each kind with its interval, what was prefilled, how far from our own executor."""
+def from_our_own(drawn, answers, own):
+    """How far an engine's log-probabilities are from our own executor's."""
+    differences = [
+        max(abs(own[index, place, int(token)] - value) for token, value in answers[index][place]["likely"].items())
+        for index in range(len(own))
+        for place in np.flatnonzero(drawn.questions.valid[index])
+    ]
+    return {
+        "largest": float(np.max(differences)),
+        "median": float(np.median(differences)),
+        "within_1e-3": float(np.mean(np.array(differences) <= 1e-3)),
+        "answers": len(differences),
+    }
+
+
+def from_the_prefix_cache(answers, cached):
+    """How far log-probabilities are from those behind the engine's own blocks."""
+    pairs = zip(itertools.chain(*answers), itertools.chain(*cached), strict=True)
+    differences = [apart(own["likely"], other["likely"]) for own, other in pairs]
+    return {"largest": float(np.max(differences)), "median": float(np.median(differences))}
+
+
+def summary(drawn, answers, seconds, plain, cached):
+    """One way's row: accuracy of each kind with its interval, what was prefilled, how far from the prefix cache."""
     valid = drawn.questions.valid
     predicted = np.array([[answer["tokens"][0] for answer in row] for row in answers])
-    differences = [
-        max(abs(own[way][index, place, int(token)] - value) for token, value in answers[index][place]["likely"].items())
-        for index in range(len(own[way]))
-        for place in np.flatnonzero(valid[index])
-    ]
     computed = prefilled(answers)
     told = answers[0][0]["told"]
     return {
@@ -123,18 +141,13 @@ def summary(drawn, way, answers, seconds, own, plain):
         "prefilled_tokens_of_the_first_question": float(computed[:, 0].mean()),
         "prefilled_tokens_of_the_others": float(computed[:, 1:].mean()),
         "median_seconds_of_the_first_question": float(np.median(seconds)),
-        "difference_from_our_executor": {
-            "largest": float(np.max(differences)),
-            "median": float(np.median(differences)),
-            "within_1e-3": float(np.mean(np.array(differences) <= 1e-3)),
-            "answers": len(differences),
-        },
+        "difference_from_the_prefix_cache": from_the_prefix_cache(answers, cached),
         "served": told.get("served", []),
     }
 
 
-def measured(engine, drawn, work):
-    """Every way, all contexts; then what our own executor says."""
+def measured(engine, drawn, work, dtype):
+    """Every way, all contexts; then, in float32, what our own executor says."""
     answers, seconds = {way: [] for way in WAYS}, {way: [] for way in WAYS}
     began = time.perf_counter()
     for index, images in enumerate(drawn.images):
@@ -144,28 +157,34 @@ def measured(engine, drawn, work):
             answers[way].append(found)
             seconds[way].append(took)
         print(f"context {index}: {time.perf_counter() - began:.0f} s", flush=True)
-    own = own_answers(drawn, work / "own")
     plain = np.array([[answer["tokens"][0] for answer in row] for row in answers["re-prefill"]])
+    cached = answers["prefix cache"]
+    ways = {way: summary(drawn, answers[way], seconds[way], plain, cached) for way in WAYS}
+    if dtype == "float32":
+        for way, own in own_answers(drawn, work / "own").items():
+            ways[way]["difference_from_our_executor"] = from_our_own(drawn, answers[way], own)
     return {
+        "dtype": dtype,
         "contexts": len(drawn.images),
         "questions": int(drawn.questions.valid.sum()),
         "prompt_tokens": answers["re-prefill"][0][0]["prompt"],
-        "ways": {way: summary(drawn, way, answers[way], seconds[way], own, plain) for way in WAYS},
+        "ways": ways,
         "formed": dict(engine.worker.former.counts),
         "scheduled": dict(engine.scheduler.counts),
         "free_blocks": engine.free_blocks(),
     }
 
 
-def main(work: str, contexts: str) -> None:
+def main(work: str, contexts: str, dtype: str = "float32") -> None:
     """Draws, serves, and writes what was found."""
     folder = Path(work)
-    settings = {"backbone": NAME, "image_frame": list(FRAME)}
+    name = NAME if dtype == "float32" else dtype
+    settings = {"backbone": name, "image_frame": list(FRAME)}
     model = trained_model.write(folder / f"model-{NAME}")
-    engine = Engine(model, folder / f"store-{NAME}", settings, **OPTIONS)
+    engine = Engine(model, folder / f"store-{name}", settings, **OPTIONS, dtype=dtype)
     drawn = Drawn(int(contexts), SEED, COUNTS)
-    path = folder / f"trained-{contexts}.json"
-    rig_engine.written(path, engine, lambda engine: measured(engine, drawn, folder), seed=SEED)
+    path = folder / f"{name}-{contexts}.json"
+    rig_engine.written(path, engine, lambda engine: measured(engine, drawn, folder, dtype), seed=SEED)
 
 
 if __name__ == "__main__":
