@@ -44,6 +44,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     return {
         "plumbing": _plumbing(results),
         "devices": _devices(results),
+        "divided": _divided(results["divided"]),
         "ahead": _ahead(results),
         "together": _together(results),
         "trained": _trained(results["trained"]),
@@ -90,6 +91,19 @@ def _devices(results: dict[str, Any]) -> str:
     pages = [results.get(name, {}).get("pages") for name in SPREAD]
     cells = ["not run" if own is None else f"{own['shape']} / {own['on_each']}" for own in pages]
     rows.append(f"| a layer's pages: all / on each device | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _divided(found: dict[str, Any]) -> str:
+    rows = [
+        f"| {found['questions']} questions | first tokens equal to the engine alone | tokens prefilled: first question "
+        "| from our executor |",
+        "|---|---|---|---|",
+    ]
+    for way, own in found["ways"].items():
+        equal, prefilled = own["first_tokens_equal_to_the_engine_alone"], own["prefilled_tokens_of_the_first_question"]
+        apart = own["difference_from_our_executor"]["largest"]
+        rows.append(f"| {way} | {equal:.3f} | {prefilled:.0f} | {apart:.1g} |")
     return "\n".join(rows)
 
 

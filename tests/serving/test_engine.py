@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 MATCHED, LEADING = 88, 48
 """Tokens of both chunks, and of the first."""
-CONTEXTS = {"trained": 256, "bfloat16": 64, "reordered": 32, "certified": 12, "pretrained": 8}
+CONTEXTS = {"trained": 256, "bfloat16": 64, "divided": 8, "reordered": 32, "certified": 12, "pretrained": 8}
 """Of the trained model's task, or texts, in the programs that ask them: `NAME_program.py`, or `trained_program.py`."""
 
 
@@ -33,7 +33,7 @@ def start(work, scenario, kind, *, dies=False):
     """Runs a scenario's process to its end, whatever that is to be."""
     if scenario == "load":
         command = ["load_program.py", work]
-    elif scenario == "bfloat16":
+    elif scenario in ("bfloat16", "divided"):
         command = ["trained_program.py", work, CONTEXTS[scenario], scenario]
     elif scenario in CONTEXTS:
         command = [f"{scenario}_program.py", work, CONTEXTS[scenario]]
@@ -292,6 +292,19 @@ def test_the_engine_answers_as_our_own_executor_does(ways):
     """Log-probabilities of the engine's twenty likeliest tokens, in every way."""
     for way in ways.values():
         assert way["difference_from_our_executor"]["largest"] < 1e-3
+
+
+def test_images_over_two_devices_are_served_as_on_one(run):
+    """A KV head of the trained model on each."""
+    ways = run("divided")["ways"]
+    for way, found in ways.items():
+        assert found["difference_from_our_executor"]["largest"] < 1e-3, way
+    equal = {way: found["first_tokens_equal_to_the_engine_alone"] for way, found in ways.items()}
+    assert equal["leading"] == equal["prefix cache"] == 1.0
+    assert equal["blind"] < equal["rank 8"]
+    assert equal["blind"] < equal["rank 16"]
+    assert ways["rank 16"]["served"] == [["leading", 0]] + [["stored", 16]] * 3
+    assert ways["rank 16"]["prefilled_tokens_of_the_first_question"] == 2
 
 
 @pytest.fixture(scope="module")

@@ -28,13 +28,18 @@ READS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", 
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
 
 
-def write(folder: Path, shipped: Path = SHIPPED) -> Path:
-    """Writes the configuration, weights in float32, and the files of inputs; returns the folder."""
+def write(folder: Path, shipped: Path = SHIPPED, devices: int = 1) -> Path:
+    """Writes the configuration, weights in float32, and the files of inputs; returns the folder.
+
+    Args:
+      devices: that tpu-inference splits the vocabulary over. It is filled up to a multiple, as `<pad>` over again.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((shipped / "config.json").read_text())
     config["hidden_size"] *= 2
     config["vision_config"]["out_hidden_size"] *= 2
-    config |= {"torch_dtype": "float32", "max_position_embeddings": 2048}
+    more = -config["vocab_size"] % devices
+    config |= {"torch_dtype": "float32", "max_position_embeddings": 2048, "vocab_size": config["vocab_size"] + more}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     ends = {"eos_token_id": config["eos_token_id"]}
     (folder / "generation_config.json").write_text(json.dumps(ends))
@@ -52,6 +57,8 @@ def write(folder: Path, shipped: Path = SHIPPED) -> Path:
 
     with safe_open(shipped / "model.safetensors", "np") as file:
         weights = {name: np.asarray(file.get_tensor(name), np.float32) for name in file.keys()}  # noqa: SIM118
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = np.concatenate([weights[name], *[weights[name][:1]] * more])
     save_file(twice_as_wide(weights), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -1,6 +1,6 @@
-"""One engine process on the trained Qwen2.5-VL: `python trained_program.py WORK CONTEXTS [DTYPE]`.
+"""One engine process on the trained Qwen2.5-VL: `python trained_program.py WORK CONTEXTS [ENGINE]`.
 
-It writes WORK/trained-CONTEXTS.json, or WORK/DTYPE-CONTEXTS.json.
+It writes WORK/ENGINE-CONTEXTS.json, where ENGINE is one of `ENGINES`: "trained", or that in bfloat16 or on two devices.
 Every context is three legends and a page as images, four chunks, and questions of two tokens behind them; an answer is
 the next token. Each way of serving them is asked the same questions: what the engine computes itself ("re-prefill",
 with its prefix cache "prefix cache"), the first chunk alone from the store ("leading"), all chunks without patches
@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import cpu_rig
 import numpy as np
 import rig_engine
 import trained_model
@@ -37,6 +38,11 @@ WAYS = {
     "leading": {"tenant": "blind", "save": False},
     "blind": {**APPROXIMATE, "tenant": "blind"},
     **{f"rank {rank}": {**APPROXIMATE, "tenant": f"rank{rank}"} for rank in RANKS},
+}
+ENGINES = {
+    NAME: {"dtype": "float32", "tensor_parallel_size": 1},
+    "bfloat16": {"dtype": "bfloat16", "tensor_parallel_size": 1},
+    "divided": {"dtype": "float32", "tensor_parallel_size": 2},
 }
 OPTIONS = {
     "max_model_len": 192,
@@ -175,16 +181,16 @@ def measured(engine, drawn, work, dtype):
     }
 
 
-def main(work: str, contexts: str, dtype: str = "float32") -> None:
+def main(work: str, contexts: str, engine: str = NAME) -> None:
     """Draws, serves, and writes what was found."""
-    folder = Path(work)
-    name = NAME if dtype == "float32" else dtype
-    settings = {"backbone": name, "image_frame": list(FRAME)}
-    model = trained_model.write(folder / f"model-{NAME}")
-    engine = Engine(model, folder / f"store-{name}", settings, **OPTIONS, dtype=dtype)
+    folder, options = Path(work), {**ENGINES[engine], **OPTIONS}
+    cpu_rig.have_devices(options["tensor_parallel_size"])
+    settings = {"backbone": engine, "image_frame": list(FRAME)}
+    model = trained_model.write(folder / f"model-{engine}", devices=options["tensor_parallel_size"])
+    started = Engine(model, folder / f"store-{engine}", settings, **options)
     drawn = Drawn(int(contexts), SEED, COUNTS)
-    path = folder / f"{name}-{contexts}.json"
-    rig_engine.written(path, engine, lambda engine: measured(engine, drawn, folder, dtype), seed=SEED)
+    run = lambda started: measured(started, drawn, folder / engine, options["dtype"])
+    rig_engine.written(folder / f"{engine}-{contexts}.json", started, run, seed=SEED)
 
 
 if __name__ == "__main__":
