@@ -4,9 +4,12 @@
 
 import contextlib
 import dataclasses
+import gc
+import subprocess
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -18,12 +21,13 @@ import kvpatch_jax as kvp
 from kvpatch_jax.errors import ConfigError, InputError, PoolError, PositionError
 from kvpatch_jax.plan import Certificate, Certified, Rank
 from kvpatch_jax.serving.vllm import Asked, Feature, Settings, parallel, plan_request, segments_of
+from kvpatch_jax.serving.vllm.ahead import Ahead
 from kvpatch_jax.serving.vllm.layouts import check_model, layout_of
 from kvpatch_jax.serving.vllm.loading import WorkerSide
 from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, blocks_from, slots_of
 from kvpatch_jax.serving.vllm.planning import Step, StockedPatch
 from kvpatch_jax.serving.vllm.scheduling import SchedulerSide
-from kvpatch_jax.serving.vllm.stores import Looked
+from kvpatch_jax.serving.vllm.stores import Looked, Stores
 from kvpatch_jax.store.format.naming import Served
 from tests.arrays import placed
 
@@ -466,6 +470,127 @@ def test_a_store_that_does_not_answer_costs_a_plain_prefill(sides, held):
     assert scheduler.finished(request)["kvpatch"]["why"] == "its chunks could not be read"
 
 
+def test_where_every_reader_hangs_nobody_waits_for_them(sides, held):
+    """The first ones wait for as long as a store may take, those that come then not at all; until it answers again."""
+    scheduler = sides.scheduler
+    ask = lambda name: request_of(name, {"kvpatch": {"segments": [8]}})
+    patience, scheduler._ahead.patience = scheduler._ahead.patience, 0.2
+    hanging = [ask(str(number)) for number in range(scheduler.settings.readers)]
+    for request in hanging:
+        scheduler.arrived(request)
+    assert [matched_of(scheduler, request) for request in hanging] == [0] * len(hanging)
+    scheduler._ahead.patience = patience
+    later = [ask(f"later {number}") for number in range(3 * scheduler.settings.ahead)]
+    for request in later:
+        scheduler.arrived(request)
+    assert [scheduler.matched(request, 0) for request in later] == [0] * len(later), "asked once, and not again"
+    assert scheduler.counts["unread"] == len(hanging) + len(later)
+    assert scheduler.finished(later[0])["kvpatch"]["why"] == "its chunks could not be read"
+    held.set()
+    while scheduler._ahead.stuck:
+        time.sleep(0.001)
+    after = ask("after")
+    scheduler.arrived(after)
+    assert matched_of(scheduler, after) == 8
+
+
+def test_requests_that_are_abandoned_while_they_are_read_hang_nobody_else(sides, held):
+    """Readers at work for nobody are no readers that hang: others wait for them."""
+    scheduler = sides.scheduler
+    requests = [request_of(str(number), {"kvpatch": {"segments": [8]}}) for number in range(4)]
+    for request in requests:
+        scheduler.arrived(request)
+    for request in requests[:3]:
+        scheduler.finished(request)
+    assert scheduler.matched(requests[3], 0) is None
+    held.set()
+    assert matched_of(scheduler, requests[3]) == 8
+
+
+def test_a_process_ends_though_a_read_hangs():
+    program = """
+import threading
+from kvpatch_jax.serving.vllm.ahead import Ahead
+ahead, begun = Ahead(2, 8, 60.0), threading.Event()
+ahead.add("own", lambda: (begun.set(), threading.Event().wait()))
+begun.wait()
+print("at the end")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "at the end\n")
+
+
+def test_what_was_read_is_held_by_its_request_alone():
+    class Read:
+        pass
+
+    ahead = Ahead(1, 2, 60.0)
+    ahead.add("own", Read)
+    while not ahead.ready(1.0):
+        pass
+    read = weakref.ref(ahead.take("own"))
+    ahead.let_go("own")
+    gc.collect()
+    assert read() is None, "or it fills memory until something else is read"
+    ahead.close()
+
+
+def test_the_engines_loop_touches_no_store(sides, monkeypatch):
+    """Whatever the scheduler is asked: stores are looked into on threads of their own."""
+    asked = []
+    engine = threading.current_thread()
+    for name in ("of", "has", "served", "formed"):
+        own = getattr(Stores, name)
+
+        def noting(self, *given, own=own, name=name):
+            asked.append((name, threading.current_thread() is engine))
+            return own(self, *given)
+
+        monkeypatch.setattr(Stores, name, noting)
+    ask = {"segments": [8, 18]}
+    served(sides, "alone", {"segments": [10]}, TOKENS[8:])
+    served(sides, "whole", ask)
+    served(sides, "exact", ask)
+    approximate = served(sides, "approximate", ask | {"policy": "approximate"})
+    assert approximate.count == 18
+    assert sides.worker.former.counts == {"canonicals": 2, "patches": 1}
+    sides.scheduler.finished(approximate.request)
+    assert {name for name, _ in asked} == {"of", "has", "served", "formed"}
+    assert not [name for name, in_loop in asked if in_loop]
+
+
+def test_what_two_requests_leave_at_once_is_formed_once(sides):
+    """Both were planned before either was prefilled."""
+    requests = [request_of(str(number), {"kvpatch": {"segments": [8]}}) for number in range(2)]
+    for request in requests:
+        sides.scheduler.arrived(request)
+    blocks = {"0": tuple(range(8)), "1": tuple(range(8, 16))}
+    for request in requests:
+        assert matched_of(sides.scheduler, request) == 0
+        sides.scheduler.allocated(request, blocks[request.request_id], 0)
+        sides.pool.prefill(request.request_id, TOKENS, blocks[request.request_id])
+    orders = sides.scheduler.orders(output_of({"0": 30, "1": 30}, {"0": 0, "1": 0}, blocks))
+    assert [save.wanted for save in orders.saves] == [(0,), (0,)]
+    sides.worker.save(orders)
+    sides.worker.former.flush()
+    assert sides.worker.former.counts == {"canonicals": 1, "known": 1}
+
+
+def test_a_request_that_reads_no_cache_is_formed_of(sides):
+    """Its prompt's log-probabilities are asked for, so that all of it is computed, and exactly."""
+    blocks, request = tuple(range(8)), request_of("own", {"kvpatch": {"segments": [8]}}, skip_reading_prefix_cache=True)
+    sides.scheduler.arrived(request)
+    assert sides.scheduler.matched(request, 0) == 0, "it is not asked again"
+    sides.scheduler.allocated(request, blocks, 0)
+    while not sides.scheduler._ahead.ready(1.0):
+        pass
+    assert sides.scheduler.orders(output_of({}, {}, {})) == Orders()
+    sides.pool.prefill("own", TOKENS, blocks)
+    (save,) = sides.scheduler.orders(output_of({"own": 30}, {"own": 0}, {"own": blocks})).saves
+    assert save.wanted == (0,)
+    assert sides.scheduler.finished(request)["kvpatch"]["why"] == "the request reads no cache"
+
+
 def test_a_request_that_is_gone_is_not_salted_when_its_chunks_come(sides, held):
     scheduler = sides.scheduler
     request = request_of("gone", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}})
@@ -508,7 +633,7 @@ def test_chunks_of_few_requests_are_held_at_once(sides, held):
     for request in plain:
         scheduler.arrived(request)
         assert matched_of(scheduler, request) == 0
-    assert sum(len(tracked.pieces) for tracked in scheduler._tracked.values()) == most - 1
+    assert sum(len(tracked.planned.pieces) for tracked in scheduler._tracked.values()) == most - 1
 
 
 def test_what_is_preempted_is_read_and_salted_anew(sides, held):
@@ -520,7 +645,7 @@ def test_what_is_preempted_is_read_and_salted_anew(sides, held):
     assert matched_of(scheduler, request) == 18
     salt = request.cache_salt
     scheduler.allocated(request, tuple(range(8)), 18)
-    assert not scheduler._tracked["own"].pieces
+    assert not scheduler._tracked["own"].planned.pieces
     assert len(scheduler.orders(output_of({}, {}, {})).loads) == 1
     assert scheduler.matched(request, 18) == 0, "all of it is in the engine's cache"
     assert scheduler.matched(request, 0) is None

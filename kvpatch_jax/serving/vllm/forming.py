@@ -106,6 +106,10 @@ class ChunkFormer:
 
     def _form(self, prefilled: Prefilled, place: int) -> None:
         segment, store = prefilled.segments[place], self.stores.of(prefilled.tenant)
+        front = tuple(own.id for own in prefilled.segments[:place])
+        if self.stores.formed(prefilled.tenant, segment.id, front):  # by another request, or engine, in between
+            self.counts["known"] += 1
+            return
         positions = prefilled.positions[segment.begin : segment.end]
         start, local = positions[0], (positions - positions[0]).astype(np.float32)
         kv = {name: value[:, segment.begin : segment.end] for name, value in prefilled.kv.items()}
@@ -122,7 +126,6 @@ class ChunkFormer:
         if canonical is None:
             return
         check_lowest_layer(canonical, free)
-        front = tuple(own.id for own in prefilled.segments[:place])
         dtype = prefilled.kv[self.layout.names[0]].dtype
         store.put_patches([form_patch(canonical, free, self.settings.rank, front, dtype=dtype)])
         self.counts["patches"] += 1

@@ -6,7 +6,7 @@ Requests, blocks and a step's output are the engine's objects, of which only att
 import collections
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import KVPatchError
 from ...plan.certificate import Certificate
@@ -19,7 +19,20 @@ from .stores import Looked, Stores
 
 logger = logging.getLogger(__name__)
 
-Planned = tuple[RequestPlan, tuple[Piece, ...]]
+
+class Planned(NamedTuple):
+    """What was found out on a reading thread.
+
+    Attributes:
+      pieces: what the plan places. wanted: places of chunks to be formed, if the request is prefilled exactly.
+    """
+
+    plan: RequestPlan = RequestPlan()
+    pieces: tuple[Piece, ...] = ()
+    wanted: tuple[int, ...] = ()
+
+
+PLAIN = Planned()
 IDLE_SECONDS = 0.005
 """That a step with nothing else to do waits for a plan, in place of asking again and again."""
 
@@ -30,20 +43,24 @@ class Tracked:
 
     Attributes:
       own_salt: that it came with.
-      pieces: what its plan places, held until a step was ordered to place it. placed: that was.
-      blocks: of what was placed.
+      planned: its plan; the pieces of it are held until a step was ordered to place them. placed: that was.
+      blocks: of what was placed. saved: nothing is to be formed of it any more.
     """
 
     request: Any
     asked: Asked
     segments: tuple[Segment, ...]
     own_salt: str | None
-    plan: RequestPlan = dataclasses.field(default_factory=RequestPlan)
-    pieces: tuple[Piece, ...] = ()
+    planned: Planned = PLAIN
     placed: bool = False
     blocks: set[int] = dataclasses.field(default_factory=set)
     saved: bool = False
     failed: bool = False
+
+    @property
+    def plan(self) -> RequestPlan:
+        """How it is served."""
+        return self.planned.plan
 
     @property
     def matched(self) -> int:
@@ -79,10 +96,7 @@ class SchedulerSide:
         if tracked is None:
             return
         self._tracked[request.request_id] = tracked
-        if request.skip_reading_prefix_cache:  # the engine asks, and does not listen
-            tracked.plan = RequestPlan(why="the request reads no cache")
-        else:
-            self._begin(tracked)
+        self._begin(tracked)
 
     def _asked(self, request: Any) -> Tracked | None:
         asked = Asked.read(request.kv_transfer_params)
@@ -102,21 +116,32 @@ class SchedulerSide:
 
     def _planned(self, tracked: Tracked) -> Planned:
         """Plans, and reads what the plan places: on a thread of its own."""
+        if tracked.request.skip_reading_prefix_cache:
+            return Planned(RequestPlan(why="the request reads no cache"), (), self._wanted(tracked))
         looked = Looked(self.stores, tracked.asked.tenant)
         plan = plan_request(tracked.segments, looked, self.settings, tracked.asked, self.certificate)
-        return plan, looked.held(plan.steps)
+        return Planned(plan, looked.held(plan.steps), self._wanted(tracked) if plan.exact else ())
+
+    def _wanted(self, tracked: Tracked) -> tuple[int, ...]:
+        """Places of chunks to be formed: a canonical of the first, patches of others whose canonical is stored."""
+        if not (self.settings.save and tracked.asked.save) or tracked.saved:
+            return ()
+        tenant, ids = tracked.asked.tenant, [own.id for own in tracked.segments]
+        missing = lambda place: not self.stores.formed(tenant, ids[place], tuple(ids[:place]))
+        known = lambda place: place == 0 or self.stores.has(tenant, ids[place])
+        return tuple(place for place in range(len(ids)) if known(place) and missing(place))
 
     def _settle(self, id: str) -> bool:
         """Takes a plan that is ready, and salts its request where it is approximate; returns whether that changed."""
         tracked = self._tracked[id]
         try:
-            tracked.plan, tracked.pieces = self._ahead.take(id)
+            tracked.planned = self._ahead.take(id)
         except Exception as error:  # whatever reading met: the engine goes on
             self.counts["unread"] += 1
             logger.warning("kvpatch: request %s is served plainly: %s", id, error)
-            tracked.plan, tracked.pieces = RequestPlan(why="its chunks could not be read"), ()
+            tracked.planned = Planned(RequestPlan(why="its chunks could not be read"))
             tracked.saved = True  # nothing more is asked of that store
-        if not tracked.pieces:
+        if not tracked.planned.pieces:
             self._ahead.let_go(id)
         request, salt = tracked.request, tracked.plan.salt(self.settings, tracked.asked, tracked.own_salt)
         if salt == request.cache_salt:
@@ -136,6 +161,8 @@ class SchedulerSide:
           just now, so that what the engine has was looked up without it.
         """
         id = request.request_id
+        if request.skip_reading_prefix_cache:  # the engine asks, and does not listen
+            return 0
         if id in self._ahead and (not self._ahead.is_ready(id) or self._settle(id)):
             self.counts["asked_again"] += 1
             return None
@@ -158,11 +185,12 @@ class SchedulerSide:
         tracked.blocks = set()
         if count:
             first = tracked.matched - count
-            self._loads.append(Load(id, tracked.pieces, first, blocks))
+            self._loads.append(Load(id, tracked.planned.pieces, first, blocks))
             tracked.blocks = blocks_from(blocks, self.page_size, first, tracked.matched)
             self.counts["loaded_tokens"] += count
-        tracked.pieces, tracked.placed = (), True
-        self._ahead.let_go(id)
+        tracked.planned, tracked.placed = tracked.planned._replace(pieces=()), True
+        if id not in self._ahead:  # what is to be formed of a request that reads no cache may still be looked up
+            self._ahead.let_go(id)
 
     def orders(self, output: Any) -> Orders:
         """Gathers what the engine's next step is to load, and to save of prompts that it finishes."""
@@ -182,29 +210,14 @@ class SchedulerSide:
         return Orders(loads, tuple(saves))
 
     def _saves(self, request: str, tracked: Tracked, output: Any) -> list[Save]:
-        try:
-            return self._save(request, tracked, output)
-        except (KVPatchError, OSError) as error:
-            self.counts["unsaved"] += 1
-            logger.warning("kvpatch: request %s is not saved: %s", request, error)
-            return []
-
-    def _save(self, request: str, tracked: Tracked, output: Any) -> list[Save]:
         """What to form of a prompt that was prefilled exactly, once."""
-        if tracked.saved or not (self.settings.save and tracked.asked.save and tracked.plan.exact):
+        wanted = tracked.planned.wanted
+        if tracked.saved or not wanted:
             return []
         tracked.saved = True
-        tenant, wanted = tracked.asked.tenant, []
-        for place, segment in enumerate(tracked.segments):
-            stored = self.stores.has(tenant, segment.id)
-            front = tuple(own.id for own in tracked.segments[:place])
-            if (place == 0 and not stored) or (place and stored and not self.stores.served(tenant, segment.id, front)):
-                wanted.append(place)
-        if not wanted:
-            return []
         (blocks,) = output.kv_connector_block_state.get_block_ids(request)
         self.counts["saves"] += 1
-        return [Save(request, tenant, tracked.segments, tuple(wanted), tuple(blocks))]
+        return [Save(request, tracked.asked.tenant, tracked.segments, wanted, tuple(blocks))]
 
     def failed(self, blocks: set[int]) -> None:
         """Takes note of blocks that could not be loaded: their requests are computed by the engine from then on."""

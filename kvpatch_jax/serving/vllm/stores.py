@@ -53,6 +53,10 @@ class Stores:
         notes = [(PatchNote.of(patch), patch) for patch in found]
         return [(StockedPatch(note.digest, note.rank), patch) for note, patch in notes if note.rank]
 
+    def formed(self, tenant: str, id: str, front: tuple[str, ...]) -> bool:
+        """Whether nothing is to be formed of a chunk behind these: a canonical of a first one, a patch of any other."""
+        return bool(self.served(tenant, id, front)) if front else self.has(tenant, id)
+
 
 class Looked:
     """What one tenant's store has, as `planning.Stored`: what is said to be there was read, verified and is held.
