@@ -171,8 +171,9 @@ class ChunkCosts:
     def of_patch(self, patch: Patch, others: Sequence[tuple[Patch, int]] = ()) -> ArmCost:
         """The canonical and a patch of it, or of a batch of such chunks.
 
-        others: patches of other chunks, each with its chunk's tokens. Shares stay those of the one chunk: what the
-          others keep and add counts whole beside it. Their canonicals are there in every arm, and counted in none.
+        Args:
+          others: patches of other chunks, each with its chunk's tokens. Shares stay those of the one chunk: what the
+            others keep and add counts whole beside it. Their canonicals are there in every arm, and counted in none.
         """
         every = [(patch, self.tokens), *others]
         stored = sum(stored_bits(own) / (own.batch or 1) for own, _ in every)
