@@ -2,40 +2,29 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false
 
-import contextlib
 import dataclasses
-import gc
-import subprocess
 import sys
-import threading
-import time
-import weakref
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from serving_sides import LAYOUT, PAGE, TOKENS, matched_of, output_of, request_of, served, sides_of, true_kv
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import ConfigError, InputError, PoolError, PositionError
 from kvpatch_jax.plan import Certificate, Certified, Rank
 from kvpatch_jax.serving.vllm import Asked, Feature, Settings, parallel, plan_request, segments_of
-from kvpatch_jax.serving.vllm.ahead import Ahead
 from kvpatch_jax.serving.vllm.layouts import check_model, layout_of
 from kvpatch_jax.serving.vllm.loading import WorkerSide
 from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, blocks_from, slots_of
 from kvpatch_jax.serving.vllm.planning import Step, StockedPatch
-from kvpatch_jax.serving.vllm.scheduling import SchedulerSide
-from kvpatch_jax.serving.vllm.stores import Looked, Stores
 from kvpatch_jax.store.format.naming import Served
 from tests.arrays import placed
 
-TOKENS = list(range(100, 130))
 ENDS = (8, 18, 24)
 SETTINGS = Settings(store="/nowhere", backbone="tiny")
-LAYOUT = kvp.KVLayout.gqa(2, 1, 64, kvp.Rope(1e4, 64, angles="float32"))
-PAGE = 4
 
 
 class Shelf:
@@ -214,105 +203,10 @@ def test_a_model_whose_cache_was_not_looked_at_is_refused():
 # ------------------------------------------------------------------------------------------- scheduler and worker
 
 
-def request_of(name, params, tokens=TOKENS, **more):
-    given = {"prompt_token_ids": tokens, "prompt_embeds": None, "lora_request": None, "mm_features": []}
-    given |= {"cache_salt": None, "block_hashes": ["early"], "kv_transfer_params": params}
-    given |= {"skip_reading_prefix_cache": False, **more}
-    made = SimpleNamespace(request_id=name, **given)
-    made.update_block_hashes = lambda: made.block_hashes.append(f"with {made.cache_salt}")
-    return made
-
-
-def output_of(scheduled, computed, blocks):
-    new = [SimpleNamespace(req_id=name, num_computed_tokens=count) for name, count in computed.items()]
-    return SimpleNamespace(
-        scheduled_new_reqs=new,
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-        num_scheduled_tokens=scheduled,
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (blocks[name],)),
-    )
-
-
-class Pool:
-    """A runner's pool of 20 blocks, and what its prefills would leave: keys that say which token of which prompt."""
-
-    def __init__(self, dtype=np.float32):
-        packing = 4 // np.dtype(dtype).itemsize  # one head, filled up
-        self.kv_caches = [placed(np.zeros((20, PAGE, 1, packing, 128)), dtype) for _ in range(2)]
-        self.requests = {}
-
-    def prefill(self, name, tokens, blocks, begin=0):
-        """As an engine's forward that has seen all in front: values depend on the whole prefix, keys are turned."""
-        self.requests[name] = SimpleNamespace(mrope_positions=None)
-        kv = true_kv(tokens)
-        for layer in range(2):
-            page = np.array(self.kv_caches[layer])
-            for place in range(begin, len(tokens)):
-                row = np.concatenate([kv[own][layer, place, 0] for own in "kv"])
-                page[blocks[place // PAGE], place % PAGE, 0, 0] = row
-            self.kv_caches[layer] = placed(page)
-
-    def rows(self, blocks, begin, end):
-        """What stands in the pool of tokens, [L, T, 128]."""
-        pages = np.stack([np.asarray(own) for own in self.kv_caches])
-        return np.stack([pages[:, blocks[place // PAGE], place % PAGE, 0, 0] for place in range(begin, end)], axis=1)
-
-
-def true_kv(tokens):
-    """Engine-frame KV of a prompt {channel: [L, T, 1, 64]}; but in the lowest layer it depends on those in front."""
-    rng = lambda token: np.random.default_rng(token)
-    own = np.stack([rng(token).standard_normal((2, 2, 1, 64)) for token in tokens], axis=2).astype(np.float32)
-    front = np.cumsum(own, axis=2) - own
-    front[:, 0] = 0
-    free = dict(zip("kv", own + 0.05 * front, strict=True))
-    positions = np.arange(len(tokens), dtype=np.float32)
-    return {name: np.asarray(value) for name, value in kvp.to_engine(LAYOUT, free, positions, 0).items()}
-
-
-@contextlib.contextmanager
-def sides_of(folder, dtype=np.float32):
-    settings = Settings(store=str(folder / "store"), backbone="tiny", rank=10, uncertified=True)
-    pool, worker = Pool(dtype), WorkerSide(settings, LAYOUT, PAGE)
-    worker.register(pool)
-    scheduler = SchedulerSide(settings, PAGE)
-    yield SimpleNamespace(scheduler=scheduler, worker=worker, pool=pool)
-    scheduler.close()
-    worker.close()
-
-
 @pytest.fixture
 def sides(tmp_path):
     with sides_of(tmp_path) as made:
         yield made
-
-
-def matched_of(scheduler, request, computed=0):
-    """Asks as an engine does, step after step, until the request's chunks were read."""
-    for _ in range(1000):
-        count = scheduler.matched(request, computed)
-        if count is not None:
-            return count
-        assert scheduler.orders(output_of({}, {}, {})) == Orders()
-    raise AssertionError("its chunks are never read")
-
-
-def served(sides, name, params, tokens=TOKENS, blocks=tuple(range(3, 11)), computed=0):
-    """One request through both sides, as an engine calls them; returns it and the tokens that it was matched."""
-    request = request_of(name, {"kvpatch": params}, tokens)
-    sides.scheduler.arrived(request)
-    count = matched_of(sides.scheduler, request, computed)
-    sides.scheduler.allocated(request, blocks, count)
-    scheduled = len(tokens) - computed - count
-    orders = sides.scheduler.orders(output_of({name: scheduled}, {name: computed + count}, {name: blocks}))
-    sides.pool.requests[name] = SimpleNamespace(mrope_positions=None)
-    sides.worker.load(orders)
-    loaded = sides.pool.rows(blocks, 0, len(tokens))
-    sides.pool.prefill(name, tokens, blocks, computed + count)
-    sides.worker.save(orders)
-    sides.worker.former.flush()
-    failed = sides.worker.take_failed()
-    sides.scheduler.failed(failed)
-    return SimpleNamespace(request=request, count=count, loaded=loaded, failed=failed, orders=orders)
 
 
 def test_chunks_formed_of_traffic_are_spliced_where_they_are_asked_for_next(sides):
@@ -374,6 +268,21 @@ def test_kv_that_is_turned_otherwise_becomes_no_patch(sides, caplog):
     assert sides.worker.former.counts["patches"] == 1
 
 
+def test_a_chunk_that_cannot_be_formed_keeps_no_other_from_it(sides):
+    """The second of three is not what its canonical was; the third gets its patch all the same."""
+    ask = {"segments": [8, 18, 24]}
+    served(sides, "second", {"segments": [10]}, TOKENS[8:])
+    served(sides, "third", {"segments": [6]}, TOKENS[18:])
+    _, second, third = segments_of("tiny", TOKENS, ends=ask["segments"])
+    store = sides.worker.stores.of("default")
+    chunk = store.get(second.id, "tiny")
+    store.delete(second.id, "tiny")
+    store.put(dataclasses.replace(chunk, kv={name: -np.asarray(value) for name, value in chunk.kv.items()}))
+    served(sides, "whole", ask)
+    assert sides.worker.former.counts == {"canonicals": 3, "failed": 1, "patches": 1}
+    assert store.patch_count(third.id, "tiny") == 1
+
+
 def test_what_is_damaged_is_not_counted_on_and_formed_again(sides, tmp_path):
     served(sides, "forms", {"segments": [8]})
     store = sides.worker.stores.of("default")
@@ -406,283 +315,6 @@ def test_what_is_not_asked_for_or_cannot_be_planned_is_left_alone(sides):
         assert sides.scheduler.finished(request) is None
     assert sides.scheduler.counts["refused"] == 2
     assert sides.scheduler.orders(output_of({"any": 30}, {"any": 0}, {})) == Orders()
-
-
-@pytest.fixture
-def held(sides, monkeypatch):
-    """A store whose reads wait for `held.set()`; a leading chunk and a patch behind it are in it."""
-    served(sides, "first", {"segments": [8]})
-    served(sides, "second", {"segments": [10]}, TOKENS[8:])
-    served(sides, "patch", {"segments": [8, 18]})
-    gate, read = threading.Event(), Looked.has_canonical
-    monkeypatch.setattr(Looked, "has_canonical", lambda self, id: gate.wait(60) and read(self, id))
-    yield gate
-    gate.set()
-
-
-def test_while_a_requests_chunks_are_read_others_are_served(sides, held):
-    """The engine asks, is told to ask again, goes on; nothing waits for the store. Then the request is salted first."""
-    scheduler, plan = sides.scheduler, {"kvpatch": {"segments": [8, 18], "policy": "approximate"}}
-    slow, plain = request_of("slow", plan), request_of("plain", None)
-    began = time.monotonic()
-    scheduler.arrived(slow)
-    scheduler.arrived(plain)
-    assert scheduler.matched(slow, 0) is None
-    assert scheduler.matched(plain, 0) == 0
-    assert scheduler.orders(output_of({"plain": 30}, {"plain": 0}, {})) == Orders()
-    assert time.monotonic() - began < 30, "the gate would have held it for 60 s"
-    assert slow.cache_salt is None
-    held.set()
-    while scheduler.matched(slow, 0) is None and slow.cache_salt is None:
-        time.sleep(0.001)
-    assert slow.block_hashes == [f"with {slow.cache_salt}"]
-    assert scheduler.matched(slow, 4) == 14
-
-
-def test_what_was_looked_up_without_a_salt_is_not_counted(sides, held):
-    """A plan that becomes ready between the engine's look into its cache and its question: asked again, once."""
-    held.set()
-    scheduler = sides.scheduler
-    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}})
-    scheduler.arrived(request)
-    while not scheduler._ahead.is_ready("own"):
-        time.sleep(0.001)
-    assert scheduler.matched(request, 16) is None, "16 tokens of a plain request are no longer its own"
-    assert scheduler.matched(request, 0) == 18
-    leading = request_of("leading", {"kvpatch": {"segments": [8, 18]}})
-    scheduler.arrived(leading)
-    while not scheduler._ahead.is_ready("leading"):
-        time.sleep(0.001)
-    assert scheduler.matched(leading, 4) == 4, "no salt: nothing is to be looked up again"
-
-
-def test_a_store_that_does_not_answer_costs_a_plain_prefill(sides, held):
-    scheduler = sides.scheduler
-    scheduler._ahead.patience = 0.05
-    request = request_of("late", {"kvpatch": {"segments": [8]}})
-    scheduler.arrived(request)
-    assert scheduler.matched(request, 0) is None
-    assert matched_of(scheduler, request) == 0
-    assert scheduler.counts["unread"] == 1
-    assert request.block_hashes == ["early"]
-    output = output_of({"late": 30}, {"late": 0}, {"late": tuple(range(8))})
-    assert scheduler.orders(output) == Orders(), "that store is not asked for anything else either"
-    assert scheduler.finished(request)["kvpatch"]["why"] == "its chunks could not be read"
-
-
-def test_where_every_reader_hangs_nobody_waits_for_them(sides, held):
-    """The first ones wait for as long as a store may take, those that come then not at all; until it answers again."""
-    scheduler = sides.scheduler
-    ask = lambda name: request_of(name, {"kvpatch": {"segments": [8]}})
-    patience, scheduler._ahead.patience = scheduler._ahead.patience, 0.2
-    hanging = [ask(str(number)) for number in range(scheduler.settings.readers)]
-    for request in hanging:
-        scheduler.arrived(request)
-    assert [matched_of(scheduler, request) for request in hanging] == [0] * len(hanging)
-    scheduler._ahead.patience = patience
-    later = [ask(f"later {number}") for number in range(3 * scheduler.settings.ahead)]
-    for request in later:
-        scheduler.arrived(request)
-    assert [scheduler.matched(request, 0) for request in later] == [0] * len(later), "asked once, and not again"
-    assert scheduler.counts["unread"] == len(hanging) + len(later)
-    assert scheduler.finished(later[0])["kvpatch"]["why"] == "its chunks could not be read"
-    held.set()
-    while scheduler._ahead.stuck:
-        time.sleep(0.001)
-    after = ask("after")
-    scheduler.arrived(after)
-    assert matched_of(scheduler, after) == 8
-
-
-def test_requests_that_are_abandoned_while_they_are_read_hang_nobody_else(sides, held):
-    """Readers at work for nobody are no readers that hang: others wait for them."""
-    scheduler = sides.scheduler
-    requests = [request_of(str(number), {"kvpatch": {"segments": [8]}}) for number in range(4)]
-    for request in requests:
-        scheduler.arrived(request)
-    for request in requests[:3]:
-        scheduler.finished(request)
-    assert scheduler.matched(requests[3], 0) is None
-    held.set()
-    assert matched_of(scheduler, requests[3]) == 8
-
-
-def test_a_process_ends_though_a_read_hangs():
-    program = """
-import threading
-from kvpatch_jax.serving.vllm.ahead import Ahead
-ahead, begun = Ahead(2, 8, 60.0), threading.Event()
-ahead.add("own", lambda: (begun.set(), threading.Event().wait()))
-begun.wait()
-print("at the end")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "at the end\n")
-
-
-def test_what_was_read_is_held_by_its_request_alone():
-    class Read:
-        pass
-
-    ahead = Ahead(1, 2, 60.0)
-    ahead.add("own", Read)
-    while not ahead.ready(1.0):
-        pass
-    read = weakref.ref(ahead.take("own"))
-    ahead.let_go("own")
-    gc.collect()
-    assert read() is None, "or it fills memory until something else is read"
-    ahead.close()
-
-
-def test_the_engines_loop_touches_no_store(sides, monkeypatch):
-    """Whatever the scheduler is asked: stores are looked into on threads of their own."""
-    asked = []
-    engine = threading.current_thread()
-    for name in ("of", "has", "served", "formed"):
-        own = getattr(Stores, name)
-
-        def noting(self, *given, own=own, name=name):
-            asked.append((name, threading.current_thread() is engine))
-            return own(self, *given)
-
-        monkeypatch.setattr(Stores, name, noting)
-    ask = {"segments": [8, 18]}
-    served(sides, "alone", {"segments": [10]}, TOKENS[8:])
-    served(sides, "whole", ask)
-    served(sides, "exact", ask)
-    approximate = served(sides, "approximate", ask | {"policy": "approximate"})
-    assert approximate.count == 18
-    assert sides.worker.former.counts == {"canonicals": 2, "patches": 1}
-    sides.scheduler.finished(approximate.request)
-    assert {name for name, _ in asked} == {"of", "has", "served", "formed"}
-    assert not [name for name, in_loop in asked if in_loop]
-
-
-def test_what_two_requests_leave_at_once_is_formed_once(sides):
-    """Both were planned before either was prefilled."""
-    requests = [request_of(str(number), {"kvpatch": {"segments": [8]}}) for number in range(2)]
-    for request in requests:
-        sides.scheduler.arrived(request)
-    blocks = {"0": tuple(range(8)), "1": tuple(range(8, 16))}
-    for request in requests:
-        assert matched_of(sides.scheduler, request) == 0
-        sides.scheduler.allocated(request, blocks[request.request_id], 0)
-        sides.pool.prefill(request.request_id, TOKENS, blocks[request.request_id])
-    orders = sides.scheduler.orders(output_of({"0": 30, "1": 30}, {"0": 0, "1": 0}, blocks))
-    assert [save.wanted for save in orders.saves] == [(0,), (0,)]
-    sides.worker.save(orders)
-    sides.worker.former.flush()
-    assert sides.worker.former.counts == {"canonicals": 1, "known": 1}
-
-
-def test_a_request_that_reads_no_cache_is_formed_of(sides):
-    """Its prompt's log-probabilities are asked for, so that all of it is computed, and exactly."""
-    blocks, request = tuple(range(8)), request_of("own", {"kvpatch": {"segments": [8]}}, skip_reading_prefix_cache=True)
-    sides.scheduler.arrived(request)
-    assert sides.scheduler.matched(request, 0) == 0, "it is not asked again"
-    sides.scheduler.allocated(request, blocks, 0)
-    while not sides.scheduler._ahead.ready(1.0):
-        pass
-    assert sides.scheduler.orders(output_of({}, {}, {})) == Orders()
-    sides.pool.prefill("own", TOKENS, blocks)
-    (save,) = sides.scheduler.orders(output_of({"own": 30}, {"own": 0}, {"own": blocks})).saves
-    assert save.wanted == (0,)
-    assert sides.scheduler.finished(request)["kvpatch"]["why"] == "the request reads no cache"
-
-
-def test_a_request_that_is_gone_is_not_salted_when_its_chunks_come(sides, held):
-    scheduler = sides.scheduler
-    request = request_of("gone", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}})
-    scheduler.arrived(request)
-    assert scheduler.finished(request)["kvpatch"]["matched"] == 0
-    held.set()
-    assert scheduler.orders(output_of({}, {}, {})) == Orders()
-    assert request.cache_salt is None
-    assert "gone" not in scheduler._tracked
-
-
-def test_whatever_reading_raises_the_request_is_served_plainly(sides, monkeypatch):
-    monkeypatch.setattr(Looked, "has_canonical", lambda self, id: 1 / 0)
-    request = request_of("own", {"kvpatch": {"segments": [8]}})
-    sides.scheduler.arrived(request)
-    assert matched_of(sides.scheduler, request) == 0
-    assert sides.scheduler.counts["unread"] == 1
-
-
-def test_chunks_of_few_requests_are_held_at_once(sides, held):
-    """They fill memory: the ninth is read when one of eight was placed, or is gone; plans of nothing hold nothing."""
-    scheduler, most = sides.scheduler, sides.scheduler.settings.ahead
-    held.set()
-    requests = [request_of(str(number), {"kvpatch": {"segments": [8, 18]}}) for number in range(most + 2)]
-    for request in requests:
-        scheduler.arrived(request)
-    for request in requests[:most]:
-        assert matched_of(scheduler, request) == 8
-    assert [scheduler.matched(request, 0) for request in requests[most:]] == [None, None]
-    scheduler.allocated(requests[0], tuple(range(8)), 8)
-    assert len(scheduler.orders(output_of({}, {}, {})).loads) == 1
-    assert matched_of(scheduler, requests[most]) == 8
-    assert scheduler.matched(requests[most + 1], 0) is None
-    scheduler.allocated(requests[1], tuple(range(8)), 0)
-    assert matched_of(scheduler, requests[most + 1]) == 8
-    plain = [request_of(f"{number} unknown", {"kvpatch": {"segments": [9]}}) for number in range(most + 2)]
-    scheduler.arrived(plain[0])
-    assert scheduler.matched(plain[0], 0) is None
-    scheduler.finished(requests[2])
-    for request in plain:
-        scheduler.arrived(request)
-        assert matched_of(scheduler, request) == 0
-    assert sum(len(tracked.planned.pieces) for tracked in scheduler._tracked.values()) == most - 1
-
-
-def test_what_is_preempted_is_read_and_salted_anew(sides, held):
-    """Its chunks were let go of when they were placed. What the store has lost since is computed, without the salt."""
-    held.set()
-    scheduler = sides.scheduler
-    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}}, cache_salt="mine")
-    scheduler.arrived(request)
-    assert matched_of(scheduler, request) == 18
-    salt = request.cache_salt
-    scheduler.allocated(request, tuple(range(8)), 18)
-    assert not scheduler._tracked["own"].planned.pieces
-    assert len(scheduler.orders(output_of({}, {}, {})).loads) == 1
-    assert scheduler.matched(request, 18) == 0, "all of it is in the engine's cache"
-    assert scheduler.matched(request, 0) is None
-    assert matched_of(scheduler, request) == 18
-    assert request.cache_salt == salt
-    scheduler.allocated(request, tuple(range(8)), 10)
-    assert scheduler.orders(output_of({}, {}, {})).loads[0].first == 8
-
-    store = sides.worker.stores.of("default")
-    for segment in segments_of("tiny", TOKENS, ends=[8, 18]):
-        store.delete(segment.id, "tiny")
-    assert matched_of(scheduler, request) == 0
-    assert request.cache_salt == "mine"
-    assert scheduler.finished(request)["kvpatch"]["why"] == "chunk 1 of 2 is not stored"
-
-
-def test_blocks_that_a_preempted_request_left_are_no_longer_its_own(sides, held):
-    """Found whole in the engine's cache, it loads nothing: another's failure in its old blocks is none of its own."""
-    held.set()
-    scheduler = sides.scheduler
-    request = request_of("own", {"kvpatch": {"segments": [8]}})
-    scheduler.arrived(request)
-    scheduler.allocated(request, (3, 4), matched_of(scheduler, request))
-    assert scheduler.matched(request, 8) == 0
-    scheduler.allocated(request, (7, 8), 0)
-    scheduler.failed({3, 4})
-    assert not scheduler.finished(request)["kvpatch"]["failed"]
-
-
-def test_a_request_that_reads_no_cache_is_told_that_nothing_was_served(sides):
-    """The engine ignores what is matched where a prompt's log-probabilities are asked for."""
-    served(sides, "forms", {"segments": [8]})
-    request = request_of("own", {"kvpatch": {"segments": [8]}}, skip_reading_prefix_cache=True)
-    sides.scheduler.arrived(request)
-    assert matched_of(sides.scheduler, request) == 0
-    told = sides.scheduler.finished(request)["kvpatch"]
-    assert (told["matched"], told["served"], told["exact"]) == (0, [], True)
 
 
 def test_a_chunk_elsewhere_than_the_engine_counted_is_not_written(sides):

@@ -2,18 +2,19 @@
 
 import collections
 import concurrent.futures
-import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-Future = concurrent.futures.Future[Any]
-
 
 class _Begun(NamedTuple):
-    future: Future
+    future: concurrent.futures.Future[Any]
     until: float
+
+    def is_over(self) -> bool:
+        """Whether it has taken longer than it may."""
+        return time.monotonic() >= self.until
 
 
 class Ahead[Made]:
@@ -33,55 +34,70 @@ class Ahead[Made]:
           patience: seconds after its begin at which work is given up.
         """
         self.threads, self.most, self.patience = threads, most, patience
-        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[], Made]] | None] = queue.SimpleQueue()
-        self._started = 0
         self._waiting: collections.OrderedDict[str, Callable[[], Made]] = collections.OrderedDict()
-        self._begun: dict[str, _Begun] = {}
-        self._taken: set[str] = set()
-        self._left: list[_Begun] = []
+        self._held: dict[str, _Begun | None] = {}  # None: what was made was taken
+        self._running: list[_Begun] = []
+        self._started, self._closed = 0, False
+        self._changed = threading.Condition()
 
     def __contains__(self, id: str) -> bool:
         """Whether a request's work waits, goes on, or has ended and was not taken."""
-        return id in self._waiting or id in self._begun
+        with self._changed:
+            return id in self._waiting or self._held.get(id) is not None
 
     def add(self, id: str, make: Callable[[], Made]) -> None:
-        """Adds work of a request that is not held."""
-        self._waiting[id] = make
-        self._begin()
-
-    def _begin(self) -> None:
-        while self._waiting and len(self._begun) + len(self._taken) < self.most:
-            id, make = self._waiting.popitem(last=False)
-            self._begun[id] = _Begun(Future(), time.monotonic() + self.patience)
-            self._jobs.put((self._begun[id].future, make))
+        """Adds work of a request; what was added before under its id is let go."""
+        self.let_go(id)
+        with self._changed:
+            self._waiting[id] = make
             if self._started < self.threads:
                 self._started += 1
                 # A pool of the standard library is waited for when a process ends, whatever hangs in it.
-                threading.Thread(target=self._work, name=f"kvpatch-ahead-{self._started}", daemon=True).start()
+                threading.Thread(target=self._serve, name=f"kvpatch-ahead-{self._started}", daemon=True).start()
+            self._changed.notify_all()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, make = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(make())
-            except BaseException as error:
-                future.set_exception(error)
-            del job, future, make  # or what was read is held until there is more to read
+    def _serve(self) -> None:
+        while self._work():
+            pass
+
+    def _work(self) -> bool:
+        """Does the next work there is to begin; returns whether more may come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._waiting and len(self._held) < self.most))
+            if self._closed:
+                return False
+            id, make = self._waiting.popitem(last=False)
+            begun = _Begun(concurrent.futures.Future(), time.monotonic() + self.patience)
+            self._held[id] = begun
+            self._running.append(begun)
+        made = error = None
+        try:
+            made = make()
+        except BaseException as met:
+            error = met
+        with self._changed:
+            self._running.remove(begun)
+            if error is None:
+                begun.future.set_result(made)
+            else:
+                begun.future.set_exception(error)
+            del begun, made  # what was read is its request's alone, from now on
+            self._changed.notify_all()
+        return True
 
     @property
     def stuck(self) -> bool:
-        """Whether every thread is at work that takes longer than the patience, and that nobody waits for."""
-        self._left, now = [begun for begun in self._left if not begun.future.done()], time.monotonic()
-        return sum(now >= begun.until for begun in self._left) >= self.threads
+        """Whether every thread is at work that takes longer than the patience."""
+        with self._changed:
+            return sum(begun.is_over() for begun in self._running) >= self.threads
 
     def is_ready(self, id: str) -> bool:
         """Whether a request's work has ended, or is given up."""
-        begun = self._begun.get(id)
-        if begun is not None and (begun.future.done() or time.monotonic() >= begun.until):
-            return True
-        return id in self and self.stuck
+        with self._changed:
+            begun = self._held.get(id)
+            if begun is not None:
+                return begun.future.done() or begun.is_over()
+            return id in self._waiting and self.stuck
 
     def ready(self, seconds: float = 0.0) -> list[str]:
         """Lists requests that are ready. Where there are none, waits until one is.
@@ -89,11 +105,15 @@ class Ahead[Made]:
         Args:
           seconds: to wait at most.
         """
-        found = [id for id in (*self._begun, *self._waiting) if self.is_ready(id)]
-        if not found and self._begun and seconds > 0:
-            waited = [begun.future for begun in self._begun.values()]
-            concurrent.futures.wait(waited, seconds, concurrent.futures.FIRST_COMPLETED)
-            found = [id for id in self._begun if self.is_ready(id)]
+        found: list[str] = []
+
+        def found_some() -> bool:
+            # Of thousands that may wait none is looked at: they are given up all at once.
+            found[:] = [id for id in self._held if self.is_ready(id)] + (list(self._waiting) if self.stuck else [])
+            return bool(found) or not (self._running or self._waiting)
+
+        with self._changed:
+            self._changed.wait_for(found_some, seconds)
         return found
 
     def take(self, id: str) -> Made:
@@ -102,30 +122,24 @@ class Ahead[Made]:
         Raises:
           TimeoutError: it was given up. Whatever the work raised.
         """
-        begun = self._begun.pop(id, None)
-        self._taken.add(id)
-        if begun is None:
-            self._waiting.pop(id)
-        elif begun.future.done():
-            return begun.future.result()
-        elif not begun.future.cancel():
-            self._left.append(begun)
-        hangs = ", as do all before it" if self.stuck else ""
-        raise TimeoutError(f"takes more than {self.patience:g} s to read{hangs}; expected a store that answers")
+        with self._changed:
+            begun = None if self._waiting.pop(id, None) else self._held[id]
+            self._held[id] = None
+        if begun is None or not begun.future.done():
+            raise TimeoutError(f"takes more than {self.patience:g} s to read; expected a store that answers")
+        return begun.future.result()
 
     def let_go(self, id: str) -> None:
-        """Holds a request no longer, whatever became of it, and begins the next one's work."""
-        self._waiting.pop(id, None)
-        begun = self._begun.pop(id, None)
-        if begun is not None and not begun.future.cancel():
-            self._left.append(begun)
-        self._taken.discard(id)
-        self._begin()
+        """Holds a request no longer, whatever became of it, so that the next one's work can begin."""
+        with self._changed:
+            self._waiting.pop(id, None)
+            self._held.pop(id, None)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Begins no more; what is being read ends by itself."""
-        self._waiting.clear()
-        self._begun.clear()
-        self._taken.clear()
-        for _ in range(self._started):
-            self._jobs.put(None)
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._held.clear()
+            self._changed.notify_all()

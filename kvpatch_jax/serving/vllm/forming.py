@@ -94,14 +94,13 @@ class ChunkFormer:
 
     def _work(self) -> None:
         while (prefilled := self._waiting.get()) is not None:
-            try:
-                for place in prefilled.wanted:
+            for place in prefilled.wanted:
+                try:
                     self._form(prefilled, place)
-            except Exception as error:  # a chunk that is not formed is computed by the engine, as before
-                self.counts["failed"] += 1
-                logger.warning("kvpatch: a chunk was not formed: %s", error)
-            finally:
-                self._waiting.task_done()
+                except Exception as error:  # a chunk that is not formed is computed by the engine, as before
+                    self.counts["failed"] += 1
+                    logger.warning("kvpatch: a chunk was not formed: %s", error)
+            self._waiting.task_done()
         self._waiting.task_done()
 
     def _form(self, prefilled: Prefilled, place: int) -> None:

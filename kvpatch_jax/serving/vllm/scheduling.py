@@ -129,7 +129,12 @@ class SchedulerSide:
         tenant, ids = tracked.asked.tenant, [own.id for own in tracked.segments]
         missing = lambda place: not self.stores.formed(tenant, ids[place], tuple(ids[:place]))
         known = lambda place: place == 0 or self.stores.has(tenant, ids[place])
-        return tuple(place for place in range(len(ids)) if known(place) and missing(place))
+        try:
+            return tuple(place for place in range(len(ids)) if known(place) and missing(place))
+        except (KVPatchError, OSError) as error:  # what was planned can be served all the same
+            self.counts["unsaved"] += 1
+            logger.warning("kvpatch: request %s is not saved: %s", tracked.request.request_id, error)
+            return ()
 
     def _settle(self, id: str) -> bool:
         """Takes a plan that is ready, and salts its request where it is approximate; returns whether that changed."""

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 
 from ...chunk import Chunk
+from ...errors import StoreClosedError
 from ...patch_metadata import Patch
 from ...store import ChunkStore
 from ...store.format.naming import Served
@@ -14,7 +15,7 @@ from .planning import Step, StockedPatch
 from .settings import Settings
 
 MOST_TENANTS = 64
-"""Stores that are open at once; the one that was not asked for longest is closed."""
+"""Stores that are kept open; the one that was not asked for longest is let go of, by its last user."""
 
 
 class Stores:
@@ -24,21 +25,31 @@ class Stores:
         """Opens nothing yet."""
         self.settings = settings
         self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
 
     def of(self, tenant: str) -> ChunkStore:
-        """The store of a tenant. Raises as `ChunkStore`."""
+        """The store of a tenant. Raises as `ChunkStore`; StoreClosedError after `close`."""
         with self._lock:
-            if tenant not in self._open:
-                self._open[tenant] = ChunkStore(self.settings.store, tenant=tenant)
-                if len(self._open) > MOST_TENANTS:
-                    self._open.popitem(last=False)[1].close()
+            self._expect_open()
+            found = self._open.get(tenant)
+        # Opened without the lock: a store that hangs holds up no other tenant. Opened twice at once, one is kept.
+        made = ChunkStore(self.settings.store, tenant=tenant) if found is None else found
+        with self._lock:
+            self._expect_open()
+            found = self._open.setdefault(tenant, made)
             self._open.move_to_end(tenant)
-            return self._open[tenant]
+            if len(self._open) > MOST_TENANTS:
+                self._open.popitem(last=False)  # not closed: another thread may be reading it, and nothing is queued
+        return found
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"stores of {self.settings.store}: used after close; expected them open")
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes all of them, and opens no more."""
         with self._lock:
+            self._closed = True
             for store in self._open.values():
                 store.close()
             self._open.clear()
