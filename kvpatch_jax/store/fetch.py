@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -146,10 +147,26 @@ def fetch(
 class _Flight:
     """A chunk that some thread is loading or computing; others wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: ChunkStore, request: Request) -> None:
         self.owner = threading.get_ident()
+        self._copies = [
+            (each.order, each.order.copy(each.names.canonical(request.backbone, request.id, **_kept_as(request))))
+            for each in (store, request.shared)
+            if each is not None
+        ]
         self.landed: concurrent.futures.Future[Chunk | None] = concurrent.futures.Future()
         self.computing = False
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the chunk was written or deleted since this began, so that who asks now must not have it."""
+        return any(copy.outdated for _, copy in self._copies)
+
+    def land(self, chunk: Chunk | None) -> None:
+        """Gives the chunk to who waits for it; None where there is none."""
+        for order, copy in self._copies:
+            order.end(copy)
+        self.landed.set_result(chunk)
 
     def wait(self, deadline: float | None) -> Chunk | None:
         """Waits for the chunk; None where its thread failed, or is still loading at the deadline."""
@@ -160,6 +177,16 @@ class _Flight:
 
 _flights: dict[Hashable, _Flight] = {}
 _flights_lock = threading.Lock()
+
+
+def _forget_flights() -> None:
+    """Forgets, in a forked process, the chunks that only threads of its parent are at."""
+    global _flights_lock
+    _flights_lock = threading.Lock()
+    _flights.clear()
+
+
+os.register_at_fork(after_in_child=_forget_flights)
 
 
 def _left(deadline: float | None) -> float | None:
@@ -214,16 +241,16 @@ class _Round:
         return (self.store.disk.root, self.store.names.space, request, where)
 
     def _join(self, request: Request, others: dict[Request, _Flight]) -> None:
-        key, own = self._key(request), _Flight()
+        key, me = self._key(request), threading.get_ident()
+        past = self.deadline is not None and time.monotonic() >= self.deadline
         with _flights_lock:
-            flight = _flights.setdefault(key, own)
-            if flight is not own and self.deadline is not None and time.monotonic() >= self.deadline:
-                flight = _flights[key] = own if not flight.computing else flight  # its load hangs
-        if flight is own:
-            self._led[request] = own
-        elif flight.owner == own.owner:
-            raise FetchError("fetch: a chunk from within its own computing; expected no fetch there")
-        else:
+            flight = _flights.get(key)
+            if flight is not None and flight.owner == me:
+                raise FetchError("fetch: a chunk from within its own computing; expected no fetch there")
+            hangs = flight is not None and past and not flight.computing
+            if flight is None or hangs or flight.outdated:
+                flight = _flights[key] = self._led[request] = _Flight(self.store, request)
+        if request not in self._led:
             others[request] = flight
 
     def _land(self, request: Request, chunk: Chunk | None) -> None:
@@ -233,7 +260,7 @@ class _Round:
         with _flights_lock:
             if _flights.get(self._key(request)) is flight:
                 del _flights[self._key(request)]
-        flight.landed.set_result(chunk)
+        flight.land(chunk)
 
     def _wait_for(self, others: dict[Request, _Flight]) -> list[Request]:
         again: list[Request] = []
@@ -283,15 +310,7 @@ class _Round:
 
     def _streamed(self, store: ChunkStore, request: Request) -> Chunk | None:
         stream = store.stream(request.id, request.backbone, placement=self.placement, **_kept_as(request))
-        if stream is None:
-            if not store.contains(request.id, request.backbone, **_kept_as(request)):
-                return None
-            chunk = self._whole(store, request)  # it is queued, and not on the disk yet
-            if chunk is not None:
-                self._show(request, chunk)
-            return chunk
-        assert self.on_layer is not None
-        return stream.chunk(lambda layer, values: self._call(request, layer, values))
+        return None if stream is None else stream.chunk(lambda *layer: self._call(request, *layer))
 
     def _call(self, request: Request, layer: int, values: Mapping[str, AnyArray]) -> None:
         assert self.on_layer is not None

@@ -5,12 +5,13 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Self
 
 import numpy as np
 
 from ..basis import Basis, check_in_basis
 from ..chunk import AnyArray, Chunk
-from ..errors import InputError
+from ..errors import InputError, StoreReadOnlyError
 from ..layout import KVLayout
 from ..patch_metadata import Patch, PatchMetadata, check_is_chunk
 from .disk.budget import Budget
@@ -21,6 +22,7 @@ from .format.codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_
 from .format.expiry import Seconds, checked_ttl, expires_at
 from .format.naming import Encoding, Name, Names, Served, part_of
 from .format.objects import Blob
+from .io.per_root import shared
 from .metrics import Statistics
 from .serving import serving
 from .tenants import Deleted, delete_tenant
@@ -29,6 +31,7 @@ from .tiers.placement import LayerStream, Placement
 from .tiers.reader import TieredReader
 from .tiers.remote import Remote
 from .tiers.remote_tier import RemoteTier
+from .tiers.write_order import Write, WriteOrder
 from .tiers.writer import Ack, Writer, joined
 
 
@@ -82,8 +85,9 @@ class ChunkStore:
             self.tenant_disk.counters,
         )
         self._remote = None if remote is None else RemoteTier(remote, self.counters, self.disk.encryption)
-        self._writer = Writer(self._commit, queue)
-        self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, policy)
+        self.order = shared(WriteOrder, self.disk.root)
+        self._writer = Writer(self._commit, self.order, queue)
+        self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, self.order, policy)
 
     @property
     def names(self) -> Names:
@@ -116,12 +120,13 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
             jobs = [job for chunk in _all_of(Chunk, chunks) for job in self._jobs_of(chunk, encoding, ttl)]
-            self._commit([(name, make()) for name, make, _ in jobs])
+            self._put([(name, make()) for name, make, _ in jobs])
 
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
         """Queues a `put`; the future is done when the chunk is durable, or holds the error.
 
-        The arrays must not change until then. Waits while the queue is full. `flush` and `close` raise what failed.
+        Also where a later put or deletion of its name takes its place. A callback must not wait for another future. The
+        arrays must not change until then. Waits while the queue is full. `flush` and `close` raise what failed.
         """
         self.tenant_disk.expect_open()
         began = time.perf_counter()
@@ -171,7 +176,8 @@ class ChunkStore:
     ) -> LayerStream | None:
         """Opens a canonical for reading layer by layer, so that layer 0 is used while later ones are read.
 
-        From the disk, or from the remote store; then the disk keeps a copy once all of it was read. None: a miss.
+        Queued, from the disk, or from the remote store; then the disk keeps a copy once all of it was read, if nobody
+        wrote or deleted it since this was called. None: a miss.
 
         Args:
           placement: a sharding or device for one layer's [T, K, H], or one per channel.
@@ -200,21 +206,27 @@ class ChunkStore:
     def delete(self, id: str, backbone: str) -> bool:
         """Deletes a chunk with all its encodings, patches and encoder output, in quarantine too. Whether there was any.
 
+        What this process has queued of it is not written any more, and what it is writing is waited for.
+
         Raises:
           StoreReadOnlyError, StoreIOError.
         """
         self.tenant_disk.expect_open()
         name = self.names.canonical(backbone, id)
-        self._writer.settle(f"{name.folder}/{name.chunk}.")  # or what waits would come back
-        self._reader.drop_chunk(name.chunk_key)
-        try:
-            if self._remote is not None:  # first, so that nothing comes back from there
-                self._remote.delete(f"{name.folder}/{name.chunk}.")
-        finally:
-            # Canonicals first: whoever looks for one must not find it after part of the chunk is gone.
-            entries = sorted(self.disk.of_chunk(name), key=lambda entry: entry.part.partition(".")[0] != "kv")
-            gone = any([self.disk.delete(entry.path) for entry in entries])
-            purge(self.disk.root, name.tenant, name.chunk)
+        beginning = f"{name.folder}/{name.chunk}."
+        with self.order.turn_to_delete(beginning) as place:
+            self._reader.drop_chunk(name.chunk_key)
+            try:
+                if self._remote is not None:  # first, so that nothing comes back from there
+                    self._remote.delete(beginning)
+            finally:
+                with contextlib.suppress(StoreReadOnlyError):  # where nobody writes a copy either
+                    self.disk.note_deletion()
+                # Canonicals first: whoever looks for one must not find it after part of the chunk is gone.
+                entries = sorted(self.disk.of_chunk(name), key=lambda entry: entry.part.partition(".")[0] != "kv")
+                gone = any([self.disk.delete(entry.path) for entry in entries])
+                gone = self.order.outdate(beginning, place) or gone  # or what is queued would come back
+                purge(self.disk.root, name.tenant, name.chunk)
         return gone
 
     # -------------------------------------------------------------------------------- encoder outputs, patches
@@ -223,7 +235,7 @@ class ChunkStore:
         """Stores a tower's output, [T, D] or any shape, under a chunk's id or an `encoder_id`. Raises as `put`."""
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            self._commit([(self.names.encoder(backbone, id), encoder_blob(id, backbone, output, self._expiry(ttl)))])
+            self._put([(self.names.encoder(backbone, id), encoder_blob(id, backbone, output, self._expiry(ttl)))])
 
     def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
         """Reads a tower's output as a read-only host array; None where there is none."""
@@ -237,7 +249,7 @@ class ChunkStore:
         with self.counters.timed("put", "disk"):
             each = _all_of(Patch, patches)
             self._check_bases(each)
-            self._commit([(self.names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in each])
+            self._put([(self.names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in each])
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """Queues a patch, as `put_async` does a chunk; patches queued close together are committed together."""
@@ -289,7 +301,7 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         expires = self._expiry(ttl)
         with self.counters.timed("put", "disk"):
-            self._commit([(self.names.encoder(basis.backbone, id), blob) for id, blob in basis_blobs(basis, expires)])
+            self._put([(self.names.encoder(basis.backbone, id), blob) for id, blob in basis_blobs(basis, expires)])
 
     def get_basis(self, digest: str, layout: KVLayout, backbone: str) -> Basis | None:
         """Reads a basis; None where there is none whose bits are those that the digest names."""
@@ -333,7 +345,10 @@ class ChunkStore:
         finally:
             self._reader.clear()
             self.tenant_disk.forget_usage()
-            deleted = delete_tenant(self.disk, self.names, None if self._remote is None else self._remote.remote)
+            beginning = f"{self.names.space}/"
+            with self.order.turn_to_delete(beginning) as place:
+                deleted = delete_tenant(self.disk, self.names, None if self._remote is None else self._remote.remote)
+                self.order.outdate(beginning, place)
         return deleted
 
     def statistics(self) -> Statistics:
@@ -352,7 +367,7 @@ class ChunkStore:
         self._reader.clear()
         self._writer.close()
 
-    def __enter__(self) -> "ChunkStore":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -396,14 +411,22 @@ class ChunkStore:
         ack.add_done_callback(note)
         return ack
 
-    def _commit(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
-        items = [(name, self.tenant_disk.sealed(name, blob)) for name, blob in blobs]
-        self.tenant_disk.put(items)
-        for name, _ in items:
-            self._reader.replaced(name)
-        if self._remote is not None:
-            with self.counters.timed("commit", "remote"):
-                self._remote.put(items)
+    def _put(self, blobs: Sequence[tuple[Name, Blob]]) -> None:
+        self._commit([(self.order.begin(name), blob) for name, blob in blobs])
+
+    def _commit(self, blobs: Sequence[tuple[Write, Blob]]) -> None:
+        """Writes objects to the disk and the remote store, but for those of whose names there are newer ones."""
+        with self.order.turn([write for write, _ in blobs]) as writes:
+            each = [(write.name, blob) for write, blob in blobs if write in writes]
+            items = [(name, self.tenant_disk.sealed(name, blob)) for name, blob in each]
+            if not items:
+                return
+            self.tenant_disk.put(items)
+            for name, _ in items:
+                self._reader.replaced(name)
+            if self._remote is not None:
+                with self.counters.timed("commit", "remote"):
+                    self._remote.put(items)
 
 
 def _all_of[T](kind: type[T], values: Iterable[T]) -> list[T]:

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import time
 
+from .disk.directory import note_deletion
 from .disk.disk import Disk
 from .disk.quarantine import purge
 from .disk.unfinished import WHOLE, sweep_unfinished
@@ -30,7 +31,8 @@ def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Del
 
     The tenant's directories (libraries, then chunks) are renamed away first, so that a crash leaves all or nothing of
     each to be seen; what is left to remove is removed by the next call, or by `finish`. Doing it again is allowed.
-    Nothing of other tenants is touched. A put of the same tenant that is under way may come after it: it is then there.
+    Nothing of other tenants is touched. A put of the same tenant that is under way may come after it: it is then there
+    (`ChunkStore.delete_tenant` waits for those of its own process).
 
     Raises:
       StoreReadOnlyError, StoreIOError: not all of it was deleted; the rest of it was.
@@ -57,10 +59,11 @@ def _rename_away(disk: Disk, space: str, tenant: str) -> None:
     above, _, name = space.rpartition("/")
     with (
         folder(disk.root, "deleted", make=True) as target,
-        locked(f"{disk.root}/names.lock", shared=False),
+        locked(f"{disk.root}/names.lock", shared=False) as lock,
         contextlib.suppress(FileNotFoundError),
         folder(disk.root, above) as source,
     ):
+        note_deletion(lock)
         rename(source, name, target, f"{tenant}.{os.getpid()}-{time.time_ns()}")
         os.fsync(source)
         os.fsync(target)

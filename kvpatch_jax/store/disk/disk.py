@@ -41,7 +41,16 @@ from ..io.files import (
     write_all,
 )
 from .counters import Counters
-from .directory import DirectoryEntry, Still, directory_entry, removing, scan
+from .directory import (
+    DirectoryEntry,
+    NameState,
+    Still,
+    directory_entry,
+    name_state,
+    note_deletion,
+    removing,
+    scan,
+)
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within
 from .writing import Elsewhere, ObjectWriter
@@ -98,6 +107,22 @@ class Disk:
         self.counters.add("puts", len(items))
         self.counters.add("put_bytes", total)
         return total
+
+    def copy(self, name: Name, blob: Blob, before: NameState) -> int:
+        """Writes an object that was read elsewhere, as `ObjectWriter.copy`, and counts it. Bytes of its file."""
+        nbytes = self.writer.copy(name, blob, before)
+        self.counters.add("puts", int(nbytes > 0))
+        self.counters.add("put_bytes", nbytes)
+        return nbytes
+
+    def name_state(self, name: Name) -> NameState:
+        """Returns the state of a name, for `copy`."""
+        return name_state(self.root, name.path)
+
+    def note_deletion(self) -> None:
+        """Has copies of what was read until now come too late to be written, in every process. Raises StoreError."""
+        with typed_errors("store: delete"), locked(f"{self.root}/names.lock", shared=False) as lock:
+            note_deletion(lock)
 
     def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], copy: bool) -> int:
         """Adds groups of objects under names that are free, all or none, as `ObjectWriter.add_all`. How many."""

@@ -22,6 +22,7 @@ from ..format.objects import Blob, file_size
 from ..io.thread_pool import tell_of_forks
 from .budget import Budget
 from .counters import Counters
+from .directory import NameState
 from .disk import Disk
 from .eviction import collect, make_room
 from .root_config import check_key, secret_of
@@ -107,6 +108,11 @@ class TenantDisk:
         with self.counters.timed("commit", "disk"):
             written = self.disk.put_group(items)
         self._note_written(written)
+
+    def copy(self, name: Name, blob: Blob, before: NameState) -> None:
+        """Writes an object that was read elsewhere, as `ObjectWriter.copy`, after making room for it."""
+        self.make_room(functools.partial(file_size, blob, name.file))
+        self._note_written(self.disk.copy(name, blob, before))
 
     def add(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], need: int, *, copy: bool = False) -> int:
         """Adds objects from elsewhere to the disk, each only where nothing has its name yet: all of them or none.

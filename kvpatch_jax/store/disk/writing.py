@@ -35,7 +35,7 @@ from ..io.files import (
     written,
 )
 from ..io.thread_pool import ThreadPool
-from .directory import removing, was_written
+from .directory import NameState, name_state, removing, was_written
 from .root_config import check_key
 
 _numbers = itertools.count()
@@ -98,6 +98,22 @@ class ObjectWriter:
                     self._publish(name, place, rename)
         return sum(size for *_, size in files)
 
+    def copy(self, name: Name, blob: Blob, before: NameState) -> int:
+        """Writes an object that was read elsewhere, if its name's state before that still allows it.
+
+        Returns:
+          The bytes of its file; 0 where it was not written. Raises as `put`.
+        """
+        with typed_errors("store: put a copy"), contextlib.ExitStack() as stack:
+            aside = stack.enter_context(self.temporaries())
+            write = functools.partial(write_blob, blob=blob, name=name.file)
+            place, fd, header = stack.enter_context(self.written(name, aside, write))
+            sync_files([fd])
+            with self._naming([(name, blob)], noted=True, before=before) as allowed:
+                if allowed:
+                    self._publish(name, place, rename)
+        return header.size if allowed else 0
+
     def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], copy: bool) -> int:
         """Calls `add` for every group, and removes what it added again if anything is raised. How many were added."""
         added: dict[str, Identity] = {}
@@ -140,15 +156,22 @@ class ObjectWriter:
             self.add(refused, added, copy=True)
 
     @contextlib.contextmanager
-    def _naming(self, items: Sequence[tuple[Name, object]], noted: bool) -> Iterator[None]:
+    def _naming(
+        self, items: Sequence[tuple[Name, object]], noted: bool, before: NameState | None = None
+    ) -> Iterator[bool]:
         """Locks the names of the root while objects get theirs, then syncs their folders.
 
-        `noted`: whether the tenants' key-check files are written and compared, since a deletion may have removed them.
+        Args:
+          noted: whether the tenants' key-check files are written and compared, since a deletion may have removed them.
+          before: the state of the one name before it was read elsewhere. Yields whether it may be written still.
         """
-        with locked(f"{self.root}/names.lock", shared=True):
+        with locked(f"{self.root}/names.lock", shared=before is None):
+            if before is not None and not before.allows(name_state(self.root, items[0][0].path)):
+                yield False
+                return
             for space in sorted({f"obj/{name.tenant}" for name, _ in items} if noted else ()):
                 check_key(self.root, space, self._check, note=True)
-            yield
+            yield True
         # Without the lock: it is not fair, so that syncs under it could keep whoever deletes waiting for long.
         for each in sorted({name.folder for name, _ in items}):
             with folder(self.root, each) as fd:

@@ -62,6 +62,10 @@ class Blob:
         """Bytes of the leaves."""
         return sum(array.nbytes for array in self.arrays.values())
 
+    def some(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Returns some of the leaves, as reading an object does."""
+        return {name: self.arrays[name] for name in names}
+
 
 def blob_of(header: Header, arrays: Arrays) -> Blob:
     """Makes an object of what was read, to be written again."""
@@ -96,9 +100,14 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+def planned_header(blob: Blob, name: str) -> Header:
+    """Makes the header of an object's file, but for its leaves' checksums."""
+    return make_header(name, blob.kind, blob.expires, blob.body, blob.specs)[1]
+
+
 def file_size(blob: Blob, name: str) -> int:
     """Returns the size of an object's file, in bytes."""
-    return make_header(name, blob.kind, blob.expires, blob.body, blob.specs)[1].size
+    return planned_header(blob, name).size
 
 
 _helpers = ThreadPool(_WORKERS, "kvpatch-crc")

@@ -409,8 +409,8 @@ def sync_files(fds: Sequence[int]) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: str, *, shared: bool, below: str = "") -> Iterator[None]:
-    """Holds a lock file among threads and processes; the system releases it when a process dies.
+def locked(path: str, *, shared: bool, below: str = "") -> Iterator[int]:
+    """Holds a lock file, which it yields open, among threads and processes; the system releases it when a process dies.
 
     Args:
       below: where `path` leads on, without links: `path` is then the root.
@@ -419,7 +419,7 @@ def locked(path: str, *, shared: bool, below: str = "") -> Iterator[None]:
     with open_regular(root, name, os.O_RDWR | os.O_CREAT) as fd:
         fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         try:
-            yield
+            yield fd
         finally:  # closing is not enough where a process was forked meanwhile: it has the descriptor too
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)

@@ -3,18 +3,20 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from ...chunk import Chunk
 from ...errors import StoreCorruptError, StoreError
+from ..disk.directory import NameState
 from ..disk.tenant_disk import TenantDisk
 from ..format.codec import chunk_of, content_in, memory_of
 from ..format.naming import Name, part_of, unreduced_part
-from ..format.objects import Blob, Found
+from ..format.objects import Blob, Found, planned_header
 from .memory import CANONICAL, CacheEntry, MemoryTier, Policy
 from .placement import LayerStream, Placement, place_chunk, placement_key
 from .remote_tier import Arriving, RemoteTier
+from .write_order import Write, WriteOrder
 from .writer import Writer
 
 type Build[T] = Callable[[Mapping[str, Any], Any], T]
@@ -24,17 +26,30 @@ _NOT_A_CHUNK = (StoreError, KeyError, IndexError, TypeError, ValueError, Attribu
 """What `LayerStream` raises for the header of a body that does not make a chunk."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Copy:
+    """A look-up that may end in a copy of a remote object on the disk, and the state of its name before it began."""
+
+    write: Write
+    before: NameState
+    remote: RemoteTier
+
+
 class TieredReader:
     """Reads one tenant's objects and keeps copies in memory: host arrays, and chunks placed on devices.
 
     Args:
       writer: whose queued objects are read before the disk's.
       remote: read after the disk, which then keeps a copy; None: there is none.
+      order: of the root's writes; no copy is kept of what was written or deleted since it was looked for.
       policy: of both memory tiers, whose budgets are the tenant's.
     """
 
-    def __init__(self, tenant_disk: TenantDisk, writer: Writer, remote: RemoteTier | None, policy: Policy):
+    def __init__(
+        self, tenant_disk: TenantDisk, writer: Writer, remote: RemoteTier | None, order: WriteOrder, policy: Policy
+    ):
         self._tenant_disk, self._disk, self._writer, self._remote = tenant_disk, tenant_disk.disk, writer, remote
+        self._order = order
         self._counters, budget = tenant_disk.counters, tenant_disk.budget
         common = (policy, tenant_disk.pinned, tenant_disk.counters, tenant_disk.clock)
         self.host: MemoryTier[Any] = MemoryTier("host", budget.host, *common)
@@ -69,7 +84,9 @@ class TieredReader:
         """
         began, tier = time.perf_counter(), "none"
         if (blob := self._writer.waiting(name)) is not None:
-            own = self._built_from_queue(name, blob, build, rank)
+            own = None
+            if not self._has_expired(blob):
+                own = CacheEntry(build(blob.body, blob.arrays), blob.nbytes, rank, name.chunk_key, blob.expires)
             self._answered("none" if own is None else "host", began)
             return own
 
@@ -78,11 +95,12 @@ class TieredReader:
             self._answered("host", began)
             return held
 
-        found = self._disk.get(name)
-        if found is not None:
-            tier = "disk"
-        elif (found := self._from_remote(name)) is not None:
-            tier = "remote"
+        with self._copying(name) as copy:
+            found = self._disk.get(name)
+            if found is not None:
+                tier = "disk"
+            elif copy is not None and (found := self._from_remote(copy)) is not None:
+                tier = "remote"
         held = None if found is None else self._built(name, found, build, rank)
         if held is not None:
             self.host.put(name.path, held)
@@ -92,7 +110,8 @@ class TieredReader:
     def load_placed(self, name: Name, placement: Placement) -> CacheEntry[Chunk] | None:
         """Reads a canonical onto devices, and keeps it in the device tier. Otherwise as `load`."""
         began, key = time.perf_counter(), (name.path, placement_key(placement))
-        held: CacheEntry[Chunk] | None = self._remembered(self.device, key, name)
+        # What is queued is newer than what the disk has, and with it the device.
+        held: CacheEntry[Chunk] | None = None if self._writer.has(name) else self._remembered(self.device, key, name)
         if held is not None:
             self._answered("device", began)
             return held
@@ -106,13 +125,19 @@ class TieredReader:
         return held
 
     def stream(self, name: Name, placement: Placement | None) -> LayerStream | None:
-        """Opens a canonical for reading layer by layer, from the disk or the remote store; None: a miss."""
+        """Opens a canonical for reading layer by layer, queued, from the disk or the remote store; None: a miss."""
         stream, tier, held = None, "disk", contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            opening = stack.enter_context(self._disk.reading(name))
-            if opening is None and self._remote is not None and (arriving := self._remote.open(name)) is not None:
-                opening, tier = (arriving.header, arriving.read), "remote"
-                stack.callback(self._promote, name, arriving)
+            if (queued := self._writer.waiting(name)) is not None:
+                tier, opening = "host", None
+                if not self._has_expired(queued):
+                    opening = planned_header(queued, name.file), queued.some
+            else:
+                copy = stack.enter_context(self._copying(name))
+                opening = stack.enter_context(self._disk.reading(name))
+                if opening is None and copy is not None and (arriving := copy.remote.open(name)) is not None:
+                    opening, tier = (arriving.header, arriving.read), "remote"
+                    stack.callback(self._keep, copy, arriving)
             with contextlib.suppress(*_NOT_A_CHUNK):
                 stream = None if opening is None else LayerStream(*opening, placement, held)
             if stream is not None:
@@ -160,11 +185,8 @@ class TieredReader:
 
     # ---------------------------------------------------------------------------------------------- inside
 
-    def _built_from_queue[T](self, name: Name, blob: Blob, build: Build[T], rank: int) -> CacheEntry[T] | None:
-        """An object that was put and is not durable yet, as it will be read then; None where it expired."""
-        if blob.expires is not None and self._tenant_disk.clock() >= blob.expires:
-            return None
-        return CacheEntry(build(blob.body, blob.arrays), blob.nbytes, rank, name.chunk_key, blob.expires)
+    def _has_expired(self, blob: Blob) -> bool:
+        return blob.expires is not None and self._tenant_disk.clock() >= blob.expires
 
     def _remembered(self, tier: MemoryTier[Any], key: Hashable, name: Name) -> CacheEntry[Any] | None:
         """A tier's copy, if the disk has the same version: another process may have replaced or deleted it."""
@@ -192,21 +214,33 @@ class TieredReader:
         nbytes = max(header.size, memory_of(value))  # a reduced encoding is held as wide as it was
         return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
 
-    def _from_remote(self, name: Name) -> Found | None:
-        arriving = None if self._remote is None else self._remote.open(name)
+    @contextlib.contextmanager
+    def _copying(self, name: Name) -> Iterator[_Copy | None]:
+        """Begins looking for an object that the remote store may have; None where there is no such store."""
+        if self._remote is None:
+            yield None
+            return
+        write = self._order.copy(name)
+        try:
+            yield _Copy(write, self._disk.name_state(name), self._remote)
+        finally:
+            self._order.end(write)
+
+    def _from_remote(self, copy: _Copy) -> Found | None:
+        arriving = copy.remote.open(copy.write.name)
         arrays = None if arriving is None else arriving.whole()
         if arriving is None or arrays is None:
             return None
-        self._promote(name, arriving)
+        self._keep(copy, arriving)
         return Found(arriving.header, arrays)
 
-    def _promote(self, name: Name, arriving: Arriving) -> None:
-        """Writes a remote object to the disk, if every leaf of it has come and there is room."""
-        blob = arriving.blob
-        if blob is None:
+    def _keep(self, copy: _Copy, arriving: Arriving) -> None:
+        """Writes a remote object to the disk, if every leaf of it has come, there is room, and nothing newer is."""
+        if (blob := arriving.blob) is None:
             return
-        try:
-            self._tenant_disk.make_room(lambda: arriving.stored.size)
-            self._disk.put(name, blob)
-        except StoreError:
-            self._counters.add("promotion_errors")
+        with self._order.turn_to_copy(copy.write) as may:
+            if may:
+                try:
+                    self._tenant_disk.copy(copy.write.name, blob, copy.before)
+                except StoreError:
+                    self._counters.add("promotion_errors")

@@ -1,4 +1,7 @@
-"""Asynchronous puts: a queue bounded in bytes, one writing thread, small objects committed in groups."""
+"""Asynchronous puts: a queue bounded in bytes, one writing thread, small objects committed in groups.
+
+Futures are set in a thread of their own, so that what a callback waits for is written meanwhile.
+"""
 
 import atexit
 import collections
@@ -14,14 +17,15 @@ from ...errors import StoreClosedError
 from ..format.naming import Name
 from ..format.objects import Blob
 from ..io.thread_pool import tell_of_forks
+from .write_order import Write, WriteOrder
 
-Put = Callable[[Sequence[tuple[Name, Blob]]], object]
+Put = Callable[[Sequence[tuple[Write, Blob]]], object]
 Ack = concurrent.futures.Future[None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Job:
-    name: Name
+    write: Write
     make: Callable[[], Blob] = dataclasses.field(repr=False)
     nbytes: int
     future: concurrent.futures.Future[None]
@@ -42,29 +46,41 @@ class Writer:
 
     Args:
       put: writes a group durably, or raises.
+      order: of the root's writes; what it says is outdated is not written, and not read from the queue.
       room: bytes that may wait; who adds more waits until there is room. An object larger than that goes alone.
       small: objects up to so many bytes are committed together, `group` at most, none waiting longer than `patience`
         seconds for others.
     """
 
-    def __init__(self, put: Put, room: int = 256 << 20, small: int = 4 << 20, group: int = 64, patience: float = 0.005):
-        self._put, self._room, self._small, self._group, self._patience = put, room, small, group, patience
+    def __init__(
+        self,
+        put: Put,
+        order: WriteOrder,
+        room: int = 256 << 20,
+        small: int = 4 << 20,
+        group: int = 64,
+        patience: float = 0.005,
+    ):
+        self._put, self._order = put, order
+        self._room, self._small, self._group, self._patience = room, small, group, patience
         self._jobs: collections.deque[_Job] = collections.deque()
         self._newest: dict[str, _Job] = {}  # by path, until it is durable or failed
         self._bytes = self._busy = 0
         self._batch: list[_Job] = []
+        self._outcomes: collections.deque[tuple[_Job, BaseException | None]] = collections.deque()  # to be told
         self._errors: list[BaseException] = []
-        self._closed = False
+        self._closed = self._ended = False
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         tell_of_forks(self)
 
     def forked(self) -> None:
         """Empties the queue in a forked process: the parent writes what was queued, and futures here raise that."""
-        orphans = [*self._batch, *self._jobs]
-        self._jobs, self._batch, self._errors = collections.deque(), [], []
+        orphans = [*(job for job, _ in self._outcomes), *self._batch, *self._jobs]
+        self._jobs, self._outcomes, self._batch, self._errors = collections.deque(), collections.deque(), [], []
+        self._newest = {}
         self._bytes = self._busy = 0
-        self._changed, self._thread = threading.Condition(), None
+        self._changed, self._threads = threading.Condition(), []
         for job in orphans:
             if not job.future.done():
                 job.future.set_exception(
@@ -83,54 +99,55 @@ class Writer:
             self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + nbytes <= self._room)
             if self._closed:
                 raise StoreClosedError("store: put after close; expected an open store")
-            self._jobs.append(job := _Job(name, make, nbytes, future))
+            self._jobs.append(job := _Job(self._order.queue(name), make, nbytes, future))
             self._newest[name.path] = job
             self._bytes += nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvpatch-writer", daemon=True)
-                self._thread.start()
+            if not self._threads:
+                for name_, run in (("kvpatch-writer", self._run), ("kvpatch-acknowledge", self._acknowledge)):
+                    self._threads.append(threading.Thread(target=run, name=name_, daemon=True))
+                    self._threads[-1].start()
                 atexit.register(self.close)  # what was queued is written before the interpreter ends
             self._changed.notify_all()
         return future
 
     def has(self, name: Name) -> bool:
-        """Whether an object of that name was queued and is not durable yet."""
-        return name.path in self._newest
+        """Whether an object of that name was queued and is neither durable yet nor outdated."""
+        return self._waiting(name.path) is not None
 
     def waiting(self, name: Name) -> Blob | None:
-        """Returns the newest queued object of a name that is not durable yet; None too where it cannot be made."""
-        job = self._newest.get(name.path)
+        """Returns the newest queued object of a name, as long as `has` says so; None too where it cannot be made."""
+        job = self._waiting(name.path)
         with contextlib.suppress(Exception):  # the acknowledgement tells
             return None if job is None else job.blob()
         return None
 
     def waiting_paths(self, beginning: str) -> list[str]:
-        """Lists paths of objects that are not durable yet, of those that begin with `beginning`."""
+        """Lists paths of objects that `has` is true of, of those that begin with `beginning`."""
         with self._changed:
-            return [path for path in self._newest if path.startswith(beginning)]
+            return [path for path in self._newest if path.startswith(beginning) and self._waiting(path) is not None]
 
-    def settle(self, beginning: str) -> None:
-        """Waits until nothing is queued whose path begins so. Failures are left for futures and `flush`."""
-        with self._changed:
-            self._changed.wait_for(lambda: not any(path.startswith(beginning) for path in self._newest))
+    def _waiting(self, path: str) -> _Job | None:
+        job = self._newest.get(path)
+        return None if job is None or job.write.outdated else job
 
     def _end(self, jobs: Sequence[_Job]) -> None:
         """Takes finished jobs out of the queue's index, before their futures are set."""
         with self._changed:
             for job in jobs:
-                if self._newest.get(job.name.path) is job:
-                    del self._newest[job.name.path]
-            self._changed.notify_all()
+                self._order.end(job.write)
+                if self._newest.get(job.write.name.path) is job:
+                    del self._newest[job.write.name.path]
 
     def flush(self) -> None:
-        """Waits until everything queued is durable.
+        """Waits until everything queued is durable and acknowledged; in a callback of a future only the former.
 
         Raises:
           StoreError: the first failure since the last `flush`, whether or not its future was looked at; further ones
             are in its notes.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._jobs and not self._busy)
+            told = self._acknowledges()
+            self._changed.wait_for(lambda: not (self._jobs or self._busy) and (told or not self._outcomes))
             errors, self._errors = self._errors, []
         if errors:
             for other in errors[1:]:
@@ -138,21 +155,44 @@ class Writer:
             raise errors[0]
 
     def close(self) -> None:
-        """Writes what is queued and ends the thread. Raises as `flush`; closing twice is allowed."""
+        """Writes what is queued and ends the threads. Raises as `flush`; closing twice is allowed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        if self._threads:
             atexit.unregister(self.close)
         self.flush()
 
+    def _acknowledges(self) -> bool:
+        """Whether the caller is a callback of a future."""
+        return threading.current_thread() in self._threads
+
     def _run(self) -> None:
         while batch := self._next():
-            self._write(batch)
+            outcomes = self._written(batch)
             with self._changed:
+                self._errors += [error for _, error in outcomes if error is not None]
+                self._outcomes += outcomes
                 self._bytes -= sum(job.nbytes for job in batch)
                 self._busy, self._batch = 0, []
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _acknowledge(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._outcomes or self._ended)
+                if not self._outcomes:
+                    return
+                job, error = self._outcomes[0]
+            job.future.set_result(None) if error is None else job.future.set_exception(error)
+            with self._changed:
+                self._outcomes.popleft()
                 self._changed.notify_all()
 
     def _next(self) -> list[_Job]:
@@ -183,22 +223,17 @@ class Writer:
                 break
         return batch
 
-    def _write(self, batch: list[_Job]) -> None:
+    def _written(self, batch: list[_Job]) -> list[tuple[_Job, BaseException | None]]:
+        """Writes a group. Each job with the error that it failed by."""
         try:
-            self._put([(job.name, job.blob()) for job in batch])
+            self._put([(job.write, job.blob()) for job in batch if not job.write.outdated])
         except BaseException as error:
-            if len(batch) == 1:
-                with self._changed:
-                    self._errors.append(error)
-                self._end(batch)
-                batch[0].future.set_exception(error)
-            else:  # one bad object must not take the others along
-                for job in batch:
-                    self._write([job])
-        else:
+            if len(batch) > 1:  # one bad object must not take the others along
+                return [outcome for job in batch for outcome in self._written([job])]
             self._end(batch)
-            for job in batch:
-                job.future.set_result(None)
+            return [(batch[0], error)]
+        self._end(batch)
+        return [(job, None) for job in batch]
 
 
 def joined(acks: Sequence[Ack]) -> Ack:

@@ -1,0 +1,89 @@
+"""Stores and remote stores that tests hold up at chosen moments."""
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorstore
+from store_processes import wait_until
+
+from kvpatch_jax.store import ChunkStore, KeyValueStore
+
+PATIENCE = 120
+"""Seconds that only a hang takes."""
+
+
+class Gate:
+    """Holds up whoever comes by until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.go.wait(PATIENCE)
+
+
+@contextlib.contextmanager
+def in_a_thread[T](call: Callable[[], T]) -> Iterator[concurrent.futures.Future[T]]:
+    """Calls a function in a thread, which has ended when this is left."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+        yield future
+        future.result(PATIENCE)
+
+
+def soon(done: Callable[[], bool]) -> None:
+    """Gives what must not happen a moment to happen."""
+    with contextlib.suppress(AssertionError):
+        wait_until(done, 0.2)
+
+
+class GatedStore(ChunkStore):
+    """A store whose asynchronous puts wait at a gate before anything of them is written."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.gate, put_group = Gate(), self.disk.put_group
+
+        def gated(items: Any) -> int:
+            if threading.current_thread().name == "kvpatch-writer":
+                self.gate.wait()
+            return put_group(items)
+
+        self.disk.put_group = gated
+
+
+class GatedRemote:
+    """A remote store whose objects wait at a gate when all of them was read; puts at gates before they begin."""
+
+    def __init__(self) -> None:
+        self.inner = KeyValueStore({"driver": "memory"}, context=tensorstore.Context())
+        self.read_gate: Gate | None = None
+        self.put_gates: list[Gate] = []
+
+    def put(self, name: Any, blob: Any) -> None:
+        if self.put_gates:
+            self.put_gates.pop(0).wait()
+        self.inner.put(name, blob)
+
+    def open(self, name: Any) -> Any:
+        found = self.inner.open(name)
+        if found is None:
+            return None
+
+        def read(names: Any) -> Any:
+            arrays = found.read(names)
+            if self.read_gate is not None and names[-1] == list(found.header.leaves)[-1]:
+                self.read_gate.wait()
+            return arrays
+
+        return found._replace(read=read)
+
+    def delete(self, path: str) -> None:
+        self.inner.delete(path)
+
+    def paths(self, prefix: str) -> list[str]:
+        return self.inner.paths(prefix)
