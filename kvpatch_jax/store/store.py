@@ -5,7 +5,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Self
 
 import numpy as np
 
@@ -367,7 +366,7 @@ class ChunkStore:
         self._reader.clear()
         self._writer.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ChunkStore":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -40,6 +40,7 @@ from ..io.files import (
     typed_errors,
     write_all,
 )
+from ..io.per_root import shared
 from .counters import Counters
 from .directory import (
     DirectoryEntry,
@@ -53,6 +54,7 @@ from .directory import (
 )
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within
+from .recent_use import RecentUse
 from .writing import Elsewhere, ObjectWriter
 
 _KNOWN = 256
@@ -94,6 +96,7 @@ class Disk:
                 if not os.path.isdir(f"{self.root}/{top}"):
                     make_directories(self.root, top)
         self.writer = ObjectWriter(self.root, self.encryption.check)
+        self.recent_use = shared(RecentUse, self.root)
 
     # ----------------------------------------------------------------------------------------------- writing
 
@@ -290,18 +293,23 @@ class Disk:
         return scan(self.root, below)
 
     def is_current(self, name: Name, known: Version) -> Version | None:
-        """Checks that an object is still the one that was read. Its version as the directory shows it now, else None.
+        """Checks that an object is still the one that was read, and counts that as a use of it. Its version as the
+        directory shows it now, else None.
 
         A file that was only used or linked since is opened, and its header's checksum compared.
         """
         path = f"{self.root}/{name.path}"
         try:
-            file = identity(os.lstat(path))
-            if file == known.file:  # the common case costs one system call
+            stat = os.lstat(path)
+            due = self.recent_use.note(name.path, time.time(), stat.st_atime)
+            if identity(stat) == known.file and not due:  # the common case costs one system call
                 return known
             with open_regular(self.root, name.path, noatime=True) as fd:
-                file = identity(os.fstat(fd))
-                return Version(file, known.crc) if opening_crc(os.pread(fd, OPENING_BYTES, 0)) == known.crc else None
+                if opening_crc(os.pread(fd, OPENING_BYTES, 0)) != known.crc:
+                    return None
+                if due:
+                    self._touch(fd)
+                return Version(identity(os.fstat(fd)), known.crc)
         except OSError:
             return None
 

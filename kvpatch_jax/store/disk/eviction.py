@@ -142,7 +142,8 @@ def _units_of(disk: Disk, parts: dict[str, DirectoryEntry]) -> list[_Unit]:
         turn = 1 if derived else 2 if canonical and "enc" in parts else 3
         turn = 0 if looked[part][1] else turn
         with_patches = canonical and not derived
-        units.append(_Unit(turn, entry.used, (entry, *patches) if with_patches else (entry,)))
+        used = disk.recent_use.last(entry.path, entry.used)
+        units.append(_Unit(turn, used, (entry, *patches) if with_patches else (entry,)))
     return units
 
 

@@ -55,6 +55,9 @@ class GatedStore(ChunkStore):
 
         self.disk.put_group = gated
 
+    def __enter__(self) -> "GatedStore":
+        return self
+
 
 class GatedRemote:
     """A remote store whose objects wait at a gate when all of them was read; puts at gates before they begin."""
