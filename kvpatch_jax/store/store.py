@@ -18,14 +18,14 @@ from .disk.quarantine import purge
 from .disk.tenant_disk import TenantDisk
 from .format.bases import basis_blobs, basis_id, basis_of, completed
 from .format.codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_parts, with_encoder
-from .format.expiry import Seconds, checked_ttl, expires_at
+from .format.expiry import Seconds, checked_ttl, expires_at, is_before, later
 from .format.naming import Encoding, Name, Names, Served, part_of
 from .format.objects import Blob
 from .io.per_root import shared
 from .metrics import Statistics
 from .serving import serving
 from .tenants import Deleted, delete_tenant
-from .tiers.memory import CANONICAL, DERIVED, ENCODER, Policy
+from .tiers.memory import CANONICAL, DERIVED, ENCODER, CacheEntry, Policy
 from .tiers.placement import LayerStream, Placement
 from .tiers.reader import TieredReader
 from .tiers.remote import Remote
@@ -239,24 +239,29 @@ class ChunkStore:
     def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
         """Reads a tower's output as a read-only host array; None where there is none."""
         self.tenant_disk.expect_open()
-        held = self._reader.load(self.names.encoder(backbone, id), lambda body, arrays: arrays["encoder"], ENCODER)
+        held = self._encoder_entry(id, backbone)
         return None if held is None else held.value
 
     def put_patches(self, patches: Sequence[Patch], *, ttl: Seconds | None = None) -> None:
-        """Stores patches in one commit, durable when this returns. Raises as `put`; then none is acknowledged."""
+        """Stores patches in one commit, durable when this returns. Raises as `put`; then none is acknowledged.
+
+        A basis that would expire before them is made to live longer.
+        """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            each = _all_of(Patch, patches)
-            self._check_bases(each)
-            self._put([(self.names.patch(patch), patch_blob(patch, self._expiry(ttl))) for patch in each])
+            each, expires = _all_of(Patch, patches), self._expiry(ttl)
+            bases = self._bases_to_keep(each, expires)
+            self._put([*bases, *((self.names.patch(patch), patch_blob(patch, expires)) for patch in each)])
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """Queues a patch, as `put_async` does a chunk; patches queued close together are committed together."""
         self.tenant_disk.expect_open()
-        (patch,), began = _all_of(Patch, [patch]), time.perf_counter()
-        self._check_bases([patch])
-        make = functools.partial(patch_blob, patch, self._expiry(ttl))
-        return self._timed(self._writer.add(self.names.patch(patch), make, patch.nbytes), began)
+        (patch,), began, expires = _all_of(Patch, [patch]), time.perf_counter(), self._expiry(ttl)
+        bases = self._bases_to_keep([patch], expires)
+        acks = [self._writer.add(name, lambda blob=blob: blob, blob.nbytes) for name, blob in bases]
+        make = functools.partial(patch_blob, patch, expires)
+        acks.append(self._writer.add(self.names.patch(patch), make, patch.nbytes))
+        return self._timed(acks[0] if len(acks) == 1 else joined(acks), began)
 
     def get_patches(self, served: Served | PatchMetadata) -> list[Patch]:
         """Reads every stored patch that serves this chunk, antecedent, base and frame, largest first.
@@ -296,11 +301,14 @@ class ChunkStore:
         return sum(part.startswith("p.") for part in parts)
 
     def put_basis(self, basis: Basis, *, ttl: Seconds | None = None) -> None:
-        """Stores a basis that patches share, under its digest, before the patches that name it. Raises as `put`."""
+        """Stores a basis that patches share, under its digest, before the patches that name it. Raises as `put`.
+
+        One that is there keeps its life if that is longer: patches may be in it.
+        """
         self.tenant_disk.expect_open()
         expires = self._expiry(ttl)
         with self.counters.timed("put", "disk"):
-            self._put([(self.names.encoder(basis.backbone, id), blob) for id, blob in basis_blobs(basis, expires)])
+            self._put(self._basis_objects(basis, later(expires, self._basis_expires(basis))))
 
     def get_basis(self, digest: str, layout: KVLayout, backbone: str) -> Basis | None:
         """Reads a basis; None where there is none whose bits are those that the digest names."""
@@ -374,8 +382,13 @@ class ChunkStore:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _check_bases(self, patches: Sequence[Patch]) -> None:
-        """Refuses patches in a basis that is not stored, and patches that are not in the basis they name."""
+    def _bases_to_keep(self, patches: Sequence[Patch], expires: float | None) -> list[tuple[Name, Blob]]:
+        """Refuses patches in a basis that is not stored, and patches that are not in the basis they name.
+
+        Returns:
+          The objects of bases that would expire before the patches do, expiring after them.
+        """
+        bases: dict[str, Basis] = {}
         for patch in patches:
             metadata = patch.metadata
             if metadata.basis is None:
@@ -384,6 +397,27 @@ class ChunkStore:
             if basis is None:
                 raise InputError(f"store: a patch in basis {metadata.basis}; expected it stored first, by put_basis")
             check_in_basis(patch, basis)
+            bases[basis.digest] = basis
+
+        # An eighth longer than need be, or each of many patches with the same ttl would have its basis written again.
+        until = None if expires is None else expires + (expires - self.tenant_disk.clock()) / 8
+        short = [basis for basis in bases.values() if is_before(self._basis_expires(basis), expires)]
+        return [named for basis in short for named in self._basis_objects(basis, until)]
+
+    def _basis_objects(self, basis: Basis, expires: float | None) -> list[tuple[Name, Blob]]:
+        return [(self.names.encoder(basis.backbone, id), blob) for id, blob in basis_blobs(basis, expires)]
+
+    def _basis_expires(self, basis: Basis) -> float | None:
+        """When the first of a basis's objects expires; 0 where one is not there."""
+        first: float | None = None
+        for channel in basis.directions:
+            held = self._encoder_entry(basis_id(basis.digest, channel), basis.backbone)
+            own = 0.0 if held is None else held.expires
+            first = own if is_before(own, first) else first
+        return first
+
+    def _encoder_entry(self, id: str, backbone: str) -> CacheEntry[np.ndarray] | None:
+        return self._reader.load(self.names.encoder(backbone, id), lambda body, arrays: arrays["encoder"], ENCODER)
 
     def _expiry(self, ttl: Seconds | None) -> float | None:
         return expires_at(self.tenant_disk.clock(), self._ttl if ttl is None else ttl, "store")

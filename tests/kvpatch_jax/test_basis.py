@@ -2,6 +2,8 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 
 import dataclasses
+import os
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ from kvpatch_jax.basis import Basis, check_in_basis, coefficients, fit_basis, wi
 from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, RankError, ShapeError
 from kvpatch_jax.patch_metadata import patch_digest
 from kvpatch_jax.provenance import Antecedent, Member
-from kvpatch_jax.store import ChunkStore, Served
+from kvpatch_jax.store import Budget, ChunkStore, Served
+from kvpatch_jax.store.disk.eviction import make_room
 
 CHUNK = chunk_of("gqa", length=20)
 SERVED = Served(CHUNK.id, "tiny", ["A"])
@@ -153,3 +156,56 @@ def test_a_basis_is_stored_once(basis, tmp_path):
         assert [patch.metadata.basis for patch in store.get_patches(SERVED)] == [None]
         store.delete(f"basis {basis.digest} k", "tiny")
         assert [patch.metadata.basis for patch in store.get_patches(SERVED)] == [None]
+
+
+PUTS = {
+    "put_patches": lambda store, patch, ttl: store.put_patches([patch], ttl=ttl),
+    "put_patch_async": lambda store, patch, ttl: store.put_patch_async(patch, ttl=ttl).result(60),
+}
+
+
+@pytest.mark.parametrize("how", PUTS)
+@pytest.mark.parametrize("ttl", [50, None])
+def test_a_basis_lives_as_long_as_its_patches(basis, tmp_path, how, ttl):
+    """Put for 5 seconds before the patch, and again after it."""
+    now = [1000.0]
+    patch = kvp.form_patch(CHUNK, behind(17), 4, ["A"], basis=basis)
+    with ChunkStore(tmp_path, clock=lambda: now[0], budget=Budget(host=0)) as store:
+        store.put_basis(basis, ttl=5)
+        PUTS[how](store, patch, ttl)
+        store.put_basis(basis, ttl=5)
+        for now[0] in (1006.0, 1049.0):
+            store.collect()
+            assert [patch_digest(found) for found in store.get_patches(SERVED)] == [patch_digest(patch)]
+        now[0] = 1051.0
+        assert len(store.get_patches(SERVED)) == (ttl is None)
+        now[0] = 1060.0
+        store.collect()
+        assert (store.get_basis(basis.digest, CHUNK.layout, "tiny") is None) == (ttl is not None)
+
+
+def test_a_basis_is_not_written_with_every_patch(basis, tmp_path):
+    now = [1000.0]
+    with ChunkStore(tmp_path, clock=lambda: now[0], ttl=80) as store:
+        store.put_basis(basis)
+        for seed in range(20):
+            now[0] += 1
+            store.put_patches([kvp.form_patch(CHUNK, behind(seed), 4, [f"A{seed}"], basis=basis)])
+        assert store.counters["puts"] == 2 + 20 + 2 * 2  # of two channels; every eighth of the ttl
+        store.put_basis(basis, ttl=800)
+        before = store.counters["puts"]
+        store.put_patches([kvp.form_patch(CHUNK, behind(0), 4, ["A"], basis=basis)])
+        assert store.counters["puts"] == before + 1
+
+
+def test_eviction_takes_patches_before_their_basis(basis, tmp_path):
+    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
+        store.put_basis(basis)
+        store.put_patches([kvp.form_patch(CHUNK, behind(seed), 4, [f"A{seed}"], basis=basis) for seed in range(3)])
+        for entry in store.disk.scan():  # the basis was used long before its patches
+            used = 1000.0 if entry.part == "enc" else 2000.0
+            os.utime(Path(store.disk.root) / entry.path, ns=(int(used * 1e9), entry.mtime_ns))
+        while any(entry.part.startswith("p.") for entry in store.disk.scan()):
+            assert store.get_basis(basis.digest, CHUNK.layout, "tiny") is not None
+            total = sum(entry.size for entry in store.disk.scan())
+            make_room(store.disk, total - 1, 0, lambda _: False)

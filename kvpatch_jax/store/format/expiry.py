@@ -65,6 +65,16 @@ def expires_at(now: Seconds, ttl: Seconds | None, what: str) -> float | None:
     return seconds(now + ttl, f"{what}: ttl {ttl} from {now} on, which is", "a finite time")
 
 
+def is_before(first: float | None, second: float | None) -> bool:
+    """Whether what expires first, in seconds since the epoch, does so before the second; None never expires."""
+    return first is not None and (second is None or first < second)
+
+
+def later(first: float | None, second: float | None) -> float | None:
+    """Returns the later of two times of expiry."""
+    return second if is_before(first, second) else first
+
+
 def expiry_mtime(expires: float | None, now: int) -> int:
     """Returns the modification time, in nanoseconds, that tells when an object expires. `now`: the time, likewise."""
     if expires is None:
