@@ -6,6 +6,7 @@ then leaves. `tensorstore` comes with orbax and is imported when a remote store 
 
 import contextlib
 import functools
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,30 @@ _LASTING = re.compile(
     "(NOT_FOUND|INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|FAILED_PRECONDITION|UNIMPLEMENTED|DATA_LOSS)\\b"
 )
 """What TensorStore's errors begin with where trying again is of no use."""
+
+
+class _TensorStoreThreads:
+    """Whether TensorStore has threads in this process, or had them before a fork, after which any call aborts it."""
+
+    def __init__(self) -> None:
+        self.started = self.lost = False
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.lost = self.started
+
+    def start(self, what: str) -> None:
+        """Notes that a call is made. Raises StoreUnreachableError where none may be made."""
+        if self.lost:
+            raise StoreUnreachableError(
+                f"remote store: {what}: in a process that was forked after TensorStore had been used, whose threads it "
+                "lacks; expected one that was spawned, or forked before",
+                asked=False,
+            )
+        self.started = True
+
+
+_threads = _TensorStoreThreads()
 
 
 class Stored(NamedTuple):
@@ -82,7 +107,8 @@ class KeyValueStore:
 
     What it acknowledges is as durable as the driver makes it. Reads are verified as those of the disk. A damaged or
     expired object is deleted when it is read (there is no renaming to a quarantine), unless another was put in its
-    place meanwhile. Every call ends within the limits of `patience`, and fails at once while its breaker is open.
+    place meanwhile. Every call ends within the limits of `patience`, and fails at once while its breaker is open, and
+    in a process that was forked after the first call.
 
     Args:
       spec: TensorStore's, `{"driver": "gcs", "bucket": …, "path": "store/"}`, or its URL form, `"gs://bucket/store/"`.
@@ -114,6 +140,7 @@ class KeyValueStore:
         Raises:
           StoreUnreachableError, StoreIOError. StoreCorruptError: a value is too short.
         """
+        _threads.start(what)
 
         def call(seconds: float) -> Any:
             with _typed(what):

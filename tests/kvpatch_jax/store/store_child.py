@@ -1,5 +1,6 @@
 """What processes of the tests do to a store. One program imports everything and forks them, so that they start fast."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -18,9 +19,18 @@ import numpy as np
 from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import StoreFullError
+from kvpatch_jax.errors import StoreFullError, StoreUnreachableError
 from kvpatch_jax.provenance import Antecedent, Member
-from kvpatch_jax.store import Budget, ChunkStore, Served, StaticLibrary, load_snapshot
+from kvpatch_jax.store import (
+    Budget,
+    ChunkStore,
+    KeyValueStore,
+    Request,
+    Served,
+    StaticLibrary,
+    fetch,
+    load_snapshot,
+)
 from kvpatch_jax.store.disk.directory import Removal, Still
 from kvpatch_jax.store.disk.eviction import make_room
 
@@ -28,6 +38,7 @@ ANTECEDENTS = (("A",), ("other",))
 KEPT = 3 << 20
 """Bytes that the evictor leaves."""
 KEY, SEALED, SHELVED = b"k" * 32, "sealed", "shelved"
+SECRET = b"another secret of the names"
 SEALED_IDS = [f"sealed.{number}" for number in range(6)]
 """What is in the snapshot that is restored."""
 LEAST_ROUNDS = 20
@@ -326,11 +337,67 @@ def fork_queue(root: str, **more: object) -> None:
     say("child", *right, *errors)
 
 
+def fork_remote(root: str, **more: object) -> None:
+    """Uses a remote store, whose threads a new process lacks, and forks: there it must not answer, and end nobody."""
+    here, there = made("here"), made("there")
+    remote = KeyValueStore({"driver": "file", "path": f"{root}.remote/"})
+    opened = functools.partial(ChunkStore, secret=SECRET, remote=remote)
+    with opened(root) as store, opened(f"{root}.other") as other:
+        store.put(here)
+        if process := os.fork():
+            with contextlib.suppress(ChildProcessError):  # nobody waits for it, so that its end is no news
+                os.waitpid(process, 0)
+            store.put(there)
+            say("parent", same_chunk(store.get("there", BACKBONE), there))
+            return
+        say("child reads", same_chunk(store.get("here", BACKBONE), here), other.get("here", BACKBONE))
+        for call in (
+            lambda: store.put(there),
+            lambda: store.delete("here", BACKBONE),
+            lambda: KeyValueStore("memory://"),
+        ):
+            try:
+                call()
+            except StoreUnreachableError as error:
+                say("child", "forked" in str(error))
+        say("child has", store.counters["remote_errors"], other.counters["remote_skipped"])
+
+
+def fork_fetch(root: str, **more: object) -> None:
+    """Computes a chunk, and forks meanwhile: the new process does not wait for who is at it in the old one."""
+    store = ChunkStore(root)
+    request = Request("chunk", BACKBONE)
+    gate, begun = threading.Event(), threading.Event()
+
+    def compute(misses: Any) -> list[kvp.Chunk]:
+        begun.set()
+        gate.wait(60)
+        return [made("chunk") for _ in misses]
+
+    at_it = threading.Thread(target=fetch, args=(store, [request], compute))
+    at_it.start()
+    begun.wait(60)
+    if process := os.fork():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process, 0)
+        gate.set()
+        at_it.join()
+        store.close()
+        say("parent")
+        return
+    signal.alarm(30)  # or it would wait for ever
+    (found,) = fetch(store, [request], lambda misses: [made("chunk")], keep=False)
+    say("child", found.source)
+
+
 def store_of(root: str) -> ChunkStore:
     return ChunkStore(root, budget=Budget(host=0))
 
 
-WORK = {work.__name__: work for work in (write, read, evict, restore, shelve, operate, stress, fork, fork_queue, form)}
+WORK = {
+    work.__name__: work
+    for work in (write, read, evict, restore, shelve, operate, stress, fork, fork_queue, fork_remote, fork_fetch, form)
+}
 
 
 def serve() -> None:

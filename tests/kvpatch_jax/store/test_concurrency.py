@@ -96,3 +96,19 @@ def test_a_forked_process_has_threads_of_its_own(tmp_path: Path):
     wait_until(lambda: "forked" in process.spoken or bool(process.error), 120)
     assert process.error == ""
     assert process.spoken == "forked True\n"
+
+
+def test_a_forked_process_does_without_the_remote_store(tmp_path: Path):
+    """TensorStore would end it. Reads are misses there, and what must reach the remote store raises."""
+    process = processes().start("fork_remote", tmp_path / "store")
+    wait_until(lambda: "parent" in process.spoken or bool(process.error), 120)
+    assert process.error == ""
+    says = ["child reads True None", "child True", "child True", "child True", "child has 0 1", "parent True"]
+    assert process.spoken.splitlines() == says
+
+
+def test_a_forked_process_does_not_wait_for_a_fetch_of_its_parent(tmp_path: Path):
+    process = processes().start("fork_fetch", tmp_path / "store")
+    wait_until(lambda: "parent" in process.spoken or bool(process.error), 120)
+    assert process.error == ""
+    assert process.spoken.splitlines() == ["child computed", "parent"]
