@@ -14,10 +14,10 @@ from ..errors import InputError
 from ..layout import KVLayout
 from ..patch_metadata import Patch, PatchMetadata, check_is_chunk
 from .disk.budget import Budget
-from .disk.quarantine import purge
+from .disk.quarantine import QuarantineRestore, purge, restore
 from .disk.tenant_disk import TenantDisk
 from .format.bases import basis_blobs, basis_id, basis_of, completed
-from .format.codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_parts, with_encoder
+from .format.codec import chunk_blob, chunk_of, encoder_blob, encoder_of, patch_blob, patch_parts, with_encoder
 from .format.expiry import Seconds, checked_ttl, expires_at
 from .format.naming import Encoding, Name, Names, Served, part_of
 from .format.objects import Blob
@@ -228,7 +228,7 @@ class ChunkStore:
     def get_encoder(self, id: str, backbone: str) -> np.ndarray | None:
         """Reads a tower's output as a read-only host array; None where there is none."""
         self.tenant_disk.expect_open()
-        held = self._reader.load(self.names.encoder(backbone, id), lambda body, arrays: arrays["encoder"], ENCODER)
+        held = self._reader.load(self.names.encoder(backbone, id), encoder_of, ENCODER)
         return None if held is None else held.value
 
     def put_patches(self, patches: Sequence[Patch], *, ttl: Seconds | None = None) -> None:
@@ -320,6 +320,15 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         gone = self.tenant_disk.collect()
         return gone + (0 if self._remote is None else self._remote.collect(f"{self.names.space}/"))
+
+    def restore_quarantined(self) -> QuarantineRestore:
+        """Reads again what of this tenant is in quarantine, and puts back what verifies where nothing has its name.
+
+        For when it was a reader that was at fault. What still does not verify stays in quarantine. Raises StoreError.
+        """
+        self.tenant_disk.expect_open()
+        self.tenant_disk.forget_usage()
+        return restore(self.disk.root, self.names.tenant_name)
 
     def delete_tenant(self) -> Deleted:
         """Deletes everything of this tenant, in every tier, quarantine and the remote store; see `tenants`.

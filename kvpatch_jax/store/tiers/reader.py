@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from ...chunk import Chunk
-from ...errors import StoreCorruptError, StoreError
+from ...errors import StoreCorruptError, StoreError, StoreVersionError
 from ..disk.tenant_disk import TenantDisk
 from ..format.codec import chunk_of, content_in, memory_of
 from ..format.naming import Name, part_of, unreduced_part
@@ -185,10 +185,15 @@ class TieredReader:
         header = found.header
         try:
             value = build(header.body, found.arrays)
-        except (StoreCorruptError, KeyError) as error:  # every byte verified, and yet not what its name says
-            if found.file is not None:
-                self._disk.quarantine(name, found.file, str(error))
+        except StoreVersionError:
+            self._counters.add("newer")
             return None
+        except (StoreCorruptError, KeyError) as error:  # every byte verified, and yet not what its name says
+            if found.file is None:
+                return None
+            value = self._disk.build_again(name, found.file, error, lambda header, arrays: build(header.body, arrays))
+            if value is None:
+                return None
         nbytes = max(header.size, memory_of(value))  # a reduced encoding is held as wide as it was
         return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
 
@@ -201,9 +206,10 @@ class TieredReader:
         return Found(arriving.header, arrays)
 
     def _promote(self, name: Name, arriving: Arriving) -> None:
-        """Writes a remote object to the disk, if every leaf of it has come and there is room."""
+        """Writes a remote object to the disk, if every leaf of it has come and there is room. What a later version put
+        there stays."""
         blob = arriving.blob
-        if blob is None:
+        if blob is None or self._disk.is_newer(name):
             return
         try:
             self._tenant_disk.make_room(lambda: arriving.stored.size)
