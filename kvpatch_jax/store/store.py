@@ -109,9 +109,10 @@ class ChunkStore:
     def put_many(
         self, chunks: Sequence[Chunk], *, encoding: Encoding | None = None, ttl: Seconds | None = None
     ) -> None:
-        """Stores canonicals in one commit, durable when this returns: for many small chunks. Raises as `put`.
+        """Stores canonicals in commits of 64 objects, durable when this returns: for many small chunks. Raises as `put`.
 
-        Where it raises none is acknowledged, and none is there in part. Their objects are in memory at once.
+        Where it raises none is acknowledged, and none is there in part; the error says how many of the first are there
+        whole. Their objects are in memory at once.
         """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
@@ -232,7 +233,7 @@ class ChunkStore:
         return None if held is None else held.value
 
     def put_patches(self, patches: Sequence[Patch], *, ttl: Seconds | None = None) -> None:
-        """Stores patches in one commit, durable when this returns. Raises as `put`; then none is acknowledged."""
+        """Stores patches, durable when this returns, in commits as `put_many`. Raises as that does."""
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
             each = _all_of(Patch, patches)

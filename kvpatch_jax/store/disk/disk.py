@@ -99,7 +99,7 @@ class Disk:
         return self.put_group([(name, blob)])
 
     def put_group(self, items: Sequence[tuple[Name, Blob]]) -> int:
-        """Writes several objects in one durable commit and counts them. Bytes in all. Raises as `ObjectWriter.put`."""
+        """Writes several objects durably and counts them. Bytes in all. Raises as `ObjectWriter.put`."""
         total = self.writer.put(items)
         self.counters.add("puts", len(items))
         self.counters.add("put_bytes", total)

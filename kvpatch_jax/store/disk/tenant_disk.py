@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from ...chunk import Chunk
-from ...errors import StoreClosedError
+from ...errors import StoreClosedError, StoreError
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm, Plain
 from ..format.expiry import Seconds
@@ -104,8 +104,12 @@ class TenantDisk:
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
         """Writes sealed objects in one durable commit, after making room for them. Raises as `ChunkStore.put`."""
         self.make_room(functools.partial(sum, (file_size(blob, name.file) for name, blob in items)))
-        with self.counters.timed("commit", "disk"):
-            written = self.disk.put_group(items)
+        try:
+            with self.counters.timed("commit", "disk"):
+                written = self.disk.put_group(items)
+        except StoreError:
+            self.forget_usage()  # some of them may be there
+            raise
         self._note_written(written)
 
     def add(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], need: int, *, copy: bool = False) -> int:
