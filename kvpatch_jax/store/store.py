@@ -54,8 +54,8 @@ class ChunkStore:
       clock: seconds since the epoch.
 
     Raises:
-      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, or a ttl that is
-        no finite number above 0 (so do puts).
+      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, another `secret`
+        than the root keeps, or a ttl that is no finite number above 0 (so do puts).
       StoreKeyError: the tenant's objects are encrypted and `key` is not theirs.
     """
 
@@ -109,7 +109,7 @@ class ChunkStore:
     def put_many(
         self, chunks: Sequence[Chunk], *, encoding: Encoding | None = None, ttl: Seconds | None = None
     ) -> None:
-        """Stores canonicals in commits of 64 objects, durable when this returns: for many small chunks. Raises as `put`.
+        """Stores canonicals in commits of 64 objects, durable when this returns: for many small ones. Raises as `put`.
 
         Where it raises none is acknowledged, and none is there in part; the error says how many of the first are there
         whole. Their objects are in memory at once.

@@ -13,7 +13,8 @@ from ..disk import quarantine
 from ..disk.budget import Budget
 from ..disk.disk import Disk
 from ..disk.eviction import collect, make_room
-from ..disk.root_config import check_key, read_secret
+from ..disk.key_check import check_key
+from ..disk.root_config import names_secret, read_secret
 from ..disk.unfinished import sweep_unfinished
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm
@@ -94,7 +95,8 @@ def _disk(options: Options) -> Disk:
 def _names(options: Options, disk: Disk) -> Names:
     if not options.tenant:
         raise InputError("no tenant; expected --tenant")
-    return Names(options.tenant, read_secret(disk.root) if options.secret is None else options.secret)
+    given = options.secret
+    return Names(options.tenant, read_secret(disk.root) if given is None else names_secret(disk.root, given))
 
 
 def _below(options: Options, disk: Disk) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Configuration of a root: the secret of its names, and the check of the key that a tenant's objects are under.
+"""Configuration of a root: the secret of its names.
 
 Without the secret nothing in a root is found. So it is there twice, each file with a digest, and one is mended from the
 other; where neither can be read, or is there, and the root holds objects, it is not made up anew.
@@ -12,7 +12,7 @@ import os
 import secrets
 from typing import Any
 
-from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreKeyError, StoreVersionError
+from ...errors import InputError, StoreCorruptError, StoreError, StoreIOError, StoreVersionError
 from ..io.files import NotRegularError, publish_once, read_small, replace_file, typed_errors
 
 SECRETS = ("STORE.json", "STORE.copy.json")
@@ -40,6 +40,22 @@ def secret_of(root: str) -> bytes:
     if secret is None:
         note_secret(root, secrets.token_bytes(32))
     return read_secret(root) if secret is None else secret
+
+
+def names_secret(root: str, given: bytes | None) -> bytes:
+    """Returns the secret of a root's names: its own, or the one that is given where it keeps none.
+
+    Raises:
+      InputError: another one than the root's own, under which nothing in it would be found. As `secret_of`.
+    """
+    if given is None:
+        return secret_of(root)
+    kept = None
+    with contextlib.suppress(StoreCorruptError):  # where it is damaged, the one that is given stands in
+        kept = find_secret(root)
+    if kept is not None and kept != given:
+        raise InputError(f"store {root}: secret: got another secret than the root keeps; expected that one, or None")
+    return given
 
 
 def note_secret(root: str, secret: bytes) -> None:
@@ -157,23 +173,6 @@ def _replace(root: str, name: str, secret: bytes) -> None:
 
 def _temporary() -> str:
     return f"tmp/settings-{secrets.token_hex(8)}"
-
-
-def check_key(root: str, space: str, check: str | None, note: bool = False) -> None:
-    """Compares a tenant's key with the one in its key-check file; `note`: writes that file before its first object.
-
-    So a wrong key is found before anything is written. Each encrypted object holds the same check value.
-
-    Raises:
-      StoreKeyError: encrypted under another key, or encrypted and `check` is None.
-    """
-    if note and check is not None and not os.path.lexists(f"{root}/{space}/KEY"):
-        _publish_once(root, f"{space}/KEY", check.encode())
-    with typed_errors(f"store {root}: open"), contextlib.suppress(FileNotFoundError):
-        found = read_small(root, f"{space}/KEY", _LARGEST).decode(errors="replace")
-        if found != check:
-            what = "no key" if check is None else "another key"
-            raise StoreKeyError(f"store {root}: opened with {what}; expected the one of this tenant's objects")
 
 
 def _publish_once(root: str, relative: str, text: bytes) -> None:

@@ -24,7 +24,8 @@ from .budget import Budget
 from .counters import Counters
 from .disk import Disk
 from .eviction import collect, make_room
-from .root_config import check_key, secret_of
+from .key_check import check_key
+from .root_config import names_secret
 from .unfinished import sweep_unfinished
 from .version_floor import Floors
 from .writing import Elsewhere
@@ -42,7 +43,8 @@ class TenantDisk:
       budget, counters.
 
     Raises:
-      StoreError: the root cannot be made or is not a store. InputError: an empty tenant or a short key.
+      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, or another secret
+        than the root's own.
       StoreKeyError: the tenant's objects are encrypted and `key` is not theirs.
     """
 
@@ -62,7 +64,7 @@ class TenantDisk:
         buffers = Buffers(wipe=key is not None if wipe is None else wipe)
         encryption = Plain() if key is None else AesGcm(key, tenant, buffers)
         self.disk = Disk(os.fspath(root), self.counters, buffers, clock, encryption, self.budget.quarantine)
-        self.names = Names(tenant, secret_of(self.disk.root) if secret is None else secret)
+        self.names = Names(tenant, names_secret(self.disk.root, secret))
         check_key(self.disk.root, self.names.space, encryption.check)
 
         self._pins: collections.Counter[str] = collections.Counter()
@@ -102,7 +104,7 @@ class TenantDisk:
         return self.disk.encryption.sealed(blob, name.file)
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
-        """Writes sealed objects in one durable commit, after making room for them. Raises as `ChunkStore.put`."""
+        """Writes sealed objects durably, after making room for them. Raises as `ChunkStore.put`."""
         self.make_room(functools.partial(sum, (file_size(blob, name.file) for name, blob in items)))
         try:
             with self.counters.timed("commit", "disk"):

@@ -36,7 +36,7 @@ from ..io.files import (
 )
 from ..io.thread_pool import ThreadPool
 from .directory import removing, was_written
-from .root_config import check_key
+from .key_check import check_key
 
 GROUP = 64
 """Objects that one commit takes: each has a file open until it has its name."""

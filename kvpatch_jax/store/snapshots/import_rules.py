@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import StoreCorruptError, StoreVersionError
 from ..disk.disk import Disk
-from ..disk.root_config import check_key
+from ..disk.key_check import check_key
 from ..disk.tenant_disk import TenantDisk
 from ..disk.writing import Elsewhere
 from ..format.codec import lead_in, patch_of, patch_parts
