@@ -145,7 +145,7 @@ def _place_of(root: str, one: Quarantined) -> str | None:
         path = f"lib/{one.tenant}/{'static' if part.startswith('entry') else 'dynamic'}/{one.name[:2]}/{one.name}"
         return path if is_object(path) else None
     with contextlib.suppress(OSError):  # a chunk's place names its backbone, which a tenant with one has no choice of
-        backbones = [name for name in os.listdir(f"{root}/obj/{one.tenant}") if not name.startswith("KEY")]
+        backbones = [name for name in os.listdir(f"{root}/obj/{one.tenant}") if len(name) == 32]
         path = f"obj/{one.tenant}/{backbones[0]}/{one.name[:2]}/{one.name}"
         return path if len(backbones) == 1 and is_object(path) else None
     return None

@@ -80,7 +80,7 @@ def load_snapshot(
     check_secret(directory, manifest, root, own)
     coming, damaged = _verified(directory, manifest, None, skip_damaged, progress)
     adopt_secret(root, own)
-    return _added(TenantDisk(root, secret=secret, budget=budget), manifest, coming, damaged, copy)
+    return _added(TenantDisk(root, secret=secret, budget=budget, whole_root=True), manifest, coming, damaged, copy)
 
 
 def load_objects(
