@@ -223,7 +223,7 @@ class Disk:
         """Reads from an open object, and once more where it does not verify.
 
         A reader with a fault of its own sees damage in good files, but hardly the same damage twice. So only what
-        fails twice in the same way is given to `condemn`, with the reason.
+        fails twice in the same way, with the same wrong sums, is given to `condemn`, with the reason.
 
         Args:
           read: reads by the function that it is given.

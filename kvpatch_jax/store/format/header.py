@@ -223,10 +223,10 @@ def opening_crc(opening: bytes) -> bytes:
 def _check_crc(raw: bytes) -> bytes:
     at = 8 + len(_OPENING)
     if raw[8:at] != _OPENING:
-        raise StoreCorruptError(f"object: opens with other bytes; expected {_OPENING!r}")
+        raise StoreCorruptError(f"object: opens with bytes of sum {crc32(raw[8:at]):08x}; expected {_OPENING!r}")
     found, blank = raw[at : at + 8], b"".join((raw[:at], b"0" * 8, raw[at + 8 :]))
-    if found != b"%08x" % crc32(blank):
-        raise StoreCorruptError(f"object: header checksum {found!r}; expected that of the bytes")
+    if found != (computed := b"%08x" % crc32(blank)):
+        raise StoreCorruptError(f"object: header checksum {found!r}; expected {computed!r}, that of the bytes")
     return found
 
 

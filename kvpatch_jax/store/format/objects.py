@@ -251,7 +251,10 @@ def _verified(leaf: Leaf, room: np.ndarray) -> np.ndarray:
     if (found := crc32(own)) != leaf.crc:
         raise StoreCorruptError(f"object: leaf {leaf.name} has checksum {found:08x}; expected {leaf.crc:08x}")
     if len(rest) and rest.any():
-        raise StoreCorruptError(f"object: bytes behind leaf {leaf.name}; expected {len(rest)} zeros")
+        place = int(np.argmax(rest != 0))
+        raise StoreCorruptError(
+            f"object: byte {place} behind leaf {leaf.name} is {rest[place]}; expected {len(rest)} zeros"
+        )
     return own.view(leaf.dtype).reshape(leaf.shape)
 
 

@@ -106,6 +106,23 @@ def test_what_the_second_reading_finds_whole_is_served(tmp_path: Path, monkeypat
         assert (store.counters["unsteady_reads"], store.counters["quarantined"]) == (1, 0)
 
 
+def test_a_reader_whose_headers_are_never_right_moves_nothing_away(tmp_path: Path, monkeypatch):
+    filled(tmp_path)
+    before, pread = files_of(tmp_path), os.pread
+
+    def flipped(fd: int, size: int, offset: int) -> bytes:
+        raw = bytearray(pread(fd, size, offset))
+        raw[len(raw) // 4] ^= 4
+        return bytes(raw)
+
+    with opened(tmp_path) as sick:
+        monkeypatch.setattr(os, "pread", flipped)
+        monkeypatch.setattr(os, "preadv", flipping(lambda size: size // 3))
+        assert [sick.get(id, BACKBONE) for id in IDS] == [None] * 20
+        assert (sick.counters["unsteady_reads"], sick.counters["quarantined"]) == (20, 0)
+    assert files_of(tmp_path) == before
+
+
 def test_a_header_that_a_second_reading_finds_whole_is_served(tmp_path: Path, monkeypatch):
     filled(tmp_path)
     pread = os.pread
