@@ -124,6 +124,10 @@ class StoreCorruptError(StoreError):
     """Bytes that are not a whole, unchanged object of the store. Raised to a caller only in the middle of a stream."""
 
 
+class StoreVersionError(StoreError):
+    """What a later version of the library wrote, and this one cannot read. It is left as it is; an object is a miss."""
+
+
 class StoreFullError(StoreError):
     """No room: a budget that eviction cannot meet, or a file system without space."""
 

@@ -10,6 +10,7 @@ if importlib.util.find_spec("fcntl") is None:  # before anything below fails at 
 from ..chunk_ids import chunk_id as chunk_id
 from ..chunk_ids import encoder_id as encoder_id
 from .disk.budget import Budget as Budget
+from .disk.quarantine import QuarantineRestore as QuarantineRestore
 from .fetch import Fetched as Fetched
 from .fetch import Miss as Miss
 from .fetch import Request as Request

@@ -19,13 +19,16 @@ _FAMILIES: tuple[tuple[str, str, str], ...] = (
     (r"(?P<direction>put|get)_bytes", "bytes", "Bytes of the files written (put) and read (get)."),
     (r"puts", "puts", "Objects written and acknowledged."),
     (r"quarantined", "quarantined", "Objects that did not verify and were moved away."),
+    (r"quarantine_withheld", "quarantine_withheld", "Damaged objects left in place: the reader found too many."),
+    (r"unsteady_reads", "unsteady_reads", "Reads that did not verify, and did not fail in the same way again."),
+    (r"newer", "newer", "Reads of what a later version of the library wrote."),
     (r"read_errors", "read_errors", "Reads that the file system failed."),
     (r"expired", "expired", "Reads of objects that were expired."),
     (r"replayed", "replayed", "Reads of library entries that had been replaced, withdrawn or deleted, and put back."),
     (r"unsealed", "unsealed", "Reads of unencrypted objects by a store with a key."),
     (r"remote_errors", "remote_errors", "Calls that the remote store failed, its tries included."),
     (r"remote_skipped", "remote_skipped", "Calls that the remote store was spared, for calls before had failed."),
-    (r"remote_damaged", "remote_damaged", "Remote objects that did not verify and were deleted."),
+    (r"remote_damaged", "remote_damaged", "Remote reads that did not verify, twice."),
     (r"promotion_errors", "promotion_errors", "Remote objects that the disk did not take."),
 )
 

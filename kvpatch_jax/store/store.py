@@ -14,10 +14,10 @@ from ..errors import InputError, StoreReadOnlyError
 from ..layout import KVLayout
 from ..patch_metadata import Patch, PatchMetadata, check_is_chunk
 from .disk.budget import Budget
-from .disk.quarantine import purge
+from .disk.quarantine import QuarantineRestore, purge, restore
 from .disk.tenant_disk import TenantDisk
 from .format.bases import basis_blobs, basis_id, basis_of, completed
-from .format.codec import chunk_blob, chunk_of, encoder_blob, patch_blob, patch_parts, with_encoder
+from .format.codec import chunk_blob, chunk_of, encoder_blob, encoder_of, patch_blob, patch_parts, with_encoder
 from .format.expiry import Seconds, checked_ttl, expires_at, is_before, later
 from .format.naming import Encoding, Name, Names, Served, part_of
 from .format.objects import Blob
@@ -56,8 +56,8 @@ class ChunkStore:
       clock: seconds since the epoch.
 
     Raises:
-      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, or a ttl that is
-        no finite number above 0 (so do puts).
+      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, another `secret`
+        than the root keeps, or a ttl that is no finite number above 0 (so do puts).
       StoreKeyError: the tenant's objects are encrypted and `key` is not theirs.
     """
 
@@ -112,9 +112,10 @@ class ChunkStore:
     def put_many(
         self, chunks: Sequence[Chunk], *, encoding: Encoding | None = None, ttl: Seconds | None = None
     ) -> None:
-        """Stores canonicals in one commit, durable when this returns: for many small chunks. Raises as `put`.
+        """Stores canonicals in commits of 64 objects, durable when this returns: for many small ones. Raises as `put`.
 
-        Where it raises none is acknowledged, and none is there in part. Their objects are in memory at once.
+        Where it raises none is acknowledged, and none is there in part; the error says how many of the first are there
+        whole. Their objects are in memory at once.
         """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
@@ -243,7 +244,7 @@ class ChunkStore:
         return None if held is None else held.value
 
     def put_patches(self, patches: Sequence[Patch], *, ttl: Seconds | None = None) -> None:
-        """Stores patches in one commit, durable when this returns. Raises as `put`; then none is acknowledged.
+        """Stores patches, durable when this returns, in commits as `put_many`. Raises as that does.
 
         A basis that would expire before them is made to live longer.
         """
@@ -340,6 +341,15 @@ class ChunkStore:
         gone = self.tenant_disk.collect()
         return gone + (0 if self._remote is None else self._remote.collect(f"{self.names.space}/"))
 
+    def restore_quarantined(self) -> QuarantineRestore:
+        """Reads again what of this tenant is in quarantine, and puts back what verifies where nothing has its name.
+
+        For when it was a reader that was at fault. What still does not verify stays in quarantine. Raises StoreError.
+        """
+        self.tenant_disk.expect_open()
+        self.tenant_disk.forget_usage()
+        return restore(self.disk.root, self.names.tenant_name)
+
     def delete_tenant(self) -> Deleted:
         """Deletes everything of this tenant, in every tier, quarantine and the remote store; see `tenants`.
 
@@ -417,7 +427,7 @@ class ChunkStore:
         return first
 
     def _encoder_entry(self, id: str, backbone: str) -> CacheEntry[np.ndarray] | None:
-        return self._reader.load(self.names.encoder(backbone, id), lambda body, arrays: arrays["encoder"], ENCODER)
+        return self._reader.load(self.names.encoder(backbone, id), encoder_of, ENCODER)
 
     def _expiry(self, ttl: Seconds | None) -> float | None:
         return expires_at(self.tenant_disk.clock(), self._ttl if ttl is None else ttl, "store")

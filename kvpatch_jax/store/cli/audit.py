@@ -7,23 +7,24 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from ...errors import StoreCorruptError, StoreKeyError
+from ...errors import StoreCorruptError, StoreKeyError, StoreVersionError
 from ..disk import quarantine
 from ..disk.directory import DirectoryEntry
 from ..disk.disk import Disk
-from ..format.codec import chunk_of, patch_parts
+from ..format.codec import chunk_of, encoder_of, patch_parts
+from ..format.compatibility import expect_known
 from ..format.encryption import decrypted, is_sealed
 from ..format.header import Header
-from ..format.naming import LEAD_NAME, Name, name_at
+from ..format.naming import ENCODINGS, LEAD_NAME, Name, encoding_in, name_at, part_of
 from ..format.objects import Arrays, check_name, read_header, read_leaves
-from ..io.files import folder, identity, identity_of, open_regular, typed_errors
-from ..libraries.entries import check_resource
+from ..io.files import ReadInto, folder, identity_of, open_regular, typed_errors
+from ..libraries.entries import check_body, check_resource
 
 ALL = ("obj", "lib")
 """The folders of all tenants: of their chunks, and of their libraries."""
 
 type ObjectProgress = Callable[[list[DirectoryEntry]], Iterable[DirectoryEntry]]
-Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "gone"]
+Verdict = Literal["good", "bad", "left", "unreadable", "unopened", "newer", "gone"]
 
 
 def _quiet(entries: list[DirectoryEntry]) -> Iterable[DirectoryEntry]:
@@ -39,7 +40,7 @@ class ObjectInfo:
       kind: "kv", "kv.<encoding>", "enc" or "patch"; "kv.behind", "kv.behind.<encoding>" of canonicals behind a lead; of
         a library's entry, the library: "static" or "dynamic".
       nbytes: of the file. used, expires: seconds since the epoch, or None.
-      encrypted: None where the header cannot be read.
+      encrypted: None where the header cannot be read. newer: a later version of the library wrote it.
     """
 
     path: str
@@ -49,6 +50,7 @@ class ObjectInfo:
     used: float
     expires: float | None
     encrypted: bool | None
+    newer: bool = False
 
 
 def listing(disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet) -> Iterator[ObjectInfo]:
@@ -65,13 +67,17 @@ def _scan(disk: Disk, below: Sequence[str]) -> list[DirectoryEntry]:
 
 
 def _listed(disk: Disk, entry: DirectoryEntry) -> ObjectInfo:
+    expires, encrypted, newer = None, None, False
     try:
         with open_regular(disk.root, entry.path, noatime=True) as fd:
             header = read_header(fd)
         expires, encrypted = header.expires, is_sealed(header)
+    except StoreVersionError:
+        newer = True
     except (OSError, StoreCorruptError):
-        expires = encrypted = None
-    return ObjectInfo(entry.path, name_at(entry.path).tenant, _kind(entry), entry.size, entry.used, expires, encrypted)
+        pass
+    tenant = name_at(entry.path).tenant
+    return ObjectInfo(entry.path, tenant, _kind(entry), entry.size, entry.used, expires, encrypted, newer)
 
 
 def _kind(entry: DirectoryEntry) -> str:
@@ -93,7 +99,8 @@ def totals(disk: Disk, below: Sequence[str] = ALL) -> dict[str, Any]:
         "bytes": sum(one.nbytes for one in listed),
         "expired": sum(one.expires is not None and now >= one.expires for one in listed),
         "encrypted": sum(one.encrypted is True for one in listed),
-        "unreadable": sum(one.encrypted is None for one in listed),
+        "unreadable": sum(one.encrypted is None and not one.newer for one in listed),
+        "newer": sum(one.newer for one in listed),
         "kinds": _sums((one.kind, one.nbytes) for one in listed),
         "tenants": _sums((one.tenant, one.nbytes) for one in listed),
         "quarantined": len(quarantined),
@@ -133,8 +140,11 @@ class Verified:
     Attributes:
       good, nbytes: how many objects are whole, and their bytes.
       unopened: encrypted, and their key was not given: every checksum agreed, the authentication was not tried.
-      bad: in quarantine now. left: damaged too, and where they were, for they could not be moved.
-      unreadable: the file system failed the read, or no file of ours is there; they are where they were.
+      bad: in quarantine now. left: damaged too, and where they were: they could not be moved, or there are so many that
+        this machine may be at fault (`damage_rate`).
+      unreadable: the file system failed the read, two readings differed, or no file of ours is there; they are where
+        they were.
+      newer: what a later version of the library wrote, which stays.
     """
 
     good: int
@@ -143,35 +153,54 @@ class Verified:
     bad: list[str]
     left: list[str]
     unreadable: list[str]
+    newer: list[str]
 
 
-def verify(disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet) -> Verified:
-    """Reads every object and entry below some folders, and moves those that are not whole to quarantine."""
+def verify(
+    disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet, *, certain: bool = False
+) -> Verified:
+    """Reads every object and entry below some folders, and moves those that are not whole to quarantine.
+
+    Args:
+      certain: whether this machine is known to be sound, so that all of them are moved, however many they are.
+    """
     paths: dict[str, list[str]] = collections.defaultdict(list)
     nbytes = 0
     for entry in progress(_scan(disk, below)):
-        verdict = _verdict(disk, entry)
+        verdict = _verdict(disk, entry, certain)
         paths[verdict].append(entry.path)
         nbytes += entry.size if verdict in ("good", "unopened") else 0
-    bad, left, unreadable = (sorted(paths[verdict]) for verdict in ("bad", "left", "unreadable"))
-    return Verified(len(paths["good"]), nbytes, len(paths["unopened"]), bad, left, unreadable)
+    lists = (sorted(paths[verdict]) for verdict in ("bad", "left", "unreadable", "newer"))
+    return Verified(len(paths["good"]), nbytes, len(paths["unopened"]), *lists)
 
 
-def _verdict(disk: Disk, entry: DirectoryEntry) -> Verdict:
-    name = name_at(entry.path)
+def _verdict(disk: Disk, entry: DirectoryEntry, certain: bool) -> Verdict:
+    name, moved = name_at(entry.path), list[bool]()
     try:
         with open_regular(disk.root, entry.path, noatime=True) as fd:
-            try:
-                header = read_header(fd)
+
+            def read(read_bytes: ReadInto) -> Verdict:
+                header = read_header(fd, read_bytes=read_bytes)
                 check_name(header, name.file)
-                return _rebuild(disk, name, header, read_leaves(fd, header, list(header.leaves), disk.buffers))
+                leaves = read_leaves(fd, header, list(header.leaves), disk.buffers, read_bytes)
+                return _rebuild(disk, name, header, leaves)
+
+            def condemn(why: str) -> None:
+                moved.append(disk.quarantine(name, identity_of(fd), why, certain=certain))
+
+            try:
+                return disk.read_twice(fd, read, condemn)
             except StoreKeyError:
                 return "unopened"
-            except StoreCorruptError as error:
-                file = identity_of(fd)
-                if disk.quarantine(name, file, str(error)):
+            except StoreVersionError:
+                return "newer"
+            except StoreCorruptError:
+                if not moved:
+                    return "unreadable"
+                if moved[0]:
                     return "bad"
-                return "left" if identity(os.lstat(f"{disk.root}/{entry.path}")) == file else "gone"
+                os.lstat(f"{disk.root}/{entry.path}")  # or somebody else deleted it
+                return "left"
     except (FileNotFoundError, NotADirectoryError):
         return "gone"
     except OSError:
@@ -182,10 +211,12 @@ def _rebuild(disk: Disk, name: Name, header: Header, arrays: Arrays) -> Verdict:
     """Decodes an object as what its name says, where it can be decrypted."""
     header, leaves = decrypted(header, arrays, disk.encryption)
     if name.kind == "entry":
+        check_body(header.body)
         check_resource(header.body, leaves, header.expires)
     elif name.kind == "encoder":
-        if "encoder" not in leaves:
-            raise StoreCorruptError("object: no leaf encoder; expected one")
+        encoder_of(header.body, leaves)
     else:
+        if name.kind == "kv" and (encoding := encoding_in(part_of(name.path))) is not None:
+            expect_known("canonical of encoding", [encoding], ENCODINGS)
         (chunk_of if name.kind == "kv" else patch_parts)(header.body, leaves)
     return "good"

@@ -1,5 +1,6 @@
 """The subcommands of `python -m kvpatch_jax.store`: one row of `COMMANDS` each. No flags and no printing here."""
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -7,16 +8,17 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, StoreVersionError
 from ..disk import quarantine
 from ..disk.budget import Budget
 from ..disk.disk import Disk
 from ..disk.eviction import collect, make_room
-from ..disk.root_config import check_key, read_secret
+from ..disk.key_check import check_key
+from ..disk.root_config import names_secret, read_secret
 from ..disk.unfinished import sweep_unfinished
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm
-from ..format.naming import Names
+from ..format.naming import Names, is_object, name_at
 from ..libraries.dynamic import drop_old_versions
 from ..snapshots.manifest import Progress, Summary
 from ..snapshots.restore import load_snapshot
@@ -93,7 +95,8 @@ def _disk(options: Options) -> Disk:
 def _names(options: Options, disk: Disk) -> Names:
     if not options.tenant:
         raise InputError("no tenant; expected --tenant")
-    return Names(options.tenant, read_secret(disk.root) if options.secret is None else options.secret)
+    given = options.secret
+    return Names(options.tenant, read_secret(disk.root) if given is None else names_secret(disk.root, given))
 
 
 def _below(options: Options, disk: Disk) -> tuple[str, str]:
@@ -145,7 +148,7 @@ def _ls(options: Options) -> Outcome:
 
 
 def _line(one: ObjectInfo) -> str:
-    encrypted = {True: "encrypted", False: "plain", None: "unreadable"}[one.encrypted]
+    encrypted = "newer" if one.newer else {True: "encrypted", False: "plain", None: "unreadable"}[one.encrypted]
     times = f"{_when(one.used)}  {_when(one.expires):<20}"
     return f"{one.nbytes:>14,}  {one.kind:<18} {times} {encrypted:<10} {one.path}"
 
@@ -174,12 +177,37 @@ def _stat(options: Options) -> Outcome:
 @_about_tenant
 def _verify(options: Options) -> Outcome:
     disk = _disk(options)
-    found = verify(disk, _below(options, disk), options.progress)
+    below = _below(options, disk)
+    found = verify(disk, below, options.progress, certain=options.yes)
     lines = [f"{found.good} good, {found.nbytes:,} bytes read", f"{found.unopened} encrypted: checksums agree, no key"]
     lines += [f"bad, in quarantine: {path}" for path in found.bad]
-    lines += [f"bad, could not be moved to quarantine: {path}" for path in found.left]
+    lines += [f"bad, left where it is: {path}" for path in found.left]
     lines += [f"could not be read: {path}" for path in found.unreadable]
-    return Outcome(dataclasses.asdict(found), lines, not (found.bad or found.left or found.unreadable))
+    lines += [f"newer than this version of the library: {path}" for path in found.newer]
+    if found.left:
+        lines.append("many are bad: if this machine is sound (try another), --yes moves them all to quarantine")
+    result, good = dataclasses.asdict(found), not (found.bad or found.left or found.unreadable)
+    if options.remote is None:
+        return Outcome(result, lines, good)
+
+    remote_bad, deleted = _verify_remote(options, KeyValueStore(_spec(options.remote)), f"{below[0]}/")
+    lines += [f"bad in the remote store{', deleted' * deleted}: {path}" for path in remote_bad]
+    return Outcome(result | {"remote_bad": remote_bad, "remote_deleted": deleted}, lines, good and not remote_bad)
+
+
+def _verify_remote(options: Options, remote: KeyValueStore, prefix: str) -> tuple[list[str], bool]:
+    """Reads every remote object, the bad ones twice; deletes these if that is confirmed. Their paths, and whether."""
+    bad: dict[str, bytes] = {}
+    for path in filter(is_object, remote.paths(prefix)):
+        with contextlib.suppress(StoreVersionError):
+            if (version := remote.damaged(name_at(path))) is not None:
+                bad[path] = version
+    question = f"Delete {len(bad)} objects of the remote store that did not verify twice, for good? Type yes: "
+    if not bad or not (options.yes or options.ask(question).strip() == "yes"):
+        return list(bad), False
+    for path, version in bad.items():
+        remote.drop(path, version)
+    return list(bad), True
 
 
 @_about_tenant
@@ -227,6 +255,17 @@ def _quarantine_purge(options: Options) -> Outcome:
         return Outcome({"deleted": False}, ["nothing was deleted"], good=False)
     gone = quarantine.purge(disk.root, _tenant(options, disk))
     return _counts({"deleted": True, "objects": len(gone), "bytes": sum(one.nbytes for one in gone)})
+
+
+def _quarantine_restore(options: Options) -> Outcome:
+    disk = _disk(options)
+    found = quarantine.restore(disk.root, _tenant(options, disk))
+    lines = [f"restored: {path}" for path in found.restored]
+    lines += [f"damaged, stays in quarantine: {path}" for path in found.damaged]
+    lines += [f"newer than this version of the library, stays in quarantine: {path}" for path in found.newer]
+    lines += [f"another has its name, stays in quarantine: {path}" for path in found.taken]
+    lines += [f"nothing says where it was, stays in quarantine: {path}" for path in found.unplaced]
+    return Outcome(dataclasses.asdict(found), lines, not (found.damaged or found.newer or found.unplaced))
 
 
 def _tenant(options: Options, disk: Disk) -> str:
@@ -307,13 +346,21 @@ def _counts(result: dict[str, Any], good: bool = True) -> Outcome:
 COMMANDS: dict[str, Command] = {
     "ls": Command("Lists objects and libraries' entries: bytes, kind, last use, expiry, keyed name.", _ls),
     "stat": Command("Sums: objects and bytes by kind and tenant, quarantine, what is left over.", _stat),
-    "verify": Command("Reads every object; damaged ones go to quarantine, and the exit status is 1.", _verify),
+    "verify": Command(
+        "Reads every object; damaged ones go to quarantine (all of them with --yes, however many), and the exit status "
+        "is 1. With --remote, reads that too, and deletes what is damaged there; asks unless --yes.",
+        _verify,
+    ),
     "gc": Command(
         "Deletes what expired, what dead writers, readers and snapshots left, what was in quarantine for long; with "
         "--budget, evicts down to it.",
         _gc,
     ),
     "quarantine ls": Command("Lists what did not verify: bytes, since when, keyed name, and why.", _quarantine_ls),
+    "quarantine list": Command("The same as quarantine ls.", _quarantine_ls),
+    "quarantine restore": Command(
+        "Reads what is in quarantine again; what verifies is put back, where nothing has its name.", _quarantine_restore
+    ),
     "quarantine purge": Command("Deletes what is in quarantine; asks unless --yes.", _quarantine_purge),
     "export": Command(
         "Makes a snapshot of the objects as --directory; with --arrays, Orbax arrays of --tenant.", _export

@@ -26,20 +26,20 @@ def _flags():
     text("secret-file", "File with the secret of the names, where the store was not opened with its own.")
     text("key-file", "File with the master key, so that verify can open what --tenant has encrypted.")
     text("directory", "export, import: where the snapshot is to be, or is.")
-    text("remote", "rm-tenant, gc: a TensorStore key-value spec (JSON or URL) to delete from too.")
+    text("remote", "rm-tenant, gc, verify: a TensorStore key-value spec (JSON or URL) to delete from, or read, too.")
     flags.DEFINE_integer("budget", None, "gc, import: bytes to evict down to.", lower_bound=0, flag_values=values)
     flags.DEFINE_integer("library-quota", None, "import: bytes that --tenant's static library may have then; more is "
                          "refused.", lower_bound=1, flag_values=values)  # fmt: skip
     truth("copy", "export, import: copy files in place of linking them.")
     truth("arrays", "export, import: Orbax arrays, without secret or encryption, in place of a snapshot.")
-    truth("yes", "rm-tenant, quarantine purge: do not ask.")
+    truth("yes", "rm-tenant, quarantine purge, verify: do not ask.")
     truth("json", "Print one JSON object.")
     truth("help", "Print this.")
     return values, flags.Error
 
 
 def _usage(values) -> str:
-    rows = "\n".join(f"  {name:<16} {command.help}" for name, command in COMMANDS.items())
+    rows = "\n".join(f"  {name:<18} {command.help}" for name, command in COMMANDS.items())
     return f"usage: {_PROGRAM} COMMAND --root=DIR [flags]\n\n{rows}\n{values.get_help()}"
 
 

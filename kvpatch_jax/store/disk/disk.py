@@ -19,16 +19,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from ...errors import StoreCorruptError, StoreError
+from ...errors import StoreCorruptError, StoreError, StoreVersionError
 from ..format.buffers import Buffers
 from ..format.encryption import Encryption, Plain, Read, open_object
 from ..format.expiry import expiry_mtime, expiry_test, mtime_agrees
 from ..format.header import OPENING_BYTES, Header, opening_crc, parse_header
 from ..format.naming import Name
-from ..format.objects import Blob, Found, Version, check_name, read_header, read_leaves
+from ..format.objects import Arrays, Blob, Found, Version, check_name, read_header, read_leaves
 from ..io.files import (
     Identity,
+    ReadInto,
     folder,
+    forget_pages,
     identity,
     identity_of,
     locked,
@@ -36,12 +38,15 @@ from ..io.files import (
     make_root,
     open_regular,
     open_regular_in,
+    read_again,
+    read_into,
     rename,
     typed_errors,
     write_all,
 )
 from ..io.per_root import shared
 from .counters import Counters
+from .damage_rate import DamageRate
 from .directory import (
     DirectoryEntry,
     NameState,
@@ -53,7 +58,7 @@ from .directory import (
     scan,
 )
 from .quarantine import BYTES as QUARANTINE_BYTES
-from .quarantine import keep_within
+from .quarantine import keep_within, reason_text
 from .recent_use import RecentUse
 from .writing import Elsewhere, ObjectWriter
 
@@ -88,6 +93,7 @@ class Disk:
         self.clock, self._quarantine_bytes = clock, quarantine
         self.counters = Counters() if counters is None else counters
         self.buffers = Buffers() if buffers is None else buffers
+        self._damage_rate = DamageRate()
         # Parsed headers by their bytes, which are read each time, so that nothing stale is believed.
         self._known = functools.lru_cache(_KNOWN)(parse_header)
         with typed_errors(f"store {self.root}: open"):
@@ -105,7 +111,7 @@ class Disk:
         return self.put_group([(name, blob)])
 
     def put_group(self, items: Sequence[tuple[Name, Blob]]) -> int:
-        """Writes several objects in one durable commit and counts them. Bytes in all. Raises as `ObjectWriter.put`."""
+        """Writes several objects durably and counts them. Bytes in all. Raises as `ObjectWriter.put`."""
         total = self.writer.put(items)
         self.counters.add("puts", len(items))
         self.counters.add("put_bytes", total)
@@ -140,7 +146,8 @@ class Disk:
     def get(self, name: Name) -> Found | None:
         """Reads an object whole and verifies every byte. None where it is absent, expired, unreadable or damaged.
 
-        A damaged one is moved to quarantine. A failing read (EIO) may pass and leaves the object where it is.
+        One that is damaged in the same way twice is moved to quarantine. A failing read (EIO) may pass and leaves the
+        object where it is; what a later version wrote stays too.
 
         Raises:
           StoreKeyError: it is encrypted, and not under our key; it stays where it is.
@@ -150,8 +157,7 @@ class Disk:
                 return None
             fd, header, read = opened
             try:
-                with self._verifying(name, fd):
-                    arrays = read(list(header.leaves))
+                arrays = read(list(header.leaves))
             except StoreCorruptError:
                 return None
             except OSError:
@@ -168,18 +174,18 @@ class Disk:
         Args:
           noatime: leaves the access time as it is, so that this does not count as a use of the object.
 
-        The function raises StoreCorruptError after moving a damaged object to quarantine, and StoreIOError. Raises
-        StoreKeyError as `get`.
+        The function raises StoreCorruptError where the object is damaged, which `get` says more of, and StoreIOError.
+        Raises StoreKeyError as `get`.
         """
         with self._opened(name, noatime) as opened:
             if opened is None:
                 yield None
                 return
-            fd, header, read_plain = opened
+            fd, header, read_leaves = opened
 
             def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-                with self._verifying(name, fd), typed_errors(f"store: read {names[0]}"):
-                    return read_plain(names)
+                with typed_errors(f"store: read {names[0]}"):
+                    return read_leaves(names)
 
             if not noatime:
                 self._touch(fd)
@@ -187,25 +193,49 @@ class Disk:
 
     @contextlib.contextmanager
     def _opened(self, name: Name, noatime: bool = False) -> Iterator[tuple[int, Header, Read] | None]:
-        """Opens an object: file, plain header and a reader of its plain leaves; None as `get`."""
+        """Opens an object: file, plain header and a reader of its plain leaves, each read twice where it is damaged;
+        None as `get`."""
         with contextlib.ExitStack() as stack:
             fd, opening = -1, None
             try:
                 fd = stack.enter_context(open_regular(self.root, name.path, noatime=noatime))
-                header = read_header(fd, self._parse)
-                check_name(header, name.file)
-                if header.expires is not None and self.clock() >= header.expires:
-                    self.counters.add("expired")
-                else:
-                    opening = open_object(fd, header, self.encryption, self.buffers)
-                    self.counters.add("unsealed", int(opening is None))
+                opening = self._read_twice(name, fd, functools.partial(self._open, name, fd))
             except (FileNotFoundError, NotADirectoryError):
                 pass  # a miss, and nothing is wrong
             except OSError:
                 self.counters.add("read_errors")
-            except StoreCorruptError as error:
-                self.quarantine(name, identity_of(fd), str(error))
-            yield None if opening is None else (fd, *opening)
+            except StoreVersionError:
+                self.counters.add("newer")
+            except StoreCorruptError:
+                pass  # it was seen to
+            if opening is None:
+                yield None
+                return
+            header, read_first = opening
+
+            def read(names: Sequence[str]) -> dict[str, np.ndarray]:
+                def attempt(read_bytes: ReadInto) -> dict[str, np.ndarray]:
+                    if read_bytes is read_into:
+                        return read_first(names)
+                    again = self._open(name, fd, read_bytes)
+                    if again is None:
+                        raise StoreCorruptError("object: not there when read again; expected the one that was opened")
+                    return again[1](names)
+
+                return self._read_twice(name, fd, attempt)
+
+            yield fd, header, read
+
+    def _open(self, name: Name, fd: int, read_bytes: ReadInto) -> tuple[Header, Read] | None:
+        """Reads the header of an open object, and decrypts it; None where it has expired or is not encrypted."""
+        header = read_header(fd, self._parse if read_bytes is read_into else parse_header, read_bytes)
+        check_name(header, name.file)
+        if header.expires is not None and self.clock() >= header.expires:
+            self.counters.add("expired")
+            return None
+        opening = open_object(fd, header, self.encryption, self.buffers, read_bytes)
+        self.counters.add("unsealed", int(opening is None))
+        return opening
 
     def _parse(self, raw: bytes, size: int) -> Header:
         return (self._known if len(raw) <= _LARGEST_KNOWN else parse_header)(raw, size)
@@ -214,14 +244,67 @@ class Disk:
         """Drops the headers that are cached."""
         self._known.cache_clear()
 
-    @contextlib.contextmanager
-    def _verifying(self, name: Name, fd: int) -> Iterator[None]:
-        """Moves the object to quarantine where what is inside finds it damaged."""
+    def _read_twice[T](self, name: Name, fd: int, read: Callable[[ReadInto], T], *, certain: bool = False) -> T:
+        return self.read_twice(fd, read, lambda why: self.quarantine(name, identity_of(fd), why, certain=certain))
+
+    def read_twice[T](self, fd: int, read: Callable[[ReadInto], T], condemn: Callable[[str], object]) -> T:
+        """Reads from an open object, and once more where it does not verify.
+
+        A reader with a fault of its own sees damage in good files, but hardly the same damage twice. So only what
+        fails twice in the same way, with the same wrong sums, is given to `condemn`, with the reason.
+
+        Args:
+          read: reads by the function that it is given.
+
+        Raises:
+          StoreCorruptError: neither reading verified. What `read` raises.
+        """
         try:
-            yield
-        except StoreCorruptError as error:
-            self.quarantine(name, identity_of(fd), str(error))
-            raise
+            return read(read_into)
+        except StoreCorruptError as first:  # its traceback holds the first buffers, so that the second are others
+            forget_pages(fd)
+            try:
+                found = read(read_again)
+            except StoreCorruptError as second:
+                if str(second) == str(first):
+                    condemn(str(first))
+                else:
+                    self._note_unsteady()
+                raise
+            self._note_unsteady()
+            return found
+
+    def _note_unsteady(self) -> None:
+        self.counters.add("unsteady_reads")
+        self.forget()  # whatever the fault is in, parsed headers may have it too
+
+    def build_again[T](
+        self, name: Name, file: Identity, error: Exception, build: Callable[[Header, Arrays], T]
+    ) -> T | None:
+        """Reads an object again that verified and yet did not make what its name says.
+
+        Args:
+          file, error: what was read, and what `build` raised of it.
+
+        Returns:
+          What `build` makes of the second reading; None where that fails too. If it fails in the same way, the object
+          is in quarantine.
+        """
+        try:
+            with open_regular(self.root, name.path, noatime=True) as fd:
+                opening = self._open(name, fd, read_again)
+                if opening is None:
+                    return None
+                header, read = opening
+                found = build(header, read(list(header.leaves)))
+        except (OSError, StoreVersionError):
+            return None
+        except (StoreCorruptError, KeyError) as again:
+            if str(again) == str(error):
+                self.quarantine(name, file, str(error))
+            return None
+        self._note_unsteady()
+        return found
 
     def _touch(self, fd: int) -> None:
         """Sets an object's access time, by which it is evicted. A root that may only be read goes without."""
@@ -230,12 +313,18 @@ class Disk:
 
     # --------------------------------------------------------------------------------------------- removing
 
-    def quarantine(self, name: Name, file: Identity, reason: str) -> bool:
+    def quarantine(self, name: Name, file: Identity, reason: str, *, certain: bool = False) -> bool:
         """Moves a damaged object to quarantine, unless its name has another file by now, which may be good.
+
+        Args:
+          certain: whether the fault is not this reader's own, however many objects it finds damaged (`DamageRate`).
 
         Returns:
           Whether it was moved: on a medium that may only be read it stays where it is.
         """
+        if not self._damage_rate.note(name.path) and not certain:
+            self.counters.add("quarantine_withheld")
+            return False
         aside, moved = f"{name.tenant}.{time.time_ns()}-{file[0]}-{name.file}", False
         # Alone with the names: a writer may replace the damaged file by a good one at any other time.
         with (
@@ -249,7 +338,7 @@ class Disk:
                     moved = True
                     self.counters.add("quarantined")
                     with open_regular_in(target, f"{aside}.reason", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-                        write_all(fd, [reason.encode(errors="backslashreplace")], 0)
+                        write_all(fd, [reason_text(reason, name.path)], 0)
         with contextlib.suppress(StoreError):
             keep_within(self.root, name.tenant, self._quarantine_bytes)
         return moved
@@ -271,18 +360,29 @@ class Disk:
         with removing(self.root) as removal:
             return removal.remove(path, still)
 
-    def examine(self, name: Name, *, leaves: bool = True) -> Header | None:
+    def examine(self, name: Name, *, leaves: bool = True, certain: bool = False) -> Header | None:
         """Verifies every byte of an object as it lies, or with `leaves` off those of its header. Returns the header.
 
-        None where it does not exist, or where it was damaged and is in quarantine now. Raises OSError.
+        Args:
+          certain: as of `quarantine`.
+
+        Returns:
+          None where it does not exist, or is damaged; then it is in quarantine now, if that could be.
+
+        Raises:
+          StoreVersionError: a later version wrote it. OSError.
         """
+
+        def verified(read_bytes: ReadInto) -> Header:
+            header = read_header(fd, read_bytes=read_bytes)
+            check_name(header, name.file)
+            if leaves:
+                read_leaves(fd, header, list(header.leaves), self.buffers, read_bytes)
+            return header
+
         try:
-            with open_regular(self.root, name.path, noatime=True) as fd, self._verifying(name, fd):
-                header = read_header(fd)
-                check_name(header, name.file)
-                if leaves:
-                    read_leaves(fd, header, list(header.leaves), self.buffers)
-                return header
+            with open_regular(self.root, name.path, noatime=True) as fd:
+                return self._read_twice(name, fd, verified, certain=certain)
         except (FileNotFoundError, NotADirectoryError, StoreCorruptError):
             return None
 
@@ -312,6 +412,18 @@ class Disk:
                 return Version(identity(os.fstat(fd)), known.crc)
         except OSError:
             return None
+
+    def is_newer(self, name: Name) -> bool:
+        """Whether an object is one that a later version of the library wrote, by its header. Encrypted ones never are,
+        as long as their header outside is known."""
+        try:
+            with open_regular(self.root, name.path, noatime=True) as fd:
+                read_header(fd)
+        except StoreVersionError:
+            return True
+        except (OSError, StoreCorruptError):
+            pass
+        return False
 
     def of_chunk(self, name: Name) -> list[DirectoryEntry]:
         """Lists every object of a chunk: its canonical in any encoding, encoder output and patches."""
@@ -352,5 +464,5 @@ def _expires(parent: int, file: str) -> float | None:
                 with contextlib.suppress(OSError):
                     os.utime(fd, ns=(stat.st_atime_ns, expiry_mtime(expires, stat.st_mtime_ns)))
             return expires
-    except (OSError, StoreCorruptError):
+    except (OSError, StoreCorruptError, StoreVersionError):
         return None

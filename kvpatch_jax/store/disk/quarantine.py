@@ -1,7 +1,9 @@
 """Quarantine: objects that did not verify, kept for inspection for a while, within a budget, until their chunk goes.
 
 root/quarantine/<tenant>.<when>-<which file>-<name>          the file as it was found
-root/quarantine/<tenant>.<when>-<which file>-<name>.reason   why it did not verify
+root/quarantine/<tenant>.<when>-<which file>-<name>.reason   why it did not verify, and its path from the root
+
+Damage may have been the reader's own, so that `restore` reads again what is here and puts back what verifies.
 """
 
 import contextlib
@@ -10,7 +12,11 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
-from ..io.files import folder, locked, open_regular, remove, typed_errors
+from ...errors import StoreCorruptError, StoreVersionError
+from ..format.buffers import Buffers
+from ..format.naming import is_object
+from ..format.objects import check_name, read_header, read_leaves
+from ..io.files import folder, locked, make_directories, open_regular, remove, rename, typed_errors
 
 BYTES = 256 << 20
 """What a tenant's quarantine may take, unless told otherwise."""
@@ -18,7 +24,7 @@ BYTES = 256 << 20
 SECONDS = 7 * 24 * 3600
 """How long something stays in it."""
 
-_REASON = ".reason"
+_REASON, _FROM = ".reason", "\nfrom "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +71,102 @@ def _at(parent: int, file: str) -> Quarantined:
     return Quarantined(f"quarantine/{file}", tenant, rest.partition("-")[2], stat.st_size, since)
 
 
+def reason_text(reason: str, path: str) -> bytes:
+    """Formats what is kept beside a file: why it is there, and its path from the root."""
+    return f"{reason}{_FROM}{path}".encode(errors="backslashreplace")
+
+
 def reason(root: str, one: Quarantined) -> str:
     """Reads why a file is in quarantine; empty where nobody says."""
+    return _noted(root, one)[0]
+
+
+def _noted(root: str, one: Quarantined) -> tuple[str, str]:
+    """Reads why a file is in quarantine, and the path that it had; empty where nobody says."""
     with contextlib.suppress(OSError), open_regular(root, f"{one.path}{_REASON}") as fd:
-        return os.read(fd, 1 << 12).decode(errors="backslashreplace")
-    return ""
+        why, _, path = os.read(fd, 1 << 12).decode(errors="backslashreplace").rpartition(_FROM)
+        return (why, path) if why else (path, "")
+    return "", ""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuarantineRestore:
+    """Result of `restore`; each list but the first holds names in quarantine, of files that stay there.
+
+    Attributes:
+      restored: paths of what is back under its name.
+      damaged: does not verify. newer: a later version of the library wrote it, so that this one cannot verify it.
+      taken: its name has another object by now. unplaced: nothing says where it was.
+    """
+
+    restored: list[str]
+    damaged: list[str]
+    newer: list[str]
+    taken: list[str]
+    unplaced: list[str]
+
+
+def restore(root: str, tenant: str = "") -> QuarantineRestore:
+    """Reads what is in quarantine again, and puts back what verifies where nothing has its name, durably.
+
+    Args:
+      tenant: only of the tenant with this keyed name.
+
+    Raises:
+      StoreReadOnlyError, StoreIOError: not all of it was read, or put back.
+    """
+    result = QuarantineRestore([], [], [], [], [])
+    buffers = Buffers(keep=0)
+    for one in reversed(listed(root, tenant)):  # of several of one name the newest
+        path = _place_of(root, one)
+        if path is None:
+            result.unplaced.append(one.path)
+            continue
+        try:
+            with typed_errors(f"store {root}: quarantine"), open_regular(root, one.path) as fd:
+                header = read_header(fd)
+                check_name(header, one.name)
+                read_leaves(fd, header, list(header.leaves), buffers)
+            (result.restored if _put_back(root, one, path) else result.taken).append(path)
+        except StoreVersionError:
+            result.newer.append(one.path)
+        except StoreCorruptError:
+            result.damaged.append(one.path)
+    return result
+
+
+def _place_of(root: str, one: Quarantined) -> str | None:
+    """Finds the path that a file had; None where nothing says it, as of files that older versions put there."""
+    path = _noted(root, one)[1]
+    if is_object(path) and path.split("/")[1] == one.tenant and path.endswith(f"/{one.name}"):
+        return path
+    part = one.name.partition(".")[2]
+    if part == "entry.safetensors" or part.startswith("v"):
+        path = f"lib/{one.tenant}/{'static' if part.startswith('entry') else 'dynamic'}/{one.name[:2]}/{one.name}"
+        return path if is_object(path) else None
+    with contextlib.suppress(OSError):  # a chunk's place names its backbone, which a tenant with one has no choice of
+        backbones = [name for name in os.listdir(f"{root}/obj/{one.tenant}") if len(name) == 32]
+        path = f"obj/{one.tenant}/{backbones[0]}/{one.name[:2]}/{one.name}"
+        return path if len(backbones) == 1 and is_object(path) else None
+    return None
+
+
+def _put_back(root: str, one: Quarantined, path: str) -> bool:
+    """Gives a file its name again, durably, unless that has another. Whether it did."""
+    (above, _, name), file = path.rpartition("/"), os.path.basename(one.path)
+    with typed_errors(f"store {root}: quarantine"):
+        make_directories(root, above)
+        with folder(root, "quarantine") as source, folder(root, above) as target:
+            with locked(f"{root}/names.lock", shared=False):  # nobody can take the name meanwhile
+                with contextlib.suppress(FileNotFoundError):
+                    os.stat(name, dir_fd=target, follow_symlinks=False)
+                    return False
+                rename(source, file, target, name)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{file}{_REASON}", dir_fd=source)
+            os.fsync(target)
+            os.fsync(source)
+    return True
 
 
 def purge(root: str, tenant: str = "", chunk: str | None = None) -> list[Quarantined]:

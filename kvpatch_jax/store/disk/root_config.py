@@ -1,4 +1,4 @@
-"""Configuration of a root: the secret of its names, and the check of the key that a tenant's objects are under.
+"""Configuration of a root: the secret of its names.
 
 Without the secret nothing in a root is found. So it is there twice, each file with a digest, and one is mended from the
 other; where neither can be read, or is there, and the root holds objects, it is not made up anew.
@@ -10,13 +10,15 @@ import hashlib
 import json
 import os
 import secrets
+from typing import Any
 
-from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreKeyError
+from ...errors import InputError, StoreCorruptError, StoreError, StoreIOError, StoreVersionError
 from ..io.files import NotRegularError, publish_once, read_small, replace_file, typed_errors
 
 SECRETS = ("STORE.json", "STORE.copy.json")
 """The files that hold the secret, alike."""
 
+_VERSION = 2
 _LARGEST = 1 << 12
 """Bytes. Longer settings are refused unread."""
 
@@ -38,6 +40,22 @@ def secret_of(root: str) -> bytes:
     if secret is None:
         note_secret(root, secrets.token_bytes(32))
     return read_secret(root) if secret is None else secret
+
+
+def names_secret(root: str, given: bytes | None) -> bytes:
+    """Returns the secret of a root's names: its own, or the one that is given where it keeps none.
+
+    Raises:
+      InputError: another one than the root's own, under which nothing in it would be found. As `secret_of`.
+    """
+    if given is None:
+        return secret_of(root)
+    kept = None
+    with contextlib.suppress(StoreCorruptError):  # where it is damaged, the one that is given stands in
+        kept = find_secret(root)
+    if kept is not None and kept != given:
+        raise InputError(f"store {root}: secret: got another secret than the root keeps; expected that one, or None")
+    return given
 
 
 def note_secret(root: str, secret: bytes) -> None:
@@ -65,11 +83,13 @@ def find_secret(folder: str, *, mend: bool = True) -> bytes | None:
       mend: whether files that are damaged, gone or of an older version are written anew, where that can be.
 
     Raises:
-      StoreCorruptError: it cannot be read, or there are two. StoreError.
+      StoreCorruptError: it cannot be read, or there are two. StoreVersionError: a later version wrote it. StoreError.
     """
     found = [_read(folder, name) for name in SECRETS]
     good = [each for each in found if each is not None and each.secret is not None]
     if not good:
+        if any(each is not None and each.newer for each in found):
+            raise StoreVersionError(f"store {folder}: {SECRETS[0]} of a later version; expected version {_VERSION}")
         if any(each is not None for each in found):
             raise StoreCorruptError(f"store {folder}: {SECRETS[0]} is damaged, and so is its copy; expected one whole")
         return None
@@ -79,7 +99,7 @@ def find_secret(folder: str, *, mend: bool = True) -> bytes | None:
     (secret,) = vouched
     assert secret is not None
     for name, each in zip(SECRETS, found, strict=True) if mend else ():
-        if each is None or not each.summed:
+        if each is None or not (each.summed or each.newer):
             with contextlib.suppress(StoreError):  # a root that may only be read serves as it is
                 _replace(folder, name, secret)
     return secret
@@ -99,7 +119,7 @@ def holds_objects(root: str) -> bool:
 
 def secret_text(secret: bytes) -> bytes:
     """Formats a file that holds a secret."""
-    return json.dumps({"version": 2, "secret": secret.hex(), "digest": secret_digest(secret)}).encode()
+    return json.dumps({"version": _VERSION, "secret": secret.hex(), "digest": secret_digest(secret)}).encode()
 
 
 def secret_digest(secret: bytes) -> str:
@@ -109,10 +129,12 @@ def secret_digest(secret: bytes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """Content of a secret's file; no secret where it is damaged. `summed`: whether a digest vouches for it."""
+    """Content of a secret's file; no secret where it is damaged. `summed`: whether a digest vouches for it. `newer`:
+    whether a later version wrote it."""
 
     secret: bytes | None = dataclasses.field(repr=False)
     summed: bool
+    newer: bool = False
 
 
 def _read(folder: str, name: str) -> _Kept | None:
@@ -125,13 +147,23 @@ def _read(folder: str, name: str) -> _Kept | None:
         except (NotRegularError, StoreCorruptError):
             return _Kept(None, False)
     try:
-        secret = bytes.fromhex(json.loads(text)["secret"])
+        tree = json.loads(text)
+        if type(tree["version"]) is int and tree["version"] > _VERSION and not _is_ours(tree):
+            return _Kept(None, False, newer=True)
+        secret = bytes.fromhex(tree["secret"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return _Kept(None, False)
     if len(secret) >= 16 and text == secret_text(secret):
         return _Kept(secret, True)
     old = text == json.dumps({"version": 1, "secret": secret.hex()}).encode()  # before there were digests
     return _Kept(secret if old and len(secret) >= 16 else None, False)
+
+
+def _is_ours(tree: dict[str, Any]) -> bool:
+    """Whether all of a secret's file but the version is as this version writes it: a flip made that digit."""
+    secret = tree.get("secret")
+    digest = secret_digest(bytes.fromhex(secret)) if isinstance(secret, str) else None
+    return set(tree) == {"version", "secret", "digest"} and tree["digest"] == digest
 
 
 def _replace(root: str, name: str, secret: bytes) -> None:
@@ -141,23 +173,6 @@ def _replace(root: str, name: str, secret: bytes) -> None:
 
 def _temporary() -> str:
     return f"tmp/settings-{secrets.token_hex(8)}"
-
-
-def check_key(root: str, space: str, check: str | None, note: bool = False) -> None:
-    """Compares a tenant's key with the one in its key-check file; `note`: writes that file before its first object.
-
-    So a wrong key is found before anything is written. Each encrypted object holds the same check value.
-
-    Raises:
-      StoreKeyError: encrypted under another key, or encrypted and `check` is None.
-    """
-    if note and check is not None and not os.path.lexists(f"{root}/{space}/KEY"):
-        _publish_once(root, f"{space}/KEY", check.encode())
-    with typed_errors(f"store {root}: open"), contextlib.suppress(FileNotFoundError):
-        found = read_small(root, f"{space}/KEY", _LARGEST).decode(errors="replace")
-        if found != check:
-            what = "no key" if check is None else "another key"
-            raise StoreKeyError(f"store {root}: opened with {what}; expected the one of this tenant's objects")
 
 
 def _publish_once(root: str, relative: str, text: bytes) -> None:

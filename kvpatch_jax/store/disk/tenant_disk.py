@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from ...chunk import Chunk
-from ...errors import StoreClosedError
+from ...errors import StoreClosedError, StoreError
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm, Plain
 from ..format.expiry import Seconds
@@ -25,7 +25,9 @@ from .counters import Counters
 from .directory import NameState
 from .disk import Disk
 from .eviction import collect, make_room
-from .root_config import check_key, secret_of
+from .key_check import check_key
+from .root_config import names_secret
+from .shared_budget import note_budget, shared_budget
 from .unfinished import sweep_unfinished
 from .version_floor import Floors
 from .writing import Elsewhere
@@ -36,6 +38,7 @@ class TenantDisk:
 
     Args:
       root, tenant, budget, secret, key, wipe, clock: as of `ChunkStore`.
+      whole_root: whether `budget.disk` is the operator's, for the whole root, whatever its tenants put under.
 
     Attributes:
       disk: the root's files; reads decrypt with this tenant's key.
@@ -43,7 +46,8 @@ class TenantDisk:
       budget, counters.
 
     Raises:
-      StoreError: the root cannot be made or is not a store. InputError: an empty tenant or a short key.
+      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, or another secret
+        than the root's own.
       StoreKeyError: the tenant's objects are encrypted and `key` is not theirs.
     """
 
@@ -57,16 +61,21 @@ class TenantDisk:
         key: bytes | None = None,
         wipe: bool | None = None,
         clock: Callable[[], float] = time.time,
+        whole_root: bool = False,
     ):
         self.budget = Budget() if budget is None else budget
         self.counters = Counters()
         buffers = Buffers(wipe=key is not None if wipe is None else wipe)
         encryption = Plain() if key is None else AesGcm(key, tenant, buffers)
         self.disk = Disk(os.fspath(root), self.counters, buffers, clock, encryption, self.budget.quarantine)
-        self.names = Names(tenant, secret_of(self.disk.root) if secret is None else secret)
+        self.names = Names(tenant, names_secret(self.disk.root, secret))
         check_key(self.disk.root, self.names.space, encryption.check)
 
         self._pins: collections.Counter[str] = collections.Counter()
+        # Of the whole root: what tenants put under, read before anything is evicted for it.
+        self._whole_root = whole_root
+        self._shared: int | None = self.budget.disk if whole_root else None
+        self._budget_noted = whole_root
         # Per budgeted folder: bytes at the last scan, and bytes that this process has written since.
         self._used: dict[str, int] = {}
         self._fresh: collections.Counter[str] = collections.Counter()
@@ -103,10 +112,14 @@ class TenantDisk:
         return self.disk.encryption.sealed(blob, name.file)
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
-        """Writes sealed objects in one durable commit, after making room for them. Raises as `ChunkStore.put`."""
+        """Writes sealed objects durably, after making room for them. Raises as `ChunkStore.put`."""
         self.make_room(functools.partial(sum, (file_size(blob, name.file) for name, blob in items)))
-        with self.counters.timed("commit", "disk"):
-            written = self.disk.put_group(items)
+        try:
+            with self.counters.timed("commit", "disk"):
+                written = self.disk.put_group(items)
+        except StoreError:
+            self.forget_usage()  # some of them may be there
+            raise
         self._note_written(written)
 
     def copy(self, name: Name, blob: Blob, before: NameState) -> None:
@@ -147,16 +160,33 @@ class TenantDisk:
 
         Scans the folder only where the last scan and what was written since do not already show that they fit.
         """
-        budgets = {self.names.space: self.budget.tenant, "obj": self.budget.disk}
-        bounds = {below: budget for below, budget in budgets.items() if budget is not None}
+        if not self._budget_noted:
+            note_budget(self.disk.root, self.names.space, self.budget.disk)
+            self._budget_noted = True
+        bounds = self._bounds()
         need = size() if bounds else 0
-        for below, budget in bounds.items():
-            with self._counting:
-                used, fresh = self._used.get(below), self._fresh[below]
-                # Other processes write too: after a sixteenth of the budget the scan is too old to be believed.
-                if used is None or fresh > budget // 16 or used + fresh + need > budget:
+        with self._counting:
+            if self.budget.disk is not None and any(self._may_exceed(*bound, need) for bound in bounds.items()):
+                if not self._whole_root:  # others may put under another budget by now
+                    self._shared = shared_budget(self.disk.root, self.names.space, self.budget.disk)
+                bounds = self._bounds()
+            for below, budget in bounds.items():
+                if self._may_exceed(below, budget, need):
                     self._used[below] = make_room(self.disk, budget, need, self.pinned, below, self.names.space)
                     self._fresh[below] = 0
+
+    def _bounds(self) -> dict[str, int]:
+        """Maps the folders that have a budget to it: the tenant's, and the root."""
+        own, shared = [self.budget.tenant], self._shared
+        if shared is None or shared != self.budget.disk:  # else the root's bound is the tenant's too
+            own.append(self.budget.disk)
+        bounds = [budget for budget in own if budget is not None]
+        return ({self.names.space: min(bounds)} if bounds else {}) | ({} if shared is None else {"obj": shared})
+
+    def _may_exceed(self, below: str, budget: int, need: int) -> bool:
+        used, fresh = self._used.get(below), self._fresh[below]
+        # Other processes write too: after a sixteenth of the budget the scan is too old to be believed.
+        return used is None or fresh > budget // 16 or used + fresh + need > budget
 
     def _note_written(self, nbytes: int) -> None:
         with self._counting:

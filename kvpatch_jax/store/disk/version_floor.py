@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import StoreCorruptError, StoreError, StoreFullError
+from ...errors import StoreCorruptError, StoreError, StoreFullError, StoreVersionError
+from ..format.compatibility import expect_known
 from ..format.encryption import open_object
 from ..format.header import Header
 from ..format.naming import Name, name_at
-from ..format.objects import Blob
-from ..io.files import Identity, identity
+from ..format.objects import Blob, check_name, read_header
+from ..io.files import Identity, ReadInto, identity, open_regular
 from .directory import reading
 from .disk import Disk
 from .writing import Elsewhere
@@ -73,7 +74,11 @@ class Floors:
         return self._disk.encryption.check is not None
 
     def of(self, folder: str) -> Floor | None:
-        """Returns the latest floor of a folder, on the disk or seen before; None where there is none."""
+        """Returns the latest floor of a folder, on the disk or seen before; None where there is none.
+
+        Raises:
+          StoreVersionError: a later version wrote it, so that its library is not for this one.
+        """
         if not self.kept:
             return None
         there, seen = self._there(folder), self._seen.get(folder)
@@ -97,13 +102,22 @@ class Floors:
             before = self._read.get(folder)
             if before is not None and before[0] == identity(os.lstat(f"{root}/{path}")):
                 return before[1]
-            with reading(root, path) as (fd, header):
+
+            def body_of(read_bytes: ReadInto) -> Mapping[str, Any] | None:
+                header = read_header(fd, read_bytes=read_bytes)
+                check_name(header, os.path.basename(path))
+                opened = open_object(fd, header, self._disk.encryption, self._disk.buffers, read_bytes)
+                return None if opened is None else opened[0].body
+
+            with open_regular(root, path, noatime=True) as fd:
                 which = identity(os.fstat(fd))
-                opened = open_object(fd, header, self._disk.encryption, self._disk.buffers)
-                if opened is None:
-                    return None
-                body = opened[0].body
+                body = self._disk.read_twice(fd, body_of, lambda why: None)
+            if body is None:
+                return None
+            expect_known("floor with a field", body, ("stamp", "base", "numbers"))
             floor = Floor(body["stamp"], body["base"], body["numbers"])
+        except StoreVersionError:
+            raise  # what it forbids is not known, and it is not to be replaced
         except (OSError, StoreError, KeyError):
             return None  # damaged, or none yet: what was seen before counts, and the next entry makes it anew
         self._read[folder] = which, floor
@@ -126,17 +140,20 @@ class Floors:
         self._seen[name.folder] = raised
 
     def removed(self, paths: Iterable[str]) -> None:
-        """Raises floors above deleted entries, so that none can be put back. A full disk leaves them as they are."""
+        """Raises floors above deleted entries, so that none can be put back.
+
+        A full disk leaves floors as they are; those of a later version stay too.
+        """
         by_folder: dict[str, list[str]] = {}
         for path in paths:
             name = name_at(path)
             by_folder.setdefault(name.folder, []).append(name.chunk)
         for folder, keys in by_folder.items():
-            floor = self.of(folder)
-            if floor is not None:
-                gone = [floor.numbers[key] for key in keys if key in floor.numbers]
-                numbers = {key: number for key, number in floor.numbers.items() if key not in keys}
-                with contextlib.suppress(StoreFullError):
+            with contextlib.suppress(StoreFullError, StoreVersionError):
+                floor = self.of(folder)
+                if floor is not None:
+                    gone = [floor.numbers[key] for key in keys if key in floor.numbers]
+                    numbers = {key: number for key, number in floor.numbers.items() if key not in keys}
                     self._write(folder, self._raised(floor, numbers, max([floor.base, *gone])))
 
     def admit(self, coming: Sequence[tuple[Name, Blob | Elsewhere]], noted: dict[str, int]) -> None:

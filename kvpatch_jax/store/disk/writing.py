@@ -36,7 +36,10 @@ from ..io.files import (
 )
 from ..io.thread_pool import ThreadPool
 from .directory import NameState, name_state, removing, was_written
-from .root_config import check_key
+from .key_check import check_key
+
+GROUP = 64
+"""Objects that one commit takes: each has a file open until it has its name."""
 
 _numbers = itertools.count()
 _group = ThreadPool(min(4, max(2, os.cpu_count() or 1)), "kvpatch-group")
@@ -70,12 +73,26 @@ class ObjectWriter:
         self._durable: set[str] = set()  # folders whose own names this process has synced
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> int:
-        """Writes several objects with one sync of the data and one of the names. Returns the bytes of their files.
+        """Writes several objects, `GROUP` with one sync of the data and one of the names. Returns the bytes of their
+        files.
 
         Raises:
-          StoreFullError, StoreReadOnlyError, StoreIOError: none of them is acknowledged; none is there in part.
+          StoreFullError, StoreReadOnlyError, StoreIOError: none of them is acknowledged; none is there in part. Of more
+            than a group the first may be there whole, and the error says how many.
           StoreKeyError: the tenant's objects were encrypted under another key meanwhile.
         """
+        total = 0
+        for start in range(0, len(items), GROUP):
+            try:
+                total += self._put_group(items[start : start + GROUP])
+            except StoreError as error:
+                if start == 0:
+                    raise
+                stored = f"store: put: the first {start} of {len(items)} objects are stored, then"
+                raise type(error)(f"{stored} {error}") from error
+        return total
+
+    def _put_group(self, items: Sequence[tuple[Name, Blob]]) -> int:
         with typed_errors(f"store: put {len(items)} objects"), contextlib.ExitStack() as stack:
             aside = stack.enter_context(self.temporaries())
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...chunk import Chunk, trusted
-from ...errors import KVPatchError, ShapeError, StoreCorruptError
+from ...errors import KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
 from ...frames import PhaseFreeKV
 from ...layout import Channel, KVLayout
 from ...ops import Quantised, is_low_rank
@@ -18,9 +18,13 @@ from ...patch_metadata import Patch, PatchMetadata, check_factors
 from ...provenance import Member
 from ...rope import Rope
 from ...scaling import Scaling
-from .header import MALFORMED, dtype_word
+from .compatibility import expect_fields, expect_known
+from .header import DTYPES, MALFORMED, dtype_word
 from .naming import Encoding
 from .objects import Arrays, Blob
+
+CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", "hidden", "content")
+"""Fields of a canonical's body."""
 
 _LARGEST = {
     "int8": 127.0,
@@ -39,7 +43,12 @@ def layout_body(layout: KVLayout) -> Mapping[str, Any]:
 
 
 def layout_of(body: Mapping[str, Any]) -> KVLayout:
-    """Decodes a layout that `layout_body` encoded."""
+    """Decodes a layout that `layout_body` encoded. Raises StoreVersionError where a later version wrote it."""
+    expect_fields("layout", body, KVLayout)
+    expect_fields("rope", body["rope"], Rope)
+    expect_fields("scaling", body["rope"]["scaling"], Scaling)
+    for channel in body["channels"]:
+        expect_fields("channel", channel, Channel)
     if type(body["layers"]) is not int:
         raise StoreCorruptError(f"object: {str(body['layers'])[:40]} layers; expected a count")
     rope = dict(body["rope"])
@@ -154,6 +163,21 @@ def _digest_in(body: Mapping[str, Any], word: str) -> str | None:
     return digest
 
 
+def check_chunk(body: Mapping[str, Any], leaves: Iterable[str]) -> None:
+    """Refuses a canonical that says or has more than this version knows, before its numbers are read.
+
+    Raises:
+      StoreVersionError. What `_rebuilt` takes for a malformed body.
+    """
+    expect_known("canonical with a field", body, CHUNK_FIELDS)
+    expect_known("canonical of dtype", body["dtypes"].values(), [str(dtype) for dtype in DTYPES.values()])
+    layers = range(layout_of(body["layout"]).layers)
+    names = [channel["name"] for channel in body["layout"]["channels"]]
+    known = {f"layer.{layer}.{name}{part}" for layer in layers for name in names for part in ("", ".scale")}
+    known |= {"local", *(f"hidden.{layer}" for layer in body["hidden"] or ())}
+    expect_known("canonical with a leaf", leaves, known)
+
+
 def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]:
     """Lists the leaves of one layer, in the order of the file."""
     wanted = [f"layer.{layer}.{name}{part}" for name in layout.names for part in ("", ".scale")]
@@ -165,7 +189,7 @@ def layer_of(body: Mapping[str, Any], layer: int, arrays: Arrays) -> dict[str, n
     """Decodes one layer, {channel: [T, K, H]}, in the dtype it had.
 
     Raises:
-      StoreCorruptError: a body that does not fit its arrays.
+      StoreCorruptError: a body that does not fit its arrays. StoreVersionError: a later version wrote it.
     """
     leaf = lambda name: f"layer.{layer}.{name}"
     dtype = lambda name: np.dtype(jnp.dtype(body["dtypes"][name]))
@@ -184,10 +208,11 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
     the chunk was made, and the checksums say that they have not changed since.
 
     Raises:
-      StoreCorruptError: a body that does not fit its arrays.
+      StoreCorruptError: a body that does not fit its arrays. StoreVersionError: a later version wrote it.
     """
 
     def build() -> Chunk:
+        check_chunk(body, arrays)
         layout = layout_of(body["layout"])
         layers = range(layout.layers)
         if any(name.endswith(".scale") for name in arrays) or not _as_made(body, arrays):
@@ -308,6 +333,15 @@ def patch_blob(patch: Patch, expires: float | None = None) -> Blob:
     return _checked(Blob("patch", {"stamp": metadata, "forms": forms}, arrays, expires))
 
 
+def encoder_of(body: Mapping[str, Any], arrays: Arrays) -> np.ndarray:
+    """Decodes a tower's output. Raises StoreVersionError, StoreCorruptError."""
+    expect_known("encoder output with a field", body, ("id", "backbone"))
+    expect_known("encoder output with a leaf", arrays, ("encoder",))
+    if "encoder" not in arrays:
+        raise StoreCorruptError("object: no leaf encoder; expected one")
+    return arrays["encoder"]
+
+
 type Parts = tuple[dict[str, Any], PatchMetadata]
 
 
@@ -323,7 +357,7 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
     The directions of a patch in a shared basis are NaN until they are put in (`basis.with_basis`).
 
     Raises:
-      StoreCorruptError: a body that does not fit its arrays.
+      StoreCorruptError: a body that does not fit its arrays. StoreVersionError: a later version wrote it.
     """
 
     def leaf(name: str, part: str, shared: bool) -> Any:
@@ -333,6 +367,12 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
 
     def build() -> Parts:
         metadata = dict(body["stamp"])
+        expect_known("patch with a field", body, ("stamp", "forms"))
+        expect_fields("patch", metadata, PatchMetadata)
+        for parts in body["forms"].values():
+            expect_known("patch with a factor", parts, ("u", "v", "dense"))
+        owns = {"shared.u", *(f"{name}.{part}" for name, parts in body["forms"].items() for part in parts)}
+        expect_known("patch with a leaf", arrays, {*owns, *(f"{own}.scale" for own in owns)})
         shared = bool(metadata["shared_left"])
         metadata["layout"] = layout_of(metadata["layout"])
         for name in ("antecedent", "layers", "start", "base_antecedent"):
@@ -342,7 +382,7 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
             metadata["asked"] = tuple((name, rank) for name, rank in metadata["asked"])
         for name in ("members", "base_members"):
             if metadata.get(name) is not None:
-                metadata[name] = tuple(Member(*member) for member in metadata[name])
+                metadata[name] = tuple(_member(fields) for fields in metadata[name])
         factors: dict[str, Any] = {}
         for name, parts in body["forms"].items():
             leaves = tuple(leaf(name, part, shared) for part in parts)
@@ -354,6 +394,12 @@ def patch_parts(body: Mapping[str, Any], arrays: Arrays) -> Parts:
         return factors, made
 
     return _rebuilt(build, "patch")
+
+
+def _member(fields: Sequence[Any]) -> Member:
+    if len(fields) > len(Member._fields):
+        raise StoreVersionError(f"object: a member of {len(fields)} fields; expected at most {len(Member._fields)}")
+    return Member(*fields)
 
 
 def _absent(u: Any, metadata: Mapping[str, Any], name: str) -> np.ndarray:
@@ -371,6 +417,8 @@ def _checked(blob: Blob) -> Blob:
 def _rebuilt[T](build: Callable[[], T], what: str) -> T:
     try:
         return build()
+    except StoreVersionError:
+        raise
     except MALFORMED as error:
         # The cause may name ids, so it is not said.
         kind = type(error).__name__ if not isinstance(error, KVPatchError) else "it contradicts itself"

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from ...chunk_ids import encoded
-from ...errors import InputError, StoreCorruptError, StoreKeyError
+from ...errors import InputError, StoreCorruptError, StoreKeyError, StoreVersionError
+from ..io.files import ReadInto, read_into
 from .buffers import Buffers
+from .compatibility import expect_known
 from .header import DTYPES, Header, Leaf, dtype_word
 from .objects import Arrays, Blob, arranged, as_bytes, read_leaves
 
@@ -58,7 +60,8 @@ class Encryption(Protocol):
         """Opens a stored object: its plain header and a reader of its plain leaves; None where it is not encrypted so.
 
         Raises:
-          StoreKeyError: the object may be good, and cannot be read with this key. StoreCorruptError: it is not good.
+          StoreKeyError: the object may be good, and cannot be read with this key. StoreVersionError: a later version
+            encrypted it. StoreCorruptError: it is not good.
         """
         ...
 
@@ -68,9 +71,11 @@ def is_sealed(header: Header) -> bool:
     return "sealed" in header.body
 
 
-def open_object(fd: int, header: Header, encryption: Encryption, buffers: Buffers) -> tuple[Header, Read] | None:
+def open_object(
+    fd: int, header: Header, encryption: Encryption, buffers: Buffers, read_bytes: ReadInto = read_into
+) -> tuple[Header, Read] | None:
     """Opens an object's file: its plain header and a reader of its plain leaves, as `Encryption.opened`."""
-    return encryption.opened(header, lambda names: read_leaves(fd, header, names, buffers))
+    return encryption.opened(header, lambda names: read_leaves(fd, header, names, buffers, read_bytes))
 
 
 def decrypted(header: Header, arrays: Arrays, encryption: Encryption) -> tuple[Header, Arrays]:
@@ -148,6 +153,9 @@ class AesGcm:
         """Decrypts the header of an object; None for one that is not encrypted, which anyone could have put there."""
         if not is_sealed(header):
             return None
+        expect_known("encryption with a field", header.body, ("sealed", "check", "salt"))
+        if header.body["sealed"] != 1:
+            raise StoreVersionError(f"object: encrypted in form {str(header.body['sealed'])[:20]}; expected 1")
         if header.body.get("check") != self.check:
             raise StoreKeyError("object: it is encrypted under another key; expected the key that it was put with")
         cipher = _Cipher(self._key, _salt(header.body), [header.name, header.kind, repr(header.expires)])
@@ -156,7 +164,9 @@ class AesGcm:
             raise StoreCorruptError(f"object: no leaf {_INSIDE}; expected one, of uint8")
         room = self._buffers.lease(outer.nbytes - _TAG)
         cipher.decrypt(_Piece(0, _INSIDE), read([_INSIDE])[_INSIDE], room)
-        inside = json.loads(room.tobytes())  # authenticated: it is what `sealed` wrote
+        inside = json.loads(room.tobytes())  # authenticated: it is what `sealed` wrote, of this version or a later one
+        expect_known("encrypted header with a field", inside, ("body", "leaves"))
+        expect_known("encrypted leaf of dtype", [leaf[1] for leaf in inside["leaves"]], DTYPES)
         leaves, pieces = _leaves(inside["leaves"], header)
 
         def read_leaves(names: Sequence[str]) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ... import strict_json
 from ...errors import DtypeError, InputError, StoreCorruptError
+from .compatibility import expect_known
 
 try:
     from zlib_ng import zlib_ng as _zlib  # the same sums, several times as fast
@@ -55,6 +56,8 @@ _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 _OPENING = b'{"__metadata__":{"header_crc":"'
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+){0,4}")
 _CRC = re.compile("[0-9a-f]{8}")
+_METADATA = ("header_crc", "version", "name", "kind", "expires", "crc", "body")
+_KINDS = ("kv", "patch", "encoder", "entry")
 _ENTRY = ("dtype", "shape", "data_offsets")
 _DEPTH = 12
 
@@ -188,18 +191,20 @@ def parse_header(raw: bytes, size: int | None) -> Header:
     not known, and the header's own word for it has to do, until the leaves are read.
 
     Raises:
-      StoreCorruptError: anything that `make_header` would not have written.
+      StoreVersionError: a later version wrote it. StoreCorruptError: anything else that `make_header` would not have
+        written.
     """
     if header_length(raw[:8], size) != len(raw):
         raise StoreCorruptError(f"object: {len(raw)} bytes of header; expected what its length says")
     crc = _check_crc(raw)
     tree = _json(raw[8:], "header")
     metadata = tree.pop("__metadata__")
-    wanted = ("header_crc", "version", "name", "kind", "expires", "crc", "body")
-    if tuple(metadata) != wanted or not all(isinstance(value, str) for value in metadata.values()):
-        raise StoreCorruptError(f"object: metadata {str(list(metadata))[:200]}; expected texts called {wanted}")
-    if metadata["version"] != VERSION:
-        raise StoreCorruptError(f"object: version {metadata['version'][:20]!r}; expected {VERSION!r}")
+    # The checksum agreed, so what is unknown here is no damage.
+    expect_known("version", [metadata.get("version")], (VERSION,))
+    expect_known("metadata", metadata, _METADATA)
+    if tuple(metadata) != _METADATA or not all(isinstance(value, str) for value in metadata.values()):
+        raise StoreCorruptError(f"object: metadata {str(list(metadata))[:200]}; expected texts called {_METADATA}")
+    expect_known("kind", [metadata["kind"]], _KINDS)
     leaves, size = _leaves(tree, _crcs(metadata["crc"]), len(raw), size)
     body = _json(metadata["body"], "body")
     check_depth(body, _DEPTH)
@@ -218,10 +223,10 @@ def opening_crc(opening: bytes) -> bytes:
 def _check_crc(raw: bytes) -> bytes:
     at = 8 + len(_OPENING)
     if raw[8:at] != _OPENING:
-        raise StoreCorruptError(f"object: opens with other bytes; expected {_OPENING!r}")
+        raise StoreCorruptError(f"object: opens with bytes of sum {crc32(raw[8:at]):08x}; expected {_OPENING!r}")
     found, blank = raw[at : at + 8], b"".join((raw[:at], b"0" * 8, raw[at + 8 :]))
-    if found != b"%08x" % crc32(blank):
-        raise StoreCorruptError(f"object: header checksum {found!r}; expected that of the bytes")
+    if found != (computed := b"%08x" % crc32(blank)):
+        raise StoreCorruptError(f"object: header checksum {found!r}; expected {computed!r}, that of the bytes")
     return found
 
 
@@ -305,7 +310,8 @@ def _checked(name: str, entry: Any, offset: int, forms: dict[Any, _Form]) -> _Fo
 
 
 def _form(name: str, word: Any, shape: Any) -> _Form:
-    if not isinstance(word, str) or word not in DTYPES:
+    expect_known(f"leaf {name} of dtype", [word], DTYPES)
+    if not isinstance(word, str):
         raise StoreCorruptError(f"object: leaf {name}: dtype {_short(word)}; expected one of {tuple(DTYPES)}")
     if not _naturals(shape) or len(shape) > 8:
         raise StoreCorruptError(f"object: leaf {name}: shape {_short(shape)}; expected at most 8 sizes")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import StoreCorruptError
-from ..io.files import Identity, read_into, reserve, write_all
+from ..io.files import Identity, ReadInto, read_into, reserve, write_all
 from ..io.thread_pool import ThreadPool
 from .buffers import Buffers
 from .expiry import expiry_mtime, seconds
@@ -159,26 +159,34 @@ def _written(fd: int, blob: Blob, name: str) -> Header:
     return header
 
 
-def read_header(fd: int, parse: Callable[[bytes, int], Header] = parse_header) -> Header:
+def read_header(
+    fd: int, parse: Callable[[bytes, int], Header] = parse_header, read_bytes: ReadInto = read_into
+) -> Header:
     """Reads and verifies the header of an open file.
 
     Args:
       parse: `parse_header`, or one that remembers what it said of the same bytes.
 
     Raises:
-      StoreCorruptError: not an object of ours. OSError: the read failed.
+      StoreCorruptError: not an object of ours. StoreVersionError: a later version's. OSError: the read failed.
     """
     size = os.fstat(fd).st_size
-    opening = os.pread(fd, _OPENING, 0)
+    opening = os.pread(fd, _OPENING, 0) if read_bytes is read_into else _read_bytes(fd, min(size, _OPENING), read_bytes)
     length = header_length(opening, size)
     if length > len(opening):
-        raw = np.empty(length, np.uint8)
-        read_into(fd, [raw], 0)
-        opening = raw.tobytes()
+        opening = _read_bytes(fd, length, read_bytes)
     return parse(opening[:length], size)
 
 
-def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers) -> dict[str, np.ndarray]:
+def _read_bytes(fd: int, size: int, read_bytes: ReadInto) -> bytes:
+    raw = np.empty(size, np.uint8)
+    read_bytes(fd, [raw], 0)
+    return raw.tobytes()
+
+
+def read_leaves(
+    fd: int, header: Header, names: Sequence[str], buffers: Buffers, read_bytes: ReadInto = read_into
+) -> dict[str, np.ndarray]:
     """Reads neighbouring leaves, verified: read-only views of one buffer, placed as `arranged` says.
 
     Read and summed in runs, each run summed while the cache still holds it; many bytes by several threads.
@@ -194,8 +202,8 @@ def read_leaves(fd: int, header: Header, names: Sequence[str], buffers: Buffers)
     rooms = [(leaf, data[places[leaf.name] : places[leaf.name] + padded(leaf.nbytes)]) for leaf in leaves]
     data.flags.writeable = False
     if room < _SPLIT or _WORKERS == 1:
-        return {name: array for run in _runs(rooms) for name, array in _read_run(fd, run).items()}
-    reads = [_helpers.submit(_read_run, fd, run) for run in _runs(rooms)]
+        return {name: array for run in _runs(rooms) for name, array in _read_run(fd, run, read_bytes).items()}
+    reads = [_helpers.submit(_read_run, fd, run, read_bytes) for run in _runs(rooms)]
     concurrent.futures.wait(reads)  # all of them: nobody may read from a descriptor that the caller has closed
     return {name: array for read in reads for name, array in read.result().items()}
 
@@ -235,8 +243,8 @@ def _runs(rooms: Sequence[_Room]) -> Iterator[list[_Room]]:
         yield run
 
 
-def _read_run(fd: int, rooms: Sequence[_Room]) -> dict[str, np.ndarray]:
-    read_into(fd, [room for _, room in rooms], rooms[0][0].offset)
+def _read_run(fd: int, rooms: Sequence[_Room], read_bytes: ReadInto) -> dict[str, np.ndarray]:
+    read_bytes(fd, [room for _, room in rooms], rooms[0][0].offset)
     return {leaf.name: _verified(leaf, room) for leaf, room in rooms}
 
 
@@ -252,7 +260,10 @@ def _verified(leaf: Leaf, room: np.ndarray) -> np.ndarray:
     if (found := crc32(own)) != leaf.crc:
         raise StoreCorruptError(f"object: leaf {leaf.name} has checksum {found:08x}; expected {leaf.crc:08x}")
     if len(rest) and rest.any():
-        raise StoreCorruptError(f"object: bytes behind leaf {leaf.name}; expected {len(rest)} zeros")
+        place = int(np.argmax(rest != 0))
+        raise StoreCorruptError(
+            f"object: byte {place} behind leaf {leaf.name} is {rest[place]}; expected {len(rest)} zeros"
+        )
     return own.view(leaf.dtype).reshape(leaf.shape)
 
 

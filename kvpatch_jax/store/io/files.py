@@ -14,7 +14,7 @@ import functools
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -229,6 +229,40 @@ def read_into(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
             raise StoreCorruptError(f"object: ends at byte {offset}; expected {sum(map(len, waiting))} more")
         offset += count
         waiting = _behind(waiting, count)
+
+
+ReadInto = Callable[[int, Sequence[np.ndarray], int], None]
+"""`read_into` or `read_again`."""
+
+_APART, _BEFORE = 4093, 37
+
+
+def read_again(fd: int, targets: Sequence[np.ndarray], offset: int) -> None:
+    """Fills arrays as `read_into`, for a second opinion on the same bytes.
+
+    They come through other memory, in calls that begin and end elsewhere, so that what a fault of the reader spoiled
+    the first time is not spoiled in the same way again.
+
+    Raises:
+      StoreCorruptError: the file ends before.
+    """
+    first = offset - min(offset, _BEFORE)
+    whole = np.empty(offset - first + sum(map(len, targets)), np.uint8)
+    for at in range(0, len(whole), _APART):
+        piece = np.empty(min(_APART, len(whole) - at), np.uint8)
+        read_into(fd, [piece], first + at)
+        whole[at : at + len(piece)] = piece
+    at = offset - first
+    for target in targets:
+        target[:] = whole[at : at + len(target)]
+        at += len(target)
+
+
+def forget_pages(fd: int) -> None:
+    """Has the system drop what it keeps of a file in memory, so that the next reading is one of the disk. A hint."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:

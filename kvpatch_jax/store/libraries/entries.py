@@ -19,16 +19,21 @@ from jaxtyping import Float
 from ...chunk import AnyArray, Chunk
 from ...chunk_ids import chunk_id, content_digest, encoded
 from ...content import Text, check_text, sort_of
-from ...errors import InputError, NotFiniteError, StoreCorruptError
+from ...errors import InputError, NotFiniteError, StoreCorruptError, StoreVersionError
 from ...images import decoded, is_encoded
 from ..disk.version_floor import number_of
+from ..format.compatibility import expect_known
 from ..format.header import MALFORMED, Header
 from ..format.naming import Name, Names
 from ..format.objects import Blob
-from .references import Kind, Reference, check_name
+from .references import KINDS, Kind, Reference, check_name
 
 Content = str | bytes | np.ndarray | list[int] | tuple[int, ...]
 """What a resource shows: text, an encoded file, pixels (or another array), or token ids."""
+
+_FIELDS = ("kind", "name", "version", "content", "digest", "chunk", "metadata", "withdrawn", "number")
+_CONTENTS = ("none", "array", "tokens", "str", "bytes")
+"""Forms of a content."""
 
 _MOST_VERSIONS = 10**9  # what a reference can be written for
 _NOTHING = np.zeros(1, np.uint8)  # an object has at least one byte
@@ -270,8 +275,11 @@ def entry_name(names: Names, body: Mapping[str, Any]) -> Name:
 
 
 def check_body(body: Mapping[str, Any]) -> None:
-    """Raises StoreCorruptError where an object does not say what an entry says."""
+    """Raises StoreCorruptError where an object says less than an entry, StoreVersionError where it says more."""
     try:
+        expect_known("entry with a field", body, _FIELDS)
+        expect_known("entry whose content is", [body["content"]], _CONTENTS)
+        expect_known("entry of kind", [body["kind"]], KINDS)
         kind, name, version, chunk = (body[word] for word in ("kind", "name", "version", "chunk"))
         texts = (kind, name, body["content"], body["digest"])
         whole = all(type(text) is str for text in texts) and isinstance(body["metadata"], dict)
@@ -279,6 +287,8 @@ def check_body(body: Mapping[str, Any]) -> None:
         whole = whole and type(body.get("number", 0)) is int
         whole = whole and (version is None or (type(version) is int and 0 < version < _MOST_VERSIONS))
         whole = whole and (chunk is None or ([type(part) for part in chunk] == [str, str, int] and chunk[2] >= 0))
+    except StoreVersionError:
+        raise
     except MALFORMED:
         whole = False
     if not whole:
@@ -286,9 +296,14 @@ def check_body(body: Mapping[str, Any]) -> None:
 
 
 def check_resource(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expires: float | None) -> None:
-    """Raises StoreCorruptError where an entry's leaves are not what its body says."""
+    """Raises StoreCorruptError where its leaves are not what its body says, StoreVersionError as `check_body`."""
     try:
+        expect_known("entry with a field", body, _FIELDS)
+        expect_known("entry whose content is", [body["content"]], _CONTENTS)
+        expect_known("entry with a leaf", arrays, ("content", "vector"))
         resource_of(body, arrays, expires)
+    except StoreVersionError:
+        raise
     except MALFORMED as error:
         kind = type(error).__name__  # the error itself may hold content
         raise StoreCorruptError(f"object: the body does not make an entry ({kind}); expected one that does") from None

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from ...errors import LibraryFullError, StoreCorruptError, StoreError
+from ...errors import LibraryFullError, StoreCorruptError, StoreError, StoreVersionError
 from ..disk.directory import DirectoryEntry
 from ..disk.quarantine import purge
 from ..disk.tenant_disk import TenantDisk, TenantStore
 from ..disk.version_floor import Floor, Floors, number_of
+from ..format.header import Header
 from ..format.naming import Name, name_at
-from ..format.objects import Blob
+from ..format.objects import Arrays, Blob
 from ..io.files import locked, make_directories, typed_errors
 from .entries import LibraryEntry, Resource, check_body, check_resource, entry_of_header, resource_of
 from .folder_index import FolderIndex, Seen
@@ -77,27 +78,34 @@ class LibraryFolder:
     def read(self, name: Name) -> Resource | None:
         """Reads a resource and verifies it; None where it is absent, expired, withdrawn, or damaged.
 
-        A damaged one is moved to quarantine. None too where an encrypted static library had a later one of its name:
-        that one is left where it is.
+        A damaged one is moved to quarantine. None too where a later version of the library wrote it, and where an
+        encrypted static library had a later one of its name: these are left where they are.
+
+        Raises:
+          StoreVersionError: a later version wrote the floor of an encrypted library.
         """
         floor = self._floors.of(name.folder)  # first: an entry is on the disk before its floor is
         found = self.disk.get(name)
         if found is None:
             return None
-        body, expires = found.header.body, found.header.expires
+        header, arrays = found.header, found.arrays
         try:
-            check_body(body)
-            check_resource(body, found.arrays, expires)
-        except StoreCorruptError as error:  # every byte verified, and yet no entry: somebody else wrote it
-            if found.file is not None:
-                self.disk.quarantine(name, found.file, str(error))
+            _check(header, arrays)
+        except StoreVersionError:
+            self.disk.counters.add("newer")
             return None
+        except StoreCorruptError as error:  # every byte verified, and yet no entry: somebody else wrote it
+            again = None if found.file is None else self.disk.build_again(name, found.file, error, _check)
+            if again is None:
+                return None
+            header, arrays = again
+        body, expires = header.body, header.expires
         if body["withdrawn"]:
             return None
         if floor is not None and body["version"] is None and not floor.takes(name.chunk, number_of(body)):
             self.disk.counters.add("replayed")
             return None
-        return resource_of(body, found.arrays, expires)
+        return resource_of(body, arrays, expires)
 
     def listed(self) -> list[LibraryEntry]:
         """Lists every entry that has not expired, in no order. Headers are read once each.
@@ -220,9 +228,21 @@ class LibraryFolder:
             if opening is not None:
                 try:
                     return Seen(file.file, opening[0].expires, entry_of_header(opening[0], file.path))
+                except StoreVersionError:
+                    self.disk.counters.add("newer")
                 except StoreCorruptError as error:
-                    self.disk.quarantine(name, file.file, str(error))
+                    describe = lambda header, _: entry_of_header(header, file.path)
+                    entry = self.disk.build_again(name, file.file, error, describe)
+                    if entry is not None:
+                        return Seen(file.file, entry.expires, entry)
         return Seen(file.file, self.disk.expires(file.path), None)
+
+
+def _check(header: Header, arrays: Arrays) -> tuple[Header, Arrays]:
+    """Returns an entry's header and leaves, if they are what entries have. Raises as `check_body`."""
+    check_body(header.body)
+    check_resource(header.body, arrays, header.expires)
+    return header, arrays
 
 
 def _is_last(entry: LibraryEntry, floor: Floor | None) -> bool:

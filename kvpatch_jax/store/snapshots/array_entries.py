@@ -17,8 +17,9 @@ from jaxtyping import Array, Shaped, UInt32
 
 from ...checksum import bits_of, mixed
 from ...chunk import AnyArray, Chunk
-from ...errors import StoreCorruptError
-from ..format.codec import chunk_body, content_in, decode, layout_of, lead_in, unchecked_chunk
+from ...errors import StoreCorruptError, StoreVersionError
+from ..format.codec import CHUNK_FIELDS, chunk_body, content_in, decode, layout_of, lead_in, unchecked_chunk
+from ..format.compatibility import expect_known
 from ..format.header import DTYPES, LARGEST_ARRAY, MALFORMED, check_depth, dtype_word
 from ..format.naming import Encoding, encoding_in
 from ..format.objects import Blob, Kind
@@ -214,6 +215,7 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
     """
     body, arrays = entry.about["body"], entry.arrays
     try:
+        expect_known("canonical with a field", body, CHUNK_FIELDS)
         layout = layout_of(body["layout"])
         kv = {
             name: decode(arrays[f"layers.{name}"], arrays.get(f"layers.{name}.scale"), np.dtype(jnp.dtype(dtype)))
@@ -224,6 +226,8 @@ def chunk_of_entry(entry: ArrayEntry) -> tuple[Encoding | None, Chunk]:
         local = np.asarray(arrays["local"])
         fields |= {"encoder": None, "hidden": hidden, "content": content_in(body), "lead": lead_in(body)}
         chunk = unchecked_chunk(kv=kv, local=local, layout=layout, **fields)
+    except StoreVersionError:
+        raise
     except MALFORMED as error:
         raise StoreCorruptError(f"export: the body does not make a chunk ({type(error).__name__})") from None
     return encoding_in(entry.about["part"]), chunk

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...basis import Basis
 from ...chunk import AnyArray, Chunk
-from ...errors import InputError, StoreCorruptError, StoreSnapshotError
+from ...errors import InputError, StoreCorruptError, StoreSnapshotError, StoreVersionError
 from ...layout import KVLayout
 from ...patch_metadata import Patch
 from ..disk.disk import Disk
@@ -151,7 +151,7 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
         encoders = {
             (e.about["body"]["backbone"], e.about["body"]["id"]): e.arrays["encoder"] for e in by_kind("encoder")
         }
-    except StoreCorruptError as error:
+    except (StoreCorruptError, StoreVersionError) as error:
         raise StoreSnapshotError(f"export {directory}: {error}") from error
     except MALFORMED as error:
         kind = type(error).__name__  # the error itself may hold content
@@ -260,7 +260,7 @@ def import_arrays(
             if about["expires"] is None or store.tenant_disk.clock() < about["expires"]:
                 try:  # by its outline: names and sizes need no array, and the checkpoint may be larger than memory
                     each = _incoming(store.tenant_disk, outline(about))
-                except StoreCorruptError as error:
+                except (StoreCorruptError, StoreVersionError) as error:
                     raise StoreSnapshotError(f"export {part}: object {index}: {error}", (str(error),)) from error
                 blob = lambda part=part, index=index: blob_of_entry(load(part)[index])
                 batch.append(dataclasses.replace(each, load=blob))

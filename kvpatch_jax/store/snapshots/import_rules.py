@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import StoreCorruptError
+from ...errors import StoreCorruptError, StoreVersionError
 from ..disk.disk import Disk
-from ..disk.root_config import check_key
+from ..disk.key_check import check_key
 from ..disk.tenant_disk import TenantDisk
 from ..disk.writing import Elsewhere
 from ..format.codec import lead_in, patch_of, patch_parts
+from ..format.compatibility import expect_known
 from ..format.header import MALFORMED
-from ..format.naming import Name, Names, encoding_in
+from ..format.naming import ENCODINGS, Name, Names, encoding_in
 from ..format.objects import Blob, file_size
 from ..io.files import open_regular, typed_errors
 from ..libraries.entries import chunk_bytes, entry_name
@@ -113,7 +114,8 @@ def _groups(coming: Sequence[Incoming], progress: Progress | None) -> Iterator[l
 def _is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
     """Whether the store has a whole object of that name, or `source` under it.
 
-    A damaged one goes to quarantine, and one that has expired is deleted. Raises StoreError.
+    A damaged one goes to quarantine, one that has expired is deleted, and one that a later version wrote stays. Raises
+    StoreError.
     """
     same = False
     if source is not None:
@@ -124,8 +126,12 @@ def _is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
         ):
             same = os.path.sameopenfile(here, there)
     with typed_errors("store: add"):
-        # The bytes of a file that is the source itself were verified there.
-        header = disk.examine(name, leaves=not same)
+        # The bytes of a file that is the source itself were verified there. What this reader finds damaged is, for all
+        # that comes in has just verified.
+        try:
+            header = disk.examine(name, leaves=not same, certain=True)
+        except StoreVersionError:
+            return True
     if header is None:
         return False
     if header.expires is None or disk.clock() < header.expires:
@@ -166,16 +172,20 @@ def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays:
       arrays: of a patch only the dtypes and shapes count.
 
     Raises:
-      StoreCorruptError: it does not say enough.
+      StoreCorruptError: it does not say enough. StoreVersionError: it says more than this version knows.
     """
     if kind == "entry":
         return entry_name(names, body)
     try:
         if kind == "kv":
+            if encoding_in(part) is not None:
+                expect_known("canonical of encoding", [encoding_in(part)], ENCODINGS)
             return names.canonical(body["backbone"], body["id"], encoding_in(part), lead_in(body))
         if kind == "encoder":
             return names.encoder(body["backbone"], body["id"])
         return names.patch(patch_of(patch_parts(body, arrays)))
+    except StoreVersionError:
+        raise
     except MALFORMED as error:
         raise StoreCorruptError(
             f"object: {kind} without a name of its own ({type(error).__name__}); expected one"

@@ -40,12 +40,14 @@ class Summary:
       objects, nbytes: taken over.
       skipped: left out because they are expired, went meanwhile, or (on the way in) are there already.
       damaged: left out because they did not verify.
+      newer: left out because a later version of the library wrote them.
     """
 
     objects: int
     nbytes: int
     skipped: int = 0
     damaged: int = 0
+    newer: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 import re
 import time
 
-from ...errors import InputError, StoreCorruptError, StoreSnapshotError
+from ...errors import InputError, StoreCorruptError, StoreSnapshotError, StoreVersionError
 from ..disk.budget import Budget
 from ..disk.directory import reading
 from ..disk.disk import Disk
@@ -80,7 +80,7 @@ def load_snapshot(
     check_secret(directory, manifest, root, own)
     coming, damaged = _verified(directory, manifest, None, skip_damaged, progress)
     adopt_secret(root, own)
-    return _added(TenantDisk(root, secret=secret, budget=budget), manifest, coming, damaged, copy)
+    return _added(TenantDisk(root, secret=secret, budget=budget, whole_root=True), manifest, coming, damaged, copy)
 
 
 def load_objects(
@@ -121,7 +121,7 @@ def _verified(
         try:
             found = _incoming(directory, entry, tenant_disk, buffers)
             coming += [] if found is None else [found]
-        except (StoreCorruptError, OSError) as error:
+        except (StoreCorruptError, StoreVersionError, OSError) as error:
             bad.append(f"{entry.path}: {error}")
         done += entry.size
         if progress is not None:
@@ -182,7 +182,7 @@ def _read_again(disk: Disk, source: Elsewhere) -> Blob:
         with typed_errors("snapshot: read"), reading(*source) as (fd, header):
             arrays = read_leaves(fd, header, list(header.leaves), disk.buffers)
         return blob_of(*decrypted(header, arrays, disk.encryption))
-    except StoreCorruptError as error:
+    except (StoreCorruptError, StoreVersionError) as error:
         raise StoreSnapshotError(
             f"snapshot: {source.path} changed while it was read ({error}); expected it not to"
         ) from error

@@ -3,13 +3,14 @@
 Objects are linked or copied as they are; `manifest` says what a snapshot holds.
 """
 
+import collections
 import contextlib
 import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
 
-from ...errors import StoreCorruptError, StoreIOError
+from ...errors import StoreCorruptError, StoreIOError, StoreVersionError
 from ..disk.directory import DirectoryEntry, reading
 from ..disk.disk import Disk
 from ..disk.root_config import SECRETS, find_secret, read_secret, secret_digest, secret_text
@@ -83,7 +84,8 @@ def write_snapshot(
     """Fills an empty directory with a tenant's objects and libraries, or all tenants'; durable when this returns.
 
     Objects that are evicted or replaced meanwhile are left out or in, whole. Headers are verified, and with `copy`
-    every byte; what does not verify goes to quarantine and is left out. Libraries come first, as they are at one
+    every byte; what does not verify goes to quarantine and is left out, and so is what a later version of the library
+    wrote, which stays where it is. Libraries come first, as they are at one
     moment: who would change one waits until its entries are in. So the chunks that were put with entries come too.
 
     Raises:
@@ -95,8 +97,8 @@ def write_snapshot(
 
         # Libraries first: the chunks that their entries name are then still to be listed.
         with unchanged_libraries(disk.root, libraries):
-            entries, entries_skipped, entries_damaged = _save_all(disk, libraries, directory, copy, None)
-        chunks, skipped, damaged = _save_all(disk, space, directory, copy, progress)
+            entries, of_entries = _save_all(disk, libraries, directory, copy, None)
+        chunks, of_chunks = _save_all(disk, space, directory, copy, progress)
         saved = entries + chunks
         _save_key_checks(disk.root, directory, {name_at(each.path).tenant for each in saved})
 
@@ -110,8 +112,9 @@ def write_snapshot(
         write_list(f"{directory}/{MANIFEST}", manifest)
         for each, _, _ in os.walk(directory):
             sync_directory(each)
+    left_out = of_entries + of_chunks
     nbytes = sum(each.size for each in saved)
-    return Summary(len(saved), nbytes, entries_skipped + skipped, entries_damaged + damaged)
+    return Summary(len(saved), nbytes, left_out["skipped"], left_out["damaged"], left_out["newer"])
 
 
 @contextlib.contextmanager
@@ -133,22 +136,28 @@ def _listed(root: str, below: str) -> list[str]:
 
 def _save_all(
     disk: Disk, below: str, directory: str, copy: bool, progress: Progress | None
-) -> tuple[list[ManifestEntry], int, int]:
-    """Saves all objects below a folder. What was saved, how many were left out, how many did not verify."""
+) -> tuple[list[ManifestEntry], collections.Counter[str]]:
+    """Saves all objects below a folder. What was saved, and how many were left out, by the words of `Summary`."""
     entries = sorted(disk.scan(below), key=lambda entry: entry.path)
-    total, done, damaged = sum(entry.size for entry in entries), 0, 0
+    total, done = sum(entry.size for entry in entries), 0
+    left_out = collections.Counter[str]()
     saved: list[ManifestEntry] = []
     for entry in entries:
         try:
             found = _save(disk, entry, directory, copy)
-            saved += [] if found is None else [found]
+            if found is None:
+                left_out["skipped"] += 1
+            else:
+                saved.append(found)
+        except StoreVersionError:
+            left_out["newer"] += 1
         except StoreCorruptError:
             disk.examine(name_at(entry.path))  # read anew, since the link has changed the identity of its file
-            damaged += 1
+            left_out["damaged"] += 1
         done += entry.size
         if progress is not None:
             progress(done, total)
-    return saved, len(entries) - len(saved) - damaged, damaged
+    return saved, left_out
 
 
 def _save_secret(root: str, directory: str) -> str | None:

@@ -15,7 +15,7 @@ from jaxtyping import Num
 from ...chunk import AnyArray, Chunk
 from ...errors import InputError, StoreCorruptError
 from ...layout import KVLayout
-from ..format.codec import content_in, layer_names, layer_of, layout_of, lead_in, unchecked_chunk
+from ..format.codec import check_chunk, content_in, layer_names, layer_of, layout_of, lead_in, unchecked_chunk
 from ..format.header import Header
 
 Target = jax.sharding.Sharding | jax.Device
@@ -59,7 +59,7 @@ class LayerStream:
       layout, span, length: of the chunk, there from the beginning.
 
     Raises (while iterating):
-      StoreCorruptError: a layer does not verify; the object is in quarantine, and what came before it was right.
+      StoreCorruptError: a layer does not verify, and what came before it was right.
       StoreIOError: it cannot be read.
     """
 
@@ -73,6 +73,7 @@ class LayerStream:
     ):
         self._header, self._read, self._placement, self._stack, self._ahead = header, read, placement, stack, ahead
         self._names = list(header.leaves)
+        check_chunk(header.body, self._names)
         self.layout: KVLayout = layout_of(header.body["layout"])
         self.span: int = header.body["span"]
         self.length: int = header.body["length"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from ...chunk import Chunk
-from ...errors import StoreCorruptError, StoreError
+from ...errors import StoreCorruptError, StoreError, StoreVersionError
 from ..disk.directory import NameState
 from ..disk.tenant_disk import TenantDisk
 from ..format.codec import chunk_of, content_in, memory_of
@@ -207,10 +207,15 @@ class TieredReader:
         header = found.header
         try:
             value = build(header.body, found.arrays)
-        except (StoreCorruptError, KeyError) as error:  # every byte verified, and yet not what its name says
-            if found.file is not None:
-                self._disk.quarantine(name, found.file, str(error))
+        except StoreVersionError:
+            self._counters.add("newer")
             return None
+        except (StoreCorruptError, KeyError) as error:  # every byte verified, and yet not what its name says
+            if found.file is None:
+                return None
+            value = self._disk.build_again(name, found.file, error, lambda header, arrays: build(header.body, arrays))
+            if value is None:
+                return None
         nbytes = max(header.size, memory_of(value))  # a reduced encoding is held as wide as it was
         return CacheEntry(value, nbytes, rank, name.chunk_key, header.expires, found.version)
 
@@ -235,8 +240,11 @@ class TieredReader:
         return Found(arriving.header, arrays)
 
     def _keep(self, copy: _Copy, arriving: Arriving) -> None:
-        """Writes a remote object to the disk, if every leaf of it has come, there is room, and nothing newer is."""
-        if (blob := arriving.blob) is None:
+        """Writes a remote object to the disk, if every leaf of it has come, there is room, and nothing newer is.
+
+        What a later version of the library put there stays, too.
+        """
+        if (blob := arriving.blob) is None or self._disk.is_newer(copy.write.name):
             return
         with self._order.turn_to_copy(copy.write) as may:
             if may:

@@ -56,13 +56,12 @@ class Stored(NamedTuple):
 
     Attributes:
       header: verified.
-      read: reads some of its neighbouring leaves; raises StoreCorruptError where they do not verify, and StoreError.
-      drop: deletes it, if it is still that one; raises StoreError.
+      read: reads some of its neighbouring leaves, from the service each time; raises StoreCorruptError where they do
+        not verify, and StoreError.
     """
 
     header: Header
     read: Read
-    drop: Callable[[], None]
 
 
 @runtime_checkable
@@ -76,7 +75,8 @@ class Remote(Protocol):
     def open(self, name: Name) -> Stored | None:
         """Opens an object; None where it is absent, or was expired and therefore deleted.
 
-        Raises StoreCorruptError where it was damaged and therefore deleted, StoreError where the service fails.
+        Raises StoreCorruptError where it does not verify, StoreVersionError where a later version wrote it (it is left
+        as it is in both cases), StoreError where the service fails.
         """
         ...
 
@@ -105,10 +105,10 @@ def _typed(what: str) -> Iterator[None]:
 class KeyValueStore:
     """A `Remote` over any TensorStore key-value driver: `file`, `memory`, `gcs`, `s3`, …
 
-    What it acknowledges is as durable as the driver makes it. Reads are verified as those of the disk. A damaged or
-    expired object is deleted when it is read (there is no renaming to a quarantine), unless another was put in its
-    place meanwhile. Every call ends within the limits of `patience`, and fails at once while its breaker is open, and
-    in a process that was forked after the first call.
+    What it acknowledges is as durable as the driver makes it. Reads are verified as those of the disk. An expired
+    object is deleted when it is read, unless another was put in its place meanwhile. A damaged one is not, for the
+    damage may be this machine's: `damaged` and `drop` are for whoever decides. Every call ends within the limits of
+    `patience`, and fails at once while its breaker is open, and in a process that was forked after the first call.
 
     Args:
       spec: TensorStore's, `{"driver": "gcs", "bucket": …, "path": "store/"}`, or its URL form, `"gs://bucket/store/"`.
@@ -163,34 +163,44 @@ class KeyValueStore:
         self._ask("put", lambda: self._values.write(name.path, data), len(data))
 
     def open(self, name: Name) -> Stored | None:
-        """Opens an object; None where it is absent or expired. Raises StoreCorruptError and StoreIOError."""
-        try:
-            opening = self._ask("get", lambda: self._values.read(name.path, byte_range=slice(0, PAGE)))
-        except StoreCorruptError:
-            self._drop_short(name.path)
-            raise
+        """Opens an object; None where it is absent or expired. Raises as `Remote.open`."""
+        opening = self._ask("get", lambda: self._values.read(name.path, byte_range=slice(0, PAGE)))
         if opening.state != "value":
             return None
-        version = opening.stamp.generation
-        drop = functools.partial(self._drop, name.path, version)
-        try:
-            raw = opening.value
-            raw += self._range_of(name.path, version, PAGE, header_length(raw, None))
-            header = parse_header(raw, None)
-            check_name(header, name.file)
-            if header.expires is None or self._clock() < header.expires:
-                return Stored(header, functools.partial(self._leaves, name.path, version, header), drop)
-        except StoreCorruptError:
-            self._drop_quietly(drop)
-            raise
-        self._drop_quietly(drop)
+        version, raw = opening.stamp.generation, opening.value
+        raw += self._range_of(name.path, version, PAGE, header_length(raw, None))
+        header = parse_header(raw, None)
+        check_name(header, name.file)
+        if header.expires is None or self._clock() < header.expires:
+            return Stored(header, functools.partial(self._leaves, name.path, version, header))
+        with contextlib.suppress(StoreIOError):  # whoever reads it next tries again
+            self.drop(name.path, version)
         return None
 
-    @staticmethod
-    def _drop_quietly(drop: Callable[[], None]) -> None:
-        """Deletes what nobody is served: where the service fails at that, whoever reads it next tries again."""
-        with contextlib.suppress(StoreIOError):
-            drop()
+    def damaged(self, name: Name) -> bytes | None:
+        """Reads an object whole, and once more where it does not verify.
+
+        Returns:
+          Which version of it is damaged, for `drop`; None where it verifies, is absent, or changed meanwhile.
+
+        Raises:
+          StoreVersionError: a later version wrote it. StoreIOError.
+        """
+        found: list[bytes] = []
+        for _ in range(2):
+            whole = self._ask("get", lambda: self._values.read(name.path))
+            if whole.state != "value":
+                return None
+            try:
+                raw = np.frombuffer(whole.value, np.uint8)
+                length = header_length(whole.value, len(raw))
+                header = parse_header(whole.value[:length], len(raw))
+                check_name(header, name.file)
+                take_leaves(raw.copy(), 0, header.leaves.values())
+                return None
+            except StoreCorruptError:
+                found.append(whole.stamp.generation)
+        return found[0] if found[0] == found[1] else None
 
     def _range_of(self, path: str, version: bytes, begin: int, end: int) -> bytes:
         """Reads some bytes of a value, if it is still the one that was opened."""
@@ -211,15 +221,9 @@ class KeyValueStore:
         payload[:] = data
         return take_leaves(payload, begin, leaves)
 
-    def _drop(self, path: str, version: bytes) -> None:
+    def drop(self, path: str, version: bytes) -> None:
+        """Deletes one version of an object, if it is still there. Raises StoreIOError."""
         self._ask("delete", lambda: self._values.write(path, None, if_equal=version))
-
-    def _drop_short(self, path: str) -> None:
-        """Deletes a value that is shorter than any object."""
-        with contextlib.suppress(StoreIOError, StoreCorruptError):
-            read = self._ask("get", lambda: self._values.read(path, byte_range=slice(0, 0)))
-            if read.state == "value":
-                self._drop(path, read.stamp.generation)
 
     def delete(self, path: str) -> None:
         """Deletes an object, if it is there. Raises StoreIOError."""

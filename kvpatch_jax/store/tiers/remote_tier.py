@@ -1,4 +1,7 @@
-"""The remote tier of a `ChunkStore`: several objects at a time, failures counted; a failing read is a miss."""
+"""The remote tier of a `ChunkStore`: several objects at a time, failures counted; a failing read is a miss.
+
+What does not verify is read once more, and is then a miss that stays where it is: others may find it whole.
+"""
 
 import concurrent.futures
 import contextlib
@@ -8,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreachableError
+from ...errors import StoreCorruptError, StoreError, StoreIOError, StoreUnreachableError, StoreVersionError
 from ..disk.counters import Counters
 from ..format.encryption import Encryption, Read
 from ..format.header import Header
 from ..format.naming import Name, name_at
 from ..format.objects import Blob, blob_of
 from ..io.thread_pool import ThreadPool
-from .remote import Remote, Stored
+from .remote import Remote
 
 _callers = ThreadPool(8, "kvpatch-remote")
 
@@ -71,8 +74,9 @@ class Arriving:
 class RemoteTier:
     """Puts, reads and deletes objects of a remote store, decrypting what is read.
 
-    Counts failures as `remote_errors`, calls that its circuit breaker held back as `remote_skipped`, and objects that
-    did not verify and were deleted as `remote_damaged`.
+    Counts failures as `remote_errors`, calls that its circuit breaker held back as `remote_skipped`, reads that did not
+    verify twice as `remote_damaged`, those that did the second time as `unsteady_reads`, and what a later version of
+    the library wrote as `newer`.
     """
 
     def __init__(self, remote: Remote, counters: Counters, encryption: Encryption):
@@ -89,6 +93,19 @@ class RemoteTier:
         except StoreCorruptError:
             self._counters.add("remote_damaged")
             raise
+        except StoreVersionError:
+            self._counters.add("newer")
+            raise
+
+    def _read_twice[T](self, read: Callable[[], T]) -> T:
+        """Reads, and once more where that does not verify. Raises as `read`, counted."""
+        with self._counted():
+            try:
+                return read()
+            except StoreCorruptError:
+                found = read()
+        self._counters.add("unsteady_reads")
+        return found
 
     def put(self, items: Sequence[tuple[Name, Blob]]) -> None:
         """Writes several objects at once. Raises StoreError: not all are acknowledged."""
@@ -96,13 +113,13 @@ class RemoteTier:
             at_once((lambda name=name, blob=blob: self.remote.put(name, blob)) for name, blob in items)
 
     def open(self, name: Name) -> Arriving | None:
-        """Opens an object; None where there is none, or the service fails. Raises StoreKeyError.
+        """Opens an object; None where there is none that can be read, or the service fails. Raises StoreKeyError.
 
-        Its `read` raises StoreCorruptError, after deleting the object, and StoreIOError.
+        Its `read` raises StoreCorruptError and StoreIOError.
         """
         found = None
-        with self._missed():
-            found = self.remote.open(name)
+        with contextlib.suppress(StoreError):
+            found = self._read_twice(lambda: self.remote.open(name))
         if found is None:
             return None
         kept: dict[str, np.ndarray] = {}
@@ -113,9 +130,8 @@ class RemoteTier:
             return arrays
 
         try:
-            with self._judged(found, kept):
-                opened = self._encryption.opened(found.header, noted)
-        except (StoreCorruptError, StoreIOError):
+            opened = self._read_twice(lambda: self._encryption.opened(found.header, noted))
+        except (StoreCorruptError, StoreVersionError, StoreIOError):
             return None
         if opened is None:
             self._counters.add("unsealed")
@@ -123,22 +139,13 @@ class RemoteTier:
         header, plain = opened
 
         def read(names: Sequence[str]) -> dict[str, np.ndarray]:
-            with self._judged(found, kept):
-                return plain(names)
+            try:
+                return self._read_twice(lambda: plain(names))
+            except StoreCorruptError:
+                kept.clear()  # none of it is to be kept on the disk
+                raise
 
         return Arriving(header, read, found.header, kept)
-
-    @contextlib.contextmanager
-    def _judged(self, found: Stored, kept: dict[str, np.ndarray]) -> Iterator[None]:
-        """Deletes an object that does not verify, if the service lets it."""
-        try:
-            with self._counted():
-                yield
-        except StoreCorruptError:
-            kept.clear()
-            with self._missed():
-                found.drop()
-            raise
 
     @contextlib.contextmanager
     def _missed(self) -> Iterator[None]:
@@ -157,7 +164,7 @@ class RemoteTier:
             return delete_below(self.remote, prefix)
 
     def collect(self, prefix: str) -> int:
-        """Reads every header and deletes what is expired or damaged. Returns how many; what fails stays."""
+        """Reads every header and deletes what is expired. Returns how many; what fails or does not verify stays."""
         return sum(at_once((lambda path=path: self._gone(path)) for path in self.paths(prefix)))
 
     def _gone(self, path: str) -> int:
@@ -166,9 +173,6 @@ class RemoteTier:
         except StoreCorruptError:
             return 0  # it has no object's name, and is none of ours
         try:
-            with self._counted():
-                return int(self.remote.open(name) is None)
-        except StoreCorruptError:
-            return 1
+            return int(self._read_twice(lambda: self.remote.open(name)) is None)
         except StoreError:
             return 0  # counted: it stays

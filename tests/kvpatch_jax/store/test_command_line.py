@@ -80,6 +80,7 @@ def test_verify_finds_the_damaged_and_says_so_by_its_status(root: Path, call):
         "bad": [],
         "left": [],
         "unreadable": [],
+        "newer": [],
     }
     status, found = call("verify", "--tenant=two", key)
     assert (status, found["good"], found["unopened"]) == (0, 4, 0)

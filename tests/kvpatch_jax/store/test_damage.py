@@ -15,6 +15,7 @@ from store_cases import BACKBONE, chunk_of, file_of, patch_of, same_chunk
 
 from kvpatch_jax.errors import DtypeError, ShapeError, StoreCorruptError
 from kvpatch_jax.store import Budget, ChunkStore
+from kvpatch_jax.store.disk.damage_rate import DamageRate
 from kvpatch_jax.store.format.codec import decode
 from kvpatch_jax.store.format.header import DTYPES, PAGE, parse_header
 
@@ -121,6 +122,7 @@ def find_damages(store: ChunkStore, trials: int) -> set[tuple[str, str]]:
         if raw == each.raw:  # zeros where there were zeros
             continue
         each.path.write_bytes(raw)
+        store.disk._damage_rate = DamageRate()  # or so many would make it suspect itself
         before = store.counters["quarantined"]
         context = f"{what} at byte {at} of {len(each.raw)} ({region}) of {each.path.name}"
         assert each.read() is None, context

@@ -13,6 +13,7 @@ from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, 
 from kvpatch_jax.errors import StoreFullError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, save_snapshot
 from kvpatch_jax.store.cli.main import main
+from kvpatch_jax.store.disk import damage_rate
 from kvpatch_jax.store.snapshots.arrays import export_arrays
 
 MARK = b"a text that nobody else has written"
@@ -90,7 +91,8 @@ def test_an_entry_that_is_deleted_does_not_stay_in_quarantine(tmp_path: Path, wa
         assert (".entry." in left.name) == (way == "withdraw")
 
 
-def test_a_quarantine_keeps_within_its_budget(tmp_path: Path):
+def test_a_quarantine_keeps_within_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(damage_rate, "MOST", 100)
     with opened(tmp_path) as store:
         damaged(store, "measure")
         size = nbytes(tmp_path)

@@ -62,7 +62,7 @@ def test_a_damaged_copy_is_replaced_from_beyond(remote: KeyValueStore, tmp_path:
 
 
 @pytest.mark.parametrize("at", [3, 100, 5000])
-def test_a_damaged_remote_object_is_a_miss_and_goes(remote: KeyValueStore, tmp_path: Path, at: int):
+def test_a_damaged_remote_object_is_a_miss_and_stays(remote: KeyValueStore, tmp_path: Path, at: int):
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(chunk_of())
         name = name_of(one, chunk_of())
@@ -71,7 +71,8 @@ def test_a_damaged_remote_object_is_a_miss_and_goes(remote: KeyValueStore, tmp_p
         remote._values.write(name.path, bytes(raw)).result()
         assert two.get("B", BACKBONE) is None
         assert two.counters["remote_damaged"] == 1
-        assert remote.paths(name.path) == []
+        assert two.collect() == 0
+        assert remote.paths(name.path) == [name.path]
         one.put(chunk_of())
         assert same_chunk(two.get("B", BACKBONE), chunk_of())
 
@@ -132,7 +133,7 @@ def test_a_fetch_that_shows_layers_looks_beyond(remote: KeyValueStore, tmp_path:
         assert two.contains("B", BACKBONE)
 
 
-def test_a_layer_that_was_damaged_beyond_ends_the_stream_and_the_object(remote: KeyValueStore, tmp_path: Path):
+def test_a_layer_that_was_damaged_beyond_ends_the_stream(remote: KeyValueStore, tmp_path: Path):
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(chunk_of())
         name = name_of(one, chunk_of())
@@ -144,18 +145,19 @@ def test_a_layer_that_was_damaged_beyond_ends_the_stream_and_the_object(remote: 
         with pytest.raises(StoreCorruptError), stream:
             for _ in stream:
                 pass
-        assert remote.paths(name.path) == []
+        assert remote.paths(name.path) == [name.path]
         assert not two.contains("B", BACKBONE)
 
 
 @pytest.mark.parametrize("length", [0, 7, 4095, 4096, -1])
-def test_a_remote_object_that_was_cut_is_a_miss_and_goes(remote: KeyValueStore, tmp_path: Path, length: int):
+def test_a_remote_object_that_was_cut_is_a_miss_and_stays(remote: KeyValueStore, tmp_path: Path, length: int):
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         one.put(chunk_of())
         name = name_of(one, chunk_of())
         remote._values.write(name.path, remote._values.read(name.path).result().value[:length]).result()
         assert two.get("B", BACKBONE) is None
-        assert remote.paths(name.path) == []
+        assert remote.damaged(name) is not None
+        assert remote.paths(name.path) == [name.path]
 
 
 def test_what_expired_beyond_is_deleted_when_it_is_met_and_by_collect(

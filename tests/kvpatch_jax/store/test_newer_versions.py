@@ -1,0 +1,295 @@
+"""What a later version of the library wrote is a miss here, and is left as it is."""
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore
+from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, same_chunk
+
+from kvpatch_jax.errors import StoreError, StoreSnapshotError, StoreVersionError
+from kvpatch_jax.store import (
+    Budget,
+    ChunkStore,
+    DynamicLibrary,
+    KeyValueStore,
+    StaticLibrary,
+    load_snapshot,
+    save_snapshot,
+)
+from kvpatch_jax.store.cli.main import main
+from kvpatch_jax.store.format.header import PAGE
+
+KEY = b"k" * 32
+CHUNK = chunk_of()
+PATCH = patch_of(CHUNK)
+
+type Change = Callable[[dict[str, Any], dict[str, Any]], object]
+"""Changes an object's header and its body, in place."""
+
+
+def rewritten(raw: bytes, change: Change) -> bytes:
+    """An object with another header, whose checksum is right."""
+    end = 8 + int.from_bytes(raw[:8], "little")
+    tree = json.loads(raw[8:end])
+    body = json.loads(tree["__metadata__"]["body"])
+    change(tree, body)
+    tree["__metadata__"]["body"] = json.dumps(body)
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    new, at = len(text).to_bytes(8, "little") + text, 8 + len(b'{"__metadata__":{"header_crc":"')
+    blank = new[:at] + b"0" * 8 + new[at + 8 :]
+    return new[:at] + b"%08x" % zlib.crc32(blank) + new[at + 8 :] + raw[end:]
+
+
+def version(tree: dict[str, Any], body: dict[str, Any]) -> None:
+    tree["__metadata__"]["version"] = "2"
+
+
+def inside(*way: str, **fields: Any) -> Change:
+    """Adds or replaces fields somewhere in a body."""
+
+    def change(tree: dict[str, Any], body: dict[str, Any]) -> None:
+        for word in way:
+            body = body[word]
+        body.update(fields)
+
+    return change
+
+
+def dtype(tree: dict[str, Any], body: dict[str, Any]) -> None:
+    leaf = next(name for name in tree if name not in ("__metadata__", "local"))
+    tree[leaf]["dtype"] = "F8_E8M0"
+
+
+def leaf(tree: dict[str, Any], body: dict[str, Any]) -> None:
+    renamed = {"local.extra" if name == "local" else name: entry for name, entry in tree.items()}
+    renamed["__metadata__"]["crc"] = renamed["__metadata__"]["crc"].replace("local=", "local.extra=")
+    tree.clear()
+    tree.update(renamed)
+
+
+COMMON: dict[str, Change] = {
+    "version": version,
+    "required feature": lambda tree, body: tree["__metadata__"].update(requires="sparse leaves"),
+    "dtype": dtype,
+    "body": inside(compression="zstd"),
+}
+CANONICAL = COMMON | {
+    "layout": inside("layout", shared_layers=[0, 1]),
+    "rope": inside("layout", "rope", base_per_layer=[1.0]),
+    "word of the rope": inside("layout", "rope", cached="interleaved"),
+    "kind of layout": inside("layout", kind="latent-2"),
+    "dtype of a channel": inside("dtypes", k="float4_e2m1fn"),
+    "leaf": leaf,
+}
+CONDITIONED = COMMON | {
+    "metadata": inside("stamp", temperature=0.5),
+    "frame": inside("stamp", frame="rotated twice"),
+    "base": inside("stamp", base="merged"),
+    "member": inside("stamp", members=[["A", None, "exact", "another field"]]),
+    "form": inside("forms", k=["u", "w", "v"]),
+    "layout": inside("stamp", "layout", shared_layers=[0, 1]),
+}
+CASES = [("kv", name) for name in CANONICAL] + [("patch", name) for name in CONDITIONED]
+CASES += [("encoder", name) for name in COMMON]
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with ChunkStore(tmp_path / "root", budget=Budget(host=0)) as store:
+        yield store
+
+
+def shelf(store: ChunkStore) -> dict[str, tuple[Path, Callable[[], object]]]:
+    """One object of each kind, with what reads it."""
+    store.put(CHUNK)
+    store.put_encoder("B", BACKBONE, np.ones((3, 7), np.float32))
+    store.put_patches([PATCH])
+    root = Path(store.disk.root)
+    return {
+        "kv": (file_of(store, CHUNK), lambda: store.get("B", BACKBONE)),
+        "patch": (root / store.names.patch(PATCH).path, lambda: store.get_patches(PATCH.metadata) or None),
+        "encoder": (root / store.names.encoder(BACKBONE, "B").path, lambda: store.get_encoder("B", BACKBONE)),
+    }
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    """Every object and entry of a root, its quarantine included."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES)
+def test_a_newer_object_is_a_miss_and_stays(store: ChunkStore, kind: str, case: str, capsys):
+    changes = {"kv": CANONICAL, "patch": CONDITIONED, "encoder": COMMON}[kind]
+    path, read = shelf(store)[kind]
+    path.write_bytes(rewritten(path.read_bytes(), changes[case]))
+    before = files_of(Path(store.disk.root))
+
+    assert read() is None
+    assert store.counters["newer"] > 0
+    assert store.stream("B", BACKBONE) is None or kind != "kv"
+    assert store.collect() == 0
+    assert main(["verify", f"--root={store.disk.root}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["good"], found["bad"], found["newer"]) == (2, [], [str(path.relative_to(store.disk.root))])
+    assert main(["gc", f"--root={store.disk.root}"]) == 0
+    assert main(["ls", f"--root={store.disk.root}"]) == 0
+    assert files_of(Path(store.disk.root)) == before
+
+
+def test_damage_of_a_newer_object_is_damage(store: ChunkStore):
+    """A flip in its header is no other version: the checksum of the header is the same in all versions."""
+    path, read = shelf(store)["kv"]
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b'"version":"1"') + 11] ^= 3  # "2"
+    path.write_bytes(raw)
+    assert read() is None
+    assert not path.exists()
+    assert store.counters["newer"] == 0
+
+
+def test_a_newer_object_is_evicted_as_any_other(tmp_path: Path):
+    with ChunkStore(tmp_path, budget=Budget(host=0)) as store:
+        store.put(CHUNK)
+        path = file_of(store, CHUNK)
+        path.write_bytes(rewritten(path.read_bytes(), version))
+        size = path.stat().st_size
+    with ChunkStore(tmp_path, budget=Budget(host=0, disk=int(size * 1.5))) as store:
+        store.put(chunk_of("C"))
+        assert not path.exists()
+        assert same_chunk(store.get("C", BACKBONE), chunk_of("C"))
+
+
+def test_a_put_replaces_a_newer_object(store: ChunkStore):
+    path, read = shelf(store)["kv"]
+    path.write_bytes(rewritten(path.read_bytes(), version))
+    assert read() is None
+    store.put(CHUNK)
+    assert same_chunk(store.get("B", BACKBONE), CHUNK)
+
+
+def test_a_newer_remote_object_is_a_miss_and_stays(tmp_path: Path, capsys):
+    spec = {"driver": "file", "path": f"{tmp_path}/remote/"}
+    for case, change in (CANONICAL | {"newer": version}).items():
+        remote = KeyValueStore(spec)
+        more: dict[str, Any] = {"secret": b"shared by the machines", "remote": remote, "budget": Budget(host=0)}
+        with ChunkStore(tmp_path / case, **more) as one, ChunkStore(tmp_path / f"{case} too", **more) as two:
+            one.put(CHUNK)
+            path = tmp_path / "remote" / name_of(one, CHUNK).path
+            raw = rewritten(path.read_bytes(), change)
+            path.write_bytes(raw)
+            assert two.get("B", BACKBONE) is None, case
+            assert two.stream("B", BACKBONE) is None, case
+            assert two.counters["remote_damaged"] == 0
+            two.collect()
+            assert main(["gc", f"--root={two.disk.root}", f"--remote={json.dumps(spec)}"]) == 0
+            assert path.read_bytes() == raw, case
+    capsys.readouterr()
+
+
+def test_what_comes_from_the_remote_store_does_not_replace_a_newer_object(tmp_path: Path):
+    remote = KeyValueStore({"driver": "memory", "path": "store/"}, context=tensorstore.Context())
+    with ChunkStore(tmp_path, remote=remote, budget=Budget(host=0)) as store:
+        store.put(CHUNK)
+        path = file_of(store, CHUNK)
+        raw = rewritten(path.read_bytes(), version)
+        path.write_bytes(raw)
+        assert same_chunk(store.get("B", BACKBONE), CHUNK)
+        assert path.read_bytes() == raw
+
+
+def test_a_sealed_object_of_a_newer_encryption_is_a_miss_and_stays(tmp_path: Path):
+    with ChunkStore(tmp_path, key=KEY, budget=Budget(host=0)) as store:
+        store.put(CHUNK)
+        path = file_of(store, CHUNK)
+        good = path.read_bytes()
+        for change in (inside(sealed=2), inside(cipher="another")):
+            raw = rewritten(good, change)
+            path.write_bytes(raw)
+            assert store.get("B", BACKBONE) is None
+            assert path.read_bytes() == raw
+
+
+# ------------------------------------------------------------------------------------------------------- libraries
+
+
+@pytest.mark.parametrize(
+    "change",
+    [version, inside(license="MIT"), inside(content="video"), inside(kind="VIDEO")],
+    ids=["version", "field", "content", "kind"],
+)
+def test_a_newer_entry_is_a_miss_and_stays(store: ChunkStore, change: Change, capsys):
+    static, dynamic = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
+    static.put("NAME", "a text", kind="TEXT")
+    for content in ("one", "two"):
+        dynamic.publish("NAME", content, kind="TEXT")
+    root = Path(store.disk.root)
+    for path in (root / "lib").rglob("*.safetensors"):
+        path.write_bytes(rewritten(path.read_bytes(), change))
+    before = files_of(root)
+    static, dynamic = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
+    assert static.get("TEXT", "NAME") is None
+    assert static.entries() == []
+    assert dynamic.open("TEXT", "NAME") is None
+    assert dynamic.entries() == []
+    assert static.collect() == 0
+    assert main(["verify", f"--root={root}", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["newer"]) == len(before)
+    assert files_of(root) == before
+
+
+def test_a_library_with_a_newer_floor_is_neither_read_nor_changed(tmp_path: Path):
+    with ChunkStore(tmp_path, key=KEY) as store:
+        StaticLibrary(store, quota=1 << 20).put("NAME", "a text", kind="TEXT")
+        (floor,) = tmp_path.rglob("*.floor")
+    raw = rewritten(floor.read_bytes(), version)
+    floor.write_bytes(raw)
+    with ChunkStore(tmp_path, key=KEY) as store:
+        library = StaticLibrary(store, quota=1 << 20)
+        with pytest.raises(StoreVersionError):
+            library.get("TEXT", "NAME")
+        with pytest.raises(StoreVersionError):
+            library.put("NAME", "another text", kind="TEXT")
+    assert floor.read_bytes() == raw
+
+
+# ------------------------------------------------------------------------------------------- snapshots, settings
+
+
+def test_a_snapshot_leaves_newer_objects_out_and_a_restore_refuses_them(store: ChunkStore, tmp_path: Path):
+    path, _ = shelf(store)["kv"]
+    root, good = Path(store.disk.root), path.read_bytes()
+    assert save_snapshot(root, tmp_path / "good", tenant="default", copy=True).objects == 3
+    path.write_bytes(rewritten(good, version))
+    before = files_of(root)
+    found = save_snapshot(root, tmp_path / "snapshot", tenant="default", copy=True)
+    assert (found.objects, found.newer, found.damaged) == (2, 1, 0)
+
+    # What is there stays, newer than what comes in or not.
+    assert load_snapshot(tmp_path / "good", root, tenant="default").skipped == 3
+    assert files_of(root) == before
+
+    brought = tmp_path / "good" / path.relative_to(root)
+    brought.write_bytes(rewritten(good, inside(compression="zstd")))
+    with pytest.raises(StoreSnapshotError):
+        load_snapshot(tmp_path / "good", tmp_path / "into", tenant="default")
+
+
+def test_a_root_with_newer_settings_is_not_opened_and_stays(tmp_path: Path):
+    with ChunkStore(tmp_path) as store:
+        store.put(CHUNK)
+    text = json.dumps({"version": 3, "secrets": ["another form"]})
+    for name in ("STORE.json", "STORE.copy.json"):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(StoreVersionError):
+        ChunkStore(tmp_path)
+    (tmp_path / "STORE.copy.json").unlink()
+    with pytest.raises(StoreError):
+        ChunkStore(tmp_path)
+    assert (tmp_path / "STORE.json").read_text() == text
+    assert not (tmp_path / "STORE.copy.json").exists()
