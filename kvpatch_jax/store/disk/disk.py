@@ -414,14 +414,13 @@ class Disk:
             return None
 
     def is_newer(self, name: Name) -> bool:
-        """Whether an object is one that a later version of the library wrote, by its header. Encrypted ones never are,
-        as long as their header outside is known."""
+        """Whether a later version of the library wrote an object, by its header and its encryption."""
         try:
             with open_regular(self.root, name.path, noatime=True) as fd:
-                read_header(fd)
+                open_object(fd, read_header(fd), self.encryption, self.buffers)
         except StoreVersionError:
             return True
-        except (OSError, StoreCorruptError):
+        except (OSError, StoreError):
             pass
         return False
 

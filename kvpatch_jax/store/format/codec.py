@@ -26,6 +26,8 @@ from .objects import Arrays, Blob
 CHUNK_FIELDS = ("lead", "id", "backbone", "span", "length", "layout", "dtypes", "hidden", "content")
 """Fields of a canonical's body."""
 
+_DTYPES = frozenset(str(dtype) for dtype in DTYPES.values())
+
 _LARGEST = {
     "int8": 127.0,
     "float8_e4m3fn": float(jnp.finfo(jnp.float8_e4m3fn).max),
@@ -163,19 +165,24 @@ def _digest_in(body: Mapping[str, Any], word: str) -> str | None:
     return digest
 
 
-def check_chunk(body: Mapping[str, Any], leaves: Iterable[str]) -> None:
-    """Refuses a canonical that says or has more than this version knows, before its numbers are read.
+def chunk_layout(body: Mapping[str, Any], leaves: Iterable[str]) -> KVLayout:
+    """Decodes a canonical's layout, and refuses one that says or has more than this version knows.
 
     Raises:
       StoreVersionError. What `_rebuilt` takes for a malformed body.
     """
     expect_known("canonical with a field", body, CHUNK_FIELDS)
-    expect_known("canonical of dtype", body["dtypes"].values(), [str(dtype) for dtype in DTYPES.values()])
-    layers = range(layout_of(body["layout"]).layers)
-    names = [channel["name"] for channel in body["layout"]["channels"]]
-    known = {f"layer.{layer}.{name}{part}" for layer in layers for name in names for part in ("", ".scale")}
-    known |= {"local", *(f"hidden.{layer}" for layer in body["hidden"] or ())}
-    expect_known("canonical with a leaf", leaves, known)
+    expect_known("canonical of dtype", body["dtypes"].values(), _DTYPES)
+    layout = layout_of(body["layout"])
+    parts = {f"{name}{part}" for name in layout.names for part in ("", ".scale")}
+    others: list[str] = []
+    for leaf in leaves:  # not the other way round: a forged header may claim any number of layers
+        word, _, rest = leaf.partition(".")
+        number, _, part = rest.partition(".")
+        if word != "layer" or part not in parts or not number.isdecimal() or int(number) >= layout.layers:
+            others.append(leaf)
+    expect_known("canonical with a leaf", others, ("local", *(f"hidden.{layer}" for layer in body["hidden"] or ())))
+    return layout
 
 
 def layer_names(layout: KVLayout, layer: int, names: Iterable[str]) -> list[str]:
@@ -212,8 +219,7 @@ def chunk_of(body: Mapping[str, Any], arrays: Arrays) -> Chunk:
     """
 
     def build() -> Chunk:
-        check_chunk(body, arrays)
-        layout = layout_of(body["layout"])
+        layout = chunk_layout(body, arrays)
         layers = range(layout.layers)
         if any(name.endswith(".scale") for name in arrays) or not _as_made(body, arrays):
             each = [layer_of(body, layer, arrays) for layer in layers]

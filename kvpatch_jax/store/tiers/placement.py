@@ -15,7 +15,7 @@ from jaxtyping import Num
 from ...chunk import AnyArray, Chunk
 from ...errors import InputError, StoreCorruptError
 from ...layout import KVLayout
-from ..format.codec import check_chunk, content_in, layer_names, layer_of, layout_of, lead_in, unchecked_chunk
+from ..format.codec import chunk_layout, content_in, layer_names, layer_of, lead_in, unchecked_chunk
 from ..format.header import Header
 
 Target = jax.sharding.Sharding | jax.Device
@@ -73,8 +73,7 @@ class LayerStream:
     ):
         self._header, self._read, self._placement, self._stack, self._ahead = header, read, placement, stack, ahead
         self._names = list(header.leaves)
-        check_chunk(header.body, self._names)
-        self.layout: KVLayout = layout_of(header.body["layout"])
+        self.layout: KVLayout = chunk_layout(header.body, self._names)
         self.span: int = header.body["span"]
         self.length: int = header.body["length"]
 
