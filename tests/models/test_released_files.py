@@ -21,7 +21,9 @@ from models.families.registry import AUTHORS
 from models.files import open_files
 from models.inputs.qwen_images import CONFIG_FILE
 from tests.goldens.load import GOLDENS, golden_arrays, write_checkpoint
+from tests.models.quantised_arrays import packed_arrays, packed_by_loops
 from tests.models.test_image_families import check_forward, kimi_released
+from tests.models.test_quantised_directories import write_directory
 
 FILES = Path(__file__).parent / "released"
 NAMES = sorted(path.stem for path in FILES.glob("*.json"))
@@ -196,6 +198,32 @@ def test_kimi_k25_released_files_are_transformers_model(tmp_path):
     assert again.image_config == backbone.image_config
     saved, read = (set(load_file(path / "model.safetensors")) for path in (tmp_path / "saved", directory))
     assert saved == read
+
+
+def test_kimi_k25_experts_in_four_bits_are_those_that_they_stand_for(tmp_path):
+    """Packed in groups of 32, and everything else plain, as the release has them and says."""
+    directory, rng = tiny_kimi_k25(tmp_path), np.random.default_rng(0)
+    plain = load_file(directory / "model.safetensors")
+    stored: dict[str, np.ndarray] = {}
+    for name, value in plain.items():
+        module = name.removesuffix(".weight")
+        if ".mlp.experts." in name:
+            arrays = packed_arrays(rng, 4, *value.shape, group=32)
+            arrays["a.weight_scale"] = (arrays["a.weight_scale"] / 8).astype(arrays["a.weight_scale"].dtype)
+            stored |= {f"{module}.{part.removeprefix('a.')}": array for part, array in arrays.items()}
+            plain[name] = packed_by_loops(arrays, 4, 32)
+        else:
+            stored[name] = value
+    save_file(plain, directory / "model.safetensors")
+    expected = load(directory)
+
+    raw = json.loads((directory / "config.json").read_text())
+    quantised = write_directory(tmp_path / "packed", stored)
+    for table in (raw, raw["text_config"]):
+        table["quantization_config"] = released("kimi_k25_complete")["quantization_config"]
+    (quantised / "config.json").write_text(json.dumps(raw))
+    (quantised / CONFIG_FILE).write_text((directory / CONFIG_FILE).read_text())
+    jax.tree.map(np.testing.assert_array_equal, load(quantised).parameters, expected.parameters)
 
 
 def test_kimi_k25_images_stand_between_its_own_marks(tmp_path):
