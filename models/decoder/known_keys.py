@@ -40,9 +40,9 @@ INERT = _words(
 )
 """Keys that say nothing of what a forward computes where no table below knows them."""
 
-OFF = _words("debug micro_forward pruned_heads skip_checkpoint use_deepep")
-"""Keys that change nothing while they are false or empty, and are refused otherwise: heads that were taken out, and
-switches of a trainer that InternVL3.5's files hold."""
+OFF = _words("debug micro_forward pruned_heads skip_checkpoint use_deepep use_mrope")
+"""Keys that change nothing while they are false or empty, and are refused otherwise: heads that were taken out, M-RoPE
+(Qwen2.5's files say that they have none), and switches of a trainer that InternVL3.5's files hold."""
 
 _KINDS = {
     "a positive whole number": """

@@ -70,6 +70,7 @@ def test_load_misses_nothing_but_the_weights(name, tmp_path):
         ("kimi_k25_release", 1026.879, 70_272),
         ("kimi_k25_complete", 1026.879, 70_272),
         ("qwen25vl_4_53_finetune", 8.292, 57_344),
+        ("qwen2_5_7b", 7.616, 57_344),
     ],
 )
 def test_sizes_are_the_releases(name, billions, bytes_per_token, tmp_path):
@@ -78,7 +79,7 @@ def test_sizes_are_the_releases(name, billions, bytes_per_token, tmp_path):
     count, size = total(config)
     assert count / 1e9 == pytest.approx(billions, abs=5e-4)
     assert config.text.layout.bytes_per_token("bfloat16") == bytes_per_token
-    assert config.text.dtype == config.vision.dtype == "bfloat16"
+    assert config.text.dtype == getattr(config, "vision", config.text).dtype == "bfloat16"
     assert 2 * count <= size <= 2.001 * count  # a router's correction is float32 in every model
 
 
@@ -117,14 +118,25 @@ def test_a_file_that_says_two_dtypes_is_loaded_in_the_one_at_its_top(tmp_path):
     assert backbone.config.to_dict()["torch_dtype"] == "bfloat16"
 
 
-# ------------------------------------------------------------------------------------------------- InternVL3.5
+# ------------------------------------------------------------------------------------------------- switches
+
+SWITCHES = ("debug", "micro_forward", "skip_checkpoint", "use_deepep")
+"""Of InternVL3.5's trainer."""
 
 
-@pytest.mark.parametrize("key", ["debug", "micro_forward", "skip_checkpoint", "use_deepep"])
-@pytest.mark.parametrize("name", ["internvl3_5_8b_release", "internvl3_5_hf_finetune"])
-def test_a_switch_of_its_trainer_that_is_on_is_refused_by_name(name, key, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "part", "key"),
+    [
+        *(("internvl3_5_8b_release", "llm_config", key) for key in SWITCHES),
+        *(("internvl3_5_hf_finetune", "text_config", key) for key in SWITCHES),
+        ("qwen2_5_7b", None, "use_mrope"),
+    ],
+)
+def test_a_switch_that_is_on_is_refused_by_name(name, part, key, tmp_path):
     raw = released(name)
-    raw["llm_config" if "llm_config" in raw else "text_config"][key] = True
+    table = raw if part is None else raw[part]
+    assert table[key] is False
+    table[key] = True
     with pytest.raises(ConfigError, match=f"has '{key}': True, which this library does not know"):
         load(written(tmp_path / name, raw))
 
