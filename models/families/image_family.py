@@ -31,7 +31,7 @@ def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[
     """The text part of `config.json`, with what the top level says for it (tying, dtype).
 
     The top level's dtype is the whole model's, as in transformers: writers leave others in the parts. The text part's
-    holds where the top names none.
+    holds where the top names none, until `load` knows the weights' own.
 
     Head and embedding are tied where either level says so, or where none says anything and the family's class has it
     so. What the file holds settles it (`family.settle_ties`).

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -116,6 +117,22 @@ def test_a_file_that_says_two_dtypes_is_loaded_in_the_one_at_its_top(tmp_path):
     backbone = load(directory)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(backbone.parameters)} == {"bfloat16"}
     assert backbone.config.to_dict()["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("part", [None, "float32"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_where_the_top_says_no_dtype_the_weights_do(part, stored, tmp_path):
+    directory = write_checkpoint("qwen2_5_vl", tmp_path)
+    raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    for table in (raw, raw["text_config"], raw["vision_config"]):
+        table.pop("dtype", None)
+    raw["text_config"] |= {} if part is None else {"dtype": part}
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: value if "norm" in name else value.astype(jnp.dtype(stored)) for name, value in tensors.items()}
+    directory = write_directory(directory, kept)
+    (directory / "config.json").write_text(json.dumps(raw))
+    assert load(directory).config.text.dtype == stored
+    assert load(directory, dtype="float32").config.text.dtype == "float32"
 
 
 # ------------------------------------------------------------------------------------------------- switches
