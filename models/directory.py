@@ -43,7 +43,7 @@ def load(
       directory: a Hugging Face checkpoint directory (config.json, safetensors, and for images
         preprocessor_config.json), a GGUF file, or a directory that holds exactly one. Quantised weights are
         dequantised.
-      dtype: "float32" or "bfloat16"; the configuration's own when None.
+      dtype: "float32" or "bfloat16"; when None the one at the top of the configuration, else that of the weights.
       angles: "exact" for cosines right at every position, "float32" for parity with the original engines.
       regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
         "long" for longrope, a length for dynamic scaling (the model's own by default).
@@ -73,6 +73,7 @@ def load(
     family = FAMILIES[name] if authors is None else authors.family
     raw = files.config if authors is None else authors.config(files.config, root)
     config = family.config(raw, angles, regime)
+    dtype = dtype or files.dtype()
     config = config if dtype is None else with_dtype(config, dtype)
 
     source = files.source(config.text.dtype if adapter is None else "float32")

@@ -1,5 +1,6 @@
 """What a checkpoint's files say beside its image settings: configuration, tensors, tokenizer and chat template."""
 
+import math
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,9 @@ from .inputs.stops import read_stop_tokens
 from .inputs.texts import read_tokenizer
 from .prompts import NO_TOKENIZER
 
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes of models, by safetensors' names."""
+
 
 @runtime_checkable
 class Files(Protocol):
@@ -32,6 +36,10 @@ class Files(Protocol):
 
     @property
     def config(self) -> dict[str, Any]: ...
+
+    def dtype(self) -> str | None:
+        """Returns the dtype of the weights where the configuration names none at its top, else None."""
+        ...
 
     def source(self, dtype: DTypeLike) -> TensorSource:
         """Opens the tensors; quantised ones are dequantised to `dtype`."""
@@ -62,6 +70,16 @@ class DirectoryFiles:
         self.name = str(self._root / "config.json")
         self.config, self._quantisation = split_config(_read_config(self._root), self._root)
 
+    def dtype(self) -> str | None:
+        """See `Files`; that of most elements. None of quantised weights, which have no dtype of the model's."""
+        if self._quantisation is not None or any(self.config.get(name) for name in ("dtype", "torch_dtype")):
+            return None
+        sizes: dict[str, int] = {}
+        for info in open_safetensors(self._root, None, "float32").tensors.values():
+            if info.dtype in _FLOATS:
+                sizes[info.dtype] = sizes.get(info.dtype, 0) + math.prod(info.shape)
+        return _FLOATS[max(sizes, key=lambda name: sizes[name])] if sizes else None
+
     def source(self, dtype: DTypeLike) -> TensorSource:
         """See `Files`."""
         return open_safetensors(self._root, self._quantisation, dtype)
@@ -90,6 +108,10 @@ class GgufFiles:
         self.name = str(path)
         self._header = read_header(path)
         self.config = read_config(self._header)
+
+    def dtype(self) -> str | None:
+        """See `Files`: None, weights are dequantised to float32."""
+        return None
 
     def source(self, dtype: DTypeLike) -> TensorSource:
         """See `Files`."""

@@ -42,7 +42,8 @@ TINY = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 """Which tiny model stands for an architecture."""
-UNTIMED = {"KimiVLForConditionalGeneration": "transformers has no such class; Kimi_K25 is the same function of images"}
+_KIMI_K25 = "transformers has no such class; Kimi_K25 is the same function of images"
+UNTIMED = dict.fromkeys(("KimiVLForConditionalGeneration", "KimiK25ForConditionalGeneration"), _KIMI_K25)
 REGIMES = {"Phi3ForCausalLM": "long"}
 LARGE = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -133,6 +133,33 @@ _KIMI_VL = {
     },
 }
 
+_KIMI_K25 = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "media_placeholder_token_id": 163605,
+    "text_config": _text(
+        "DeepseekV3ForCausalLM", 7168, 18432, 61, 64, 64, 163840, theta=5e4, **_V3 | {"n_routed_experts": 384}
+    )
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+    | {
+        "max_position_embeddings": 262144,
+        "rope_scaling": _YARN | {"factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "vision_config": {
+        "patch_size": 14,
+        "init_pos_emb_height": 64,
+        "init_pos_emb_width": 64,
+        "init_pos_emb_time": 4,
+        "merge_kernel_size": [2, 2],
+        "mm_hidden_size": 1152,
+        "text_hidden_size": 7168,
+        "vt_hidden_size": 1152,
+        "vt_intermediate_size": 4304,
+        "vt_num_attention_heads": 16,
+        "vt_num_hidden_layers": 27,
+    },
+}
+
 # --------------------------------------------------------------------------------------------- a plain ViT in front
 
 
@@ -185,6 +212,12 @@ def _internvl3(*sizes: int) -> dict[str, Any]:
     }
 
 
+def _internvl3_5(*sizes: int) -> dict[str, Any]:
+    config = _internvl3(*sizes)
+    text = _text("Qwen3ForCausalLM", *sizes, theta=1e6, model_type="qwen3", head_dim=128, max_position_embeddings=40960)
+    return config | {"image_token_id": 151671, "text_config": text}
+
+
 def _smolvlm2(*sizes: int, scale: int, theta: float, tower: dict[str, Any]) -> dict[str, Any]:
     return {
         "architectures": ["SmolVLMForConditionalGeneration"],
@@ -218,6 +251,7 @@ RELEASED: dict[str, Released] = {
         _qwen3_vl(2048, 6144, 48, 32, 4, 151936, tied=False, tower=_LARGE_TOWER, **_QWEN_EXPERTS), 31.071
     ),
     "moonshotai/Kimi-VL-A3B-Instruct": Released(_KIMI_VL, 16.408),
+    "moonshotai/Kimi-K2.5": Released(_KIMI_K25, 1026.879),
     "deepseek-community/deepseek-vl-1.3b-chat": Released(_deepseek_vl(), None),
     "llava-hf/llava-1.5-7b-hf": Released(_llava(_VICUNA), 7.063),
     "llava-hf/llava-v1.6-vicuna-7b-hf": Released(_llava(_VICUNA, _PINPOINTS), 7.063),
@@ -225,6 +259,7 @@ RELEASED: dict[str, Released] = {
     "OpenGVLab/InternVL3-1B-hf": Released(_internvl3(896, 4864, 24, 14, 2, 151674), 0.938),
     "OpenGVLab/InternVL3-2B-hf": Released(_internvl3(1536, 8960, 28, 12, 2, 151674), 2.089),
     "OpenGVLab/InternVL3-8B-hf": Released(_internvl3(3584, 18944, 28, 28, 4, 151674), 7.944),
+    "OpenGVLab/InternVL3_5-8B-HF": Released(_internvl3_5(4096, 12288, 36, 32, 8, 151936), 8.528),
     "HuggingFaceTB/SmolVLM2-2.2B-Instruct": Released(
         _smolvlm2(2048, 8192, 24, 32, 32, 49280, scale=3, theta=1.3e5, tower=_vit(1152, 4304, 27, 16, 384, 14)), 2.247
     ),

@@ -5,7 +5,7 @@ configuration classes of transformers 5.23 (`tests/goldens/sparse` holds these t
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvpatch_jax.errors import ConfigError
@@ -40,6 +40,10 @@ INERT = _words(
 )
 """Keys that say nothing of what a forward computes where no table below knows them."""
 
+OFF = _words("debug micro_forward pruned_heads skip_checkpoint use_deepep use_mrope")
+"""Keys that change nothing while they are false or empty, and are refused otherwise: heads that were taken out, M-RoPE
+(Qwen2.5's files say that they have none), and switches of a trainer that InternVL3.5's files hold."""
+
 _KINDS = {
     "a positive whole number": """
         vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -47,16 +51,17 @@ _KINDS = {
         qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size n_group topk_group num_experts
         num_local_experts num_experts_per_tok moe_layer_freq decoder_sparse_step depth num_heads in_channels in_chans
         num_channels spatial_patch_size spatial_merge_size out_hidden_size window_size num_position_embeddings
-        scale_factor init_pos_emb_height init_pos_emb_width pos_emb_height pos_emb_width pos_emb_time
-        projection_hidden_size
+        scale_factor init_pos_emb_height init_pos_emb_width init_pos_emb_time pos_emb_height pos_emb_width pos_emb_time
+        projection_hidden_size vt_num_attention_heads vt_num_hidden_layers vt_hidden_size vt_intermediate_size
+        mm_hidden_size text_hidden_size
     """,
     "a whole number from 0 on": """
         first_k_dense_replace n_shared_experts n_routed_experts max_window_layers image_token_id image_token_index
         video_token_id vision_start_token_id vision_end_token_id media_placeholder_token_id tokens_per_second
     """,
     "a positive number": """
-        rms_norm_eps layer_norm_eps projection_layer_norm_eps rope_theta partial_rotary_factor routed_scaling_factor
-        downsample_ratio layer_scale_init_value
+        rms_norm_eps layer_norm_eps projection_layer_norm_eps projector_ln_eps rope_theta partial_rotary_factor
+        routed_scaling_factor downsample_ratio layer_scale_init_value
     """,
     "true or false": """
         attention_bias mlp_bias use_sliding_window norm_topk_prob rope_interleave tie_word_embeddings
@@ -80,7 +85,7 @@ _NULL = _words(
     num_key_value_heads head_dim sliding_window q_lora_rank rope_scaling rope_parameters layer_types layers_block_type
     mlp_only_layers n_group topk_group n_routed_experts n_shared_experts num_experts_per_tok linear_attn_config
     partial_rotary_factor text_config language_config original_max_position_embeddings vision_start_token_id
-    vision_end_token_id max_window_layers
+    vision_end_token_id max_window_layers mm_hidden_size text_hidden_size
     """
 )
 """Keys whose null has a meaning of its own."""
@@ -352,7 +357,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"qk_normalization": True, "use_flash_attn": True, "use_moe": False}
     | dict.fromkeys(_words(_UNUSED_EXPERTS)),
     "multi_modality": {"language_config": None, "vision_config": None, "aligner_config": None},
+    "kimi_k25_release": _PARTS
+    | {"media_placeholder_token_id": 163605, "use_unified_vision_chunk": None, "video_placeholder": None},
     "kimi_k25_vision": _MOONVIT,
+    "kimi_k25_release_vision": {
+        "patch_size": 14,
+        "init_pos_emb_height": 64,
+        "init_pos_emb_width": 64,
+        "init_pos_emb_time": 4,
+        "merge_kernel_size": (2, 2),
+        "vt_num_attention_heads": 16,
+        "vt_num_hidden_layers": 27,
+        "vt_hidden_size": 1152,
+        "vt_intermediate_size": 4304,
+        "mm_hidden_size": None,
+        "text_hidden_size": None,
+        "projector_ln_eps": 1e-5,
+    },
     "moonvit": {
         **{key: value for key, value in _MOONVIT.items() if not key.startswith("pos_emb")},
         "init_pos_emb_height": None,
@@ -382,6 +403,13 @@ ONLY: dict[str, dict[str, Any]] = {
         "use_absolute_position_embeddings": True,
     },
     "smolvlm_vision": {"vision_use_head": False, "use_base_siglip": False},
+    "kimi_k25_release_vision": {
+        "pos_emb_type": "divided_fixed",
+        "video_attn_type": "spatial_temporal",
+        "merge_type": "sd2_tpool",
+        "mm_projector_type": "patchmerger",
+        "projector_hidden_act": "gelu",
+    },
 }
 """By `model_type`: keys of which one value is built; an absent one means that value."""
 
@@ -390,7 +418,7 @@ ALIASES = {"num_local_experts": "num_experts", "image_token_id": "image_token_in
 """Two names of one key, where a table knows only the second."""
 
 
-def complete(raw: Any, kind: str, place: str = "config.json", drop: Table | None = None) -> dict[str, Any]:
+def complete(raw: Any, kind: str, place: str = "config.json", drop: Collection[str] | None = None) -> dict[str, Any]:
     """Check a table of `config.json` and fill in what it leaves out.
 
     Args:
@@ -413,7 +441,7 @@ def complete(raw: Any, kind: str, place: str = "config.json", drop: Table | None
         elif key in known:
             _check(place, key, value)
             found[key] = value
-        elif given in INERT or given in (drop or ()) or value is None:
+        elif given in INERT or given in (drop or ()) or value is None or (given in OFF and not value):
             found[given] = value
         else:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """What families with images share: reading the parts of a configuration, and placing features among embeddings."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,22 @@ from ..decoder.known_keys import complete
 _DTYPES = ("dtype", "torch_dtype")
 
 
-def whole(raw: Mapping[str, Any], kind: str, flat: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The top level of `config.json`, checked and filled in. `flat` are keys of its parts that may stand there too."""
-    return complete(raw, kind, drop=flat)
+def whole(raw: Mapping[str, Any], kind: str, flat: Collection[str] = ()) -> dict[str, Any]:
+    """The top level of `config.json`, checked and filled in.
+
+    `flat` are keys of its parts that may stand there too. So may a key that repeats the text part's value.
+    """
+    part = raw.get("text_config")
+    text = part if isinstance(part, Mapping) else {}
+    repeated = [key for key, value in raw.items() if key in text and text[key] == value]
+    return complete(raw, kind, drop=[*flat, *repeated])
 
 
 def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[str] = ()) -> dict[str, Any]:
     """The text part of `config.json`, with what the top level says for it (tying, dtype).
+
+    The top level's dtype is the whole model's, as in transformers: writers leave others in the parts. The text part's
+    holds where the top names none, until `load` knows the weights' own.
 
     Head and embedding are tied where either level says so, or where none says anything and the family's class has it
     so. What the file holds settles it (`family.settle_ties`).
@@ -41,7 +50,8 @@ def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[
     if kinds and kind not in kinds:
         raise ConfigError(f"text_config is of type {kind!r}; expected one of {sorted(kinds)}")
     top = {name: raw[name] for name in _DTYPES if raw.get(name) is not None}
-    text = {**top, **part, "model_type": kind, "architectures": raw.get("architectures")}
+    own = {name: value for name, value in part.items() if not (top and name in _DTYPES)}
+    text = own | top | {"model_type": kind, "architectures": raw.get("architectures")}
     said = [table.get("tie_word_embeddings") for table in (given, part) if table.get("tie_word_embeddings") is not None]
     return text | {"tie_word_embeddings": any(said) if said else raw.get("tie_word_embeddings", False)}
 

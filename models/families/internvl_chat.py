@@ -75,7 +75,7 @@ def _text(raw: Any) -> dict[str, Any]:
     (name, *_) = raw.get("architectures") or [None]
     if name not in TEXTS:
         raise ConfigError(f"llm_config is of architecture {name!r}; expected one of {sorted(TEXTS)}")
-    text = {key: value for key, value in raw.items() if key != "pruned_heads" or value}
+    text = dict(raw)
     if name == INTERNLM2:
         text["attention_bias"] = text.pop("bias", True)
     return text | {"model_type": TEXTS[name]}

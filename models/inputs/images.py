@@ -65,15 +65,29 @@ class PictureConfig:
 
     @classmethod
     def reader(
-        cls, only: Mapping[str, Any] | None = None, **defaults: Any
+        cls,
+        only: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] | None = None,
+        table: str | None = None,
+        **defaults: Any,
     ) -> Callable[[str | os.PathLike[str]], "PictureConfig"]:
-        """A function that reads a directory's `preprocessor_config.json`, with these values for what is absent.
+        """A function that reads a directory's `preprocessor_config.json`.
 
         It raises ConfigError for an option that `only` has another value for: other ones are not built.
+
+        Args:
+          only: options of which one value is built. names: what further options are called here.
+          table: an option that is a table of options, which hold instead of those around it.
+          defaults: what absent options mean.
         """
 
         def read(directory: str | os.PathLike[str]) -> "PictureConfig":
             options = read_settings(directory)
+            inner = options.get(table, {}) if table else {}
+            if not isinstance(inner, Mapping):
+                raise ConfigError(f"{CONFIG_FILE}: {table} is {inner!r}; expected a table")
+            options = {**options, **inner}
+            options |= {ours: options[name] for name, ours in (names or {}).items() if options.get(name) is not None}
             for name, value in (only or {}).items():
                 if options.get(name) not in (None, value):
                     raise ConfigError(f"{CONFIG_FILE}: {name} {options[name]!r} is not built; expected {value!r}")

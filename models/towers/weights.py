@@ -156,30 +156,36 @@ def intern_vit_entries(config: ViTConfig, prefix: str, path: ParamPath = ("visua
 
 
 def moonvit_entries(
-    config: MoonViTConfig, prefix: str, projector: str, released: bool, path: ParamPath = ("visual",)
+    config: MoonViTConfig,
+    prefix: str,
+    projector: tuple[str, str, str],
+    released: bool,
+    path: ParamPath = ("visual",),
 ) -> list[TensorEntry]:
-    """MoonViT and its projector, in Kimi-VL's released names or (`released` False) in transformers'."""
+    """MoonViT and its projector, in the authors' names or (`released` False) in transformers'.
+
+    `projector` are the names of it, of its inner and of its outer map.
+    """
     shape = (config.width, config.channels, config.patch, config.patch)
     names = {"attention_norm": "norm1", "mlp_norm": "norm2", "output": "attn.proj", "mlp.inner": "mlp.fc1"}
     names |= {"query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "mlp.outer": "mlp.fc2"}
     blocks, norm, table = "layers", "final_layernorm", "pos_emb.position_embeddings"
-    glue = {"inner": "in_proj", "outer": "out_proj"}
     if released:
         names = {"attention_norm": "norm0", "mlp_norm": "norm1", "qkv": "wqkv", "output": "wo"}
         names |= {"mlp.inner": "mlp.fc0", "mlp.outer": "mlp.fc1"}
         blocks, norm, table = "encoder.blocks", "encoder.final_layernorm", "pos_emb.weight"
-        glue = {"inner": "linear_1", "outer": "linear_2"}
     patch, side = f"{prefix}.patch_embed", config.positions
+    glue, inner, outer = projector
     entries = [
         TensorEntry(f"{patch}.proj.weight", (*path, "patch_embedding", "kernel"), CONV2D, file_shape=shape),
         TensorEntry(f"{patch}.proj.bias", (*path, "patch_embedding", "bias")),
         TensorEntry(f"{patch}.{table}", (*path, "position_embedding"), file_shape=(side, side, config.width)),
         *block_entries(f"{prefix}.{blocks}.{{layer}}", (*path, "blocks"), names),
         *norm_entries(f"{prefix}.{norm}", (*path, "final_norm")),
-        *norm_entries(f"{projector}.pre_norm", (*path, "merger_norm")),
+        *norm_entries(f"{glue}.pre_norm", (*path, "merger_norm")),
+        *linear_entries(f"{glue}.{inner}", (*path, "merger", "inner")),
+        *linear_entries(f"{glue}.{outer}", (*path, "merger", "outer")),
     ]
-    for ours, theirs in glue.items():
-        entries += linear_entries(f"{projector}.{theirs}", (*path, "merger", ours))
     return entries
 
 

@@ -259,10 +259,13 @@ def test_a_patch_of_a_padded_chunk_serves_plain_arrays_too():
         executor.run(window, edits)
         context = executor.context(window) or {}
         found.append((context, executor.read(window, "c2")))
+    # Two factorisations of one deficit, cut at rank 4, where its singular values lie close: a rounding counts for up to
+    # σ₄ / (σ₄ - σ₅) = 16 of the largest values' half steps, so BAR of them is some 20 roundings.
     for (one, read), (other, again) in [found]:
         for name, value in one.items():
-            assert np.abs(np.asarray(value) - np.asarray(other[name])).max() < BAR
-            assert np.abs(np.asarray(read[name]) - np.asarray(again[name])).max() < BAR
+            size = np.abs(np.asarray(other[name])).max()
+            assert np.abs(np.asarray(value) - np.asarray(other[name])).max() < BAR * size
+            assert np.abs(np.asarray(read[name]) - np.asarray(again[name])).max() < BAR * size
 
 
 @pytest.mark.slow

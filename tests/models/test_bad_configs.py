@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jaxtyping
@@ -17,6 +18,11 @@ CONFIGS = {path.stem: json.loads(path.read_text())["config"] for path in sorted(
 CONFIGS |= {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*/config.json"))}
 CONFIGS |= {
     f"{path.parent.name}_release": json.loads(path.read_text()) for path in GOLDENS.glob("*/config_release.json")
+}
+CONFIGS |= {
+    path.stem: {key: value for key, value in raw.items() if key != "quantization_config"}
+    for path in sorted((Path(__file__).parent / "released").glob("*.json"))
+    if (raw := json.loads(path.read_text()))["architectures"][0] in FAMILIES
 }
 BAD: tuple[Any, ...] = (-1, 0, 1.5, 10**9 + 7, "3", [], ["a"], {}, {"a": 1}, True, None, float("nan"))
 

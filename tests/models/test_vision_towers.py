@@ -261,7 +261,8 @@ MOON = MoonViTConfig(
 
 @pytest.fixture(scope="module")
 def moonvit(tmp_path_factory):
-    entries = moonvit_entries(MOON, "model.vision_tower", "model.mm_projector", released=False)
+    projector = ("model.mm_projector", "in_proj", "out_proj")
+    entries = moonvit_entries(MOON, "model.vision_tower", projector, released=False)
     directory = tmp_path_factory.mktemp("kimi_vl")
     make = lambda: Holder(MoonViT(MOON, nnx.Rngs(0)))
     return loaded(make, "kimi_vl", directory, entries, [r"model\.language_model\..*", r"lm_head\..*"]).visual
