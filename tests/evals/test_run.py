@@ -34,9 +34,8 @@ from kvpatch_jax.repair import REPAIRS
 from models import ModelBackbone, load
 
 CONTEXTS = 4
-CONFIG = run.RunConfig(
-    run.MAIN, tuple(suite for suite in run.SUITES if suite != "control"), 77, CONTEXTS, CONTEXTS, CONTEXTS
-)
+OWN = tuple(suite for suite in run.SUITES if suite not in ("control", "seeds"))
+CONFIG = run.RunConfig(run.MAIN, OWN, 77, CONTEXTS, CONTEXTS, CONTEXTS)
 PER_ITEM = ("accuracy", "difference", "kl", "eta", "flip_recover")
 MULTI_HOP = ("chain", "aggregate")
 PATCH_ARMS = [f"patch.rank={rank}" for rank in (1, 2, 4, 8, 16, 32, 64)]
@@ -50,7 +49,7 @@ TOKEN_ARMS = [
 OTHER_ARMS = [
     *(f"patch.int8.rank={rank}" for rank in (4, 8)),
     *(f"pooled.rank={rank}" for rank in (8, 16)),
-    *(f"quantised.bits={bits}" for bits in (2, 3, 4)),
+    *(f"quantised.bits={bits}" for bits in (2, 3, 4, 16)),
     *(f"svd.rank={rank}" for rank in (4, 8, 16)),
     "shadowkv.rank=8",
     "shadowkv.keys_alone.rank=8",
@@ -315,7 +314,7 @@ def test_report_and_figures_are_written(job: Job, backbone: ModelBackbone):
     """report.html holds every figure inline and nothing from outside; no NaN is shown. (Of made-up rows: reports.)"""
     results = {**job.written, "rows": job.rows}
     figures = [
-        run.read_example(backbone, job.folder, CONFIG.seed, CONFIG.batch)(),
+        run.read_example(backbone, job.folder, CONFIG.seed, CONFIG.batch, "patch.rank=4")(),
         *draw_all(results, job.folder / "figures"),
     ]
     write_report(results, figures, job.folder / "report.html", run.NOTES)
@@ -364,7 +363,7 @@ def test_all_backbones_are_the_shipped_ones():
     assert names[0] == MAIN
     assert set(names) | {CONTROL} == set(shipped_names())
     assert run._suites_of(MAIN, run.SUITES) == run.SUITES
-    assert all("control" not in run._suites_of(name, run.SUITES) for name in names[1:])
+    assert all(not {"control", "seeds"} & {*run._suites_of(name, run.SUITES)} for name in names[1:])
 
 
 # -------------------------------------------------------------------------------------------------------- flags
