@@ -128,6 +128,8 @@ KL_FLOOR = 1e-7
 NARROW = 4.3
 """Inches: a figure that is no wider can be read whole on a telephone. Panels stand one above the other."""
 FEW_ARMS = 6
+LETTERS = 11.0
+"""Of a title, in an inch."""
 
 
 def arm_label(arm: str) -> str:
@@ -403,7 +405,9 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
 
 
 def save(figure: Figure, title: str, path: Path) -> Path:
-    """Writes a figure under a title as a PNG, making its folder."""
+    """Writes a figure under a title as a PNG, making its folder. The title is broken where the figure ends."""
+    letters = int(LETTERS * figure.get_figwidth())
+    title = "\n".join(textwrap.fill(line, letters) for line in title.splitlines())
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, facecolor="white")

@@ -8,16 +8,17 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from evals.pretrained import report as pretrained
-from evals.report import coverage, drawing, page, summary
+from evals.report import coverage, drawing, example, page, summary, window
 from evals.report.figures import arm_label
 from evals.results.rows import Rows
 from evals.rules import RULES
 from evals.sheets_task import report as sheets
 from tests.evals.test_pretrained_suite import few_bits
-from tests.evals.test_report import Made, made_results, repair_rows
+from tests.evals.test_report import LOSS, Made, around, made_results, repair_rows
 
 ROOT = Path(__file__).parents[2]
 SEEDS = ("qwen2_5_vl", "qwen2_5_vl_seed1", "qwen2_5_vl_seed2")
@@ -53,6 +54,7 @@ def test_a_page_opens_with_the_mean_over_seeds(kept: dict, name: str):
     text = " ".join(generated(name).split())
     first = re.search(r"but only (.*?) of chain questions and (.*?) of aggregate questions", text)
     assert first
+    assert all(re.fullmatch(r"0\.\d+ \(0\.\d+ to 0\.\d+\)", said) for said in first.groups())
     assert list(first.groups()) == [in_words(accuracies(kept, "blind", kind)) for kind in ("chain", "aggregate")]
     line = re.search(r"\| blind reuse \|.*", generated(name))
     assert line
@@ -170,7 +172,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Every kind of report, of made-up rows, with all of its figures and an example."""
     folder = tmp_path_factory.mktemp("pages")
     results = seeded()
+    results["rows"] = [*results["rows"], *window_rows()]
     figures = [example_of(folder), *drawing.draw_all(results, folder / "figures")]
+    figures += window.window_figures(results, folder / "figures")
     config = {"model": "m", "licences": {"python": "PSF"}, "parts_done": 1, "parts": 2, "plan": {"passages": 1}}
     kept = json.loads((ROOT / sheets.KEPT["sheets"]).read_text("utf-8"))
     sheets.write_report(kept, folder)
@@ -181,18 +185,28 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+def window_rows() -> list[dict]:
+    """Of every probe of the window's suite that is drawn, and of its gate."""
+    made = Made(SEEDS[0])
+    for drawn in window.FIGURES.values():
+        made.kinds = tuple(kind for kind in drawn.kinds if kind in LOSS)
+        for probe in drawn.probes:
+            for arm in drawn.arms:
+                for varied in ("k=3", "replaced=1"):
+                    made.arm(probe, f"{arm}.{varied}.lead=0", 0.5)
+    for metric in ("divergence", "stored_kl"):
+        made.add("window.gate", "replaced=1", metric, around(0.4))
+    made.add("window.gate", "coverage=0.5", "false_reuse", around(0.3))
+    return made.rows
+
+
 def example_of(folder: Path) -> Path:
-    import numpy as np
-
-    from evals.report import example
-
-    images = np.zeros((4, 70, 30, 3), np.uint8), np.zeros((100, 100, 3), np.uint8)
+    legends, shown = np.zeros((3, 70, 30, 3), np.uint8), np.zeros((100, 100, 3), np.uint8)
     asked = ["1  chain: stripes, purple cell of the orange row"] * 7
     answers = {name: ["orange stripes"] * 7 for name in ("re-prefill", "blind", "patch.rank=4")}
     right = ["yellow stripes"] * 7
-    return example.example_figure(
-        images[0][:3], images[1], asked, answers, folder / "example.png", right, (), example.swatches()
-    )
+    colours = example.swatches()
+    return example.example_figure(legends, shown, asked, answers, folder / "example.png", right, (), colours)
 
 
 class Boxes(html.parser.HTMLParser):
@@ -220,9 +234,9 @@ def test_wide_tables_scroll_in_a_box_and_pictures_fit(pages: dict[str, str], nam
     boxes = Boxes()
     boxes.feed(pages[name])
     assert {tag for tag, *_ in boxes.found} == {"table", "img"}
-    for tag, attributes, around, folded in boxes.found:
+    for tag, attributes, outside, folded in boxes.found:
         if tag == "table":
-            assert "wide" in around
+            assert "wide" in outside
         least = re.search(r"min-width: (\d+)px", attributes.get("style") or "")
         # The body has margins of 0.8 rem there.
         assert folded or not least or int(least[1]) <= SCREEN - 2 * 12.8, attributes.get("alt")

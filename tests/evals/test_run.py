@@ -26,9 +26,12 @@ from evals.report.summary import TOKEN_METHODS
 from evals.report.wording import number
 from evals.results.costs import METRICS as COSTS
 from evals.results.environment import environment
-from evals.results.rows import COLUMNS
+from evals.results.headline import headline_arms, headline_results
+from evals.results.rows import COLUMNS, Rows
+from evals.rules import RULES
 from evals.small_task import COLOURS, KINDS, VOCABULARY
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
+from kvpatch_jax import KVLayout, Rope
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import REPAIRS
 from models import ModelBackbone, load
@@ -401,6 +404,31 @@ def test_suites_are_what_was_asked_for():
     for names in ([], ["window", "repairs"]):
         with pytest.raises(app.UsageError, match="--suite names"):
             run.asked_suites(names)
+
+
+def test_further_seeds_are_a_part_of_the_bar():
+    """Each of the headline's other instances is asked the rules' arms over all contexts."""
+    others = run.other_seeds()
+    assert {MAIN, *others} == set(RULES.headline_backbones)
+    config = run.RunConfig(MAIN, ("repair", "seeds"), 77, 128, 128, 64)
+    assert run._plan(config, 10) == {"repair": 20, "seeds": 2 * len(RULES.headline_arms) * len(others)}
+    layout = KVLayout.gqa(6, 2, 64, Rope(1e4, 64))
+    assert set(RULES.headline_arms) <= set(probes.main_arms(layout))
+
+
+@pytest.mark.slow
+def test_further_seeds_make_the_headline(backbone: ModelBackbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A table of each seed, main instance first; their mean is what the report opens with."""
+    monkeypatch.setattr(run, "arms_of", lambda *_: FEW_ARMS)
+    config = dataclasses.replace(CONFIG, suite=("repair", "seeds"))
+    tables = run.measure(backbone, config, tmp_path, run.Progress({}))
+    assert [table.model for table in tables] == [MAIN, *run.other_seeds()]
+    found = {"config": {"model": MAIN}, "rows": [row for table in tables for row in table.rows()]}
+    mean = headline_results(found)
+    assert mean is not None
+    right = [table.items("repair.visible").metrics("blind", KINDS.index("chain"))["accuracy"].value for table in tables]
+    assert Rows(mean).get("repair.visible", "blind", "accuracy.chain").value == pytest.approx(np.mean(right))
+    assert set(headline_arms(mean)) == set(FEW_ARMS) & set(RULES.headline_arms)
 
 
 def test_an_earlier_runs_table_does_not_stay_beside_other_results(tmp_path: Path):
