@@ -4,7 +4,8 @@ Seeds, sizes, what is left out, which arms there are at which settings, when a r
 patch, and the bars of every verdict. Whoever changes the file changes its digest, which stands in results.json and in
 the report. Version 1 was written after version 1 of the small task had been looked at: what is new in it is that a
 sufficient rank is again judged by chain and aggregate alone, as it was before override questions were added, and that
-the headline is the mean over instances.
+the headline is the mean over instances. Version 2 came after version 1's rows: bytes are judged with everything that
+lies stored, by the number of antecedents, KV(B|A) in 16 bits is an arm, and the arms of the headline are listed.
 """
 
 import dataclasses
@@ -52,7 +53,8 @@ class Rules:
     Attributes:
       version: of the rules. digest: 16 hexadecimal digits over the file's bytes.
       seed: of the held-out contexts. contexts, window_contexts, batch, questions: sizes, questions by kind.
-      headline_backbones: the instances whose mean is the headline; headline_seeds_at_least: how many it takes.
+      headline_backbones: the instances whose mean is the headline; headline_seeds_at_least: how many it takes;
+        headline_arms: what each of them is asked in the main job.
       exclusion: what is left out of the counts, in words.
       rank_kinds, rank_tolerance: a rank is sufficient that is within the tolerance of re-prefill on all these kinds.
       beating_kinds, beating_tolerance, axes: what it takes to beat the patch (`results.beating`).
@@ -69,6 +71,7 @@ class Rules:
     questions: Mapping[str, int]
     headline_backbones: tuple[str, ...]
     headline_seeds_at_least: int
+    headline_arms: tuple[str, ...]
     exclusion: str
     rank_kinds: tuple[str, ...]
     rank_tolerance: float
@@ -94,6 +97,7 @@ def read_rules(path: Path = PATH) -> Rules:
     return Rules(
         digest=hashlib.blake2b(text, digest_size=8).hexdigest(),
         headline_backbones=tuple(found.pop("headline_backbones")),
+        headline_arms=tuple(found.pop("headline_arms")),
         rank_kinds=tuple(rank["kinds"]),
         rank_tolerance=rank["tolerance"],
         beating_kinds=tuple(beating["kinds"]),

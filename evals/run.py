@@ -39,9 +39,11 @@ from .report.example import answer_in_words, example_figure, marks_of, question_
 from .report.page import write_report
 from .report.summary import print_summary
 from .report.table import write_table
+from .report.verdict import shown_patch
 from .report.window import window_figures
 from .report.window_paper import write_windows
 from .results.environment import environment
+from .results.headline import headline_results
 from .results.parts import make_out
 from .results.rows import without_nan
 from .rules import RULES
@@ -49,7 +51,7 @@ from .small_task import scenes
 from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 
 WINDOW, PRETRAINED = "window", "pretrained"
-SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control")
+SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control", "seeds")
 CONTROL_ARMS = ("re-prefill", "blind", "patch.rank=8", "patch.rank=16", "first_k.budget=0.15", "cacheblend.budget=0.15")
 PACKAGES = (
     "kvpatch_jax",
@@ -167,6 +169,7 @@ def _plan(config: RunConfig, arms: int) -> dict[str, int]:
     window = -(-config.window_contexts // config.batch)
     per = {"repair": batches * arms, "reorder": 6 * window, "slide": window, "recall": 4 * window}
     per["control"] = window * len(CONTROL_ARMS)
+    per["seeds"] = batches * len(RULES.headline_arms) * len(other_seeds())
     per[WINDOW] = work_of(config.window)
     return {suite: per[suite] for suite in config.suite if suite in per}
 
@@ -184,7 +187,7 @@ def measure(
     parts: of the window's suite, where an earlier run left some.
 
     Returns:
-      The backbone's table, and the control's where it was asked for.
+      The backbone's table, and those of other training seeds and of the control where they were asked for.
     """
     images, tables = folder / "images", [ResultsTable(Path(config.backbone).name)]
     if set(config.suite) & set(SUITES):
@@ -209,7 +212,7 @@ class _Scenes:
         self.pool = ThreadPoolExecutor(2)
 
     def tables(self) -> list[ResultsTable]:
-        """Runs all of it; returns the backbone's table, and the control's where it was asked for."""
+        """Runs all of it; returns the backbone's table, and those of seeds and control where they were asked for."""
         suite, count = self.config.suite, _batches(self.config.contexts, self.config)
         among = self._with_windows()
         try:
@@ -221,7 +224,9 @@ class _Scenes:
             if "deficit" in suite:
                 table.plain += self._joined("deficit", [0]).plain
             probes.orbit_against_exact(table)
-            return [table, self._joined("control", among)] if "control" in suite else [table]
+            seeds = other_seeds() if "seeds" in suite else []
+            others = [self._joined(name, range(count)) for name in seeds]
+            return [table, *others, *([self._joined(CONTROL, among)] if "control" in suite else [])]
         finally:
             self.pool.shutdown(cancel_futures=True)
 
@@ -252,12 +257,16 @@ class _Scenes:
                 self._submit("deficit", 0, self._deficit)
         if number == 0:
             # Programs that all scenes run are compiled by now, so that no two threads compile the same.
-            for other in range(1, _batches(config.contexts, config)):
+            count = _batches(config.contexts, config)
+            for other in range(1, count):
                 self._submit("repair", other, self._repair)
+            others = {name: (count, RULES.headline_arms) for name in other_seeds() if "seeds" in config.suite}
             if "control" in config.suite:
-                control = sibling(self.backbone, load(shipped(CONTROL), dtype="float32"))
-                for other in self._with_windows():
-                    self._submit("control", other, self._control, control)
+                others[CONTROL] = (len(self._with_windows()), CONTROL_ARMS)
+            for name, (scenes_of, arms) in others.items():
+                backbone = sibling(self.backbone, load(shipped(name), dtype="float32"))
+                for other in range(scenes_of):
+                    self._submit(name, other, self._beside, name, backbone, arms)
         if "repair" in config.suite:
             questions = small_task.ask(scene.contexts, rng, QUESTIONS)
             arms = arms_of(config, self.backbone)
@@ -279,14 +288,13 @@ class _Scenes:
             probes.probe_recall(table, reuse, rng, clusters, self.images, self.progress)
         return table
 
-    def _control(self, number: int, control: ModelBackbone) -> ResultsTable:
-        """Runs the main comparison, with fewer arms, on the instance that was trained without the sliding window."""
-        table = ResultsTable(CONTROL)
+    def _beside(self, number: int, name: str, other: ModelBackbone, arms: Sequence[str]) -> ResultsTable:
+        """Runs the main comparison, with fewer arms, on another instance: a training seed, or the control."""
+        table = ResultsTable(name)
         # In a folder of its own: the other thread may read what would be written here.
-        images = self.images / "control"
-        scene, rng = scenes.scene_at(control, self.config.seed, number, images, self.config.batch)
+        scene, rng = scenes.scene_at(other, self.config.seed, number, self.images / name, self.config.batch)
         questions, reuse = small_task.ask(scene.contexts, rng, QUESTIONS), probes.PageReuse(scene)
-        probes.compare_repairs(table, reuse, questions, self._clusters(number), self.progress, CONTROL_ARMS)
+        probes.compare_repairs(table, reuse, questions, self._clusters(number), self.progress, arms)
         return table
 
     def _deficit(self, _: int) -> ResultsTable:
@@ -298,6 +306,11 @@ class _Scenes:
     def _clusters(self, number: int) -> np.ndarray:
         """Numbers of a scene's contexts."""
         return number * self.config.batch + np.arange(self.config.batch)
+
+
+def other_seeds() -> list[str]:
+    """Lists the training seeds of the main instance that the headline means besides it."""
+    return [name for name in RULES.headline_backbones if name != MAIN]
 
 
 def sibling(backbone: ModelBackbone, other: ModelBackbone) -> ModelBackbone:
@@ -328,8 +341,10 @@ def training_of(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def read_example(backbone: ModelBackbone, folder: Path, seed: int, batch: int) -> Callable[[], Path]:
+def read_example(backbone: ModelBackbone, folder: Path, seed: int, batch: int, patch: str) -> Callable[[], Path]:
     """Reads one held-out context: its images, a few questions, what re-prefill, blind reuse and a patch answer.
+
+    `patch`: the arm that the first table shows ("patch.rank=4").
 
     Returns what draws the figure of it. The context is read `batch` times over, and asked as often as in the main
     comparison: by programs that are there already.
@@ -345,7 +360,7 @@ def read_example(backbone: ModelBackbone, folder: Path, seed: int, batch: int) -
     caches = {
         "re-prefill": reuse.engine,
         "blind reuse": reuse.cache(),
-        "patch, rank 8": reuse.cache(reuse.patch(rank=8)),
+        patch: reuse.cache(reuse.patch(rank=int(patch.rpartition("=")[2]))),
     }
 
     said = {}
@@ -395,6 +410,9 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
         "environment": environment(PACKAGES),
         "rows": [row for table in tables for row in table.rows()],
     }
+    # The picture shows the patch of the first table.
+    shown = shown_patch(headline_results(results) or results)
+    results["config"]["example"] = shown or f"patch.rank={RULES.arms.shown_rank}"
     write_results(results, tables, folder)
 
     notes = [*NOTES, *(WINDOW_NOTES if WINDOW in config.suite else [])]
@@ -403,7 +421,7 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
         drawing = aside.submit(draw_all, results, folder / "figures")
         example = None
         if set(config.suite) & set(SUITES):
-            example = read_example(backbone, folder, config.seed, config.batch)
+            example = read_example(backbone, folder, config.seed, config.batch, results["config"]["example"])
         figures = [*drawing.result(), *window_figures(results, folder / "figures")]
     if example is not None:
         figures.insert(0, example())
@@ -427,10 +445,10 @@ def write_results(results: dict[str, Any], tables: list[ResultsTable], folder: P
 
 
 def _suites_of(name: str, suite: tuple[str, ...]) -> tuple[str, ...]:
-    """The suites asked for; the control belongs to the main backbone only."""
+    """The suites asked for; the control and further training seeds belong to the main backbone only."""
     if name == MAIN and CONTROL in shipped_names():
         return suite
-    return tuple(part for part in suite if part != "control")
+    return tuple(part for part in suite if part not in ("control", "seeds"))
 
 
 def asked_suites(names: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ..results.rows import Rows
 from ..results.tables import markdown_table
 from .arms import COSTS
 from .plan import TASKS
-from .report import PERCENT, draw_figures, show, verdict
+from .report import PERCENT, counted, draw_figures, show, verdict
 from .rows import EVERY_ARM
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -26,8 +26,8 @@ SUMMARY, PAGE, PICTURES = "pretrained.json", "pretrained.md", "pictures"
 PATCH = "patch.rank=16"
 """The patch that others are held against."""
 FIGURES = {
-    "stored": "What an arm removes of blind reuse's KL, against what it keeps: left for this place of reuse alone, "
-    "right with what it needs of the canonical, which all places share. Bars: 95 %, documents resampled. What "
+    "stored": "What an arm removes of blind reuse's KL, against what it keeps: above for this place of reuse alone, "
+    "below with what it needs of the canonical, which all places share. Bars: 95 %, documents resampled. What "
     "raises the KL far is below the frame.",
     "serving": "The same against FLOPs of a reuse, with what is paid once shared by 1, 3 and 10 reuses.",
     "depth": "The deficit by layer, ‖Δ‖ / ‖KV‖, of keys and of values.",
@@ -57,7 +57,7 @@ def summary(results: Mapping[str, Any]) -> dict[str, Any]:
     """Picks what the page shows out of results.json, numbers to five places."""
     wanted = {
         "text": {*SHOWN, "loss"},
-        EVERY_ARM: {*SHOWN},
+        EVERY_ARM: {*SHOWN, "documents"},
         "deficit": {"relative_norm"},
         "greedy": {"greedy_tokens", "greedy_all"},
     }
@@ -115,7 +115,11 @@ def _arms(rows: Rows) -> Iterator[str]:
     ahead = [arm for arm in arms[: arms.index(PATCH)] if not arm.startswith("patch.")] if PATCH in arms else []
     clear = [arm for arm in ahead if rows.get(EVERY_ARM, arm, "eta").low > own.high]
     yield "## Every arm, what removes most first"
-    yield f"On the {own.n or rows.get(EVERY_ARM, 'blind', 'eta').n} passages that all arms were measured on."
+    documents = rows.get(EVERY_ARM, "blind", "documents").n
+    yield (
+        f"All arms were measured on few passages, {counted(rows)}. Intervals resample documents, and {documents} are "
+        "so few that the intervals are rough themselves."
+    )
     if PATCH in arms:
         names = ", ".join(f"{arm}{'' if arm in clear else ' (intervals overlap)'}" for arm in ahead) or "none"
         stored = 100 * rows.get("text", PATCH, "stored").value
@@ -128,10 +132,12 @@ def _arms(rows: Rows) -> Iterator[str]:
         rows.get("text" if name in COSTS else EVERY_ARM, arm, name),
         *((100.0, 1) if name in PARTS_OF_HUNDRED else (1.0, 3)),
     )
-    lines = [[arm, *(cells(arm, name) for name in SHOWN), str(rows.get(EVERY_ARM, arm, "eta").n)] for arm in arms]
-    yield markdown_table(["arm", *(HEADS[name] for name in SHOWN), "n"], lines)
+    count = lambda arm: f"{rows.get(EVERY_ARM, arm, 'eta').n} ({documents})"
+    lines = [[arm, *(cells(arm, name) for name in SHOWN), count(arm)] for arm in arms]
+    yield markdown_table(["arm", *(HEADS[name] for name in SHOWN), "passages (documents)"], lines)
     yield (
-        "Shares are of the passage's KV at 16 bits, and of re-prefilling it. `canonical kept`: one for all places of "
+        "Shares are of the passage's KV at 16 bits, and of re-prefilling it. A passage's tokens, from which it is run "
+        "again, are ids, and count as nothing beside it. `canonical kept`: one for all places of "
         "reuse. Arms `kv.…` and `shadowkv` keep KV(B|A) of one place in its stead; `residual.layer=…` keeps the "
         "residual that entered a layer in place of the KV above it. What the arms are: "
         "[Evaluation](guides/evaluation.md#real-weights)."

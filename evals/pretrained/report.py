@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..report.figures import NARROW
 from ..results.intervals import Interval
 from ..results.rows import Rows
 from ..results.tables import markdown_table
@@ -81,13 +82,13 @@ def verdict(rows: Rows) -> str:
     limited = [arm for arm in arms if rows.get("text", arm, "stored").value <= 0.5]
     best = max(limited or arms, key=lambda arm: rows.get(EVERY_ARM, arm, "eta").value)
     sentences = [
-        f"Over {blind.n} passages of text that nobody trained the model for, blind reuse raises the loss on the text's "
-        f"next tokens from {loss.value:.3f} by {show(blind)} nats, {100 * blind.value / loss.value:.1f} % of it; the "
-        "paper calls plain text a negative control.",
+        f"Over {blind.n} passages of text that comes with Python and its packages, blind reuse raises the loss on the "
+        f"text's next tokens from {loss.value:.3f} by {show(blind)} nats, {100 * blind.value / loss.value:.1f} % of "
+        "it; the paper calls plain text a negative control.",
         f"It changes {show(rows.get('text', 'blind', 'flips'), 100.0, 1)} % of the next tokens that the model would "
         "choose.",
         f"Of the arms that store at most half of the passage's KV, {best} removes most of blind reuse's KL: "
-        f"η {show(rows.get(EVERY_ARM, best, 'eta'))} (n = {rows.get(EVERY_ARM, best, 'eta').n}).",
+        f"η {show(rows.get(EVERY_ARM, best, 'eta'))} ({counted(rows)}).",
     ]
     return " ".join([*sentences, *_against_few_bits(rows)])
 
@@ -108,8 +109,14 @@ def _against_few_bits(rows: Rows) -> list[str]:
         word = "less than"
     return [
         f"The conditioned KV itself at four bits ({100 * room:.0f} % of the bytes) removes {word} the best patch of no "
-        f"more bytes ({best}): η {show(few)} and {show(patch)}, n = {few.n} and {patch.n}."
+        f"more bytes ({best}): η {show(few)} and {show(patch)}, {counted(rows)}."
     ]
+
+
+def counted(rows: Rows) -> str:
+    """Says how much the rows of all arms rest on; intervals resample documents: "n = 32 passages of 8 documents"."""
+    documents = rows.get(EVERY_ARM, "blind", "documents").n
+    return f"n = {rows.get(EVERY_ARM, 'blind', 'eta').n} passages of {documents} documents"
 
 
 def all_tables(rows: Rows) -> dict[str, tuple[list[str], list[list[str]]]]:
@@ -189,8 +196,9 @@ def _pareto(rows: Rows, path: Path, panels: Mapping[str, Callable[[str], float]]
     arms = [arm for arm in rows.arms("text") if np.isfinite(rows.get("text", arm, "stored").value)]
     if not arms:
         return None
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    for place, (axes, (label, cost)) in enumerate(zip(figure.subplots(1, len(panels)), panels.items(), strict=True)):
+    # Panels one above the other: a telephone shows the figure whole.
+    figure = Figure(figsize=(NARROW, 3.1 * len(panels) + 1.6), layout="constrained")
+    for place, (axes, (label, cost)) in enumerate(zip(figure.subplots(len(panels), 1), panels.items(), strict=True)):
         for prefix, (name, colour, marker) in FAMILIES.items():
             own = [arm for arm in arms if arm.startswith(prefix)]
             if own:
@@ -198,11 +206,11 @@ def _pareto(rows: Rows, path: Path, panels: Mapping[str, Callable[[str], float]]
                 _points(axes, np.array([cost(arm) for arm in own]), points, colour, marker, name)
         axes.set(xlabel=label, ylim=(-0.05, 1.05))
         axes.grid(alpha=0.3)
+        axes.set_ylabel("η: share of blind's KL removed")
         if place == 0:
-            axes.set_ylabel("η: share of blind's KL removed")
             handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, fontsize=7, loc="outside right upper")
-    figure.savefig(path, dpi=110)
+    figure.legend(handles, names, fontsize=8, loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=150)
     return path
 
 

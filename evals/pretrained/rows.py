@@ -30,7 +30,11 @@ def rows_of(parts: Sequence[Record], model: str) -> list[Row]:
     everything = [*by_kind["text"], *by_kind["long"]]
     scored = [record for record in everything if "kl" in record]
     found += _compared("text", scored)
-    found += _compared(EVERY_ARM, _with_every_arm(scored))
+    wide = _with_every_arm(scored)
+    found += _compared(EVERY_ARM, wide)
+    # What the intervals of these rows resample.
+    documents = float(len({record["document"] for record in wide}))
+    found.append((EVERY_ARM, "blind", "documents", Interval(documents, documents, documents, int(documents))))
     for group in GROUPS:
         for value in dict.fromkeys(record[group] for record in scored):
             own = [record for record in scored if record[group] == value]

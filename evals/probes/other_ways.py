@@ -165,20 +165,27 @@ def _quantised(shop: Workshop, bits: int) -> Made:
     """KV(B|A), phase-free, in `bits` bits: each feature of each layer and head has a scale and a least value.
 
     Both in 16 bits, over all tokens of the chunk. KIVI (arXiv 2402.02750) does so with keys, by groups of tokens; here
-    values are kept the same way, which costs the fewest bytes.
+    values are kept the same way, which costs the fewest bytes. In 16 bits it is the numbers themselves, as bfloat16.
     """
     reuse, costs = shop.reuse, shop.reuse.costs
+    if bits == NUMBER_BITS:
+        whole = {name: _rounded(jnp.asarray(value)) for name, value in reuse.page_conditioned.items()}
+        return Made(costs.of_conditioned(bits * costs.numbers, 0), shop.served(whole))
     served = {name: _in_few_bits(jnp.asarray(value), bits) for name, value in reuse.page_conditioned.items()}
     groups = costs.numbers // costs.tokens
     cost = costs.of_conditioned(bits * costs.numbers + SCALE_AND_ZERO * groups, 2 * costs.numbers)
     return Made(cost, shop.served(served))
 
 
+def _rounded(value: Array) -> Array:
+    """Rounds to bfloat16."""
+    return value.astype(jnp.bfloat16).astype(value.dtype)
+
+
 @functools.partial(jax.jit, static_argnames=("bits",))
 def _in_few_bits(value: Float[Array, "L B T K H"], bits: int) -> Float[Array, "L B T K H"]:
     least, most = value.min(axis=2, keepdims=True), value.max(axis=2, keepdims=True)
-    rounded = lambda x: x.astype(jnp.bfloat16).astype(value.dtype)
-    least, scale = rounded(least), rounded((most - least) / (2**bits - 1))
+    least, scale = _rounded(least), _rounded((most - least) / (2**bits - 1))
     safe = jnp.where(scale > 0, scale, 1.0)
     return least + scale * jnp.clip(jnp.round((value - least) / safe), 0, 2**bits - 1)
 

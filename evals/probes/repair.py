@@ -12,7 +12,7 @@ import kvpatch_jax as kvp
 from kvpatch_jax.chunk import AnyArray
 from kvpatch_jax.repair import REPAIRS, SplicedCache, count_of_equal_bytes, fraction_to_count
 
-from ..results.costs import ChunkCosts
+from ..results.costs import ChunkCosts, input_width
 from ..rules import RULES
 from ..small_task import scenes
 from ..small_task.scenes import KV, Scene
@@ -54,9 +54,7 @@ class PageReuse:
     @functools.cached_property
     def costs(self) -> ChunkCosts:
         """What the arms' costs are shares of."""
-        deeper = 0 if self.tokens.deepstack is None else self.tokens.deepstack.shape[2]
-        width = self.tokens.embeddings.shape[-1] * (1 + deeper)
-        backbone, page = self.scene.backbone, self.scene.page
+        backbone, page, width = self.scene.backbone, self.scene.page, input_width(self.tokens)
         return ChunkCosts(backbone.forward_costs, backbone.layout, page.stop - page.start, page.start, width)
 
     @property

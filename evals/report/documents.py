@@ -1,8 +1,7 @@
 """What README.md and docs/results.md say of a run: written from its rows, so that no sentence can part from them.
 
-`python -m evals.report.documents out/run out/seed1 out/seed2` puts a finished run into both pages, its rows into
-docs/results.json and its pictures into docs/pictures; the further folders are runs of other training seeds, for the
-headline. A test holds the pages against that file.
+`python -m evals.report.documents out/run` puts a finished run into both pages, its rows into docs/results.json and its
+pictures into docs/pictures. A test holds the pages against that file.
 """
 
 import json
@@ -11,47 +10,47 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..results.headline import is_headline
+from ..results.headline import headline_arms, headline_results, seeds_of
 from ..results.rows import Rows
 from ..results.tables import markdown_table
+from ..rules import RULES
 from .comparison import DEEP, VISIBLE
 from .figures import MULTI_HOP, Results
-from .seeds import seeds_sentence, seeds_table, tables_of
 from .summary import NO_WINDOW
 from .table import comparison_table
-from .verdict import first_arms, verdict
+from .verdict import first_arms, shown_patch, verdict
 from .wording import number
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": ("page", "chain", "aggregate"), "docs/results.md": None}
-"""The pages, and the kinds of question in their table (None for all)."""
-MORE_ARMS = ("patch.rank=4", "oracle_delta.budget=0.5")
+"""The pages, and the kinds of question in their first table (None for all)."""
+MORE_ARMS = ("oracle_delta.budget=0.5",)
+"""What the table of one instance has besides."""
 PICTURES = {"example.png": "example.png", "accuracy.png": "rank.png"}
 """In docs/pictures: the run's figure of the other name."""
 SMALL_PROBES = ("reorder", "slide", "recall")
 
 
-def kept(results: Results, seeds: Sequence[Results] = ()) -> dict[str, Any]:
+def kept(results: Results) -> dict[str, Any]:
     """Keeps of a run what the pages show: accuracies, costs and KL of the main comparison, three probes of the window.
 
-    Values and their intervals lose what no page shows, digits behind the sixth. Of runs of other training seeds,
-    accuracies of the main comparison alone.
+    Values and their intervals lose what no page shows, digits behind the sixth. Of other training seeds and of the
+    control the main comparison alone.
     """
     model, rows = Rows(results).model, []
     shown = lambda metric: metric.split(".")[0] in ("accuracy", "stored_bytes", "serving_flops", "bytes", "kl")
-    tables = tables_of((results, *seeds)) if seeds else {}
     for row in results["rows"]:
         own = row["model"] == model and row["probe"] in (VISIBLE, *SMALL_PROBES)
+        seed = row["model"] in RULES.headline_backbones and row["probe"] == VISIBLE
         control = row["model"].endswith(NO_WINDOW) and row["probe"] == VISIBLE and row["arm"] in ("re-prefill", "blind")
-        if (own or control) and shown(row["metric"]):
+        if (own or seed or control) and shown(row["metric"]):
             rounded = {name: _six(row[name]) for name in ("value", "low", "high")}
             rows.append({**row, **rounded})
-    config = {name: results["config"].get(name) for name in ("backbone", "contexts", "seed", "command", "parameters")}
-    return {"config": config, "rows": rows, "seeds": tables}
+    names = ("backbone", "contexts", "seed", "command", "parameters", "example")
+    return {"config": {name: results["config"].get(name) for name in names}, "rows": rows}
 
 
 def _six(value: float | None) -> float | None:
@@ -59,27 +58,46 @@ def _six(value: float | None) -> float | None:
 
 
 def section(results: Results, page: str) -> str:
-    """Writes what stands between the marks of a page."""
-    rows, config = Rows(results), results["config"]
-    arms = list(dict.fromkeys(["re-prefill", "blind", MORE_ARMS[0], *first_arms(results), *MORE_ARMS]))
-    arms = [arm for arm in arms if arm in rows.arms(VISIBLE)]
-    table = markdown_table(*comparison_table(rows, arms, PAGES[page]))
-    about = (
+    """Writes what stands between the marks of a page: the mean over training seeds first, then one instance."""
+    rows, config, mean = Rows(results), results["config"], headline_results(results)
+    said = [
         f"A small model ({config['parameters'] / 1e6:.1f} M parameters, Qwen2.5-VL's architecture, trained on drawn "
         "images, shipped here) sees three legend images that say which colours belong to which handwritten glyph, and "
         "a page full of glyphs. The page was cached alone and is reused behind the legends. *page* questions need the "
-        "page alone, *chain* and *aggregate* questions need both."
-    )
-    measured = (
-        f"Accuracy with 95 % intervals over {config['contexts']} held-out contexts, the legends in view; shares are of "
-        f"the page's own KV or of re-prefilling it. From `{config['command']}`, `out/run/table.md`:"
-    )
-    limits = "What does *not* work is in the report too: " + "; ".join(negatives(rows)) + "."
-    tables, means = results.get("seeds", {}), []
-    if is_headline(tables):
-        means = [seeds_sentence(tables), seeds_table(tables, arms)]
-    said = [about, " ".join([*verdict(results), *without_window(results)]), *means, measured, table, limits]
+        "page alone, *chain* and *aggregate* questions need both.",
+        " ".join([*verdict(mean or results), *without_window(results)]),
+    ]
+    if mean is not None:
+        table = comparison_table(Rows(mean), headline_arms(mean), PAGES[page])
+        said += [_about_the_mean(mean), markdown_table(*table)]
+        said.append(by_seed(results, mean))
+    if mean is None or PAGES[page] is None:
+        arms = [arm for arm in dict.fromkeys([*first_arms(results), *MORE_ARMS]) if arm in rows.arms(VISIBLE)]
+        said.append(f"One instance, {rows.model}: brackets are 95 % intervals over {config['contexts']} contexts.")
+        said.append(markdown_table(*comparison_table(rows, arms, PAGES[page])))
+    said.append("What does *not* work is in the report too: " + "; ".join(negatives(rows)) + f". ({rows.model})")
     return "\n\n".join(part if part.startswith("|") else filled(part) for part in said)
+
+
+def _about_the_mean(mean: Results) -> str:
+    config = mean["config"]
+    return (
+        f"Accuracy over {config['contexts']} held-out contexts, the legends in view: the mean over the training seeds "
+        f"{', '.join(seeds_of(mean))}, the least and the largest in brackets. *kept, N* is all that lies stored for "
+        "each of N antecedents, over the page's KV: a patch with an N-th of its canonical, the conditioned KV alone, "
+        "and where tokens are run again an N-th of their embeddings. *serving FLOPs* are over re-prefilling the page. "
+        f"From `{config['command']}`, `out/run/table.md`:"
+    )
+
+
+def by_seed(results: Results, mean: Results) -> str:
+    """Says what blind reuse and the patch answer on each training seed."""
+    right = lambda arm, kind: ", ".join(
+        number(Rows(results, seed).get(VISIBLE, arm, f"accuracy.{kind}").value) for seed in seeds_of(mean)
+    )
+    patch = shown_patch(mean) or ""
+    said = [f"of {kind} questions {right('blind', kind)}, the patch {right(patch, kind)}" for kind in MULTI_HOP]
+    return f"Seed by seed, blind reuse answers {'; '.join(said)}."
 
 
 def filled(text: str) -> str:
@@ -156,9 +174,9 @@ def block(text: str, page: Path) -> str:
     return new
 
 
-def write(results: Results, seeds: Sequence[Results], figures: Path, root: Path = ROOT) -> None:
-    """Puts a run, and those of other training seeds, into the pages, docs/results.json and docs/pictures."""
-    shown = kept(results, seeds)
+def write(results: Results, figures: Path, root: Path = ROOT) -> None:
+    """Puts a run into the pages, docs/results.json and docs/pictures."""
+    shown = kept(results)
     (root / "docs" / "results.json").write_text(json.dumps(shown, indent=0) + "\n", encoding="utf-8")
     for page in PAGES:
         (root / page).write_text(block(section(shown, page), root / page), encoding="utf-8")
@@ -168,6 +186,5 @@ def write(results: Results, seeds: Sequence[Results], figures: Path, root: Path 
 
 
 if __name__ == "__main__":
-    folders = [Path(name) for name in sys.argv[1:]]
-    runs = [json.loads((folder / "results.json").read_text(encoding="utf-8")) for folder in folders]
-    write(runs[0], runs[1:], folders[0] / "figures")
+    folder = Path(sys.argv[1])
+    write(json.loads((folder / "results.json").read_text(encoding="utf-8")), folder / "figures")

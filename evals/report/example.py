@@ -23,7 +23,7 @@ from ..small_task import (
     Contexts,
     Questions,
 )
-from .figures import COLOURS, STYLE, arm_label, family, save
+from .figures import COLOURS, NARROW, STYLE, arm_label, family, save
 
 
 class Mark(NamedTuple):
@@ -138,9 +138,10 @@ def example_figure(
     widths = [image.shape[1] / image.shape[0] for image in images]
     # The page's cells are the smallest things that have to be made out.
     widths = [*(width + 0.12 for width in widths[:-1]), 2.3 * widths[-1]]
+    height, table = 2.4, 0.5 + 0.44 * len(question_texts)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.0, 4.7 + 0.27 * len(question_texts)), layout="constrained")
-        halves: Any = figure.subfigures(2, 1, height_ratios=[4.1, 0.6 + 0.27 * len(question_texts)])
+        figure = Figure(figsize=(NARROW, height + table), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=[height, table])
         upper, lower = halves
         for place, panel in enumerate(upper.subplots(1, len(images), width_ratios=widths, squeeze=False)[0]):
             panel.imshow(images[place], interpolation="nearest")
@@ -150,7 +151,7 @@ def example_figure(
                 if mark.image == place:
                     _draw_mark(panel, mark)
         _answer_table(lower.subplots(), question_texts, columns, correct, swatches or {})
-        return save(figure, "One example: what the model sees, asks and answers", path)
+        return save(figure, "One example: what is seen, asked and answered", path)
 
 
 def _draw_mark(panel: Axes, mark: Mark) -> None:
@@ -186,30 +187,30 @@ def _answer_table(
     correct: Sequence[str] | None,
     swatches: Mapping[str, Swatch],
 ) -> None:
+    """Draws each question with its answers in the line below: whole on a telephone."""
     panel.set_axis_off()
-    panel.set(xlim=(0, 1), ylim=(len(questions) - 0.4, -1.6))
-    left, step = 0.41, 0.59 / max(len(columns), 1)
-    panel.axhline(-0.45, color="#888888", linewidth=0.8)
-    panel.text(0, -0.5, "question", color="#555555", va="bottom")
+    panel.set(xlim=(0, 1), ylim=(len(questions) - 0.2, -0.9))
+    step = 1.0 / max(len(columns), 1)
+    panel.axhline(-0.3, color="#888888", linewidth=0.8)
     for row, question in enumerate(questions):
         panel.text(0, row, question, va="center")
     for place, (arm, answers) in enumerate(columns.items()):
-        x = left + step * place
+        x = step * place
         header = textwrap.fill(arm_label(arm), 18)
-        panel.text(x, -0.5, header, color=COLOURS.get(family(arm), "#222222"), va="bottom")
+        panel.text(x, -0.35, header, color=COLOURS.get(family(arm), "#222222"), va="bottom")
         for row, answer in enumerate(answers):
             wrong = correct is not None and answer != correct[row]
             text, colour = (f"✗ {answer}", COLOURS["blind"]) if wrong else (answer, "#222222")
             shift = 0.0
             if answer in swatches:
-                shift = 0.024
-                _draw_swatch(panel, x, row, swatches[answer])
-            panel.text(x + shift, row, text, color=colour, va="center")
+                shift = 0.04
+                _draw_swatch(panel, x, row + 0.45, swatches[answer])
+            panel.text(x + shift, row + 0.45, text, color=colour, va="center", fontsize=7.5)
 
 
-def _draw_swatch(panel: Axes, x: float, row: int, swatch: Swatch) -> None:
+def _draw_swatch(panel: Axes, x: float, row: float, swatch: Swatch) -> None:
     colour, striped = swatch
     face = tuple(value / 255 for value in colour)
-    panel.add_patch(Rectangle((x, row - 0.3), 0.017, 0.6, facecolor=face, edgecolor="#666666", linewidth=0.5))
-    for line in np.linspace(-0.18, 0.18, 3) if striped else ():
-        panel.plot([x, x + 0.017], [row + line] * 2, color="black", linewidth=1.1, solid_capstyle="butt")
+    panel.add_patch(Rectangle((x, row - 0.16), 0.03, 0.32, facecolor=face, edgecolor="#666666", linewidth=0.5))
+    for line in np.linspace(-0.1, 0.1, 3) if striped else ():
+        panel.plot([x, x + 0.03], [row + line] * 2, color="black", linewidth=1.1, solid_capstyle="butt")

@@ -125,6 +125,11 @@ STYLE: dict[Any, Any] = {
     "ytick.color": "#333333",
 }
 KL_FLOOR = 1e-7
+NARROW = 4.3
+"""Inches: a figure that is no wider can be read whole on a telephone. Panels stand one above the other."""
+FEW_ARMS = 6
+LETTERS = 11.0
+"""Of a title, in an inch."""
 
 
 def arm_label(arm: str) -> str:
@@ -197,12 +202,17 @@ def _arm_order(arm: str) -> tuple[int, float]:
 
 
 def _dot_panels(rows: Rows, probe: str, arms: Sequence[str], title: str, path: Path) -> Path:
-    """Horizontal dots with interval bars: arms down, one panel per question kind, re-prefill as a vertical line."""
+    """Horizontal dots with interval bars: arms down, one panel per question kind, re-prefill as a vertical line.
+
+    Panels of few arms stand one above the other; of more side by side, in a figure that is wider than a telephone.
+    """
     kinds = [kind for kind in rows.kinds(probe) if any(rows.get(probe, arm, f"accuracy.{kind}").n for arm in arms)]
-    height = 0.24 * len(arms) + 1.2
+    height, few = 0.24 * len(arms) + 1.2, len(arms) <= FEW_ARMS
+    size = (NARROW, height * len(kinds)) if few else (2.1 + 2.0 * len(kinds), height)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(2.1 + 2.0 * len(kinds), height), layout="constrained")
-        panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+        figure = Figure(figsize=size, layout="constrained")
+        shape = (len(kinds), 1) if few else (1, len(kinds))
+        panels = figure.subplots(*shape, sharey=True, squeeze=False).ravel()
         for panel, kind in zip(panels, kinds, strict=True):
             reference = rows.get(probe, "re-prefill", f"accuracy.{kind}").value
             if math.isfinite(reference):
@@ -233,11 +243,11 @@ def rank_figure(results: Results, out: Path) -> list[Path]:
     if not ranks or not kinds:
         return []
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(0.8 + 3.1 * len(kinds), 3.3), layout="constrained")
-        panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+        figure = Figure(figsize=(NARROW, 3.0 * len(kinds)), layout="constrained")
+        panels = figure.subplots(len(kinds), 1, squeeze=False, sharey=True)[:, 0]
         for panel, kind in zip(panels, kinds, strict=True):
             _kl_by_rank(panel, rows, probe, kind)
-        panels[0].set_ylabel("KL(re-prefill ‖ arm), nats")
+            panel.set_ylabel("KL(re-prefill ‖ arm), nats")
         return [save(figure, "What rank it takes", out / "rank.png")]
 
 
@@ -329,8 +339,8 @@ def recall_figure(results: Results, out: Path) -> list[Path]:
     if not kinds or not rows.settings(probe, "stale.turnover="):
         return []
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1.6 + 3.0 * len(kinds), 3.2), layout="constrained")
-        panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+        figure = Figure(figsize=(NARROW, 2.8 * len(kinds)), layout="constrained")
+        panels = figure.subplots(len(kinds), 1, squeeze=False, sharey=True)[:, 0]
         for panel, kind in zip(panels, kinds, strict=True):
             ends = []
             for name in names:
@@ -341,9 +351,8 @@ def recall_figure(results: Results, out: Path) -> list[Path]:
                     ends.append((NAMES[name], COLOURS[name], points[-1][1].value))
             panel.set(title=KINDS[kind], xlabel="legends replaced since eviction", ylim=(0, 1.03))
             panel.set_xticks([x for x, _ in rows.settings(probe, "stale.turnover=")])
-            if kind == kinds[-1]:
-                _label_right(panel, [end for end in ends if math.isfinite(end[2])])
-        panels[0].set_ylabel("accuracy")
+            panel.set_ylabel("accuracy")
+            _label_right(panel, [end for end in ends if math.isfinite(end[2])])
         return [save(figure, "Recall: a chunk put back after eviction", out / "recall.png")]
 
 
@@ -377,8 +386,8 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
         return []
     colours = {"k": "#0072B2", "v": "#D55E00", "ckv": "#009E73", "kpe": "#CC79A7"}
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(0.8 + 2.6 * len(tables), 3.0), layout="constrained")
-        panels = figure.subplots(1, len(tables), squeeze=False)[0]
+        figure = Figure(figsize=(NARROW, 2.4 * len(tables)), layout="constrained")
+        panels = figure.subplots(len(tables), 1, squeeze=False)[:, 0]
         for panel, (metric, table) in zip(panels, tables.items(), strict=True):
             ends = []
             for channel, points in table.items():
@@ -396,7 +405,9 @@ def deficit_figure(results: Results, out: Path) -> list[Path]:
 
 
 def save(figure: Figure, title: str, path: Path) -> Path:
-    """Writes a figure under a title as a PNG, making its folder."""
+    """Writes a figure under a title as a PNG, making its folder. The title is broken where the figure ends."""
+    letters = int(LETTERS * figure.get_figwidth())
+    title = "\n".join(textwrap.fill(line, letters) for line in title.splitlines())
     figure.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, facecolor="white")

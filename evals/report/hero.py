@@ -9,25 +9,32 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..results.beating import pareto_front
+from ..results.headline import seeds_of
 from ..results.rows import Rows
 from .comparison import VISIBLE
-from .figures import COLOURS, KINDS, MARKERS, MULTI_HOP, NAMES, STYLE, Results, arm_label, family, save
-from .verdict import cost, cost_axes, first_arms
+from .figures import COLOURS, KINDS, MARKERS, MULTI_HOP, NAMES, NARROW, STYLE, Results, arm_label, family, save
+from .verdict import BY_COUNT, cost, cost_axes, first_arms
 
 HERO_KINDS = {"page": "o", "chain": "s", "aggregate": "D"}
 AXES = {
-    "stored_bytes": "stored for one antecedent, % of the page's KV",
+    BY_COUNT[1]: "kept for one antecedent, % of the page's KV",
+    BY_COUNT[16]: "kept for each of 16 antecedents, % of the page's KV",
     "serving_flops": "work while serving, % of re-prefilling the page",
     "bytes": "stored or recomputed, % of the page's KV",
 }
+PARETO = {
+    BY_COUNT[1]: "pareto_kept_1",
+    BY_COUNT[16]: "pareto_kept_16",
+    "serving_flops": "pareto_serving_flops",
+    "bytes": "pareto_bytes",
+}
+"""Names of the figures of accuracy against an axis."""
 
 
-def hero_figure(results: Results, out: Path, across: str = "accuracy, with 95 % interval") -> list[Path]:
-    """Draws accuracy by kind for the arms of the first table: few words, large enough for a telephone.
-
-    across: what stands at the axis, and says what the bars are.
-    """
-    rows = Rows(results)
+def hero_figure(results: Results, out: Path) -> list[Path]:
+    """Draws accuracy by kind for the arms of the first table: few words, large enough for a telephone."""
+    rows, seeds = Rows(results), len(seeds_of(results))
+    across = f"accuracy, least to largest of {seeds} seeds" if seeds > 1 else "accuracy, with 95 % interval"
     arms = [arm for arm in first_arms(results) if math.isfinite(rows.get(VISIBLE, arm, "accuracy.chain").value)]
     if not arms:
         return []
@@ -55,9 +62,9 @@ def hero_figure(results: Results, out: Path, across: str = "accuracy, with 95 % 
 
 
 def pareto_figures(results: Results, out: Path) -> list[Path]:
-    """Draws accuracy against each axis of cost, one PNG an axis; grey joins what nothing cheaper is as good as."""
+    """Draws accuracy against axes of cost, one PNG an axis; grey joins what nothing cheaper is as good as."""
     rows = Rows(results)
-    return [_pareto(rows, axis, out / f"pareto_{axis}.png") for axis in cost_axes(rows)]
+    return [_pareto(rows, axis, out / f"{PARETO[axis]}.png") for axis in cost_axes(rows) if axis in PARETO]
 
 
 def _pareto(rows: Rows, axis: str, path: Path) -> Path:
@@ -70,8 +77,8 @@ def _pareto(rows: Rows, axis: str, path: Path) -> Path:
     markers = dict(zip(families, "X*hdp<>" * 5, strict=False)) | MARKERS | {"patch": "o", "re-prefill": "P"}
     kinds = [kind for kind in MULTI_HOP if kind in rows.kinds(VISIBLE)]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(0.8 + 3.7 * len(kinds), 4.4), layout="constrained")
-        panels = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
+        figure = Figure(figsize=(NARROW, 3.2 * len(kinds) + 0.11 * len(families)), layout="constrained")
+        panels = figure.subplots(len(kinds), 1, squeeze=False, sharey=True)[:, 0]
         for panel, kind in zip(panels, kinds, strict=True):
             drawn: dict[str, float] = {}
             for name in families:
@@ -94,11 +101,11 @@ def _pareto(rows: Rows, axis: str, path: Path) -> Path:
             ticks = [0, 1, 3, 10, 30, 100]
             panel.set_xticks(ticks, [str(tick) for tick in ticks])
             panel.minorticks_off()
-        panels[0].set_ylabel("accuracy")
+            panel.set_ylabel("accuracy")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
-        what = {"stored_bytes": "stored bytes", "serving_flops": "serving work", "bytes": "bytes"}[axis]
-        return save(figure, f"Accuracy against {what} · grey: nothing cheaper is as good", path)
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+        what = "serving work" if axis == "serving_flops" else "stored bytes"
+        return save(figure, f"Accuracy against {what}\ngrey: nothing cheaper is as good", path)
 
 
 def _variant(arm: str) -> bool:

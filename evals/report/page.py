@@ -8,24 +8,27 @@ from typing import NamedTuple
 
 import jinja2
 
+from ..results.headline import headline_arms, headline_results
 from ..results.rows import COLUMNS, Rows
 from .comparison import SINGLE_HOP, VISIBLE, Claim, compare
 from .figures import DEFICIT_METRICS, MULTI_HOP, Results, arm_label
+from .hero import PARETO
 from .summary import summary_lines
-from .verdict import COSTS, ROWS, cost, cost_axes, first_arms, verdict
+from .verdict import COSTS, ROWS, cost, cost_axes, first_arms, shower, verdict
 from .window import FIGURES as WINDOW_FIGURES
 from .window import window_tables
 from .window_paper import beside_the_paper
-from .wording import share, show
+from .wording import share
 
 PROBES = (VISIBLE, "repair.evicted", "reorder", "slide", "recall", "mask", "deficit")
 FIGURES = {
-    VISIBLE: ("pareto_stored_bytes", "pareto_serving_flops", "pareto_bytes", "rank"),
+    VISIBLE: (*PARETO.values(), "rank"),
     "repair.evicted": (),
 }
 """The figures of a probe, by name; by default the one named after it."""
 FOLDED = {VISIBLE: ("accuracy_visible",), "repair.evicted": ("accuracy_evicted",)}
 """Those that lie with the table of all arms."""
+TOLD_FIRST = tuple(f"accuracy.{kind}" for kind in MULTI_HOP)
 SMALLEST_TEXT = 0.56
 """CSS pixels per pixel of a figure, at least: letters of 9 points at 150 dots an inch are then 10 CSS pixels high."""
 
@@ -81,10 +84,14 @@ def write_report(results: Results, figures: Sequence[Path], out: Path, notes: Se
     tables = {model: {probe: _tables(results, model, probe) for probe in PROBES} for model in rows.models}
     main = tables.pop(rows.model, dict.fromkeys(PROBES))
     claims = sorted(compare(results), key=_telling)
+    # What is read first is the mean over training seeds, where they were run.
+    mean = headline_results(results)
 
     text = template("report.html.j2").render(
         model=rows.model,
-        verdict=verdict(results),
+        verdict=verdict(mean or results),
+        seeds=None if mean is None else mean["config"]["seeds"],
+        seeds_table=None if mean is None else probe_table(Rows(mean), VISIBLE, headline_arms(mean), few=True),
         summary=[line.strip() for line in summary_lines(results)],
         hero=first["hero"],
         example=first["example"],
@@ -177,7 +184,6 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
     for metric, name in several_hops.items():
         names |= {f"{metric}.{kind}": f"{name}, {kind}" for kind in kinds}
     if few:
-        # What is lost and mended first: a telephone shows three columns or four.
         names = dict(sorted(names.items(), key=lambda item: item[0].rpartition(".")[2] not in MULTI_HOP))
         shown = ("kl.chain", "kl.survivor")
         names = {metric: name for metric, name in names.items() if metric.startswith("accuracy.") or metric in shown}
@@ -185,19 +191,19 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
     names["probability_difference"] = "largest difference in probability"
     names["kv_difference"] = "largest difference in KV"
 
-    arms = rows.arms(probe) if arms is None else arms
+    arms, show = rows.arms(probe) if arms is None else arms, shower(rows.results)
     used = [metric for metric in names if any(math.isfinite(rows.get(probe, arm, metric).value) for arm in arms)]
     if not used:
         return None
 
     costs = cost_axes(rows) if probe.startswith("repair.") else []
+    # What is lost and mended first: a telephone shows three columns or four.
+    first = len([metric for metric in used if metric in TOLD_FIRST]) if few else 0
     lines = []
     for arm in arms:
         label = arm.removeprefix("layer=").replace(".", ", ") if probe == "deficit" else arm_label(arm)
-        cells = [(share(cost(rows, arm, axis)), "") for axis in costs]
-        for metric in used:
-            value, _, interval = show(rows.get(probe, arm, metric)).partition(" ")
-            cells.append((value, interval))
+        cells = [tuple(show(rows.get(probe, arm, metric)).partition(" ")[::2]) for metric in used]
+        cells[first:first] = [(share(cost(rows, arm, axis)), "") for axis in costs]
         lines.append((label, cells))
 
     counts = []
@@ -205,5 +211,6 @@ def probe_table(rows: Rows, probe: str, arms: Sequence[str] | None = None, *, fe
         most = max(rows.get(probe, arm, f"accuracy.{kind}").n for arm in arms)
         if most:
             counts.append(f"{kind} {most}")
-    heads = [*(COSTS[axis] for axis in costs), *(names[metric] for metric in used)]
+    heads = [names[metric] for metric in used]
+    heads[first:first] = [COSTS[axis].replace(" = ", "\u00a0=\u00a0") for axis in costs]
     return ProbeTable(heads, lines, ", ".join(counts))

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..results.headline import headline_rows, is_headline
+from ..results.headline import headline_arms, headline_results, seeds_of
 from ..results.rows import Rows, without_nan
 from ..results.tables import markdown_table
-from ..rules import RULES
 from ..small_task import KINDS
 from .comparison import VISIBLE, smallest_rank
 from .figures import Results
-from .seeds import seeds_sentence, seeds_table, tables_of
 from .summary import TOKEN_METHODS
-from .table import ARMS as SEEDS_ARMS
+from .table import comparison_table
 from .wording import number, show
 
 RANK = 8
@@ -64,15 +62,24 @@ def write(results: Mapping[str, Results], folder: Path) -> Path:
     table = folder / "backbones.md"
     lines = [line(each) for each in results.values()]
     parts = [markdown_table(HEAD, lines)]
-    seeds = tables_of(results[name] for name in RULES.headline_backbones if name in results)
+    mean = headline_results({"config": {}, "rows": [row for each in results.values() for row in own_rows(each)]})
     kept = {name: {"config": each["config"], "rows": _kept(each)} for name, each in results.items()}
-    if is_headline(seeds):
-        parts += [seeds_sentence(seeds), seeds_table(seeds, SEEDS_ARMS)]
-        kept["headline"] = {"config": {"seeds": list(seeds)}, "rows": headline_rows(seeds, "headline")}
+    if mean is not None:
+        parts += [
+            f"Means over the training seeds {', '.join(seeds_of(mean))}, the least and the largest in brackets.",
+            markdown_table(*comparison_table(Rows(mean), headline_arms(mean))),
+        ]
+        kept["headline"] = mean
     table.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     (folder / "backbones.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     draw(results, folder / "backbones.png")
     return table
+
+
+def own_rows(results: Results) -> list[dict[str, Any]]:
+    """Takes the rows of a run's own model: those of other seeds and of its control are other runs' here."""
+    model = Rows(results).model
+    return [row for row in results["rows"] if row["model"] == model]
 
 
 def _kept(results: Results) -> list[dict[str, Any]]:

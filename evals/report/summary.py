@@ -5,11 +5,13 @@ import math
 import sys
 from pathlib import Path
 
+from ..results.headline import headline_results, seeds_of
 from ..results.rows import Rows
+from ..rules import RULES
 from .comparison import VISIBLE, smallest_rank
 from .figures import KINDS, MULTI_HOP, Results, arm_label, byte_share
 from .window import window_lines
-from .wording import number
+from .wording import number, spread
 
 NO_WINDOW = "_no_window"
 TOKEN_METHODS = ("first_k", "cacheblend", "oracle_delta")
@@ -17,9 +19,10 @@ TOKEN_METHODS = ("first_k", "cacheblend", "oracle_delta")
 
 def summary_lines(results: Results) -> list[str]:
     """Says what a run found: a line per question kind, repair and window operation that it ran."""
-    rows = Rows(results)
+    rows, mean = Rows(results), headline_results(results)
+    first = [] if mean is None else _say_mean(mean)
     lines = [line for say in (_say_accuracy, _say_rank, _say_tokens, _say_window) for line in say(results, rows)]
-    return [*lines, *window_lines(results)]
+    return [*first, *lines, *window_lines(results)]
 
 
 def print_summary(results: Results, file: io.TextIOBase | None = None, report: Path | None = None) -> None:
@@ -35,6 +38,17 @@ def print_summary(results: Results, file: io.TextIOBase | None = None, report: P
     title = f"kvpatch_jax on {model}: cached pages reused behind other legends (accuracy, 0…1)"
     ending = [f"Report: {where}"] if where else []
     print("\n".join([title, *summary_lines(results), *ending]), file=file or sys.stdout)
+
+
+def _say_mean(mean: Results) -> list[str]:
+    """What needs both images, as the mean over seeds with the least and the largest; then whose lines follow."""
+    rows, rank = Rows(mean), smallest_rank(mean, VISIBLE) or max(RULES.arms.byte_ranks)
+    lines = [f"Means over {len(seeds_of(mean))} training seeds (least to largest):"]
+    for kind in MULTI_HOP:
+        arms = {"re-prefill": "re-prefill", "blind": "blind", f"rank {rank}": f"patch.rank={rank}"}
+        said = [f"{name} {spread(rows.get(VISIBLE, arm, f'accuracy.{kind}'))}" for name, arm in arms.items()]
+        lines.append(f"  {kind:<10} {', '.join(said)}")
+    return [*lines, f"One of them, {seeds_of(mean)[0]}:"]
 
 
 def _say_accuracy(results: Results, rows: Rows) -> list[str]:

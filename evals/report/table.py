@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..results.headline import headline_arms, headline_results
 from ..results.rows import Rows
 from ..results.tables import markdown_table
 from ..small_task import KINDS
 from .figures import Results, arm_label
-from .verdict import COSTS, cost, cost_axes, first_arms
-from .wording import share, show
+from .verdict import COSTS, cost, cost_axes, first_arms, shower
+from .wording import share
 
 ARMS = (
     "re-prefill",
@@ -28,8 +29,11 @@ ARMS = (
 def comparison_table(
     rows: Rows, arms: Sequence[str], kinds: Sequence[str] | None = None, probe: str = "repair.visible"
 ) -> tuple[list[str], list[list[str]]]:
-    """Makes head and lines: what an arm costs, accuracy with 95 % intervals by kind (None for all), KL of chain."""
-    axes, kinds = cost_axes(rows), KINDS if kinds is None else kinds
+    """Makes head and lines: what an arm costs, accuracy by kind (None for all) and KL of chain, each with its interval.
+
+    Of a mean over seeds the interval is the least and the largest.
+    """
+    axes, kinds, show = cost_axes(rows), KINDS if kinds is None else kinds, shower(rows.results)
     lines = []
     for arm in arms:
         costs = [share(cost(rows, arm, axis)) for axis in axes]
@@ -39,8 +43,11 @@ def comparison_table(
 
 
 def write_table(results: Results, path: Path, probe: str = "repair.visible") -> Path:
-    """Writes the comparison of the arms that the report shows first, whatever beats the patch among them, and more."""
-    rows = Rows(results)
+    """Writes the mean over seeds, where they were run, then the comparison of the arms that the report shows first."""
+    rows, mean = Rows(results), headline_results(results)
     arms = [arm for arm in dict.fromkeys([*ARMS, *first_arms(results)]) if arm in rows.arms(probe)]
-    path.write_text(markdown_table(*comparison_table(rows, arms, probe=probe)) + "\n", encoding="utf-8")
+    tables = [markdown_table(*comparison_table(rows, arms, probe=probe))]
+    if mean is not None:
+        tables.insert(0, markdown_table(*comparison_table(Rows(mean), headline_arms(mean))))
+    path.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
     return path

@@ -1,24 +1,35 @@
-"""The head of a report, computed from rows: three sentences, and the arms that stand in the first table."""
+"""The head of a report, computed from rows: its sentences, and the arms that stand in the first table."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from ..results.beating import Beats, on_every_axis
+from ..results.beating import Beats, on_both
 from ..results.beating import beating as results_beating
+from ..results.costs import ANTECEDENTS, TOGETHER
+from ..results.headline import seeds_of
 from ..results.intervals import Interval
 from ..results.rows import Rows
 from ..rules import RULES
 from .comparison import VISIBLE, smallest_rank
 from .figures import MULTI_HOP, Results, arm_label, byte_share, family
-from .wording import number, share
+from .wording import number, share, show, spread
 
 ROWS = 6
 """How many rows a first table has, where no more than that many arms have to stand in it."""
 TOLERANCE = RULES.beating_tolerance
 OURS = ("re-prefill", "blind", "mask_4d", "patch", "rotated_frame")
 """Families that are no other way of reuse: the references, the control, and the patch in all its forms."""
-COSTS = {"stored_bytes": "stored bytes", "serving_flops": "serving FLOPs", "bytes": "share of KV bytes"}
-BEATEN_ON = {**COSTS, "stored_bytes.antecedents=1": "bytes with the canonical"}
+WHOLE = "quantised.bits=16"
+"""The conditioned KV, kept as it is."""
+RIVALS = (WHOLE, "quantised.bits=4")
+"""What always stands beside the patch: it needs no canonical."""
+BY_COUNT = dict(zip(ANTECEDENTS, TOGETHER, strict=True))
+COSTS = {
+    **{axis: f"kept, N = {count}" for count, axis in BY_COUNT.items()},
+    "serving_flops": "serving FLOPs",
+    "bytes": "share of KV bytes",
+}
+"""Heads of columns. "kept": all that lies stored for each of N antecedents, an N-th of the canonical with it."""
 
 
 def cost(rows: Rows, arm: str, axis: str) -> float:
@@ -27,10 +38,15 @@ def cost(rows: Rows, arm: str, axis: str) -> float:
 
 
 def cost_axes(rows: Rows) -> list[str]:
-    """Lists the axes that the rows have: stored bytes and serving FLOPs, or the one share of bytes."""
+    """Lists the axes that the rows have: stored bytes by antecedents and serving FLOPs, or the one share of bytes."""
     arms = rows.arms(VISIBLE)
     axes = [axis for axis in COSTS if any(math.isfinite(cost(rows, arm, axis)) for arm in arms)]
     return [axis for axis in axes if axis != "bytes"] or axes
+
+
+def shower(results: Results) -> Callable[[Interval], str]:
+    """Chooses how a value is shown: with its interval, or as a mean over seeds with the least and the largest."""
+    return spread if len(seeds_of(results)) > 1 else show
 
 
 def shown_patch(results: Results, probe: str = VISIBLE) -> str | None:
@@ -83,20 +99,24 @@ def first_arms(results: Results, probe: str = VISIBLE, model: str | None = None)
     arms, patch = rows.arms(probe), shown_patch(results, probe)
     if patch not in arms:
         return arms[:ROWS]
-    must = [arm for arm in ("re-prefill", "blind") if arm in arms]
-    must += [patch, *(arm for arms in beating(rows, patch, probe).values() for arm in arms)]
+    must = ["re-prefill", "blind", patch, *(arm for arms in beating(rows, patch, probe).values() for arm in arms)]
+    must = [arm for arm in (*must, *RIVALS) if arm in arms]
     rest = [*nearest(rows, patch, probe), *arms]
     chosen = list(dict.fromkeys([*must, *rest]))
     return chosen[: max(ROWS, len(set(must)))]
 
 
 def verdict(results: Results) -> list[str]:
-    """Says in three sentences what the main comparison found; [] where it was not run."""
+    """Says in a few sentences what the main comparison found; [] where it was not run."""
     rows, patch = Rows(results), shown_patch(results)
     kinds = ("page", *MULTI_HOP)
     if patch is None or not all(math.isfinite(rows.get(VISIBLE, "blind", f"accuracy.{kind}").value) for kind in kinds):
         return []
-    return [_what_is_lost(rows), _what_brings_it_back(results, rows, patch), _what_else(rows, patch)]
+    seeds = seeds_of(results)
+    means = (
+        [f"Means over {len(seeds)} training seeds, the least and the largest in brackets."] if len(seeds) > 1 else []
+    )
+    return [*means, _what_is_lost(rows), _what_brings_it_back(results, rows, patch), _what_else(rows, patch)]
 
 
 def _accuracy(rows: Rows, arm: str, kind: str) -> Interval:
@@ -104,7 +124,8 @@ def _accuracy(rows: Rows, arm: str, kind: str) -> Interval:
 
 
 def _values(rows: Rows, arm: str, kinds: Sequence[str] = MULTI_HOP) -> str:
-    return " and ".join(f"{number(_accuracy(rows, arm, kind).value)} of {kind} questions" for kind in kinds)
+    say = spread if len(seeds_of(rows.results)) > 1 else lambda interval: number(interval.value)
+    return " and ".join(f"{say(_accuracy(rows, arm, kind))} of {kind} questions" for kind in kinds)
 
 
 def _what_is_lost(rows: Rows) -> str:
@@ -121,8 +142,6 @@ def _what_is_lost(rows: Rows) -> str:
 
 
 def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
-    kept = cost(rows, patch, cost_axes(rows)[0]) if cost_axes(rows) else math.nan
-    stored = f", {100 * kept:.0f} % of the page's KV kept beside it," if math.isfinite(kept) else ""
     kinds = [kind for kind in (*MULTI_HOP, "override") if kind in rows.kinds(VISIBLE)]
     near = [kind for kind in kinds if abs(rows.gap(VISIBLE, patch, kind)) <= TOLERANCE + 1e-9]
     enough = smallest_rank(results, VISIBLE) is not None
@@ -132,7 +151,27 @@ def _what_brings_it_back(results: Results, rows: Rows, patch: str) -> str:
         else "no rank tried suffices by the rule, and this one is"
     )
     where = f"within {TOLERANCE} of computing anew on {', '.join(near) or 'none of them'}"
-    return f"A patch of rank {patch.rpartition('=')[2]}{stored} answers {_values(rows, patch)}; {rule} {where}."
+    answers = f"A patch of rank {patch.rpartition('=')[2]} answers {_values(rows, patch)}; {rule} {where}."
+    return " ".join([answers, *_what_is_kept(rows, patch)])
+
+
+def _what_is_kept(rows: Rows, patch: str) -> list[str]:
+    """Says what lies stored of a patch, its canonical with it, and of KV(B|A) kept whole."""
+    axes = [axis for axis in TOGETHER if axis in cost_axes(rows)]
+    if not axes:
+        stored = [share(cost(rows, patch, axis)) for axis in cost_axes(rows)[:1]]
+        return [f"It takes {kept} of the page's KV." for kept in stored]
+    counts = f"for each of N = {', '.join(map(str, ANTECEDENTS))} antecedents"
+    said = f"With its share of the canonical it takes {_kept(rows, patch)} of the page's KV {counts}"
+    if not math.isfinite(cost(rows, WHOLE, axes[0])):
+        return [f"{said}."]
+    return [f"{said}; the conditioned KV itself in 16 bits, which needs no canonical, {_kept(rows, WHOLE)}."]
+
+
+def _kept(rows: Rows, arm: str) -> str:
+    """Says the stored shares by the number of antecedents: "107 %, 32 % and 13 %", or one where they are the same."""
+    shares = [share(cost(rows, arm, axis)) for axis in TOGETHER]
+    return shares[0] if len(set(shares)) == 1 else f"{', '.join(shares[:-1])} and {shares[-1]}"
 
 
 def _what_else(rows: Rows, patch: str) -> str:
@@ -142,26 +181,40 @@ def _what_else(rows: Rows, patch: str) -> str:
         return f"At most {TOLERANCE} less accurate on both, it is undercut {_undercut(rows, patch, better)}."
     close = nearest(rows, patch)
     near = f"; the best of those that keep no more is {arm_label(close[0])}: {_values(rows, close[0])}" if close else ""
-    axes = " or in ".join(COSTS[axis] for axis in cost_axes(rows))
+    axes = _axes_in_words(cost_axes(rows), " or in ")
     none = f"None of the {len(others)} other ways tried is as good, within {TOLERANCE}, at no greater cost in {axes}"
     return f"{none}{near}."
 
 
 def _undercut(rows: Rows, patch: str, better: Mapping[str, Sequence[str]]) -> str:
-    """Says which arms beat the patch on which axes, what they cost on the others too, and whether one does on both."""
+    """Says which arms beat the patch on which axes, what they cost, and which do in bytes and in work at once."""
     axes: dict[str, list[str]] = {}
     for axis, arms in better.items():
         for arm in arms:
-            axes.setdefault(arm, []).append(BEATEN_ON[axis])
-    said = []
-    for arm, beaten in axes.items():
-        costs = ", ".join(f"{share(cost(rows, arm, axis))} {COSTS[axis]}" for axis in cost_axes(rows))
-        right = ", ".join(number(_accuracy(rows, arm, kind).value) for kind in MULTI_HOP)
-        on = " and ".join(part for part in (", ".join(beaten[:-1]), beaten[-1]) if part)
-        said.append(f"in {on} by {arm_label(arm)} ({right}; {costs})")
+            axes.setdefault(arm, []).append(axis)
+    said = [f"in {_axes_in_words(beaten)} by {_with_costs(rows, arm)}" for arm, beaten in axes.items()]
     text = "; ".join(said)
-    if len(cost_axes(rows)) < 2:
+    if "serving_flops" not in cost_axes(rows):
         return text
     # Not only the cheapest on an axis: another of its family may be cheap enough on both.
-    both = on_every_axis(_all_beating(rows, patch))
-    return f"{text}; in both stored bytes and serving FLOPs by {', '.join(map(arm_label, both)) or 'none'}"
+    found = _all_beating(rows, patch)
+    at_once = "; ".join(
+        f"for N = {count} by {', '.join(map(arm_label, on_both(found, axis))) or 'none'}"
+        for count, axis in BY_COUNT.items()
+    )
+    return f"{text}. In bytes and in serving FLOPs at once it is undercut {at_once}"
+
+
+def _axes_in_words(axes: Sequence[str], joint: str = " and ") -> str:
+    """Joins axes: "bytes for N = 1, 4 and serving FLOPs"."""
+    counts = [str(count) for count, axis in BY_COUNT.items() if axis in axes]
+    stored = [f"bytes for N = {', '.join(counts)}"] if counts else []
+    return joint.join([*stored, *(COSTS[axis] for axis in axes if axis not in TOGETHER)])
+
+
+def _with_costs(rows: Rows, arm: str) -> str:
+    right = ", ".join(number(_accuracy(rows, arm, kind).value) for kind in MULTI_HOP)
+    costs = [f"{share(cost(rows, arm, axis))} {COSTS[axis]}" for axis in cost_axes(rows) if axis not in TOGETHER]
+    if TOGETHER[0] in cost_axes(rows):
+        costs.insert(0, f"{_kept(rows, arm)} kept")
+    return f"{arm_label(arm)} ({right}; {', '.join(costs)})"

@@ -1,5 +1,6 @@
 """The window's suite in the report: its figures, its tables, a few lines of summary."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..results.rows import Rows
-from .figures import COLOURS, STYLE, Results, arm_label, family, save
+from .figures import COLOURS, NARROW, STYLE, Results, arm_label, family, save
 from .window_paper import beside_the_paper, enough
 from .wording import number, show
 
@@ -19,7 +20,7 @@ LEADS = {"lead=0": "no lead", "lead=1": "pinned lead"}
 
 
 class Drawn(NamedTuple):
-    """A figure: of which probes (rows of panels), arms and kinds, by which metric, in what words."""
+    """A figure: of which probes, arms and kinds (a panel for each of both), by which metric, in what words."""
 
     title: str
     probes: Mapping[str, str]
@@ -108,22 +109,20 @@ def window_figures(results: Results, out: Path) -> list[Path]:
 def _panels(rows: Rows, drawn: Drawn, probes: Sequence[str], path: Path) -> Path:
     kinds = [kind for kind in drawn.kinds if kind in rows.kinds(probes[0], drawn.metric)]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(2.4 + 2.9 * len(kinds), 0.9 + 2.7 * len(probes)), layout="constrained")
-        grid = figure.subplots(len(probes), len(kinds), squeeze=False)
-        for line, probe in zip(grid, probes, strict=True):
-            for panel, kind in zip(line, kinds, strict=True):
-                _series(panel, rows, probe, drawn, kind)
-                panel.set_title(kind)
-            line[0].set_ylabel("\n".join(word for word in (drawn.probes[probe], drawn.unit) if word))
-        for panel in grid[-1]:
-            panel.set_xlabel(drawn.across)
+        count = len(probes) * len(kinds)
+        figure = Figure(figsize=(NARROW, 1.5 + 2.6 * count), layout="constrained")
+        panels = figure.subplots(count, 1, squeeze=False).ravel()
+        for panel, (probe, kind) in zip(panels, itertools.product(probes, kinds), strict=True):
+            _series(panel, rows, probe, drawn, kind)
+            unit = "\n".join(word for word in (drawn.probes[probe], drawn.unit) if word)
+            panel.set(title=kind, xlabel=drawn.across, ylabel=unit)
         found: dict[str, Any] = {}
-        for panel in grid.ravel():
+        for panel in panels:
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 found.setdefault(label, handle)
         order = [arm_label(arm) for arm in drawn.arms if arm_label(arm) in found]
-        handles, columns = [found[label] for label in order], min(len(order), 2 * len(kinds))
-        figure.legend(handles, order, loc="outside lower center", ncols=columns, frameon=False)
+        handles = [found[label] for label in order]
+        figure.legend(handles, order, loc="outside lower center", ncols=2, frameon=False)
         return save(figure, f"{drawn.title}\nround, solid: no lead; square, dashed: pinned lead", path)
 
 
@@ -179,25 +178,25 @@ def _tick(varied: str) -> str:
 
 def _gate(rows: Rows, path: Path) -> Path:
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8.6, 3.2), layout="constrained")
-        left, right = figure.subplots(1, 2)
+        figure = Figure(figsize=(NARROW, 6.2), layout="constrained")
+        upper, lower = figure.subplots(2, 1)
         for arm in rows.arms("window.gate"):
             x, y = (rows.get("window.gate", arm, metric) for metric in ("divergence", "stored_kl"))
             if math.isfinite(x.value + y.value):
-                (point,) = left.plot(x.value, y.value, "o", markersize=5, label=_tick(arm))
-                left.plot([x.value] * 2, [y.low, y.high], color=point.get_color(), linewidth=1, alpha=0.5)
-        left.legend(frameon=False, fontsize=8, loc="upper left")
-        left.set(xlabel="divergence of the antecedents", ylabel="KL of the stored patch, nats")
-        left.set_xlim(0, 1.25 * left.get_xlim()[1])
+                (point,) = upper.plot(x.value, y.value, "o", markersize=5, label=_tick(arm))
+                upper.plot([x.value] * 2, [y.low, y.high], color=point.get_color(), linewidth=1, alpha=0.5)
+        upper.legend(frameon=False, fontsize=8, loc="upper left")
+        upper.set(xlabel="divergence of the antecedents", ylabel="KL of the stored patch, nats")
+        upper.set_xlim(0, 1.25 * upper.get_xlim()[1])
         settings = rows.settings("window.gate", "coverage=")
         wrong = [rows.get("window.gate", arm, "false_reuse") for _, arm in settings]
         for (x, _), y in zip(settings, wrong, strict=True):
-            right.plot([100 * x] * 2, [100 * y.low, 100 * y.high], color="#D55E00", linewidth=1, alpha=0.6)
+            lower.plot([100 * x] * 2, [100 * y.low, 100 * y.high], color="#D55E00", linewidth=1, alpha=0.6)
         ours = [100 * y.value for y in wrong]
-        right.plot([100 * x for x, _ in settings], ours, "o-", color="#D55E00", markersize=5, label="ours")
-        right.axhspan(24, 47, color="#999999", alpha=0.2, label="paper: 24–47 %")
-        right.set(xlabel="reused, % of cases, lowest divergence first", ylabel="false reuse, %", ylim=(0, 100))
-        right.legend(frameon=False)
+        lower.plot([100 * x for x, _ in settings], ours, "o-", color="#D55E00", markersize=5, label="ours")
+        lower.axhspan(24, 47, color="#999999", alpha=0.2, label="paper: 24–47 %")
+        lower.set(xlabel="reused, % of cases, lowest divergence first", ylabel="false reuse, %", ylim=(0, 100))
+        lower.legend(frameon=False)
         return save(figure, "Gate: does divergence tell when a stored patch may stay?", path)
 
 

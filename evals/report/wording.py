@@ -26,6 +26,13 @@ def show(interval: Interval) -> str:
     return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
 
 
+def spread(interval: Interval) -> str:
+    """Formats a mean with the least and the largest seed: "0.446 (0.223 to 0.561)"; alone where all are alike."""
+    ends = [number(end) for end in (interval.low, interval.high)]
+    value = number(interval.value)
+    return value if ends == [value, value] else f"{value} ({ends[0]} to {ends[1]})"
+
+
 def share(value: float) -> str:
     """Formats a share as per cent, with a decimal below 2 %; "–" where undefined."""
     if not math.isfinite(value):

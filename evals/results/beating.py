@@ -62,10 +62,10 @@ def beating(
     return found
 
 
-def on_every_axis(found: list[Beats]) -> list[str]:
-    """Lists the arms that beat the patch on both cost axes, stored bytes and serving FLOPs, at once."""
+def on_both(found: list[Beats], stored: str, work: str = AXES[-1]) -> list[str]:
+    """Lists the arms that beat the patch on an axis of stored bytes and on that of work at once."""
     arms = dict.fromkeys(beats.arm for beats in found)
-    return [arm for arm in arms if set(AXES) <= {beats.axis for beats in found if beats.arm == arm}]
+    return [arm for arm in arms if {stored, work} <= {beats.axis for beats in found if beats.arm == arm}]
 
 
 def pareto_front(

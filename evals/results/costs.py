@@ -7,10 +7,12 @@ them shares, none with an interval:
   in its place (KV(B|A) in fewer bits). 0 for ways that keep nothing but the canonical, and for re-prefill.
 * `canonical_bytes`: what is read of the canonical, which is kept once for all antecedents: 1 or 0, or its lower layers.
   A way that is kept in the canonical's place has 0 here.
-* `stored_bytes.antecedents=N`: the two together for each of N antecedents that the chunk is met behind, its canonical
-  being kept once. With one antecedent a patch costs its canonical too, and KV(B|A) in few bits only itself.
-* `input_bytes`: embeddings of the tokens that may be run again while serving (of an image, whose tower would have to
-  run again otherwise). 0 for a chunk of text, whose ids are nothing beside its KV.
+* `input_bytes`: what tokens that may be run again while serving start from, kept once too: their embeddings (of an
+  image, whose tower would have to run again otherwise, which no FLOPs here count), or the residual that enters a
+  layer. 0 for a chunk of text, whose ids are nothing beside its KV.
+* `stored_bytes.antecedents=N`: all that lies stored, for each of N antecedents that the chunk is met behind: what is
+  kept for each, and an N-th of the canonical and of the inputs, which are kept once. With one antecedent a patch costs
+  its canonical too, and KV(B|A) only itself. What a backbone's chunks share is in none of these.
 * `shared_bytes`: what one backbone's chunks share (a pooled basis), over one chunk's KV.
 * `serving_flops`: FLOPs of one reuse that is asked one question, over re-prefilling the chunk behind the same context:
   tokens run again, layer by layer (CacheBlend's check layer with all tokens), the question's own pass that chooses
@@ -32,18 +34,19 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from kvpatch_jax import KVLayout, Patch
-from kvpatch_jax.backbone import ForwardCosts
+from kvpatch_jax.backbone import ForwardCosts, Tokens
 from kvpatch_jax.ops import Quantised
 from kvpatch_jax.window.costs import ROTATION, adding_flops
 
-AXES = ("stored_bytes", "serving_flops")
 REUSES = (1, 3, 10)
 NUMBER_BITS = 16
 SCALE_BITS = 32
 AMORTISED = tuple(f"serving_flops.reuses={count}" for count in REUSES)
-ANTECEDENTS = (1, 10)
+ANTECEDENTS = (1, 4, 16)
 TOGETHER = tuple(f"stored_bytes.antecedents={count}" for count in ANTECEDENTS)
-METRICS = (*AXES, *TOGETHER, "canonical_bytes", "input_bytes", "shared_bytes", "question_flops", *AMORTISED)
+AXES = (*TOGETHER, "serving_flops")
+"""What an arm is judged by: all that lies stored, by the number of antecedents, and work."""
+METRICS = ("stored_bytes", *AXES, "canonical_bytes", "input_bytes", "shared_bytes", "question_flops", *AMORTISED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,20 +141,21 @@ class ChunkCosts:
     def shares(self, cost: ArmCost) -> dict[str, float]:
         """Computes the rows of an arm, {metric: share}."""
         bits = NUMBER_BITS * self.numbers
+        inputs = NUMBER_BITS * self.input_width * cost.inputs / bits
         serving = (cost.serving + cost.question) / self.prefill
         spread = {
             metric: serving + cost.forming / count / self.prefill
             for metric, count in zip(AMORTISED, REUSES, strict=True)
         }
         together = {
-            metric: cost.stored / bits + cost.canonical / count
+            metric: cost.stored / bits + (cost.canonical + inputs) / count
             for metric, count in zip(TOGETHER, ANTECEDENTS, strict=True)
         }
         return {
             "stored_bytes": cost.stored / bits,
             "serving_flops": serving,
             "canonical_bytes": cost.canonical,
-            "input_bytes": NUMBER_BITS * self.input_width * cost.inputs / bits,
+            "input_bytes": inputs,
             "shared_bytes": cost.shared / bits,
             "question_flops": cost.question / self.prefill,
             **together,
@@ -204,6 +208,12 @@ class ChunkCosts:
         """
         forming = self.prefill + self.factorising(factorised)
         return ArmCost(stored=stored, canonical=0.0, serving=self.rotation + bringing_back, forming=forming)
+
+
+def input_width(tokens: Tokens) -> int:
+    """Counts the numbers that one token is run again from: its embedding, and what deeper layers add."""
+    deeper = 0 if tokens.deepstack is None else tokens.deepstack.shape[2]
+    return tokens.embeddings.shape[-1] * (1 + deeper)
 
 
 def stored_bits(patch: Patch) -> int:

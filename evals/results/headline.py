@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..rules import RULES, Rules
 from .rows import Row
+
+MEAN, VISIBLE = "mean", "repair.visible"
 
 
 class Spread(NamedTuple):
@@ -56,22 +58,32 @@ def headline_rows(tables: Mapping[str, Sequence[Row]], model: str) -> list[Row]:
     return rows
 
 
-def is_headline(tables: Mapping[str, Sequence[Row]], rules: Rules = RULES) -> bool:
-    """Says whether rows are of all the instances that the rules want, and of enough of them."""
-    return set(rules.headline_backbones) <= set(tables) and len(tables) >= rules.headline_seeds_at_least
+def headline_results(results: Mapping[str, Any], rules: Rules = RULES) -> dict[str, Any] | None:
+    """Makes results of the mean over training seeds, of the main comparison alone.
+
+    Args:
+      results: whose rows hold each seed's, by model.
+
+    Returns:
+      Results of one model, `MEAN`, whose intervals are the least and the largest seed, config["seeds"] their names;
+      None where the rows lack one of the seeds that the rules want.
+    """
+    tables = {name: [] for name in rules.headline_backbones}
+    for row in results["rows"]:
+        if row["model"] in tables and row["probe"] == VISIBLE:
+            tables[row["model"]].append(row)
+    if not all(tables.values()) or len(tables) < rules.headline_seeds_at_least:
+        return None
+    config = {**results["config"], "model": MEAN, "seeds": list(tables)}
+    return {"config": config, "rows": headline_rows(tables, MEAN)}
 
 
-def smallest_rank_of_mean(
-    tables: Mapping[str, Sequence[Row]], probe: str = "repair.visible", rules: Rules = RULES
-) -> int | None:
-    """Finds the smallest rank that is sufficient on the mean over seeds, by the rules; None where none is."""
-    means = headline(tables)
+def headline_arms(mean: Mapping[str, Any], rules: Rules = RULES) -> list[str]:
+    """Lists the arms that every seed was asked, in the rules' order."""
+    asked = {row["arm"] for row in mean["rows"]}
+    return [arm for arm in rules.headline_arms if arm in asked]
 
-    def gap(arm: str, kind: str) -> float:
-        keys = [(probe, name, f"accuracy.{kind}") for name in (arm, "re-prefill")]
-        return abs(means[keys[0]].mean - means[keys[1]].mean) if all(key in means for key in keys) else math.inf
 
-    for rank in rules.arms.ranks:
-        if all(gap(f"patch.rank={rank}", kind) <= rules.rank_tolerance + 1e-9 for kind in rules.rank_kinds):
-            return rank
-    return None
+def seeds_of(results: Mapping[str, Any]) -> list[str]:
+    """Lists the training seeds that results are the mean of; one or none: they are no mean."""
+    return list(results.get("config", {}).get("seeds", []))

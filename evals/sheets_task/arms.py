@@ -63,8 +63,11 @@ def arms_of(reuse: Reuse, names: list[str]) -> Iterator[Answered]:
     for name in names:
         method, _, budget = name.partition(".budget=")
         if method in REPAIRS:
-            repaired = REPAIRS[method](reuse.backbone, splice, fraction_to_count(float(budget), reuse.page.tokens))
-            cost = reuse.costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots))
+            count = fraction_to_count(float(budget), reuse.page.tokens)
+            repaired = REPAIRS[method](reuse.backbone, splice, count)
+            # Which tokens come first is known ahead; other choices may fall on any.
+            inputs = count if method == "first_k" else None
+            cost = reuse.costs.of_tokens(np.asarray(repaired.chosen), np.asarray(splice.slots), inputs)
             yield Answered(name, cost, reuse.read(dict(repaired.cache)))
     yield from (Answered(*asked) for asked in by_question(reuse, [name for name in names if name in question_arms()]))
     shop = Workshop(reuse.as_page(), residual_layers(reuse.backbone.layout))

@@ -18,14 +18,15 @@ from ..report.documents import ROOT, block, filled
 from ..report.figures import Results, arm_label
 from ..report.hero import hero_figure, pareto_figures
 from ..report.page import ProbeTable, picture, template
-from ..report.verdict import first_arms, verdict
+from ..report.verdict import COSTS, first_arms, verdict
 from ..report.wording import number, share
 from ..results.costs import AMORTISED, AXES, TOGETHER
+from ..results.headline import seeds_of
 from ..results.rows import Rows
 from ..results.tables import markdown_table
 
 CONTROL_ENDS = "_no_window"
-COST_METRICS = (AXES[0], TOGETHER[0], AXES[1], *AMORTISED)
+COST_METRICS = (*AXES, *AMORTISED)
 KINDS = ("sheets", "sheets_qwen3_vl", "documents")
 """Folders of instances that ship; each kind has a guide of its own."""
 GUIDES = {
@@ -34,7 +35,7 @@ GUIDES = {
     "documents": Path("docs/guides/documents-task.md"),
 }
 KEPT = {kind: Path(f"docs/{kind}-results.json") for kind in KINDS}
-PICTURES = ("hero", "pareto_stored_bytes", "pareto_serving_flops")
+PICTURES = ("hero", "pareto_kept_1", "pareto_kept_16", "pareto_serving_flops")
 
 
 class Bar(NamedTuple):
@@ -62,8 +63,7 @@ def write_report(results: Results, folder: Path) -> str:
     text = markdown(results)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     probes, main, figures = probes_of(results), of_probe(results), folder / "figures"
-    spread = "accuracy, least to largest seed" if _seeds(results) > 1 else "accuracy, with 95 % interval"
-    drawn = [*hero_figure(main, figures, spread), *pareto_figures(main, figures)]
+    drawn = [*hero_figure(main, figures), *pareto_figures(main, figures)]
     page = template("sheets.html.j2").render(
         task=results["config"]["task"],
         model=Rows(results).model,
@@ -91,8 +91,7 @@ def markdown(results: Results) -> str:
     head = (
         "arm",
         *results["config"]["questions"],
-        "stored",
-        "with the canonical",
+        "kept, N = 1, 4, 16",
         "serving FLOPs",
         "over 1, 3, 10 reuses",
     )
@@ -137,7 +136,7 @@ def worst_class_share(results: Results, probe: str | None = None) -> float:
 
 
 def _seeds(results: Results) -> int:
-    return len(results["config"].get("seeds", [""]))
+    return len(seeds_of(results)) or 1
 
 
 def _about(results: Results) -> str:
@@ -184,22 +183,24 @@ def _say(results: Results, probe: str) -> str:
 
 def _cells(rows: Rows, arm: str) -> list[str]:
     right = [number(rows.get(VISIBLE, arm, f"accuracy.{kind}").value) for kind in rows.results["config"]["questions"]]
-    stored, whole, serving, *spread = (share(rows.get(VISIBLE, arm, metric).value) for metric in COST_METRICS)
-    return [*right, stored, whole, serving, ", ".join(spread)]
+    cells = [share(rows.get(VISIBLE, arm, metric).value) for metric in COST_METRICS]
+    kept, serving, spread = cells[: len(TOGETHER)], cells[len(TOGETHER)], cells[len(AXES) :]
+    return [*right, ", ".join(kept), serving, ", ".join(spread)]
 
 
 def _lines(rows: Rows, arms: list[str] | None = None) -> ProbeTable:
-    """Makes a table of the report: costs first, then accuracies, what is lost and mended in front."""
-    order = sorted(rows.results["config"]["questions"], key=lambda kind: kind not in ("chain", "aggregate", "list"))
+    """Makes a table of the report: what is lost and mended in front, then costs, then the other accuracies."""
+    order = sorted(rows.results["config"]["questions"], key=lambda kind: kind not in ("chain", "aggregate"))
     arms = [arm for arm in arms or rows.arms(VISIBLE) if not arm.startswith("layer=")]
     lines = []
     for arm in arms:
-        costs = [(share(rows.get(VISIBLE, arm, metric).value), "") for metric in (AXES[0], AXES[1])]
+        costs = [(share(rows.get(VISIBLE, arm, metric).value), "") for metric in AXES]
         spread = ", ".join(share(rows.get(VISIBLE, arm, metric).value) for metric in AMORTISED)
         got = [rows.get(VISIBLE, arm, f"accuracy.{kind}") for kind in order]
         values = [(number(each.value), f"{number(each.low)} to {number(each.high)}") for each in got]
-        lines.append((arm_label(arm), [*costs, *values, (spread, "")]))
-    head = ["stored bytes", "serving FLOPs", *order, "serving FLOPs over 1, 3, 10 reuses"]
+        lines.append((arm_label(arm), [*values[:2], *costs, (spread, ""), *values[2:]]))
+    costs = [COSTS[axis].replace(" = ", "\u00a0=\u00a0") for axis in AXES]
+    head = [*order[:2], *costs, "serving FLOPs over 1, 3, 10 reuses", *order[2:]]
     return ProbeTable(head, lines, "")
 
 

@@ -21,7 +21,7 @@ from kvpatch_jax.ops import flatten_heads
 from kvpatch_jax.repair import SplicedCache
 from models import ModelBackbone
 
-from ..results.costs import ChunkCosts
+from ..results.costs import ChunkCosts, input_width
 from ..rules import RULES
 from ..small_task.prefix import positions_behind, prefix_positions, within_own
 from . import task
@@ -92,8 +92,9 @@ class Reuse:
     @functools.cached_property
     def costs(self) -> ChunkCosts:
         """What the arms' costs are shares of."""
-        page, width = self.form.page, self.tokens.embeddings.shape[-1]
-        return ChunkCosts(self.backbone.forward_costs, self.backbone.layout, page.stop - page.start, page.start, width)
+        page, backbone = self.form.page, self.backbone
+        width = input_width(self.tokens)
+        return ChunkCosts(backbone.forward_costs, backbone.layout, page.stop - page.start, page.start, width)
 
     def cut(self, kv: Mapping[str, Any], place: int) -> KV:
         """A chunk's part of the prefix's KV."""

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from evals.results.costs import AMORTISED, AXES, METRICS, ArmCost, ChunkCosts
+from evals.results.costs import AMORTISED, AXES, METRICS, TOGETHER, ArmCost, ChunkCosts, input_width
 from kvpatch_jax import KVLayout, Patch, PatchMetadata, Rope
-from kvpatch_jax.backbone import ForwardCosts
+from kvpatch_jax.backbone import ForwardCosts, Tokens
 
 LAYERS, TOKENS, BEHIND, HEADS, WIDTH = 3, 6, 5, 2, 8
 FORWARD = ForwardCosts(token=(100, 200, 300), pair=(7, 7, 11), window=(0, 4, 0), logit=9)
@@ -50,17 +50,36 @@ def test_shares_of_the_plain_ways():
     assert whole["stored_bytes"] == whole["canonical_bytes"] == 0
     assert whole["serving_flops"] == 1
     assert whole["input_bytes"] == pytest.approx(16 / (LAYERS * 2 * HEADS * WIDTH))
-    assert blind["stored_bytes"] == 0
+    # Run anew for each of N antecedents, from the same embeddings.
+    assert [whole[axis] for axis in TOGETHER] == pytest.approx([whole["input_bytes"] / n for n in (1, 4, 16)])
+    assert blind["stored_bytes"] == blind["input_bytes"] == 0
     assert 0 < blind["serving_flops"] == pytest.approx(3 * LAYERS * TOKENS * HEADS * WIDTH / CHUNK.prefill)
 
 
 def test_kept_in_the_canonicals_place():
     """KV(B|A) in 16 bits takes the chunk's bytes once, and nothing of the canonical."""
     shares = CHUNK.shares(CHUNK.of_conditioned(16 * CHUNK.numbers, 0))
-    assert shares["stored_bytes"] == shares["stored_bytes.antecedents=10"] == 1
+    assert shares["stored_bytes"] == 1
+    assert [shares[axis] for axis in TOGETHER] == [1, 1, 1]
     assert shares["canonical_bytes"] == 0
     blind = CHUNK.shares(CHUNK.of_blind())
-    assert [blind[f"stored_bytes.antecedents={count}"] for count in (1, 10)] == [1, 0.1]
+    assert [blind[f"stored_bytes.antecedents={count}"] for count in (1, 4, 16)] == [1, 1 / 4, 1 / 16]
+
+
+def test_tokens_that_are_run_again_keep_what_they_start_from():
+    """The canonical and the embeddings of all tokens, or of those known ahead, kept once for all antecedents."""
+    embedding = 16 / (LAYERS * 2 * HEADS * WIDTH)
+    few, every = chosen({0: [0, 1]}), [CHUNK.of_tokens(chosen({0: [0, 1]}), SLOTS), CHUNK.of_reprefill()]
+    for count in (1, 4, 16):
+        axis = f"stored_bytes.antecedents={count}"
+        found = [CHUNK.shares(cost)[axis] * count for cost in (*every, CHUNK.of_tokens(few, SLOTS, inputs=2))]
+        assert found == pytest.approx([1 + embedding, embedding, 1 + embedding * 2 / TOKENS])
+
+
+def test_what_deeper_layers_add_is_an_input_too():
+    plain = Tokens(jnp.zeros((1, 3, 5)), np.zeros((1, 3), np.int32))
+    assert input_width(plain) == 5
+    assert input_width(plain._replace(deepstack=jnp.zeros((1, 3, 2, 5)))) == 15
 
 
 def test_patches_of_other_chunks_are_counted_too():

@@ -10,7 +10,6 @@ import pytest
 from evals import probes, small_task
 from evals.probes.by_question import attention_of_questions, by_question, question_arms, read_recomputed
 from evals.probes.other_ways import _in_few_bits, _in_halves, class_means, explained, page_classes
-from evals.results.costs import AXES
 from evals.rules import RULES
 from evals.small_task import KINDS, scenes
 from evals.trained import MAIN, shipped
@@ -68,7 +67,7 @@ def test_what_choosing_by_the_question_costs(reuse: probes.PageReuse, questions:
     made = dict(by_question(reuse, questions, lambda name: name in question_arms()[:2] or name.startswith("prcr")))
     assert list(made) == [*question_arms()[:2], "prcr.budget=0.15"]
     shares = {name: reuse.costs.shares(cost) for name, (cost, _) in made.items()}
-    assert all(share[AXES[0]] == 0 for share in shares.values())
+    assert all(share["stored_bytes"] == 0 for share in shares.values())
     one, five, none = shares.values()
     assert 0 < none["question_flops"] < one["question_flops"] < five["question_flops"] < 0.2
     assert one["serving_flops"] > one["question_flops"] > 1 / reuse.page.tokens

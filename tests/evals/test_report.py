@@ -46,6 +46,12 @@ class Made:
         if share is not None:
             self.add(probe, arm, "bytes", share)
 
+    def costs(self, probe, arm, stored, work, *, canonical=True):
+        """What is kept for each antecedent, an N-th of the canonical with it, and work."""
+        for count in (1, 4, 16):
+            self.add(probe, arm, f"stored_bytes.antecedents={count}", stored + canonical / count)
+        self.add(probe, arm, "serving_flops", work)
+
 
 def repair_rows(made, probe):
     made.arm(probe, "re-prefill", 0.0)
@@ -230,14 +236,15 @@ def test_report_is_read_from_its_head(results, drawn, tmp_path):
     assert "tied &amp; true" not in unfolded
     first = re.search(r"<table.*?</tr>", unfolded, flags=re.DOTALL)
     assert first
-    assert re.findall(r"<th>(.*?)</th>", first.group())[:3] == ["arm", "share of KV bytes", "accuracy, chain"]
+    assert re.findall(r"<th>(.*?)</th>", first.group())[:3] == ["arm", "accuracy, chain", "accuracy, aggregate"]
 
 
 def test_verdict_is_read_off_the_rows(results):
     """Its figures are the rows' own, and its sentences turn round when the rows do."""
     lost, mended, others = verdict.verdict(results)
     assert "but only 0.460 of chain questions and 0.250 of aggregate questions" in lost
-    assert "rank 8, 14 % of the page's KV" in mended
+    assert mended.startswith("A patch of rank 8 answers")
+    assert mended.endswith("It takes 14 % of the page's KV.")
     assert (
         "the smallest rank tried that suffices by the rule, within 0.01 of computing anew on chain, aggregate" in mended
     )
@@ -275,18 +282,26 @@ def test_whatever_beats_the_patch_is_in_the_first_table(results):
         ("oracle_delta.budget=0.1", 0.0, 0.01, 0.0),
     ):
         made.arm("repair.visible", arm, lost)
-        made.add("repair.visible", arm, "stored_bytes", stored)
-        made.add("repair.visible", arm, "serving_flops", work)
+        made.costs("repair.visible", arm, stored, work, canonical=not arm.startswith(("bits", "re-")))
     both = {"config": {}, "rows": made.rows}
-    assert verdict.cost_axes(Rows(both)) == ["stored_bytes", "serving_flops"]
-    stored, work = ["choosing.tokens=9", "magic.tokens=1"], ["bits.bits=3", "magic.tokens=1"]
-    assert verdict.beating(Rows(both), "patch.rank=8") == {"stored_bytes": stored, "serving_flops": work}
-    assert {*stored, *work} <= set(verdict.first_arms(both))
-    for arm in (*stored, *work):
-        assert figures.arm_label(arm) in verdict.verdict(both)[2]
+    one, four, sixteen, serving = verdict.cost_axes(Rows(both))
+    runs, bits = ["choosing.tokens=9", "magic.tokens=1"], "bits.bits=3"
+    assert verdict.beating(Rows(both), "patch.rank=8") == {
+        one: [bits, *runs],
+        four: [bits, *runs],
+        sixteen: [*runs, bits],
+        serving: [bits, "magic.tokens=1"],
+    }
+    assert {*runs, bits} <= set(verdict.first_arms(both))
+    said = verdict.verdict(both)
+    assert "it takes 114 %, 39 % and 20 % of the page's KV for each of N = 1, 4, 16 antecedents" in said[1]
+    for arm in (*runs, bits):
+        assert figures.arm_label(arm) in said[2]
     table = page.probe_table(Rows(both), "repair.visible", verdict.first_arms(both), few=True)
     assert table is not None
-    assert table.metrics[:3] == ["stored bytes", "serving FLOPs", "accuracy, chain"]
+    heads = [head.replace("\u00a0", " ") for head in table.metrics]
+    kept = ["kept, N = 1", "kept, N = 4", "kept, N = 16", "serving FLOPs"]
+    assert heads[:6] == ["accuracy, chain", "accuracy, aggregate", *kept]
 
 
 def test_what_undercuts_on_both_axes_need_not_be_the_cheapest_on_one():
@@ -300,10 +315,31 @@ def test_what_undercuts_on_both_axes_need_not_be_the_cheapest_on_one():
         ("magic.tokens=3", 0.2, 0.001, 0.0),
     ):
         made.arm("repair.visible", arm, lost)
-        made.add("repair.visible", arm, "stored_bytes", stored)
-        made.add("repair.visible", arm, "serving_flops", work)
+        made.costs("repair.visible", arm, stored, work)
     said = verdict.verdict({"config": {}, "rows": made.rows})[2]
-    assert said.endswith("in both stored bytes and serving FLOPs by magic, tokens 2.")
+    by = "magic, tokens 2"
+    assert said.endswith(f"at once it is undercut for N = 1 by {by}; for N = 4 by {by}; for N = 16 by {by}.")
+
+
+def test_what_needs_no_canonical_undercuts_a_patch_that_serves_one_antecedent():
+    """KV(B|A) kept whole or in four bits is a rival with all its bytes, and the patch with its canonical's."""
+    made = Made("small")
+    for arm, stored, work, canonical in (
+        ("re-prefill", 0.0, 1.0, False),
+        ("blind", 0.0, 0.001, True),
+        ("patch.rank=8", 0.14, 0.02, True),
+        ("quantised.bits=4", 0.27, 0.002, False),
+        ("quantised.bits=16", 1.0, 0.001, False),
+    ):
+        made.arm("repair.visible", arm, 1.0 if arm == "blind" else 0.0)
+        made.costs("repair.visible", arm, stored, work, canonical=canonical)
+    _, mended, others = verdict.verdict({"config": {}, "rows": made.rows})
+    assert mended.endswith("; the conditioned KV itself in 16 bits, which needs no canonical, 100 %.")
+    bits = "conditioned KV in 4 bits"
+    assert others.endswith(
+        f"it is undercut for N = 1 by {bits}, conditioned KV in 16 bits; for N = 4 by {bits}; for N = 16 by none."
+    )
+    assert {"quantised.bits=4", "quantised.bits=16"} <= set(verdict.first_arms({"config": {}, "rows": made.rows}))
 
 
 def verdicts(results):

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from evals.report.comparison import smallest_rank
-from evals.report.seeds import seeds_sentence, seeds_table, tables_of
-from evals.results.beating import beating, on_every_axis, pareto_front
-from evals.results.headline import headline, headline_rows, is_headline, smallest_rank_of_mean
+from evals.report.table import comparison_table
+from evals.results.beating import beating, on_both, pareto_front
+from evals.results.headline import headline, headline_results, headline_rows
 from evals.results.rows import Rows, as_row
 from evals.rules import PATH, RULES, read_rules
 
@@ -16,11 +16,12 @@ PROBE = "repair.visible"
 
 
 def results(arms, model="one"):
-    """{arm: (stored, serving, chain, aggregate)} as the rows of a run."""
+    """{arm: (stored for each, serving, chain, aggregate)} as the rows of a run, no canonicals."""
     rows = []
-    for arm, numbers in arms.items():
-        metrics = ("stored_bytes", "serving_flops", "accuracy.chain", "accuracy.aggregate")
+    for arm, (stored, *numbers) in arms.items():
+        metrics = ("serving_flops", "accuracy.chain", "accuracy.aggregate")
         rows += [as_row(PROBE, model, arm, metric, value) for metric, value in zip(metrics, numbers, strict=True)]
+        rows += [as_row(PROBE, model, arm, f"stored_bytes.antecedents={count}", stored) for count in (1, 4, 16)]
     return {"config": {}, "rows": rows}
 
 
@@ -67,14 +68,12 @@ def test_a_rank_is_judged_by_the_kinds_of_the_rules():
 def test_what_beats_the_patch_on_either_axis():
     """Within the tolerance, no dearer on the axis, not its equal; nothing that a server cannot have."""
     found = beating(Rows(results(ARMS)), "patch.rank=8")
-    assert {(beats.arm, beats.axis) for beats in found} == {
-        ("quantised.bits=2", "stored_bytes"),
-        ("chosen.budget=0.05", "stored_bytes"),
-        ("better", "stored_bytes"),
-        ("better", "serving_flops"),
-    }
-    assert next(beats.arm for beats in found if beats.axis == "stored_bytes") == "chosen.budget=0.05"
-    assert on_every_axis(found) == ["better"]
+    stored = {f"stored_bytes.antecedents={count}" for count in (1, 4, 16)}
+    expected = {(arm, axis) for arm in ("quantised.bits=2", "chosen.budget=0.05", "better") for axis in stored}
+    assert {(beats.arm, beats.axis) for beats in found} == {*expected, ("better", "serving_flops")}
+    for axis in stored:
+        assert next(beats.arm for beats in found if beats.axis == axis) == "chosen.budget=0.05"
+        assert on_both(found, axis) == ["better"]
     assert beating(Rows(results({"patch.rank=8": ARMS["patch.rank=8"]})), "patch.rank=8") == []
 
 
@@ -93,31 +92,37 @@ def test_means_over_seeds():
     assert spread == pytest.approx((1.3 / 3, 0.2, 0.6, 3))
     assert str(spread) == "0.433 (0.200 to 0.600 over 3 seeds)"
     assert (PROBE, "blind", "kl.chain") not in headline(tables)
-    assert is_headline(tables)
-    assert not is_headline({name: tables[name] for name in RULES.headline_backbones[:2]})
     rows = Rows({"rows": headline_rows(tables, "mean")})
     assert rows.get(PROBE, "blind", "accuracy.chain").n == 3
-    assert smallest_rank_of_mean(tables) is None
+
+
+def of_seeds(found):
+    """Results of a run that holds the rows of several models, and config of the first."""
+    return {"config": {"model": next(iter(found))}, "rows": [row for rows in found.values() for row in rows]}
+
+
+def test_the_rank_of_the_mean():
     whole = {name: results(ARMS, name)["rows"] for name in RULES.headline_backbones}
-    assert smallest_rank_of_mean(whole) == 8
-    assert all(math.isfinite(spread.mean) for spread in headline(whole).values())
+    mean = headline_results(of_seeds(whole))
+    assert mean is not None
+    assert smallest_rank(mean, PROBE) == 8
+    assert all(math.isfinite(row["value"]) for row in mean["rows"])
+    assert headline_results(of_seeds({name: whole[name] for name in RULES.headline_backbones[:2]})) is None
 
 
-def test_the_headline_in_words():
+def test_the_headline_as_a_table():
     """Each seed's own rows alone, not its control's; an arm that one seed lacks is left out."""
-    runs = []
+    found = {}
     for name, chain in zip(RULES.headline_backbones, (0.2, 0.5, 0.6), strict=True):
-        rows = [
-            as_row(PROBE, name, arm, f"accuracy.{kind}", chain)
-            for arm in ("blind", "re-prefill")
-            for kind in ("chain", "aggregate")
-        ]
-        rows.append(as_row(PROBE, f"{name}_no_window", "blind", "accuracy.chain", 0.9))
-        runs.append({"config": {}, "environment": {}, "rows": rows})
-    runs[0]["rows"] += [as_row(PROBE, RULES.headline_backbones[0], "first_k.budget=0.15", "accuracy.chain", 0.3)]
-    tables = tables_of(runs)
-    assert set(tables) == set(RULES.headline_backbones)
-    text = seeds_table(tables, ["re-prefill", "blind", "first_k.budget=0.15"])
-    assert "| blind reuse | 0.433 (0.200 to 0.600) | 0.433 (0.200 to 0.600) |" in text
-    assert "first-k" not in text
-    assert "over 3 training seeds" in seeds_sentence(tables)
+        arms = {arm: (0.0, 0.0, chain, chain) for arm in ("blind", "re-prefill")}
+        found[name] = results(arms, name)["rows"]
+        found[f"{name}_no_window"] = results({"blind": (0.0, 0.0, 0.9, 0.9)}, f"{name}_no_window")["rows"]
+    first = RULES.headline_backbones[0]
+    found[first] += results({"first_k.budget=0.15": (0.0, 0.0, 0.3, 0.3)}, first)["rows"]
+    mean = headline_results(of_seeds(found))
+    assert mean is not None
+    assert mean["config"]["seeds"] == list(RULES.headline_backbones)
+    assert Rows(mean).arms(PROBE) == ["blind", "re-prefill"]
+    head, lines = comparison_table(Rows(mean), ["blind"], ["chain", "aggregate"])
+    assert head[:5] == ["way of reuse", "kept, N = 1", "kept, N = 4", "kept, N = 16", "serving FLOPs"]
+    assert lines[0][5:7] == ["0.433 (0.200 to 0.600)"] * 2

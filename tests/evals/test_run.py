@@ -26,17 +26,19 @@ from evals.report.summary import TOKEN_METHODS
 from evals.report.wording import number
 from evals.results.costs import METRICS as COSTS
 from evals.results.environment import environment
-from evals.results.rows import COLUMNS
+from evals.results.headline import headline_arms, headline_results
+from evals.results.rows import COLUMNS, Rows
+from evals.rules import RULES
 from evals.small_task import COLOURS, KINDS, VOCABULARY
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
+from kvpatch_jax import KVLayout, Rope
 from kvpatch_jax.errors import InputError
 from kvpatch_jax.repair import REPAIRS
 from models import ModelBackbone, load
 
 CONTEXTS = 4
-CONFIG = run.RunConfig(
-    run.MAIN, tuple(suite for suite in run.SUITES if suite != "control"), 77, CONTEXTS, CONTEXTS, CONTEXTS
-)
+OWN = tuple(suite for suite in run.SUITES if suite not in ("control", "seeds"))
+CONFIG = run.RunConfig(run.MAIN, OWN, 77, CONTEXTS, CONTEXTS, CONTEXTS)
 PER_ITEM = ("accuracy", "difference", "kl", "eta", "flip_recover")
 MULTI_HOP = ("chain", "aggregate")
 PATCH_ARMS = [f"patch.rank={rank}" for rank in (1, 2, 4, 8, 16, 32, 64)]
@@ -50,7 +52,7 @@ TOKEN_ARMS = [
 OTHER_ARMS = [
     *(f"patch.int8.rank={rank}" for rank in (4, 8)),
     *(f"pooled.rank={rank}" for rank in (8, 16)),
-    *(f"quantised.bits={bits}" for bits in (2, 3, 4)),
+    *(f"quantised.bits={bits}" for bits in (2, 3, 4, 16)),
     *(f"svd.rank={rank}" for rank in (4, 8, 16)),
     "shadowkv.rank=8",
     "shadowkv.keys_alone.rank=8",
@@ -315,7 +317,7 @@ def test_report_and_figures_are_written(job: Job, backbone: ModelBackbone):
     """report.html holds every figure inline and nothing from outside; no NaN is shown. (Of made-up rows: reports.)"""
     results = {**job.written, "rows": job.rows}
     figures = [
-        run.read_example(backbone, job.folder, CONFIG.seed, CONFIG.batch)(),
+        run.read_example(backbone, job.folder, CONFIG.seed, CONFIG.batch, "patch.rank=4")(),
         *draw_all(results, job.folder / "figures"),
     ]
     write_report(results, figures, job.folder / "report.html", run.NOTES)
@@ -364,7 +366,7 @@ def test_all_backbones_are_the_shipped_ones():
     assert names[0] == MAIN
     assert set(names) | {CONTROL} == set(shipped_names())
     assert run._suites_of(MAIN, run.SUITES) == run.SUITES
-    assert all("control" not in run._suites_of(name, run.SUITES) for name in names[1:])
+    assert all(not {"control", "seeds"} & {*run._suites_of(name, run.SUITES)} for name in names[1:])
 
 
 # -------------------------------------------------------------------------------------------------------- flags
@@ -402,6 +404,31 @@ def test_suites_are_what_was_asked_for():
     for names in ([], ["window", "repairs"]):
         with pytest.raises(app.UsageError, match="--suite names"):
             run.asked_suites(names)
+
+
+def test_further_seeds_are_a_part_of_the_bar():
+    """Each of the headline's other instances is asked the rules' arms over all contexts."""
+    others = run.other_seeds()
+    assert {MAIN, *others} == set(RULES.headline_backbones)
+    config = run.RunConfig(MAIN, ("repair", "seeds"), 77, 128, 128, 64)
+    assert run._plan(config, 10) == {"repair": 20, "seeds": 2 * len(RULES.headline_arms) * len(others)}
+    layout = KVLayout.gqa(6, 2, 64, Rope(1e4, 64))
+    assert set(RULES.headline_arms) <= set(probes.main_arms(layout))
+
+
+@pytest.mark.slow
+def test_further_seeds_make_the_headline(backbone: ModelBackbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A table of each seed, main instance first; their mean is what the report opens with."""
+    monkeypatch.setattr(run, "arms_of", lambda *_: FEW_ARMS)
+    config = dataclasses.replace(CONFIG, suite=("repair", "seeds"))
+    tables = run.measure(backbone, config, tmp_path, run.Progress({}))
+    assert [table.model for table in tables] == [MAIN, *run.other_seeds()]
+    found = {"config": {"model": MAIN}, "rows": [row for table in tables for row in table.rows()]}
+    mean = headline_results(found)
+    assert mean is not None
+    right = [table.items("repair.visible").metrics("blind", KINDS.index("chain"))["accuracy"].value for table in tables]
+    assert Rows(mean).get("repair.visible", "blind", "accuracy.chain").value == pytest.approx(np.mean(right))
+    assert set(headline_arms(mean)) == set(FEW_ARMS) & set(RULES.headline_arms)
 
 
 def test_an_earlier_runs_table_does_not_stay_beside_other_results(tmp_path: Path):
