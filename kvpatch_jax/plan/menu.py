@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..provenance import Antecedent
 from ..window.arranging import KEEP, PREFILL, Arranged, AtHand, Service
 from ..window.chain import chain_digest
-from ..window.entry import Entry, PlacedPiece, tuple_of
+from ..window.entry import Entry, Fidelity, PlacedPiece, tuple_of
 from .device_costs import DeviceCosts, Rates
 from .points import Point
 from .stock import Stock, Stocked
@@ -183,7 +183,7 @@ class Menu:
 
     def _patched(self, index: int, entry: Entry, kept: PlacedPiece | None = None) -> list[Option]:
         """By what patches a piece could be served at its place."""
-        target, options = self.arranged.targets[index], []
+        target, options = self.arranged.targets.digests[index], []
         found = self.stock.serving(entry, target, lambda: self._antecedent(index))
         for stocked in found:
             note = stocked.note
@@ -219,14 +219,14 @@ class Menu:
         entry, priced = piece.entry, self.priced
         turn = priced.turned(entry.tokens) if starts[entry.id] != piece.start else (0, 0, 0.0)
         if self._is_promised(index, piece):
-            return [Option(_kept_point(piece), KEEP, *turn)]
+            return [Option(kept_point(piece), KEEP, *turn)]
         nbytes, flops, seconds = priced.forward(entry, behind, again=True)
         taken = nbytes + turn[0], flops + turn[1], seconds + turn[2]
         again = tuple_of(Option, ("prefill", PREFILL, *taken, None, True, None))
         restored = piece.state.kind == "bare" and self._is_promised(index, piece, aside=True)
         if few and not restored:
             return [again]
-        keep = Option(_kept_point(piece), KEEP, *turn, self._kept_way(index, piece))
+        keep = Option(kept_point(piece), KEEP, *turn, self._kept_way(index, piece))
         if entry.kind == "text":
             return [again, keep]
         options = [again, keep, *self._patched(index, entry, piece)]
@@ -244,22 +244,24 @@ class Menu:
         state = piece.aside if aside else piece.state
         if state is None or state.kind != "conditioned" or not state.pure:
             return False
-        if state.behind == self.arranged.targets[index]:
+        if state.behind == self.arranged.targets.digests[index]:
             return True
-        pieces = self.arranged.window.pieces
-        seen = index == 0 or pieces[index - 1].latest <= piece.born
-        return seen and not self.forget
+        return self._has_seen(index, piece) and not self.forget
+
+    def _has_seen(self, index: int, piece: PlacedPiece) -> bool:
+        """Whether a piece has seen all that stands in front of it, as it is and with what is approximate run again."""
+        seen = index == 0 or self.arranged.window.pieces[index - 1].latest <= piece.born
+        return seen and index < self.arranged.targets.kept
 
     def _kept_way(self, index: int, piece: PlacedPiece) -> Way:
         """What a certificate is asked for, of a piece that is approximate and stays as it is."""
-        state, pieces = piece.state, self.arranged.window.pieces
+        state = piece.state
         if state.kind == "bare":
             return BARE_WAY
         if state.kind == "conditioned":
-            survives = state.pure and (index == 0 or pieces[index - 1].latest <= piece.born)
+            survives = state.pure and self._has_seen(index, piece)
             return ("survivor", 0) if survives else self.known.get(state.digest, UNKNOWN)
-        seen = index == 0 or pieces[index - 1].latest <= piece.born
-        if seen and not self.forget:  # it remembers, as a survivor does
+        if self._has_seen(index, piece) and not self.forget:  # it remembers, as a survivor does
             return self.known.get(state.digest, ("stored", state.rank))
         if state.behind == self._antecedent(index).digest:
             return self.known.get(state.digest, ("stored", state.rank))
@@ -270,9 +272,13 @@ _BARE = Service("bare")
 _RESTORE = Service("restore")
 
 
-def _kept_point(piece: PlacedPiece) -> Point:
+_CONDITIONED: dict[Fidelity, Point] = {"exact": "leading", "survivor": "survivor", "approximate": "kept"}
+
+
+def kept_point(piece: PlacedPiece) -> Point:
+    """The point of a piece that stays as it is."""
     if piece.state.kind == "bare":
         return "bare"
     if piece.state.kind == "patched":
         return "stored"
-    return "leading" if piece.fidelity == "exact" else "survivor"
+    return _CONDITIONED[piece.fidelity]

@@ -16,7 +16,7 @@ from .certificate import Certificate
 from .choosing import Bounds, Chooser, Chosen, Unknown
 from .device_costs import DeviceCosts
 from .goal import Goal
-from .menu import UNKNOWN, Menu, Option, Priced, Way
+from .menu import UNKNOWN, Menu, Option, Priced, Way, kept_point
 from .points import MEANING, Point
 from .stock import Stock
 
@@ -424,7 +424,7 @@ def _planned(
         elif tainted and option.open:
             kl = chosen.kl
         seconds = option.seconds + launch if entry.id == turning else option.seconds
-        point = "survivor" if option.point == "leading" and piece.fidelity != "exact" else option.point
+        point = kept_point(piece) if option.service.how == "keep" else option.point
         digest, rank = (None, 0) if stocked is None else (stocked.note.digest, stocked.note.rank)
         made.append(PlannedChunk(entry, point, digest, rank, option.bytes, option.flops, seconds, piece.fidelity, kl))
     return tuple(made)

@@ -115,8 +115,8 @@ class State:
       behind: a digest of what it was made behind: of a conditioned one, of all in front and how each was served (the
         window's digest at that place); of a patched one, the digest of the antecedent that its patch was formed behind;
         of a bare one, "".
-      pure: conditioned, in all layers, and everything in front was pure too: the KV that the model itself computes when
-        no token sees a chunk that had left by then.
+      pure: conditioned, in all layers, when nothing in front was approximate: the KV that the model itself computes
+        where no token sees a chunk that had left by then. It stays what it was, whatever leaves afterwards.
       patch: digest of the patch; None without one.
       base: what the patch is added to.
       rank, patch_bytes, patch_flops: of the patch: its rank as in `PatchNote`, bytes of its factors, FLOPs per token to
@@ -150,7 +150,8 @@ class State:
 
 
 FRESH = State("conditioned")
-"""Of a piece that is prefilled where it stands; linking fills in behind what."""
+"""Of a piece that is prefilled where it stands; linking fills in behind what. Of one that is run again in its place
+`aside` says until then what it was."""
 BARE = State("bare")
 
 
@@ -163,11 +164,11 @@ class PlacedPiece(NamedTuple):
       state: how it is served.
       aside: the state that `Window.condition` switches back to, of a piece that `Window.bare` switched; else None.
       born: the step at which its KV was computed; it has seen what stands in front and was placed before.
-      placed: the step at which it came to stand in front of those behind it.
+      placed: the step at which it came to stand in front of those behind it, as what it is now.
       front: digest of what stands in front of it, gap included. This and what follows is derived by the window.
       fidelity: "exact", "survivor" or "approximate".
       latest: the last step at which it, or one in front of it, was placed.
-      pure: whether it and all in front are pure.
+      pure: whether neither it nor any in front is approximate.
     """
 
     entry: Entry
@@ -198,6 +199,10 @@ class PlacedPiece(NamedTuple):
             return EXACT
         word = self.state.kind if self.state.kind in ("bare", "patched") else self.fidelity
         return f"{word}:{self.state.digest}"
+
+    def run_again(self, born: int) -> "PlacedPiece":
+        """It before it is linked, prefilled in its place at this step."""
+        return tuple_of(PlacedPiece, (self.entry, self.start, FRESH, self.aside or self.state, born, *self[5:]))
 
     def member(self, gap: int = 0) -> Member:
         """It as a member of an antecedent; `gap` is what is free between it and what stands behind it."""

@@ -420,8 +420,42 @@ def test_a_patch_that_went_stale_in_the_window_is_not_kept():
     assert behind.chunks[-1].fidelity == "approximate"
     assert behind.chunks[-1].kl == behind.kl == 0.2
     without = [entries[0], entries[1], entries[3]]  # what it was made behind has left
-    assert ask(behind.window, without, known=behind.known).chunks[-1].point == "survivor"
+    assert ask(behind.window, without, known=behind.known).chunks[-1].point == "kept"
     assert ask(behind.window, without).chunks[-1].point == "prefill"
+
+
+def test_what_was_made_behind_something_approximate_is_never_as_promised():
+    """Not when that has left, nor through a fork, nor read back from JSON."""
+    window = filled(3)
+    window, _ = window.insert(entry(7), "c1")  # c1 and c2 have not seen it
+    window, _ = window.append(entry(3))
+    window, _ = window.append(entry(4))
+    for id in ("c7", "c2", "c1"):
+        window, _ = window.evict(id)
+    read = Window.from_json(window.to_json(), backbone=BACKBONE)
+    for each in (window, window.fork("side")[0], read):
+        assert [each.fidelity(id) for id in each.ids] == ["exact", "approximate", "approximate"]
+        entries = [piece.entry for piece in each.pieces]
+        planned = plan(each, entries, stored=Stock(BACKBONE), costs=DEVICES)
+        assert [chunk.point for chunk in planned.chunks] == ["leading", "prefill", "prefill"]
+        assert planned.window.as_promised
+        kept = plan(each, entries, stored=Stock(BACKBONE), costs=DEVICES, uncertified=True)
+        assert (kept.kl, kept.as_promised) == (None, False)
+        assert [chunk.point for chunk in kept.chunks] == ["leading", "kept", "kept"]
+        assert [chunk.kl for chunk in kept.chunks] == [0, None, None]
+
+
+def test_a_survivor_is_run_again_where_one_in_front_of_it_becomes_another():
+    """What it saw there remembered a chunk that has left, and would not any more."""
+    window, _ = filled(4).evict("c1")
+    window, _ = window.condition("c2", note(entry(2), [entry(0)]), allow_stale=True)
+    assert window.fidelity("c3") == "survivor", "its KV is its own"
+    entries = [piece.entry for piece in window.pieces]
+    planned = plan(window, entries, stored=Stock(BACKBONE), costs=DEVICES)
+    assert [chunk.point for chunk in planned.chunks] == ["leading", "prefill", "prefill"]
+    assert planned.as_promised
+    assert planned.window.as_promised
+    assert window.recompute("c2")[0].fidelity("c3") == "approximate"
 
 
 def test_other_points_have_their_names():
