@@ -246,12 +246,11 @@ class Menu:
             return False
         if state.behind == self.arranged.targets.digests[index]:
             return True
-        return self._has_seen(index, piece) and not self.forget
+        return self._has_seen(index, piece) and index < self.arranged.targets.kept and not self.forget
 
     def _has_seen(self, index: int, piece: PlacedPiece) -> bool:
-        """Whether a piece has seen all that stands in front of it, as it is and with what is approximate run again."""
-        seen = index == 0 or self.arranged.window.pieces[index - 1].latest <= piece.born
-        return seen and index < self.arranged.targets.kept
+        """Whether a piece has seen all that stands in front of it now."""
+        return index == 0 or self.arranged.window.pieces[index - 1].latest <= piece.born
 
     def _kept_way(self, index: int, piece: PlacedPiece) -> Way:
         """What a certificate is asked for, of a piece that is approximate and stays as it is."""
@@ -259,7 +258,8 @@ class Menu:
         if state.kind == "bare":
             return BARE_WAY
         if state.kind == "conditioned":
-            survives = state.pure and self._has_seen(index, piece)
+            kept = self.forget or index < self.arranged.targets.kept
+            survives = state.pure and kept and self._has_seen(index, piece)
             return ("survivor", 0) if survives else self.known.get(state.digest, UNKNOWN)
         if self._has_seen(index, piece) and not self.forget:  # it remembers, as a survivor does
             return self.known.get(state.digest, ("stored", state.rank))

@@ -81,7 +81,8 @@ class Targets(NamedTuple):
 
     Attributes:
       digests: for each piece the chain digest of what a patch must have been formed behind to serve it where it stands.
-      kept: how many pieces, from the front, stand behind no other one than they have seen: survivors there may be kept.
+      kept: how many pieces, from the front, stand behind none that would have to be run again: survivors there may be
+        kept.
     """
 
     digests: tuple[str, ...]
@@ -89,7 +90,7 @@ class Targets(NamedTuple):
 
 
 def targets_of(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> Targets:
-    """Derives what is aimed at: whatever is approximate counts as prefilled in its place."""
+    """Derives what is aimed at: what cannot be kept counts as prefilled in its place."""
     found, front, exact = [root(backbone)], root(backbone), True
     same, kept = True, len(pieces)  # what is aimed at has been what stands there, whose digests are known
     for index, (piece, following) in enumerate(itertools.pairwise(pieces)):
@@ -98,10 +99,9 @@ def targets_of(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> Ta
             front = following.front
             found.append(front)
             continue
-        aimed_at = _aimed_service(piece, exact, front, index >= kept)
-        service = EXACT if forget else apart(aimed_at, gap)
-        if kept > index and is_another(piece, front):
-            kept = index + 1
+        state = _kept_state(pieces, index, front, index >= kept)
+        kept = min(kept, index + 1) if state is None else kept
+        service = EXACT if forget else apart(_aimed_service(state, exact, front), gap)
         exact = exact and service == EXACT
         same = same and service == apart(piece.service, gap)
         front = following.front if same else behind(front, piece.entry.key, service)
@@ -121,31 +121,36 @@ def aimed(backbone: str, pieces: Sequence[PlacedPiece], start: int) -> Iterable[
     A kept piece as it is; one that is served otherwise, as a prefill in its place would serve it.
     """
     front, exact, another = root(backbone), True, False
-    for piece, gap in _gaps(pieces, start):
-        service = apart(_aimed_service(piece, exact, front, another), gap)
-        another = another or is_another(piece, front)
+    for index, (piece, gap) in enumerate(_gaps(pieces, start)):
+        state = _kept_state(pieces, index, front, another)
+        another = another or state is None
+        service = apart(_aimed_service(state, exact, front), gap)
         exact = exact and service == EXACT
         yield Member(piece.entry.id, piece.entry.content, service)
         front = behind(front, piece.entry.key, service)
 
 
-def is_another(piece: PlacedPiece, front: str) -> bool:
-    """Whether a prefill in its place, behind this front, makes of an approximate piece another one than it was."""
-    return piece.fidelity == "approximate" and (piece.aside or piece.state) != State.conditioned(front, True)
-
-
-def _aimed_service(piece: PlacedPiece, exact: bool, front: str, another: bool) -> str:
-    """How a piece would have to be served behind a front that is served as it is aimed at.
+def _kept_state(pieces: Sequence[PlacedPiece], index: int, front: str, another: bool) -> State | None:
+    """The state in which a piece's KV is what is promised behind this front, however those in front are served now.
 
     Args:
-      another: whether a piece in front is aimed at as another one than this has seen.
+      another: whether one in front would be run again, to another than this has seen.
+
+    Returns:
+      Its state, or the one it goes back to from being bare; None where it would have to be run again.
     """
-    own = piece.state
-    if exact and own.kind == "conditioned" and own.pure and own.behind == front:
-        return EXACT
-    if piece.fidelity == "approximate" or another:
-        return EXACT if exact else f"survivor:{State.conditioned(front, True).digest}"
-    return piece.service
+    piece = pieces[index]
+    own = piece.aside or piece.state
+    if own.kind != "conditioned" or not own.pure:
+        return None
+    seen = not another and (index == 0 or pieces[index - 1].latest <= piece.born)
+    return own if seen or own.behind == front else None
+
+
+def _aimed_service(kept: State | None, exact: bool, front: str) -> str:
+    """How a piece would have to be served behind a front that is served as it is aimed at."""
+    state = kept or State.conditioned(front, True)
+    return EXACT if exact and state.behind == front else f"survivor:{state.digest}"
 
 
 def _gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterable[tuple[PlacedPiece, int]]:

@@ -180,7 +180,8 @@ class WindowPieces:
         """What a patch must have been formed behind to serve a piece there, or one that will be appended.
 
         Where the window forgets, those in front, all of them exact. Where it remembers, those in front as they would
-        have to be served: survivors as they are, what is bare or patched as a prefill in its place would have it.
+        have to be served: survivors as they are, or were before they were switched to bare; anything else as a prefill
+        in its place would have it.
 
         Raises:
           WindowError: a piece that is not in the window.

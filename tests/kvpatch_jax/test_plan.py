@@ -458,6 +458,22 @@ def test_a_survivor_is_run_again_where_one_in_front_of_it_becomes_another():
     assert window.recompute("c2")[0].fidelity("c3") == "approximate"
 
 
+def test_a_patch_is_aimed_at_the_survivor_that_a_bare_piece_goes_back_to():
+    """Not at a prefill of it: the plan restores it, and a patch formed behind the prefill would be refused."""
+    kept, _ = filled(3).evict("c1")
+    window, _ = kept.bare("c2")
+    assert window.target() == kept.target()
+    entries = [entry(0), entry(2), entry(3)]
+    behind = PatchNote("behind the survivor", "c3", "content 3", "canonical", kept.target(), None, False, 4, 40, 6)
+    signed = certificate({("stored", 4): [0.2] * 4})
+    for patch, point in ((note(entry(3), entries[:2]), "prefill"), (behind, "stored")):
+        stock = Stock(BACKBONE)
+        stock.add(entries[2], patch)
+        slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)})
+        planned = plan(window, entries, Goal(kl=0.5), stored=stock, costs=slow, certificate=signed)
+        assert [chunk.point for chunk in planned.chunks] == ["leading", "survivor", point]
+
+
 def test_other_points_have_their_names():
     entries = [entry(number, 50) for number in range(3)]
     fresh = plan(Window.empty(COSTS), entries, stored=Stock(BACKBONE), costs=DEVICES, forming=True, encoded={"c2"})
