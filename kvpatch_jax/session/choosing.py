@@ -75,7 +75,7 @@ class Choosing(Holding):
             return left.entry
         _, piece_id = self._names_for(read, None)
         kind = "text" if read.textual else "chunk"
-        return embedded(self.backbone, read.items).entry(piece_id, read.content, kind, False)
+        return embedded(self.backbone, read.items).entry(piece_id, read, kind, False)
 
     # -------------------------------------------------------------------------------------------------- inside
 

@@ -366,7 +366,7 @@ class Session(Needing, Restoring):
             kind = "text" if read.textual and not order_free else "chunk"
         name, piece_id = self._names_for(read, id)
         tokens = embedded(self.backbone, read.items)
-        known = Known(tokens.entry(piece_id, read.content, kind, order_free), name, read)
+        known = Known(tokens.entry(piece_id, read, kind, order_free), name, read)
         self._hold(known, tokens)
         try:
             yield known

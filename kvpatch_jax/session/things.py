@@ -36,6 +36,14 @@ class Thing:
     content: str
     textual: bool
 
+    @property
+    def modality(self) -> str:
+        """What it shows, as an `Entry` says it."""
+        if self.textual:
+            return "text"
+        images = sum(sort_of(item, "session") == "image" for item in self.items)
+        return "mixed" if images < len(self.items) else "image" if images == 1 else "images"
+
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the items."""
@@ -130,9 +138,9 @@ class Embedded:
         deep = self.tokens.deepstack
         return self.tokens.embeddings.nbytes + (0 if deep is None else deep.nbytes)
 
-    def entry(self, id: str, content: str | None, kind: Kind, order_free: bool) -> Entry:
-        """It as an entry of a window."""
-        return Entry(id, content, self.length, self.span, kind, order_free)
+    def entry(self, id: str, thing: Thing, kind: Kind, order_free: bool) -> Entry:
+        """It as an entry of a window, which shows what was given."""
+        return Entry(id, thing.content, self.length, self.span, kind, order_free, thing.modality)
 
 
 def embedded(backbone: Backbone, items: Any, behind: Any = ()) -> Embedded:

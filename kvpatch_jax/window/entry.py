@@ -50,9 +50,12 @@ class Entry:
       span: how far the next entry's start moves: one more than its largest position (under M-RoPE the largest extent).
       kind: "chunk" or "text".
       order_free: a chunk whose place among others of its kind means nothing, so that `reorder` may move it.
+      modality: what it shows: "image", "text", "images" (several in one), "mixed"; None where nobody said, of texts
+        "text". Certificates are of some alone. Its content tells it from others, not this.
 
     Raises:
-      WindowError: an empty id or content, no tokens, a span below 1, another kind, or a text that is order-free.
+      WindowError: an empty id, content or modality, no tokens, a span below 1, another kind, or a text that is
+        order-free.
       InputError: an id or content that UTF-8 cannot hold.
     """
 
@@ -62,8 +65,13 @@ class Entry:
     span: int
     kind: Kind = "chunk"
     order_free: bool = False
+    modality: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if self.modality is None and self.kind == "text":
+            object.__setattr__(self, "modality", "text")
+        if self.modality is not None and (not isinstance(self.modality, str) or not self.modality):
+            raise WindowError(f"entry: modality {self.modality!r:.80}; expected a word such as 'image', or None")
         if not isinstance(self.id, str) or not self.id:
             raise WindowError(f"entry: id {self.id!r:.80}; expected a name")
         encoded(self.id + (self.content if isinstance(self.content, str) else ""))
@@ -79,13 +87,21 @@ class Entry:
             raise WindowError(f"entry {brief(self.id)!r}: order_free {self.order_free!r}; expected it of chunks alone")
 
     @classmethod
-    def of(cls, chunk: Chunk, *, order_free: bool = False) -> "Entry":
+    def of(cls, chunk: Chunk, *, order_free: bool = False, modality: str | None = None) -> "Entry":
         """Describes a chunk. Its content is computed where it came without one."""
-        return cls(chunk.id, content_of(chunk), int(chunk.length), max(int(chunk.span), 1), "chunk", order_free)
+        span = max(int(chunk.span), 1)
+        return cls(chunk.id, content_of(chunk), int(chunk.length), span, "chunk", order_free, modality)
 
     @classmethod
     def of_tokens(
-        cls, id: str, tokens: Tokens, content: str | None = None, *, kind: Kind = "text", order_free: bool = False
+        cls,
+        id: str,
+        tokens: Tokens,
+        content: str | None = None,
+        *,
+        kind: Kind = "text",
+        order_free: bool = False,
+        modality: str | None = None,
     ) -> "Entry":
         """Describes embedded tokens, [B, T] as `backbone.embed` gives them; rows must reach equally far.
 
@@ -97,7 +113,7 @@ class Entry:
         reach = {math.floor(row.max()) - math.floor(row.min()) + 1 for row in rows} if rows.size else {0}
         if len(reach) != 1:
             raise WindowError(f"entry {brief(id)!r}: rows that span {sorted(reach)}; expected one span")
-        return cls(id, content, int(places.shape[1]), reach.pop(), kind, order_free)
+        return cls(id, content, int(places.shape[1]), reach.pop(), kind, order_free, modality)
 
     @property
     def key(self) -> str:

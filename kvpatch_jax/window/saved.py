@@ -19,7 +19,7 @@ from .entry import LIMIT, Entry, PatchBase, PlacedPiece, State, StateKind
 FORMAT = "kvpatch window"
 VERSION = 2
 UNTRACED = 1
-"""The version whose windows do not say whether what a piece was made behind was as promised then."""
+"""The version whose windows do not say whether what a piece was made behind was as promised then, nor modalities."""
 _HEX = re.compile("[0-9a-f]{32}")
 _PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "branch", "origin", "clock")
 
@@ -84,7 +84,7 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
 
     fields: dict[str, Any] = {word: body[word] for word in _PLAIN} | {"costs": costs}
     _check_plain(fields)
-    pieces, evicted = (_pieces(body[word], word, fields["clock"]) for word in ("pieces", "evicted"))
+    pieces, evicted = (_pieces(body[word], word, fields["clock"], version) for word in ("pieces", "evicted"))
     _check_places(fields, pieces)
     ids = [piece.entry.id for piece in (*pieces, *evicted)]
     if len(set(ids)) != len(ids):
@@ -154,13 +154,16 @@ def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
         raise WindowError(f"window: a lead of {fields['lead']} that is not settled; expected all pieces, and texts")
 
 
-def _pieces(given: Any, what: str, clock: int) -> list[PlacedPiece]:
+def _pieces(given: Any, what: str, clock: int, version: int) -> list[PlacedPiece]:
     if not isinstance(given, list):
         raise WindowError(f"window: {what} as {_kind_of(given)}; expected a list")
     found = []
     for each in given:
         table = _table(each, what, ("entry", "start", "state", "aside", "born", "placed"))
-        entry = _built(Entry, table["entry"])
+        own = table["entry"]
+        if version == UNTRACED and isinstance(own, dict):
+            own = {"modality": None, **own}
+        entry = _built(Entry, own)
         state, aside = _state(table["state"]), None if table["aside"] is None else _state(table["aside"])
         numbers = [
             _number(table[word], word, top) for word, top in (("start", LIMIT), ("born", clock), ("placed", clock))

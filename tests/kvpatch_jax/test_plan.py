@@ -30,7 +30,7 @@ RANKS = (2, 4, 8)
 
 
 def entry(number: int, tokens: int = 5) -> Entry:
-    return Entry(f"c{number}", f"content {number}", tokens + number % 3, tokens + number % 3, "chunk", True)
+    return Entry(f"c{number}", f"content {number}", tokens + number % 3, tokens + number % 3, "chunk", True, "text")
 
 
 def note(own: Entry, front: list[Entry], rank: int = 4, orbit: bool = False) -> PatchNote:
@@ -50,7 +50,7 @@ def certificate(
         for behind, kl in enumerate(known)
         for promise in ("forget", "remember")
     )
-    texts = ("invented", "2026-11-22", 0.95, 10, 10, 5, 99, "texts", "questions", True)
+    texts = ("invented", "2026-11-22", 0.95, 10, 10, 12, 999, "texts", "questions", True)
     return Certificate(backbone, *texts, rows, Rank(4, "invented"))
 
 
@@ -472,6 +472,36 @@ def test_a_patch_is_aimed_at_the_survivor_that_a_bare_piece_goes_back_to():
         slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)})
         planned = plan(window, entries, Goal(kl=0.5), stored=stock, costs=slow, certificate=signed)
         assert [chunk.point for chunk in planned.chunks] == ["leading", "survivor", point]
+
+
+def test_a_certificate_bounds_no_window_beyond_those_that_it_was_measured_on():
+    entries = [entry(number) for number in range(5)]
+    stock = Stock(BACKBONE)
+    for place, each in enumerate(entries):
+        stock.add(each, note(each, entries[:place]))
+    signed = dataclasses.replace(certificate({("stored", 4): [0.2] * 5}), spans=(5, 7), modalities=("text",))
+    slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)})
+    ask = lambda signed, **more: plan(
+        Window.empty(COSTS), entries, Goal(kl=0.5, **more), stored=stock, costs=slow, certificate=signed
+    )
+    within = ask(signed)
+    assert (within.kl, within.beyond, within.certificate) == (0.2, None, signed.digest)
+    assert "stored" in {chunk.point for chunk in within.chunks}
+    tokens = sum(each.tokens for each in entries)
+    for smaller, said in (
+        ({"tokens": 20}, f"window of {tokens} tokens; certified up to 20"),
+        ({"chunks": 3}, "window of 4 chunks; certified up to 3"),
+        ({"spans": (5, 6)}, "chunk that spans 7 positions; certified from 5 to 6"),
+        ({"modalities": ("image",)}, "chunk of text; certified of image"),
+    ):
+        few = dataclasses.replace(signed, **smaller)
+        beyond = ask(few)
+        assert (beyond.kl, beyond.as_promised, beyond.beyond, beyond.certificate) == (0.0, True, said, None)
+        assert {chunk.point for chunk in beyond.chunks} == {"prefill"}
+        assert f"uncertified: {said}" in beyond.explain()
+        assert f"uncertified ({said})" in beyond.explain()
+        with pytest.raises(CertificateError, match=said.split(";")[0]):
+            ask(few, seconds=1.0)
 
 
 def test_other_points_have_their_names():

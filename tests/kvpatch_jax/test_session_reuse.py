@@ -1,6 +1,7 @@
 """Sessions over a store: what comes back and how, files to go on from, references, retrieval, compiles."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from window_oracle import tiny
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, SessionError, UnknownReferenceError, WindowError
-from kvpatch_jax.plan import Goal
+from kvpatch_jax.plan import Certificate, Certified, DeviceCosts, Goal, Rank, Rates
 from kvpatch_jax.session import Looking
 from kvpatch_jax.store.libraries.retriever import ExactRetriever
 from kvpatch_jax.store.libraries.static import StaticLibrary
@@ -61,6 +62,26 @@ def test_a_stored_patch_serves_what_comes_back_where_that_is_allowed(backbone, s
         assert name in session.plan(name).window
         session.recall(name)
         assert session.stats().hits == 2
+
+
+def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, store):
+    row = Certified("stored", 4, 0, "forget", 0.0, 0.0, 0.0, 0.01, 0.95, 0.9, 1.0, 0.5, 0.0, 0.0, 40)
+    texts = ("tiny", "2026-11-22", 0.95, 20, 20, 3, 99, "images", "questions", True)
+    rows = (row, dataclasses.replace(row, promise="remember"))
+    signed = Certificate(backbone.fingerprint, *texts, rows, Rank(4, "invented"), (), (1, 9), ("image",))
+    slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0)})
+    for certificate, point, said in (
+        (signed, "stored", None),
+        (dataclasses.replace(signed, tokens=4), "prefill", "window of 36 tokens; certified up to 4"),
+        (dataclasses.replace(signed, modalities=("text",)), "prefill", "chunk of image; certified of text"),
+    ):
+        with kvp.Session(backbone, store, keep=2, rank=0, certificate=certificate, costs=slow) as session:
+            session.add(image_of(0))
+            planned = session.plan(image_of(1))
+            assert (planned.chunks[-1].point, planned.beyond) == (point, said)
+            session.add(image_of(1))
+            assert session.stats().hits == (said is None)
+            assert session.window.as_promised == (said is not None)
 
 
 def test_what_was_deleted_is_prefilled_or_refused(backbone, tmp_path: Path, monkeypatch):
