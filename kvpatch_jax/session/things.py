@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +144,17 @@ class Embedded:
         return Entry(id, thing.content, self.length, self.span, kind, order_free, thing.modality)
 
 
-def embedded(backbone: Backbone, items: Any, behind: Any = ()) -> Embedded:
+def embedded(backbone: Backbone, items: Any, behind: Any = (), prompt: Mapping[str, Any] | None = None) -> Embedded:
     """Embeds items, and token ids that follow them, at positions from 0.
 
     Args:
       behind: token ids, such as an answer's, at the positions that decoding gives them.
+      prompt: what `prepare` made of the items, with what stands for pixels; None: it is asked.
 
     Raises:
       InputError: no token, such as of spaces alone. What `prepare` and `embed` raise.
     """
-    prompt = dict(backbone.prepare(list(items)))
+    prompt = dict(backbone.prepare(list(items)) if prompt is None else prompt)
     if len(behind):
         prompt = followed(prompt, behind)
     maker: Any = backbone

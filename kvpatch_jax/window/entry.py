@@ -21,7 +21,7 @@ from ..provenance import EXACT, Antecedent, Member
 from .costs import adding_flops
 
 Kind = Literal["chunk", "text"]
-How = Literal["prefill", "patch", "bare"]
+How = Literal["prefill", "patch", "bare", "leading"]
 StateKind = Literal["bare", "patched", "conditioned", "evicted"]
 PatchBase = Literal["canonical", "conditioned"]
 Fidelity = Literal["exact", "survivor", "approximate"]

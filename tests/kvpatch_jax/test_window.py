@@ -98,6 +98,19 @@ def test_a_slide_drops_and_rotates_what_stays_and_nothing_else():
     assert not dataclasses.replace(slid, promise="forget").as_promised
 
 
+def test_a_canonical_that_leads_is_its_own_prefill():
+    empty = window_of(lead=False)
+    placed, edits = empty.append(chunk("A"), "leading")
+    assert placed == empty.append(chunk("A"))[0]
+    assert edits == (Fetch("A", "canonical", None, 96 * 10), Copy("A", "canonical", None, 2 * 96 * 10, 3 * 8 * 10))
+    assert kinds(empty.append(chunk("A"), "leading", fetched=True)[1]) == ["Copy"]
+    for window, behind in ((placed, 1), (window_of(), 1)):
+        with pytest.raises(WindowError, match=f"'B' leading behind {behind} pieces; expected none"):
+            window.append(chunk("B"), "leading")
+    with pytest.raises(WindowError, match="is a text"):
+        empty.append(LEAD, "leading")
+
+
 def test_kept_gaps_move_nothing_and_nothing_behind_them_is_exact():
     window = window_of(*"ABCD", gaps="keep")
     slid, edits = window.slide(2)
