@@ -278,14 +278,17 @@ def plan(
         allow_stale=allow_stale,
     )
     promised = goal.as_promised and not uncertified
-    options = menu.options(promised)
     beyond = None if certificate is None else certificate.beyond(*_size(arranged.window))
-    bounds = Bounds(certificate, _promise(arranged.window), len(options), beyond)
-    if promised:
-        chosen = Chosen([own[0] for own in options], 0.0, 0.0)
-    else:
-        chosen = _choose(Chooser(options, bounds), goal, uncertified, arranged.window)
-    there, edits = arranged.serve([option.service for option in chosen.options], at_hand)
+    while True:
+        options = menu.options(promised)
+        bounds = Bounds(certificate, _promise(arranged.window), len(options), beyond)
+        if promised:
+            chosen = Chosen([own[0] for own in options], 0.0, 0.0)
+        else:
+            chosen = _choose(Chooser(options, bounds), goal, uncertified, arranged.window)
+        there, edits = arranged.serve([option.service for option in chosen.options], at_hand)
+        if not menu.refuse_unseen(chosen.options, there):
+            break
     return Plan(
         window,
         there,

@@ -220,7 +220,7 @@ class Holding:
 
     def _count_branch(self, counts: Counts) -> None:
         """Counts what a fork did for a question as this session's own."""
-        for word in ("forwards", "questions", "tokens", "hits", "misses", "bytes", "flops"):
+        for word in ("forwards", "questions", "tokens", "hits", "misses", "encoded", "bytes", "flops"):
             self._counts.add(word, counts.words[word])
 
     def place_anew(self) -> None:

@@ -504,6 +504,42 @@ def test_a_certificate_bounds_no_window_beyond_those_that_it_was_measured_on():
             ask(few, seconds=1.0)
 
 
+def test_what_is_known_of_a_piece_bounds_it_no_longer_where_something_else_stands_in_front():
+    """Prefilled behind a patch, it lost what that lost; of what it has not seen, or should have forgotten, more."""
+    entries = [entry(number, 50) for number in range(5)]
+    stock = Stock(BACKBONE)
+    stock.add(*entries, note(entries[1], entries[:1]))
+    signed = certificate({("stored", 4): [0.2] * 5})
+    for promise, without in (("remember", 0.2), ("forget", 0.0)):
+        ask = lambda window, wanted, **options: plan(
+            window, wanted, Goal(kl=0.5), stored=stock, costs=DEVICES, certificate=signed, **options
+        )
+        first = ask(Window.empty(COSTS, promise=promise), entries[:3])
+        assert [chunk.point for chunk in first.chunks] == ["prefill", "stored", "prefill"]
+        again = ask(first.window, entries[:3], known=first.known)
+        assert [chunk.point for chunk in again.chunks] == ["leading", "stored", "kept"]
+        assert again.kl == 0.2
+        between = ask(first.window, [*entries[:2], entries[3], entries[2]], known=first.known)
+        assert [chunk.point for chunk in between.chunks] == ["leading", "stored", "prefill", "prefill"]
+        assert ask(first.window, [entries[0], entries[2]], known=first.known).kl == without
+
+
+def test_a_patch_is_kept_only_where_none_in_front_of_it_becomes_another():
+    """The worse one is run again, and forgets what has left: the better one was formed behind what remembered it."""
+    window = filled(2)
+    stock = Stock(BACKBONE)
+    for number, rank in ((2, 2), (3, 8)):
+        front = window.target()
+        patch = PatchNote(f"{number}", f"c{number}", f"content {number}", "canonical", front, None, False, rank, 9, 9)
+        window, _ = window.append(entry(number), patch=patch)
+    window, _ = window.evict("c1")
+    signed = certificate({("stored", 2): [0.5] * 4, ("stored", 8): [0.05] * 4})
+    entries = [piece.entry for piece in window.pieces]
+    for most, points in ((0.5, ["leading", "stored", "stored"]), (0.1, ["leading", "prefill", "prefill"])):
+        planned = plan(window, entries, Goal(kl=most), stored=stock, costs=DEVICES, certificate=signed)
+        assert [chunk.point for chunk in planned.chunks] == points
+
+
 def test_other_points_have_their_names():
     entries = [entry(number, 50) for number in range(3)]
     fresh = plan(Window.empty(COSTS), entries, stored=Stock(BACKBONE), costs=DEVICES, forming=True, encoded={"c2"})
