@@ -278,7 +278,7 @@ def plan(
         allow_stale=allow_stale,
     )
     promised = goal.as_promised and not uncertified
-    beyond = None if certificate is None else certificate.beyond(*_size(arranged.window))
+    beyond = _beyond(certificate, arranged.window)
     while True:
         options = menu.options(promised)
         bounds = Bounds(certificate, _promise(arranged.window), len(options), beyond)
@@ -355,9 +355,14 @@ def _check(window: Any, stored: Any, certificate: Any) -> None:
         )
 
 
-def _size(window: Window) -> tuple[int, list[tuple[int | None, str | None]]]:
-    """What a certificate is asked for about a window: its tokens, and its chunks behind what is pinned."""
-    return window.tokens, [(piece.entry.span, piece.entry.modality) for piece in window.pieces[window.lead :]]
+def _beyond(certificate: Certificate | None, window: Window) -> str | None:
+    """In what a window is beyond those that a certificate was measured on; None where it is not."""
+    if certificate is None:
+        return None
+    if window.sink_left:
+        return "window whose first tokens have left; certified with them pinned"
+    chunks = [(piece.entry.span, piece.entry.modality) for piece in window.pieces[window.lead :]]
+    return certificate.beyond(window.tokens, chunks)
 
 
 def _promise(window: Window) -> str:

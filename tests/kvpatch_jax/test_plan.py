@@ -424,6 +424,17 @@ def test_a_patch_that_went_stale_in_the_window_is_not_kept():
     assert ask(behind.window, without).chunks[-1].point == "prefill"
 
 
+def test_a_certificate_bounds_no_window_whose_first_tokens_have_left():
+    """Survivors of a slide lose far more where nothing is pinned, and certificates are measured with a lead."""
+    signed = certificate({("survivor", 0): [0.3] * 4})
+    for lead, point in ((1, "survivor"), (0, "prefill")):
+        window, _ = filled(4, promise="forget", lead=lead).evict("c1" if lead else "c0")
+        entries = [piece.entry for piece in window.pieces]
+        planned = plan(window, entries, Goal(kl=0.5), stored=Stock(BACKBONE), costs=DEVICES, certificate=signed)
+        assert planned.chunks[-1].point == point
+        assert planned.beyond == (None if lead else "window whose first tokens have left; certified with them pinned")
+
+
 def test_what_was_made_behind_something_approximate_is_never_as_promised():
     """Not when that has left, nor through a fork, nor read back from JSON."""
     window = filled(3)
