@@ -29,7 +29,9 @@ def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
       of them new and served as promised, all of them by stored patches under a bound on KL or on flips, within a
       budget of seconds or bytes, and in another order.
     """
-    entries = [Entry(f"page {number}", f"{number:032x}", 256, 256, "chunk", True) for number in range(count + 1)]
+    entries = [
+        Entry(f"page {number}", f"{number:032x}", 256, 256, "chunk", True, "text") for number in range(count + 1)
+    ]
     whole, new = entries[:count], entries[count]
     stock = Stock(BACKBONE)
     stock.add(*entries, *(_note(each, whole[:place]) for place, each in enumerate(whole)))
@@ -103,5 +105,5 @@ def _certificate(count: int) -> Certificate:
         for behind in (0, count)
         for promise in ("remember", "forget")
     )
-    about = ("invented", "2026-01-01", 0.95, 10, 10, count, 256 * count, "nothing", "nothing", True)
+    about = ("invented", "2026-01-01", 0.95, 10, 10, count, 256 * (count + 1), "text", "nothing", True)
     return Certificate(BACKBONE, *about, rows, Rank(16, "invented"))

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,21 @@ from .scores import Scores, recommend, rows_of
 from .ways import RANKS, fresh_ranks, stages, ways
 from .windows import Source, Windows
 
+
+class Measured(NamedTuple):
+    """What was said behind all windows, and how large these were.
+
+    Attributes:
+      scores: answer by answer. asked: what was asked, in words.
+      tokens: of the largest window. spans: the least and the largest span of a chunk beside the lead.
+    """
+
+    scores: Scores
+    asked: str
+    tokens: int
+    spans: tuple[int, int]
+
+
 Step = Callable[[str], None]
 """Is told of each way that was read."""
 
@@ -30,31 +46,31 @@ def measure(
     step: Step,
     ranks: Sequence[int] = RANKS,
     journal: Journal | None = None,
-) -> tuple[Scores, str, int]:
+) -> Measured:
     """Serves and asks every batch in every way.
 
     Args:
       journal: what was measured before is taken from it, and what is measured now goes into it.
-
-    Returns:
-      What was said; what was asked, in words; tokens of the largest window.
     """
     scores, asked, tokens = Scores.none(), "", 0
+    spans: set[int] = set()
     journal = Journal() if journal is None else journal
     for number, planned in enumerate(source.planned):
         part = journal.part(batch_name(number))
-        if part is None:
+        if part is None or "spans" not in part:  # which an older program did not write
             own, windows = Scores.none(), source.load(backbone, planned, folder)
             size = take(own, windows, tuple(ranks), step)
-            part = journal.add(batch_name(number), scores=own.to_json(), asked=windows.asked.what, tokens=size)
+            told = {"asked": windows.asked.what, "tokens": size, "spans": sorted(set(windows.spans))}
+            part = journal.add(batch_name(number), scores=own.to_json(), **told)
         scores.add(Scores.from_json(part["scores"]))
         asked, tokens = part["asked"], max(tokens, part["tokens"])
+        spans.update(part["spans"])
     # Behind chunks that are served as promised, a patch that is formed now is the stored one.
     for table in (scores.kl, scores.flips):
         for (point, rank, behind, promise), values in list(table.items()):
             if point == "stored" and behind == 0 and rank in fresh_ranks(tuple(ranks)):
                 table["fresh", rank, behind, promise] = values
-    return scores, asked, tokens
+    return Measured(scores, asked, tokens, (min(spans), max(spans)))
 
 
 def batch_name(number: int) -> str:
@@ -109,7 +125,7 @@ def certify(
       name: of the model. folder: for files. level: of the bounds. goal: of the recommended rank, in nats.
       plans: measures plans by the certificate, whose rows are added. journal: as `measure` takes it.
     """
-    scores, asked, tokens = measure(backbone, source, folder, step, ranks, journal)
+    scores, asked, tokens, spans = measure(backbone, source, folder, step, ranks, journal)
     made = Certificate(
         backbone=backbone.fingerprint,
         model=name,
@@ -124,6 +140,8 @@ def certify(
         disjoint=source.disjoint,
         rows=tuple(sorted(rows_of(scores, level), key=lambda row: (row.promise, row.point, row.behind, row.rank))),
         recommended=recommend(scores, goal, level),
+        spans=spans,
+        modalities=(source.modality,),
     )
     return made if plans is None else dataclasses.replace(made, plans=plans(made))
 

@@ -53,7 +53,7 @@ def measure_plans(
         part = journal.part(name)
         if part is None:
             windows, rng = source.load(backbone, planned, folder), np.random.default_rng([seed, 3, number])
-            done = [carried_out(windows, Goal(kl=goal), certificate, ranks, rng) for goal in goals]
+            done = [carried_out(windows, source.modality, Goal(kl=goal), certificate, ranks, rng) for goal in goals]
             part = journal.add(name, found=[(kl.tolist(), cluster.tolist(), share) for kl, cluster, share in done])
             step("plans")
         for goal, (kl, cluster, share) in zip(goals, part["found"], strict=True):
@@ -74,13 +74,18 @@ def goals_of(certificate: Certificate, ranks: Sequence[int]) -> list[float]:
 
 
 def carried_out(
-    windows: Windows, goal: Goal, certificate: Certificate, ranks: Sequence[int], rng: np.random.Generator
+    windows: Windows,
+    modality: str,
+    goal: Goal,
+    certificate: Certificate,
+    ranks: Sequence[int],
+    rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Plans a batch, runs it and asks: KL of each answer, whose window, and the share of approximate chunks."""
     line = Line(windows.backbone, [windows.lead, *windows.pieces])
     target = line.prefill()
     executor = HostExecutor(windows.backbone)
-    planned = planned_for(windows, line, target, goal, certificate, ranks, rng, executor)
+    planned = planned_for(windows, modality, line, target, goal, certificate, ranks, rng, executor)
     planned.provide(executor)
     executor.run(planned.window, planned.edits)
 
@@ -99,6 +104,7 @@ def _patch(chunk: kvp.Chunk, kv: KV, rank: int, front: Sequence[Member]) -> kvp.
 
 def planned_for(
     windows: Windows,
+    modality: str,
     line: Line,
     target: Sequence[KV],
     goal: Goal,
@@ -122,5 +128,5 @@ def planned_for(
         if rank:
             stock.add(_patch(piece.chunk, target[place], rank, front))
         front.append(Member(piece.chunk.id, piece.chunk.content))
-    wanted = [Entry.of(piece.chunk) for piece in windows.pieces]
+    wanted = [Entry.of(piece.chunk, modality=modality) for piece in windows.pieces]
     return plan(window, wanted, goal, stored=stock, certificate=certificate, costs=FORWARDS)

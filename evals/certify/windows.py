@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,7 @@ class Source:
       content: in words. chunks: of a window, beside the lead. windows: (calibration, held out), in clusters.
       disjoint: whether no two windows share a chunk.
       planned: the batches.
+      modality: of the chunks.
     """
 
     content: str
@@ -65,6 +66,7 @@ class Source:
     windows: tuple[int, int]
     disjoint: bool
     planned: tuple[Planned, ...]
+    modality: ClassVar[str] = "image"
 
     def load(self, backbone: ModelBackbone, planned: Planned, folder: Path) -> "Windows":
         """Reads and prefills what a batch shows."""
@@ -93,6 +95,11 @@ class Windows:
     asked: Asked
     clusters: np.ndarray
     held_out: bool
+
+    @property
+    def spans(self) -> list[int]:
+        """Spans of the pieces, and of what stood there before."""
+        return [image.chunk.span for image in (*self.older, *self.pieces)]
 
 
 def halves(count: int) -> tuple[int, int]:
@@ -283,6 +290,7 @@ def _stacked(rows: Sequence[Tokens]) -> Tokens:
 class Texts(Source):
     """Windows of consecutive pieces of documents; what stood there before are the pieces in front of them."""
 
+    modality: ClassVar[str] = "text"
     questions: tuple[str, ...] = ()
 
     @classmethod

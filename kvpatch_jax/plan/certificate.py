@@ -25,6 +25,7 @@ EXACT_POINTS = ("leading", "prefill", "encoded")
 MEASURED_POINTS = ("survivor", "orbit", "stored", "update", "fresh", "bare", "repair")
 MOST_ROWS = 4096
 MOST_LETTERS = 2000
+MOST_MODALITIES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,9 @@ class Certificate:
       rows: one for each way of reuse.
       plans: how plans did on held-out windows.
       recommended: a rank, and why it.
+      spans: the least and the largest span of a chunk beside what is pinned; None in older files, which bound it by
+        `tokens` alone.
+      modalities: of those chunks ("image", "text"); None in older files, whose `content` says it.
 
     Raises:
       CertificateError: two rows of one kind, no rows, numbers out of range.
@@ -172,6 +176,8 @@ class Certificate:
     rows: tuple[Certified, ...]
     recommended: Rank
     plans: tuple[CertifiedPlan, ...] = ()
+    spans: tuple[int, int] | None = None
+    modalities: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for word in ("backbone", "model", "made", "content", "asked"):
@@ -189,10 +195,49 @@ class Certificate:
             raise CertificateError(f"certificate: two rows of {twice}; expected one")
         if not isinstance(self.recommended, Rank):
             raise CertificateError(f"certificate: recommended {self.recommended!r:.40}; expected a Rank")
+        for word in certificate_file.NEWER:
+            value = getattr(self, word)
+            if value is not None and (not isinstance(value, tuple) or not 1 <= len(value) <= MOST_MODALITIES):
+                raise CertificateError(f"certificate: {word} {_short(value)}; expected a tuple, or None")
+        for span in self.spans or ():
+            _whole(span, "certificate: span", 1)
+        if self.spans is not None and (len(self.spans) != 2 or self.spans[0] > self.spans[1]):
+            raise CertificateError(f"certificate: spans {self.spans!r:.80}; expected the least and the largest")
+        for modality in self.modalities or ():
+            _text(modality, "certificate: modality")
         _whole(self.recommended.rank, "certificate: recommended rank", 1)
         _text(self.recommended.reason, "certificate: reason")
 
     # ------------------------------------------------------------------------------------------------ bounds
+
+    def beyond(self, tokens: int, chunks: Sequence[tuple[int | None, str | None]]) -> str | None:
+        """Says in what a window is beyond those that were measured: then no bound holds for it, and nobody may ask one.
+
+        Whoever serves by a certificate asks this first: plans (and so sessions), and the engine's connector.
+
+        Args:
+          tokens: of the window, all told, without what is asked behind it.
+          chunks: of each chunk beside what is pinned its span (None where only its tokens are known) and its modality
+            (None where nobody said, which was not measured).
+
+        Returns:
+          A clause for people; None where the window is like those that were measured.
+        """
+        if tokens > self.tokens:
+            return f"window of {tokens} tokens; certified up to {self.tokens}"
+        if len(chunks) > self.chunks:
+            return f"window of {len(chunks)} chunks; certified up to {self.chunks}"
+        least, largest = self.spans or (1, self.tokens)
+        modalities = self.modalities
+        if modalities is None:
+            modalities = tuple(word for word in ("image", "text") if word in self.content)
+        for span, modality in chunks:
+            if span is not None and not least <= span <= largest:
+                return f"chunk that spans {span} positions; certified from {least} to {largest}"
+            if modality not in modalities:
+                measured = " and ".join(modalities) or "what it does not say"
+                return f"chunk of {modality or 'a modality that nobody said'}; certified of {measured}"
+        return None
 
     def bound(self, point: str, rank: int = 0, *, behind: int = 0, promise: Promise = "forget") -> float | None:
         """Bounds the KL of an answer behind a window with a chunk that is served so, in nats.
@@ -331,6 +376,9 @@ class Certificate:
           CertificateError: no such JSON, damage, another version, or a certificate of other weights.
         """
         body = certificate_file.parsed(text)
+        for word in certificate_file.NEWER:  # which older files do not say
+            value = body.setdefault(word, None)
+            body[word] = tuple(value) if isinstance(value, list) else value
         certificate_file.check_names(body, [field.name for field in dataclasses.fields(cls)], "certificate")
         rows = tuple(certificate_file.built(Certified, values) for values in body.pop("rows"))
         plans = tuple(certificate_file.built(CertifiedPlan, values) for values in body.pop("plans"))

@@ -18,6 +18,8 @@ VERSION = 1
 LARGEST = 4 << 20
 """Bytes of a file; a larger one is not read."""
 _COLUMNS = ("rows", "plans")
+NEWER = ("spans", "modalities")
+"""What older files do not say; what a certificate does not know is left out."""
 
 
 def body_of(certificate: Any) -> dict[str, Any]:
@@ -25,6 +27,7 @@ def body_of(certificate: Any) -> dict[str, Any]:
     body = {field.name: getattr(certificate, field.name) for field in dataclasses.fields(certificate)}
     for word in _COLUMNS:
         body[word] = [_fields(row) for row in body[word]]
+    body = {word: value for word, value in body.items() if word not in NEWER or value is not None}
     return body | {"recommended": dict(certificate.recommended._asdict())}
 
 

@@ -23,11 +23,16 @@ belongs there; all."""
 
 
 class Bounds:
-    """What a certificate bounds, looked up once. None: nothing is certified."""
+    """What a certificate bounds, looked up once. None: nothing is certified.
 
-    def __init__(self, certificate: Any, promise: str, most: int):
+    Attributes:
+      beyond: in what the window is beyond all that the certificate was measured on; then nothing is certified.
+    """
+
+    def __init__(self, certificate: Any, promise: str, most: int, beyond: str | None = None):
         """Asks a `Certificate` for what a window of at most so many pieces promises."""
-        self._certificate, self._promise, self._most = certificate, promise, most
+        self._certificate, self._promise, self._most = None if beyond else certificate, promise, most
+        self.beyond = beyond
         self._rows: dict[tuple[str, Way], list[float]] = {}
 
     def kl(self, way: Way, others: int) -> float | None:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..provenance import Antecedent
 from ..window.arranging import KEEP, PREFILL, Arranged, AtHand, Service
 from ..window.chain import chain_digest
-from ..window.entry import Entry, PlacedPiece, tuple_of
+from ..window.entry import Entry, Fidelity, PlacedPiece, tuple_of
+from ..window.window import Window
 from .device_costs import DeviceCosts, Rates
 from .points import Point
 from .stock import Stock, Stocked
@@ -125,6 +126,7 @@ class Menu:
         self.arranged, self.stock, self.priced = arranged, stock, priced
         self.known, self.encoded, self.forming, self.allow_stale = known, encoded, forming, allow_stale
         self.forget = arranged.window.promise == "forget"
+        self._unseen: set[int] = set()
         self._bare: dict[tuple[int, float], Option] = {}
 
     def options(self, promised: bool = False) -> list[list[Option]]:
@@ -183,7 +185,7 @@ class Menu:
 
     def _patched(self, index: int, entry: Entry, kept: PlacedPiece | None = None) -> list[Option]:
         """By what patches a piece could be served at its place."""
-        target, options = self.arranged.targets[index], []
+        target, options = self.arranged.targets.digests[index], []
         found = self.stock.serving(entry, target, lambda: self._antecedent(index))
         for stocked in found:
             note = stocked.note
@@ -219,14 +221,14 @@ class Menu:
         entry, priced = piece.entry, self.priced
         turn = priced.turned(entry.tokens) if starts[entry.id] != piece.start else (0, 0, 0.0)
         if self._is_promised(index, piece):
-            return [Option(_kept_point(piece), KEEP, *turn)]
+            return [Option(kept_point(piece), KEEP, *turn)]
         nbytes, flops, seconds = priced.forward(entry, behind, again=True)
         taken = nbytes + turn[0], flops + turn[1], seconds + turn[2]
         again = tuple_of(Option, ("prefill", PREFILL, *taken, None, True, None))
         restored = piece.state.kind == "bare" and self._is_promised(index, piece, aside=True)
         if few and not restored:
             return [again]
-        keep = Option(_kept_point(piece), KEEP, *turn, self._kept_way(index, piece))
+        keep = Option(kept_point(piece), KEEP, *turn, self._kept_way(index, piece))
         if entry.kind == "text":
             return [again, keep]
         options = [again, keep, *self._patched(index, entry, piece)]
@@ -244,22 +246,45 @@ class Menu:
         state = piece.aside if aside else piece.state
         if state is None or state.kind != "conditioned" or not state.pure:
             return False
-        if state.behind == self.arranged.targets[index]:
+        if state.behind == self.arranged.targets.digests[index]:
             return True
-        pieces = self.arranged.window.pieces
-        seen = index == 0 or pieces[index - 1].latest <= piece.born
-        return seen and not self.forget
+        return self._has_seen(index, piece) and index < self.arranged.targets.kept and not self.forget
+
+    def _has_seen(self, index: int, piece: PlacedPiece) -> bool:
+        """Whether a piece has seen all that stands in front of it, as far as it is known how that will be served."""
+        seen = index == 0 or self.arranged.window.pieces[index - 1].latest <= piece.born
+        return seen and index not in self._unseen
+
+    def refuse_unseen(self, chosen: Sequence[Option], there: Window) -> bool:
+        """Refuses to keep pieces for what they have seen where what was chosen in front of them is run again.
+
+        Args:
+          there: the window as it would be served.
+
+        Returns:
+          Whether there are any: then the options are others, and all has to be chosen again.
+        """
+        before, pieces = len(self._unseen), self.arranged.window.pieces
+        for index, (option, piece) in enumerate(zip(chosen, there.pieces, strict=True)):
+            bounded = option.service.how == "keep" and option.way not in (None, UNKNOWN, BARE_WAY)
+            unseen = index > 0 and there.pieces[index - 1].latest > piece.born
+            if bounded and unseen and self._has_seen(index, pieces[index]):
+                self._unseen.add(index)
+        return len(self._unseen) > before
 
     def _kept_way(self, index: int, piece: PlacedPiece) -> Way:
         """What a certificate is asked for, of a piece that is approximate and stays as it is."""
-        state, pieces = piece.state, self.arranged.window.pieces
+        state = piece.state
         if state.kind == "bare":
             return BARE_WAY
         if state.kind == "conditioned":
-            survives = state.pure and (index == 0 or pieces[index - 1].latest <= piece.born)
-            return ("survivor", 0) if survives else self.known.get(state.digest, UNKNOWN)
-        seen = index == 0 or pieces[index - 1].latest <= piece.born
-        if seen and not self.forget:  # it remembers, as a survivor does
+            kept = self.forget or index < self.arranged.targets.kept
+            if state.pure and kept and self._has_seen(index, piece):
+                return "survivor", 0
+            # What is known of it was said behind what it was made behind; what has left it is not to remember.
+            same = state.behind == piece.front if self.forget else self._has_seen(index, piece)
+            return self.known.get(state.digest, UNKNOWN) if same else UNKNOWN
+        if self._has_seen(index, piece) and not self.forget:  # it remembers, as a survivor does
             return self.known.get(state.digest, ("stored", state.rank))
         if state.behind == self._antecedent(index).digest:
             return self.known.get(state.digest, ("stored", state.rank))
@@ -270,9 +295,13 @@ _BARE = Service("bare")
 _RESTORE = Service("restore")
 
 
-def _kept_point(piece: PlacedPiece) -> Point:
+_CONDITIONED: dict[Fidelity, Point] = {"exact": "leading", "survivor": "survivor", "approximate": "kept"}
+
+
+def kept_point(piece: PlacedPiece) -> Point:
+    """The point of a piece that stays as it is."""
     if piece.state.kind == "bare":
         return "bare"
     if piece.state.kind == "patched":
         return "stored"
-    return "leading" if piece.fidelity == "exact" else "survivor"
+    return _CONDITIONED[piece.fidelity]

@@ -16,7 +16,7 @@ from .certificate import Certificate
 from .choosing import Bounds, Chooser, Chosen, Unknown
 from .device_costs import DeviceCosts
 from .goal import Goal
-from .menu import UNKNOWN, Menu, Option, Priced, Way
+from .menu import UNKNOWN, Menu, Option, Priced, Way, kept_point
 from .points import MEANING, Point
 from .stock import Stock
 
@@ -64,6 +64,7 @@ class Plan:
       kl, flips: bounds of an answer behind the whole window against what it promises; None where nothing bounds them.
       seconds: that the edits are predicted to take on `devices`. bytes, flops: of the edits, exact.
       devices: what seconds were predicted with. certificate: digest of the one that bounds are from, or None.
+      beyond: in what the window is beyond all that the certificate was measured on, so that it bounds nothing; or None.
     """
 
     before: Window
@@ -85,6 +86,11 @@ class Plan:
     def chunks(self) -> tuple[PlannedChunk, ...]:
         """All pieces, in order."""
         return _planned(self.window, self._chosen, self.edits, self.devices, self._bounds)
+
+    @property
+    def beyond(self) -> str | None:
+        """See the attributes."""
+        return self._bounds.beyond
 
     @property
     def _taken(self) -> list[Option]:
@@ -166,6 +172,8 @@ class Plan:
             f"{self.seconds:.3g} s ({'measured' if self.devices.measured else 'assumed'} on {self.devices.device}), "
             f"KL {_bound(self.kl)}, flips {_bound(self.flips)}"
         )
+        if self._bounds.beyond:
+            whole += f"; uncertified: {self._bounds.beyond}"
         return "\n".join([whole, *(f"  {self._line(index)}" for index in range(len(self.chunks)))])
 
     def _line(self, index: int) -> str:
@@ -186,7 +194,7 @@ class Plan:
         if best.way == UNKNOWN:
             why = "stale" if best.service.allow_stale else "nothing says how far it is off"
         elif self._bounds.kl(best.way, 0) is None:
-            why = "uncertified"
+            why = f"uncertified ({self._bounds.beyond})" if self._bounds.beyond else "uncertified"
         else:
             why = "beyond the goal" if not self.goal.as_promised else "the goal is what the window promises"
         return f"not {self._named(best)}: {why}"
@@ -236,7 +244,8 @@ def plan(
         there and is not wanted leaves; what was evicted comes back; chunks move where they are order-free.
       goal: see `Goal`. None: as promised, at the least seconds.
       stored: canonicals and patches that lie ready.
-      certificate: of this backbone. Approximate ways that it does not bound are not taken.
+      certificate: of this backbone. Approximate ways that it does not bound are not taken; where the window is beyond
+        those that it was measured on (`Certificate.beyond`), it bounds none.
       costs: of this device; None: assumed ones.
       uncertified: takes stored patches that nothing bounds too, where no bound on KL or flips is asked for; and where
         a budget asks for it, canonicals alone and stale patches.
@@ -269,13 +278,17 @@ def plan(
         allow_stale=allow_stale,
     )
     promised = goal.as_promised and not uncertified
-    options = menu.options(promised)
-    bounds = Bounds(certificate, _promise(arranged.window), len(options))
-    if promised:
-        chosen = Chosen([own[0] for own in options], 0.0, 0.0)
-    else:
-        chosen = _choose(Chooser(options, bounds), goal, uncertified, arranged.window)
-    there, edits = arranged.serve([option.service for option in chosen.options], at_hand)
+    beyond = _beyond(certificate, arranged.window)
+    while True:
+        options = menu.options(promised)
+        bounds = Bounds(certificate, _promise(arranged.window), len(options), beyond)
+        if promised:
+            chosen = Chosen([own[0] for own in options], 0.0, 0.0)
+        else:
+            chosen = _choose(Chooser(options, bounds), goal, uncertified, arranged.window)
+        there, edits = arranged.serve([option.service for option in chosen.options], at_hand)
+        if not menu.refuse_unseen(chosen.options, there):
+            break
     return Plan(
         window,
         there,
@@ -285,7 +298,7 @@ def plan(
         chosen.flips,
         devices.seconds(edits),
         devices,
-        None if certificate is None else certificate.digest,
+        None if certificate is None or beyond else certificate.digest,
         menu,
         chosen,
         stored,
@@ -340,6 +353,16 @@ def _check(window: Any, stored: Any, certificate: Any) -> None:
             f"plan: a certificate of {certificate.model!r:.80}, backbone {certificate.backbone[:16]!r}; expected "
             f"{window.backbone[:16]!r}"
         )
+
+
+def _beyond(certificate: Certificate | None, window: Window) -> str | None:
+    """In what a window is beyond those that a certificate was measured on; None where it is not."""
+    if certificate is None:
+        return None
+    if window.sink_left:
+        return "window whose first tokens have left; certified with them pinned"
+    chunks = [(piece.entry.span, piece.entry.modality) for piece in window.pieces[window.lead :]]
+    return certificate.beyond(window.tokens, chunks)
 
 
 def _promise(window: Window) -> str:
@@ -407,6 +430,7 @@ def _choose(chooser: Chooser, goal: Goal, uncertified: bool, window: Window) -> 
     raise CertificateError(
         f"{said}, or a certificate (`python -m evals.certify` measures one) of {option.point} of rank {option.rank}, "
         f"for {id!r} and {len(approximate) - 1} others, or uncertified=True"
+        + (f" ({chooser.bounds.beyond})" if chooser.bounds.beyond else "")
     )
 
 
@@ -424,7 +448,7 @@ def _planned(
         elif tainted and option.open:
             kl = chosen.kl
         seconds = option.seconds + launch if entry.id == turning else option.seconds
-        point = "survivor" if option.point == "leading" and piece.fidelity != "exact" else option.point
+        point = kept_point(piece) if option.service.how == "keep" else option.point
         digest, rank = (None, 0) if stocked is None else (stocked.note.digest, stocked.note.rank)
         made.append(PlannedChunk(entry, point, digest, rank, option.bytes, option.flops, seconds, piece.fidelity, kl))
     return tuple(made)

@@ -2,7 +2,9 @@
 
 from typing import Literal, get_args
 
-Point = Literal["leading", "survivor", "orbit", "stored", "update", "fresh", "bare", "repair", "prefill", "encoded"]
+Point = Literal[
+    "leading", "survivor", "kept", "orbit", "stored", "update", "fresh", "bare", "repair", "prefill", "encoded"
+]
 POINTS: tuple[Point, ...] = get_args(Point)
 
 FORWARDS: frozenset[Point] = frozenset({"fresh", "prefill", "encoded"})
@@ -14,6 +16,7 @@ PATCHED: frozenset[Point] = frozenset({"orbit", "stored", "update"})
 MEANING: dict[Point, str] = {
     "leading": "stands as a prefill of the window has it, and nothing is done but turning its keys",
     "survivor": "stays as it is, having seen what has left",
+    "kept": "stays as it is, made behind what was approximate, or with something in front that it has not seen",
     "orbit": "canonical and a patch that serves every order of those in front",
     "stored": "canonical (or what it stands as) and a patch that was formed behind those in front",
     "update": "canonical and a stored patch, with a stored correction folded in",

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import CertificateError, InputError, SessionError
+from ..errors import CertificateError, InputError, PatchMismatchError, SessionError, ShapeError
 from ..plan import Certificate, DeviceCosts, Goal, Plan, Stock, Stocked, plan
 from ..plan.menu import Way
 from ..provenance import Antecedent
 from ..window import Edits, Entry, Fetch, PatchNote, Prefill, Recompute, Window
 from ..window.chain import chain_digest
 from .holding import Holding, Known
-from .things import embedded, thing_of
+from .things import thing_of
 
 LOSS = Goal(kl=0.05)
 """What a certificate is asked for where nobody says what an answer may lose."""
@@ -75,7 +75,7 @@ class Choosing(Holding):
             return left.entry
         _, piece_id = self._names_for(read, None)
         kind = "text" if read.textual else "chunk"
-        return embedded(self.backbone, read.items).entry(piece_id, read.content, kind, False)
+        return self._embedded(read).entry(piece_id, read, kind, False)
 
     # -------------------------------------------------------------------------------------------------- inside
 
@@ -91,7 +91,7 @@ class Choosing(Holding):
             certificate=self.certificate,
             costs=self.costs,
             uncertified=self.uncertified,
-            forming=self.runtime.former is not None,
+            forming=self.runtime.former is not None and bool(self.runtime.former.rank),
             known=self._ways,
         )
 
@@ -108,16 +108,16 @@ class Choosing(Holding):
         window, edits, planned = self._choose(known.entry, back)
         try:
             self._execute(window, edits, known)
-        except InputError:
+        except (InputError, PatchMismatchError, ShapeError):
             # What lay ready when the choice was made may have been deleted since.
             if not any(isinstance(edit, Fetch) for edit in edits):
                 raise
-            window, edits, planned = *self._prefilled(known.entry, back), None
+            window, edits, planned = *self._prefilled(known.entry, back, leading=False), None
             self._execute(window, edits, known)
         if planned is not None:
             self._ways = planned.known
         if known.entry.kind == "chunk" and met:
-            hit = window.piece(known.entry.id).state.kind != "conditioned"
+            hit = not any(isinstance(edit, Prefill) and edit.id == known.entry.id for edit in edits)
             self._counts.add("hits" if hit else "misses")
             if not hit and self._patches(known.entry):
                 self._counts.add("stale")
@@ -130,9 +130,11 @@ class Choosing(Holding):
 
     def _choose(self, entry: Entry, back: bool) -> tuple[Window, Edits, Plan | None]:
         """What brings an entry in."""
-        if not self.uncertified and (self.certificate, self.goal, self._window.promise) == (None, None, "remember"):
-            return *self._prefilled(entry, back), None  # what a plan would say
         slid, sliding = self._slid(entry)
+        if not self.uncertified and (self.certificate, self.goal) == (None, None):
+            leading = self._leads(slid, entry)
+            if leading or self._window.promise == "remember":
+                return *self._prefilled(entry, back, leading), None  # what a plan would say
         note = self._serving(slid, entry) if self.uncertified and self.certificate is None else None
         if note is not None:
             change = slid.recall(entry.id, "patch", note) if back else slid.append(entry, "patch", note)
@@ -140,9 +142,15 @@ class Choosing(Holding):
         planned = self._plan(slid, [entry])
         return planned.window, planned.edits, planned
 
-    def _prefilled(self, entry: Entry, back: bool) -> tuple[Window, Edits]:
+    def _leads(self, window: Window, entry: Entry) -> bool:
+        """Whether nothing stands in front of what comes in, and the store has its canonical: its prefill there."""
+        alone = not len(window) and entry.kind == "chunk" and self.runtime.executor.lead is None
+        return alone and self._stored(entry)
+
+    def _prefilled(self, entry: Entry, back: bool, leading: bool) -> tuple[Window, Edits]:
         slid, edits = self._slid(entry)
-        window, placing = slid.recall(entry.id) if back else slid.append(entry)
+        how = "leading" if leading else "prefill"
+        window, placing = slid.recall(entry.id, how) if back else slid.append(entry, how)
         return window, (*edits, *placing)
 
     def _serving(self, window: Window, entry: Entry) -> PatchNote | None:

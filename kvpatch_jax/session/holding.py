@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ..backbone import Backbone
 from ..chunk import brief
@@ -39,6 +39,19 @@ class Known:
     def nbytes(self) -> int:
         """Bytes of what is kept to bring it back."""
         return (0 if self.thing is None else self.thing.nbytes) + (0 if self.held is None else self.held.nbytes)
+
+
+@runtime_checkable
+class EncoderStore(Protocol):
+    """A store that keeps what vision towers make of images, as `ChunkStore` does."""
+
+    def get_encoder(self, id: str, backbone: str) -> Any:
+        """Reads a tower's output; None where there is none."""
+        ...
+
+    def put_encoder(self, id: str, backbone: str, output: Any) -> None:
+        """Stores one."""
+        ...
 
 
 class Owners:
@@ -207,7 +220,7 @@ class Holding:
 
     def _count_branch(self, counts: Counts) -> None:
         """Counts what a fork did for a question as this session's own."""
-        for word in ("forwards", "questions", "tokens", "hits", "misses", "bytes", "flops"):
+        for word in ("forwards", "questions", "tokens", "hits", "misses", "encoded", "bytes", "flops"):
             self._counts.add(word, counts.words[word])
 
     def place_anew(self) -> None:
@@ -233,10 +246,24 @@ class Holding:
                     f"session: what {brief(known.name)!r} shows was let go of ({self.memory} bytes are kept of what "
                     "has left); expected it given again"
                 )
-            tokens = embedded(self.backbone, known.thing.items)
+            tokens = self._embedded(known.thing)
         self.runtime.provide(known.entry.id, tokens.tokens, tokens.length, known.entry.content)
         known.held = tokens
         return tokens
+
+    def _embedded(self, thing: Thing) -> Embedded:
+        """Embeds what was given, by the tower's output as the store has it; where it has none, it is stored."""
+        store, former = self.store, self.runtime.former
+        if thing.textual or former is None or not isinstance(store, EncoderStore):
+            return embedded(self.backbone, thing.items)
+        backbone: Any = self.backbone
+        prompt = backbone.prepare(list(thing.items))
+        features = store.get_encoder(thing.content, backbone.fingerprint)
+        self._counts.add("encoded", features is not None)
+        if features is None:
+            features = backbone.encode(**prompt)
+            former.keep_encoder(thing.content, features)
+        return embedded(backbone, thing.items, prompt={**prompt, "features": features})
 
     def _let_go(self, known: Known) -> None:
         if known.held is not None:

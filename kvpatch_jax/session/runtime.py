@@ -130,7 +130,7 @@ class PrivateRuntime:
           pages: of the pool; None: it begins with 256 and is enlarged where a run finds no room, which compiles for
             the new size.
           dtype: of the pool; None: the one that the backbone computes in.
-          rank: of the patches that are formed; 0 forms none. None: 16.
+          rank: of the patches that are formed; 0 forms none. None: 16, from the first session on that may serve them.
           options: of `PagedExecutor`.
         """
         self.backbone, self.store = backbone, store
@@ -140,8 +140,8 @@ class PrivateRuntime:
         dtype = dtype_of(backbone) if dtype is None else dtype
         self.executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, store=store, **options)
         self.former: Former | None = None
-        if store is not None and rank != 0:
-            self.former = Former(backbone, store, RANK if rank is None else rank)
+        if store is not None:
+            self.former = Former(backbone, store, rank)
             self.former.watch(self.executor)
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:

@@ -25,9 +25,9 @@ from .events import Op
 from .holding import Known, Owners, outliving_the_pool
 from .needs import Needing
 from .restoring import Restoring
-from .runtime import PAGE_SIZE, PrivateRuntime, Runtime
+from .runtime import PAGE_SIZE, RANK, PrivateRuntime, Runtime
 from .stats import Stats
-from .things import LARGEST_IMAGE, Thing, embedded, thing_of
+from .things import LARGEST_IMAGE, Thing, thing_of
 
 SETTINGS = (
     *("certificate", "goal", "costs", "uncertified", "linker", "retriever"),
@@ -86,7 +86,9 @@ class Session(Needing, Restoring):
 
         Args:
           backbone: what `models.load` gives.
-          store: a `ChunkStore`: canonicals and patches are kept there, and formed behind the back.
+          store: a `ChunkStore`. What is exact is read from it always: the canonical of what leads, and what the vision
+            tower made of an image. Patches are formed behind the back and kept there where they may be served: with a
+            certificate, with `uncertified`, or where a rank is said.
           keep: how many chunks stay behind the lead; the oldest leaves when one more comes in. None: all stay.
           certificate: what reuse was measured to lose on this backbone. With one, what comes back is served by stored
             patches where that keeps to the goal; without, it is prefilled.
@@ -99,7 +101,8 @@ class Session(Needing, Restoring):
             added before the first chunk, or where there are none that chunk.
           promise: what the window is held against: "remember" (the model where no token sees what had left by then), or
             "forget" (a prefill of what is there).
-          rank: of patches that are formed behind the back; 0 forms none.
+          rank: of patches that are formed behind the back; 0 forms none. None: 16 where this session may serve them,
+            else none.
           runtime: shared with other sessions; None makes one of this session's own.
           branch: of the runtime's pool, where it is shared.
           name: of the session, for those who watch it; None: its branch, or drawn at random.
@@ -147,6 +150,8 @@ class Session(Needing, Restoring):
         self.keep = keep
         for word in SETTINGS:
             setattr(self, word, how[word])
+        if owners.runtime.former is not None and (self.certificate is not None or self.uncertified):
+            owners.runtime.former.form_patches(RANK)
         self._ways = {}
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
         self._hold_nothing(name, owners, window)
@@ -365,8 +370,8 @@ class Session(Needing, Restoring):
         if kind is None:
             kind = "text" if read.textual and not order_free else "chunk"
         name, piece_id = self._names_for(read, id)
-        tokens = embedded(self.backbone, read.items)
-        known = Known(tokens.entry(piece_id, read.content, kind, order_free), name, read)
+        tokens = self._embedded(read)
+        known = Known(tokens.entry(piece_id, read, kind, order_free), name, read)
         self._hold(known, tokens)
         try:
             yield known

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..window import Former, PagedExecutor
 from ..window.sources import PatchStore
 from .given import check_backbone, check_rank, float_dtype
-from .runtime import PAGE_SIZE, RANK, dtype_of
+from .runtime import PAGE_SIZE, dtype_of
 from .session import Session
 from .shared import Shared
 
@@ -82,7 +82,8 @@ class Sessions:
           batch: answers that grow together. waiting: questions that may wait for a place among them.
           timeout: seconds that a call waits for others before it raises SessionBusyError.
           dtype: of the pool; None: the one that the backbone computes in.
-          rank: of the patches that are formed; 0 forms none. None: 16.
+          rank: of the patches that are formed; 0 forms none. None: 16, from the first session on that has a certificate
+            or serves without one.
           options: of `PagedExecutor`.
 
         Raises:
@@ -95,8 +96,8 @@ class Sessions:
         executor = PagedExecutor(backbone, pages, page_size, dtype, store=store, **options)
         self.backbone, self.store = backbone, store
         former = None
-        if store is not None and rank != 0:
-            former = Former(backbone, store, RANK if rank is None else rank)
+        if store is not None:
+            former = Former(backbone, store, rank)
         try:
             self.shared = Shared(executor, former, batch=batch, waiting=waiting, timeout=timeout)
         except BaseException:

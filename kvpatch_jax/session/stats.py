@@ -17,6 +17,7 @@ class Stats:
       forwards: over pieces: what was prefilled. questions: forwards over questions. tokens: those that were prefilled.
       hits: chunks that had been seen before (here, or by whoever filled the store) and were placed without a forward.
       misses: chunks that came back and were prefilled again.
+      encoded: images whose tower did not run, for the store had its output.
       stale: chunks that came back while the store had patches of them, none of which was formed behind what stands in
         front of them now.
       turned: pieces that stayed and moved: rotations.
@@ -35,6 +36,7 @@ class Stats:
     tokens: int = 0
     hits: int = 0
     misses: int = 0
+    encoded: int = 0
     stale: int = 0
     turned: int = 0
     bytes: int = 0
@@ -53,7 +55,7 @@ class Stats:
             "stayed",
             f"forwards  {self.forwards} of pieces ({self.tokens} tokens), {self.questions} of questions ({self.asked} "
             "asked)",
-            f"reuse     {self.hits} hits, {self.misses} misses, {self.stale} stale",
+            f"reuse     {self.hits} hits, {self.misses} misses, {self.stale} stale, {self.encoded} encoded before",
             f"moved     {self.bytes / 2**20:.2f} MiB, {self.flops / 1e9:.3f} GFLOP",
         ]
         if self.formed is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ class Thing:
     items: tuple[Any, ...]
     content: str
     textual: bool
+
+    @property
+    def modality(self) -> str:
+        """What it shows, as an `Entry` says it."""
+        if self.textual:
+            return "text"
+        images = sum(sort_of(item, "session") == "image" for item in self.items)
+        return "mixed" if images < len(self.items) else "image" if images == 1 else "images"
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -130,21 +139,22 @@ class Embedded:
         deep = self.tokens.deepstack
         return self.tokens.embeddings.nbytes + (0 if deep is None else deep.nbytes)
 
-    def entry(self, id: str, content: str | None, kind: Kind, order_free: bool) -> Entry:
-        """It as an entry of a window."""
-        return Entry(id, content, self.length, self.span, kind, order_free)
+    def entry(self, id: str, thing: Thing, kind: Kind, order_free: bool) -> Entry:
+        """It as an entry of a window, which shows what was given."""
+        return Entry(id, thing.content, self.length, self.span, kind, order_free, thing.modality)
 
 
-def embedded(backbone: Backbone, items: Any, behind: Any = ()) -> Embedded:
+def embedded(backbone: Backbone, items: Any, behind: Any = (), prompt: Mapping[str, Any] | None = None) -> Embedded:
     """Embeds items, and token ids that follow them, at positions from 0.
 
     Args:
       behind: token ids, such as an answer's, at the positions that decoding gives them.
+      prompt: what `prepare` made of the items, with what stands for pixels; None: it is asked.
 
     Raises:
       InputError: no token, such as of spaces alone. What `prepare` and `embed` raise.
     """
-    prompt = dict(backbone.prepare(list(items)))
+    prompt = dict(backbone.prepare(list(items)) if prompt is None else prompt)
     if len(behind):
         prompt = followed(prompt, behind)
     maker: Any = backbone

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from ..chunk import brief
 from ..errors import PatchMismatchError, WindowError
-from .chain import chain_of, linked, target_digests
+from .chain import Targets, chain_of, linked, targets_of
 from .changes import _starts_again
 from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate, made
 from .entry import BARE, FRESH, LIMIT, Entry, PatchNote, PlacedPiece, State, tuple_of
@@ -55,12 +55,12 @@ class Arranged:
     kept: tuple[bool, ...]
 
     @functools.cached_property
-    def targets(self) -> tuple[str, ...]:
-        """For each piece the chain digest of what a patch must have been formed behind to serve it there.
+    def targets(self) -> Targets:
+        """What a patch must have been formed behind to serve a piece, and which pieces may be kept.
 
         It does not depend on how what is approximate or new in front is served, for all of that counts as prefilled.
         """
-        return target_digests(self.window.backbone, self.window.pieces, self.window.promise == "forget")
+        return targets_of(self.window.backbone, self.window.pieces, self.window.promise == "forget")
 
     def serve(self, services: Sequence[Service], at_hand: AtHand | None = None) -> tuple[Window, Edits]:
         """The window with its pieces served so, and the edits that lead there from the window before.
@@ -85,16 +85,15 @@ class Arranged:
             changed.append(index)
             if service.how == "prefill":
                 again, clock = True, max(clock, self.before.clock + 1)
-                entry, start, _, _, _, placed, *derived = pieces[index]
-                pieces[index] = tuple_of(PlacedPiece, (entry, start, FRESH, None, clock, placed, *derived))
+                pieces[index] = pieces[index].run_again(clock)
             else:
                 pieces[index] = _served(pieces[index], kept, service)
         if changed:
             window = dataclasses.replace(window, pieces=linked(window.backbone, pieces, changed[0]), clock=clock)
             patched = [index for index in changed if services[index].note is not None]
-            targets = self.targets if patched else ()
+            targets = self.targets.digests if patched else ()
             if patched and again and window.promise == "remember":  # a survivor that is run again is another one
-                targets = target_digests(window.backbone, window.pieces, forget=False)
+                targets = targets_of(window.backbone, window.pieces, forget=False).digests
             for index in patched:
                 self._check(window, index, services[index], targets[index])
         return window, self._edits(window, services, at_hand)

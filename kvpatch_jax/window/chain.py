@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from ..provenance import EXACT, Antecedent, Member
 from .entry import FRESH, PatchNote, PlacedPiece, State, apart, short_digest, tuple_of
@@ -38,7 +39,8 @@ def chain_of(backbone: str, note: PatchNote) -> str:
 def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tuple[PlacedPiece, ...]:
     """Derives `front`, `fidelity`, `latest` and `pure` of pieces from `first` on; those in front of it have theirs.
 
-    A piece whose state is `FRESH` is prefilled here: its state says behind what from now on.
+    A piece whose state is `FRESH` is prefilled here: its state says behind what from now on, and whether none of that
+    was approximate then, which stays with its KV. `Window.fidelity` says what the words mean.
     """
     done = list(pieces[:first])
     previous = done[-1] if done else None
@@ -55,6 +57,9 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
 
         if state is FRESH:
             state = State.conditioned(front, pure)
+            if aside is not None and aside != state:
+                placed = born  # those behind have seen what it was before, and not what it is now
+            aside = None
         fidelity = "approximate"
         if state.pure and state.kind == "conditioned":
             if exact and state.behind == front:
@@ -65,28 +70,43 @@ def linked(backbone: str, pieces: Sequence[PlacedPiece], first: int = 0) -> tupl
                 fidelity = "survivor"
         if placed > latest:
             latest = placed
-        pure = pure and state.pure
+        pure = pure and fidelity != "approximate"
         previous = tuple_of(PlacedPiece, (entry, start, state, aside, born, placed, front, fidelity, latest, pure))
         done.append(previous)
     return tuple(done)
 
 
-def target_digests(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> tuple[str, ...]:
-    """For each piece the chain digest of what a patch must have been formed behind to serve it where it stands."""
+class Targets(NamedTuple):
+    """What is aimed at, of all pieces of a window.
+
+    Attributes:
+      digests: for each piece the chain digest of what a patch must have been formed behind to serve it where it stands.
+      kept: how many pieces, from the front, stand behind none that would have to be run again: survivors there may be
+        kept.
+    """
+
+    digests: tuple[str, ...]
+    kept: int
+
+
+def targets_of(backbone: str, pieces: Sequence[PlacedPiece], forget: bool) -> Targets:
+    """Derives what is aimed at: what cannot be kept counts as prefilled in its place."""
     found, front, exact = [root(backbone)], root(backbone), True
-    same = True  # what is aimed at has been what stands there, whose digests are known
-    for piece, following in itertools.pairwise(pieces):
+    same, kept = True, len(pieces)  # what is aimed at has been what stands there, whose digests are known
+    for index, (piece, following) in enumerate(itertools.pairwise(pieces)):
         gap = following[1] - piece[1] - piece[0].span
         if same and exact and not gap and piece.fidelity == EXACT:  # as most pieces are, at no cost
             front = following.front
             found.append(front)
             continue
-        service = EXACT if forget else apart(_aimed_service(piece, exact, front), gap)
+        state = _kept_state(pieces, index, front, index >= kept)
+        kept = min(kept, index + 1) if state is None else kept
+        service = EXACT if forget else apart(_aimed_service(state, exact, front), gap)
         exact = exact and service == EXACT
         same = same and service == apart(piece.service, gap)
         front = following.front if same else behind(front, piece.entry.key, service)
         found.append(front)
-    return tuple(found[: len(pieces)])
+    return Targets(tuple(found[: len(pieces)]), kept)
 
 
 def served(pieces: Sequence[PlacedPiece], start: int) -> Iterable[Member]:
@@ -100,22 +120,37 @@ def aimed(backbone: str, pieces: Sequence[PlacedPiece], start: int) -> Iterable[
 
     A kept piece as it is; one that is served otherwise, as a prefill in its place would serve it.
     """
-    front, exact = root(backbone), True
-    for piece, gap in _gaps(pieces, start):
-        service = apart(_aimed_service(piece, exact, front), gap)
+    front, exact, another = root(backbone), True, False
+    for index, (piece, gap) in enumerate(_gaps(pieces, start)):
+        state = _kept_state(pieces, index, front, another)
+        another = another or state is None
+        service = apart(_aimed_service(state, exact, front), gap)
         exact = exact and service == EXACT
         yield Member(piece.entry.id, piece.entry.content, service)
         front = behind(front, piece.entry.key, service)
 
 
-def _aimed_service(piece: PlacedPiece, exact: bool, front: str) -> str:
+def _kept_state(pieces: Sequence[PlacedPiece], index: int, front: str, another: bool) -> State | None:
+    """The state in which a piece's KV is what is promised behind this front, however those in front are served now.
+
+    Args:
+      another: whether one in front would be run again, to another than this has seen.
+
+    Returns:
+      Its state, or the one it goes back to from being bare; None where it would have to be run again.
+    """
+    piece = pieces[index]
+    own = piece.aside or piece.state
+    if own.kind != "conditioned" or not own.pure:
+        return None
+    seen = not another and (index == 0 or pieces[index - 1].latest <= piece.born)
+    return own if seen or own.behind == front else None
+
+
+def _aimed_service(kept: State | None, exact: bool, front: str) -> str:
     """How a piece would have to be served behind a front that is served as it is aimed at."""
-    own = piece.state
-    if exact and own.kind == "conditioned" and own.pure and own.behind == front:
-        return EXACT
-    if piece.fidelity == "approximate":
-        return EXACT if exact else f"survivor:{State.conditioned(front, True).digest}"
-    return piece.service
+    state = kept or State.conditioned(front, True)
+    return EXACT if exact and state.behind == front else f"survivor:{state.digest}"
 
 
 def _gaps(pieces: Sequence[PlacedPiece], start: int) -> Iterable[tuple[PlacedPiece, int]]:

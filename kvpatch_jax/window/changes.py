@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from ..chunk import brief
 from ..content import names_of
@@ -31,7 +31,8 @@ class WindowChanges(WindowPieces):
         """Places an entry behind all others.
 
         Args:
-          how: "prefill" it behind what stands there; place its canonical with a "patch"; or "bare", alone. None:
+          how: "prefill" it behind what stands there; place its canonical with a "patch"; or "bare", alone; or
+            "leading", where nothing stands in front: a canonical that was prefilled alone is its prefill there. None:
             "patch" where one is given, else "prefill".
           patch: formed behind `target()`.
           fetched: canonical and patch are at hand, and need no `Fetch`.
@@ -234,6 +235,8 @@ class WindowChanges(WindowPieces):
         """Places an entry at an index; `before` is where it, or what it replaces, stood."""
         note = None if patch is None else PatchNote.of(patch)
         state = _state(entry, how, note)
+        if how == "leading" and index:
+            raise WindowError(f"window: {_shown(entry.id)} leading behind {index} pieces; expected none in front of it")
         start, shift = self._room(entry.span, index, before)
         piece = PlacedPiece(entry, start, state, born=self.clock + 1, placed=self.clock + 1)
         following = self.pieces[index:]
@@ -258,7 +261,7 @@ class WindowChanges(WindowPieces):
         )
         if note is not None:
             there._check_patch(note, there.pieces[index], allow_stale)
-        return there, there._placing(index, fetched)
+        return there, there._placing(index, fetched, how == "leading")
 
     def _room(self, span: int, index: int, before: PlacedPiece | None) -> tuple[int, int]:
         """Where an entry of this span is placed at an index, and how far what stands behind has to move."""
@@ -307,11 +310,11 @@ class WindowChanges(WindowPieces):
                 edits.append(Rotate(entry.id, old, new, bytes, flops))
         return in_order(edits)
 
-    def _placing(self, index: int, fetched: bool) -> list[Edit]:
-        """The edits that place the KV of a piece in its state."""
+    def _placing(self, index: int, fetched: bool, leading: bool = False) -> list[Edit]:
+        """The edits that place the KV of a piece in its state; `leading`: its canonical is its prefill."""
         piece = self.pieces[index]
         id, tokens, state = piece.entry.id, piece.entry.tokens, piece.state
-        if state.kind == "conditioned":
+        if state.kind == "conditioned" and not leading:
             behind = sum(each.entry.tokens for each in self.pieces[:index])
             return [Prefill(id, behind, **self.costs.prefill(tokens, behind))]
         edits: list[Edit] = []
@@ -380,13 +383,14 @@ class WindowChanges(WindowPieces):
 def _state(entry: Entry, how: How | None, note: PatchNote | None) -> State:
     """The state in which an entry is placed."""
     how = how or ("prefill" if note is None else "patch")
-    if how not in ("prefill", "patch", "bare") or (how == "patch") != (note is not None):
+    if how not in get_args(How) or (how == "patch") != (note is not None):
         given = "no patch" if note is None else "a patch"
-        raise WindowError(f"window: how {how!r:.80} with {given}; expected 'prefill', 'bare', or 'patch' with a patch")
+        expected = "'prefill', 'bare', 'leading', or 'patch' with a patch"
+        raise WindowError(f"window: how {how!r:.80} with {given}; expected {expected}")
     if entry.kind == "text" and how != "prefill":
         raise WindowError(f"window: {_shown(entry.id)} is a text, which has no canonical; expected it prefilled")
     if note is None:
-        return FRESH if how == "prefill" else BARE
+        return BARE if how == "bare" else FRESH
     if note.base != "canonical":
         raise PatchMismatchError(f"patch: base {note.base!r}; expected 'canonical' (`condition` takes a removal patch)")
     return note.state()

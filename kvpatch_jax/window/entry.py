@@ -21,7 +21,7 @@ from ..provenance import EXACT, Antecedent, Member
 from .costs import adding_flops
 
 Kind = Literal["chunk", "text"]
-How = Literal["prefill", "patch", "bare"]
+How = Literal["prefill", "patch", "bare", "leading"]
 StateKind = Literal["bare", "patched", "conditioned", "evicted"]
 PatchBase = Literal["canonical", "conditioned"]
 Fidelity = Literal["exact", "survivor", "approximate"]
@@ -50,9 +50,12 @@ class Entry:
       span: how far the next entry's start moves: one more than its largest position (under M-RoPE the largest extent).
       kind: "chunk" or "text".
       order_free: a chunk whose place among others of its kind means nothing, so that `reorder` may move it.
+      modality: what it shows: "image", "text", "images" (several in one), "mixed"; None where nobody said, of texts
+        "text". Certificates are of some alone. Its content tells it from others, not this.
 
     Raises:
-      WindowError: an empty id or content, no tokens, a span below 1, another kind, or a text that is order-free.
+      WindowError: an empty id, content or modality, no tokens, a span below 1, another kind, or a text that is
+        order-free.
       InputError: an id or content that UTF-8 cannot hold.
     """
 
@@ -62,8 +65,13 @@ class Entry:
     span: int
     kind: Kind = "chunk"
     order_free: bool = False
+    modality: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        if self.modality is None and self.kind == "text":
+            object.__setattr__(self, "modality", "text")
+        if self.modality is not None and (not isinstance(self.modality, str) or not self.modality):
+            raise WindowError(f"entry: modality {self.modality!r:.80}; expected a word such as 'image', or None")
         if not isinstance(self.id, str) or not self.id:
             raise WindowError(f"entry: id {self.id!r:.80}; expected a name")
         encoded(self.id + (self.content if isinstance(self.content, str) else ""))
@@ -79,13 +87,21 @@ class Entry:
             raise WindowError(f"entry {brief(self.id)!r}: order_free {self.order_free!r}; expected it of chunks alone")
 
     @classmethod
-    def of(cls, chunk: Chunk, *, order_free: bool = False) -> "Entry":
+    def of(cls, chunk: Chunk, *, order_free: bool = False, modality: str | None = None) -> "Entry":
         """Describes a chunk. Its content is computed where it came without one."""
-        return cls(chunk.id, content_of(chunk), int(chunk.length), max(int(chunk.span), 1), "chunk", order_free)
+        span = max(int(chunk.span), 1)
+        return cls(chunk.id, content_of(chunk), int(chunk.length), span, "chunk", order_free, modality)
 
     @classmethod
     def of_tokens(
-        cls, id: str, tokens: Tokens, content: str | None = None, *, kind: Kind = "text", order_free: bool = False
+        cls,
+        id: str,
+        tokens: Tokens,
+        content: str | None = None,
+        *,
+        kind: Kind = "text",
+        order_free: bool = False,
+        modality: str | None = None,
     ) -> "Entry":
         """Describes embedded tokens, [B, T] as `backbone.embed` gives them; rows must reach equally far.
 
@@ -97,7 +113,7 @@ class Entry:
         reach = {math.floor(row.max()) - math.floor(row.min()) + 1 for row in rows} if rows.size else {0}
         if len(reach) != 1:
             raise WindowError(f"entry {brief(id)!r}: rows that span {sorted(reach)}; expected one span")
-        return cls(id, content, int(places.shape[1]), reach.pop(), kind, order_free)
+        return cls(id, content, int(places.shape[1]), reach.pop(), kind, order_free, modality)
 
     @property
     def key(self) -> str:
@@ -115,8 +131,8 @@ class State:
       behind: a digest of what it was made behind: of a conditioned one, of all in front and how each was served (the
         window's digest at that place); of a patched one, the digest of the antecedent that its patch was formed behind;
         of a bare one, "".
-      pure: conditioned, in all layers, and everything in front was pure too: the KV that the model itself computes when
-        no token sees a chunk that had left by then.
+      pure: conditioned, in all layers, when nothing in front was approximate: the KV that the model itself computes
+        where no token sees a chunk that had left by then. It stays what it was, whatever leaves afterwards.
       patch: digest of the patch; None without one.
       base: what the patch is added to.
       rank, patch_bytes, patch_flops: of the patch: its rank as in `PatchNote`, bytes of its factors, FLOPs per token to
@@ -150,7 +166,8 @@ class State:
 
 
 FRESH = State("conditioned")
-"""Of a piece that is prefilled where it stands; linking fills in behind what."""
+"""Of a piece that is prefilled where it stands; linking fills in behind what. Of one that is run again in its place
+`aside` says until then what it was."""
 BARE = State("bare")
 
 
@@ -163,11 +180,11 @@ class PlacedPiece(NamedTuple):
       state: how it is served.
       aside: the state that `Window.condition` switches back to, of a piece that `Window.bare` switched; else None.
       born: the step at which its KV was computed; it has seen what stands in front and was placed before.
-      placed: the step at which it came to stand in front of those behind it.
+      placed: the step at which it came to stand in front of those behind it, as what it is now.
       front: digest of what stands in front of it, gap included. This and what follows is derived by the window.
       fidelity: "exact", "survivor" or "approximate".
       latest: the last step at which it, or one in front of it, was placed.
-      pure: whether it and all in front are pure.
+      pure: whether neither it nor any in front is approximate.
     """
 
     entry: Entry
@@ -198,6 +215,10 @@ class PlacedPiece(NamedTuple):
             return EXACT
         word = self.state.kind if self.state.kind in ("bare", "patched") else self.fidelity
         return f"{word}:{self.state.digest}"
+
+    def run_again(self, born: int) -> "PlacedPiece":
+        """It before it is linked, prefilled in its place at this step."""
+        return tuple_of(PlacedPiece, (self.entry, self.start, FRESH, self.aside or self.state, born, *self[5:]))
 
     def member(self, gap: int = 0) -> Member:
         """It as a member of an antecedent; `gap` is what is free between it and what stands behind it."""

@@ -132,11 +132,24 @@ class WindowPieces:
         return self.piece(id).start
 
     def fidelity(self, id: str) -> Fidelity:
-        """How truly a piece is served.
+        """How truly a piece is served: the definition of the three words.
 
-        Returns:
-          "exact": as a prefill of this window. "survivor": as the model computes it where no token sees a chunk that
-          had left by then; it has seen all that stands in front of it. "approximate": any other way.
+        "exact": its KV is that of a prefill of this window as it stands, all in front is exact too, and no positions
+        are free between them.
+
+        "survivor": its KV is that of the model where no token sees a chunk that had left by then (the banded mask). So
+        it was prefilled in all layers behind pieces that were exact or survivors then, and all that stands in front of
+        it now it has seen there: the very pieces, in this order, none of which was run again to something else since.
+        What left since it remembers. How those in front are served now does not matter; its KV is its own.
+
+        "approximate": anything else. Patched or bare; recomputed from a higher layer; with something in front that it
+        has not seen (inserted, recalled, replaced, moved or run again there), until that leaves, or it is prefilled
+        itself; and prefilled behind a piece that was approximate then, for as long as that KV lives: a piece is as true
+        as the least true thing that it was ever conditioned on.
+
+        The words do not depend on what the window promises; what is as promised does (`as_promised`). Where it
+        remembers, exact pieces and survivors are. What came in front of others it promises to those as well, so that
+        they are approximate. Where it forgets, only exact pieces are.
 
         Raises:
           WindowError: a piece that is not in the window.
@@ -167,7 +180,8 @@ class WindowPieces:
         """What a patch must have been formed behind to serve a piece there, or one that will be appended.
 
         Where the window forgets, those in front, all of them exact. Where it remembers, those in front as they would
-        have to be served: survivors as they are, what is bare or patched as a prefill in its place would have it.
+        have to be served: survivors as they are, or were before they were switched to bare; anything else as a prefill
+        in its place would have it.
 
         Raises:
           WindowError: a piece that is not in the window.

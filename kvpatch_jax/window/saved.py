@@ -11,12 +11,15 @@ from .. import strict_json
 from ..backbone import ForwardCosts
 from ..chunk import brief
 from ..errors import KVPatchError, WindowError
+from ..provenance import EXACT
 from .chain import linked
 from .costs import Costs
 from .entry import LIMIT, Entry, PatchBase, PlacedPiece, State, StateKind
 
 FORMAT = "kvpatch window"
-VERSION = 1
+VERSION = 2
+UNTRACED = 1
+"""The version whose windows do not say whether what a piece was made behind was as promised then, nor modalities."""
 _HEX = re.compile("[0-9a-f]{32}")
 _PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "branch", "origin", "clock")
 
@@ -67,8 +70,9 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     saved = _parsed(text)
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise WindowError(f"window: JSON of {_kind_of(saved)}; expected what Window.to_json gave")
-    if saved.get("version") != VERSION or isinstance(saved.get("version"), bool):
-        raise WindowError(f"window: version {saved.get('version')!r:.80}; expected {VERSION}")
+    version = saved.get("version")
+    if version not in (UNTRACED, VERSION) or isinstance(version, bool):
+        raise WindowError(f"window: version {version!r:.80}; expected {VERSION}")
     _check_keys(saved, "window", ("format", "version", "digest", "joined", "window"))
     body = _table(saved["window"], "window", ("costs", "pieces", "evicted", *_PLAIN))
     costs = _costs(body["costs"])
@@ -80,7 +84,7 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
 
     fields: dict[str, Any] = {word: body[word] for word in _PLAIN} | {"costs": costs}
     _check_plain(fields)
-    pieces, evicted = (_pieces(body[word], word, fields["clock"]) for word in ("pieces", "evicted"))
+    pieces, evicted = (_pieces(body[word], word, fields["clock"], version) for word in ("pieces", "evicted"))
     _check_places(fields, pieces)
     ids = [piece.entry.id for piece in (*pieces, *evicted)]
     if len(set(ids)) != len(ids):
@@ -89,7 +93,18 @@ def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
     branches = isinstance(joined, list) and all(isinstance(each, str) for each in joined)
     if not branches or len(set(joined)) != len(joined) or any(_parent(each) != fields["branch"] for each in joined):
         raise WindowError(f"window: joined {joined!r:.80}; expected distinct forks of {fields['branch']!r:.80}")
-    return fields | {"pieces": linked(costs.backbone, pieces), "evicted": tuple(evicted), "joined": tuple(joined)}
+    pieces = linked(costs.backbone, pieces)
+    if version == UNTRACED:
+        pieces = linked(costs.backbone, [_doubted(piece) for piece in pieces])
+    return fields | {"pieces": pieces, "evicted": tuple(evicted), "joined": tuple(joined)}
+
+
+def _doubted(piece: PlacedPiece) -> PlacedPiece:
+    """A piece of an older window: its digests prove that it is exact, and nothing proves that it is a survivor."""
+    if piece.fidelity == EXACT:
+        return piece
+    aside = None if piece.aside is None else dataclasses.replace(piece.aside, pure=False)
+    return piece._replace(state=dataclasses.replace(piece.state, pure=False), aside=aside)
 
 
 def _parsed(text: Any) -> Any:
@@ -139,13 +154,16 @@ def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
         raise WindowError(f"window: a lead of {fields['lead']} that is not settled; expected all pieces, and texts")
 
 
-def _pieces(given: Any, what: str, clock: int) -> list[PlacedPiece]:
+def _pieces(given: Any, what: str, clock: int, version: int) -> list[PlacedPiece]:
     if not isinstance(given, list):
         raise WindowError(f"window: {what} as {_kind_of(given)}; expected a list")
     found = []
     for each in given:
         table = _table(each, what, ("entry", "start", "state", "aside", "born", "placed"))
-        entry = _built(Entry, table["entry"])
+        own = table["entry"]
+        if version == UNTRACED and isinstance(own, dict):
+            own = {"modality": None, **own}
+        entry = _built(Entry, own)
         state, aside = _state(table["state"]), None if table["aside"] is None else _state(table["aside"])
         numbers = [
             _number(table[word], word, top) for word, top in (("start", LIMIT), ("born", clock), ("placed", clock))

@@ -13,16 +13,16 @@ from jaxtyping import Array
 
 from ..backbone import Backbone, Tokens
 from ..canonical import conditioned, lead_digest, lead_tokens
-from ..chunk import Chunk, brief
+from ..chunk import AnyArray, Chunk, brief
 from ..compress import Rank
 from ..errors import InputError, PatchMismatchError
 from ..forming import Method
 from ..patch import form_patch
-from ..patch_metadata import patch_digest
+from ..patch_metadata import Patch, patch_digest
 from ..provenance import Antecedent
 from .entry import Entry
 from .executor import Executor, Lead
-from .sources import PatchStore, grown, padded_chunk, stored
+from .sources import PatchStore, asked_behind, grown, padded_chunk, stored
 from .warming import samples
 from .window import Window
 
@@ -41,18 +41,28 @@ class Formable:
     kv: Mapping[str, Array]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class EncoderOutput:
+    """What a vision tower made of a chunk, to be stored under its content."""
+
+    content: str
+    output: AnyArray
+
+
 @dataclasses.dataclass(frozen=True)
 class Formed:
     """What a former has done.
 
     Attributes:
-      patches: formed and stored. canonicals: stored. forwards: prefills of chunks alone.
-      skipped: prefills that need no patch (texts, patches that were formed before) or whose front moved since.
+      patches: formed and stored. canonicals, encoders: stored. forwards: prefills of chunks alone.
+      skipped: prefills that need no patch (texts, patches that were formed before or that the store has, all where none
+        are formed) or whose front moved since.
       dropped: prefills that found the queue full. failed: that ended in an error.
     """
 
     patches: int = 0
     canonicals: int = 0
+    encoders: int = 0
     forwards: int = 0
     skipped: int = 0
     dropped: int = 0
@@ -77,7 +87,7 @@ class Former:
         self,
         backbone: Backbone,
         store: PatchStore,
-        rank: Rank,
+        rank: Rank | None,
         *,
         method: Method = "randomised",
         dtype: jax.typing.DTypeLike | None = None,
@@ -88,7 +98,9 @@ class Former:
         """Starts the thread.
 
         Args:
-          rank, method, dtype: of the patches, as `form_patch` takes them.
+          rank, method, dtype: of the patches, as `form_patch` takes them. A rank of 0 forms none, and None none until
+            `form_patches` says one: then what stands behind nothing is stored, whose prefill is its canonical, and
+            nothing is computed.
           lead: what canonicals are prefilled behind, as `make_chunk` takes it, and are stored as made behind. It is
             kept apart from the window's: patches are stamped with all that stood in front, what is pinned included.
           pending: prefills that may wait, whose KV is kept until then; those beyond are dropped and counted.
@@ -104,7 +116,7 @@ class Former:
         self._front = None if lead is None else lead_tokens(backbone, lead)
         self.lead = None if self._front is None else lead_digest(backbone.fingerprint, self._front)
         self._on_error = on_error
-        self._waiting: queue.Queue[Formable | None] = queue.Queue(pending)
+        self._waiting: queue.Queue[Formable | EncoderOutput | None] = queue.Queue(pending)
         self._known: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -118,6 +130,16 @@ class Former:
         """What was done so far."""
         with self._lock:
             return Formed(**self._counts)
+
+    def form_patches(self, rank: Rank) -> None:
+        """Forms patches of this rank from now on, where nobody said another one (or none) before."""
+        if self.rank is None:
+            self.rank = rank
+
+    def keep_encoder(self, content: str, output: AnyArray) -> None:
+        """Has a tower's output stored, and returns at once; raises nothing."""
+        if not self._closed:
+            self._put(EncoderOutput(content, output))
 
     def watch(self, executor: Executor) -> None:
         """Forms patches of an executor's prefills from now on.
@@ -147,11 +169,15 @@ class Former:
         piece = window.piece(id)
         # The front must be the one that the forward saw, or the stamp would lie.
         seen = piece.state.kind == "conditioned" and piece.state.behind == piece.front
-        if piece.entry.kind != "chunk" or not seen or len(tokens.embeddings) != 1:
+        wanted = self.rank or not window.index(id)
+        if piece.entry.kind != "chunk" or not seen or not wanted or len(tokens.embeddings) != 1:
             self._count("skipped")
             return
+        self._put(Formable(piece.entry, window.antecedent(id), tokens, length, dict(kv)))
+
+    def _put(self, job: Formable | EncoderOutput) -> None:
         try:
-            self._waiting.put_nowait(Formable(piece.entry, window.antecedent(id), tokens, length, dict(kv)))
+            self._waiting.put_nowait(job)
         except queue.Full:
             self._count("dropped")
 
@@ -170,7 +196,8 @@ class Former:
             span = int(np.asarray(sample.positions).max()) + 1
             chunk = self._chunk(kv, sample, length, Entry("warm-up", None, length, span))
             rows = {name: value[:, 0] for name, value in kv.items()}
-            patch_digest(form_patch(chunk, rows, self.rank, ("before",), **self._how))
+            if self.rank:
+                patch_digest(form_patch(chunk, rows, self.rank, ("before",), **self._how))
 
     def flush(self) -> None:
         """Waits until everything seen so far was formed and stored, or failed. What failed is among `errors`."""
@@ -213,9 +240,15 @@ class Former:
         except Exception as another:
             self.errors.append(another)
 
-    def _form(self, job: Formable) -> None:
+    def _form(self, job: Formable | EncoderOutput) -> None:
+        if isinstance(job, EncoderOutput):
+            store: Any = self.store
+            store.put_encoder(job.content, self.backbone.fingerprint, np.asarray(job.output))
+            self._count("encoders")
+            return
         known = job.entry.key, job.antecedent.digest
-        if known in self._known:
+        if known in self._known or self._is_stored(job):
+            self._known.add(known)
             self._count("skipped")
             return
         chunk = self._canonical(job)
@@ -223,9 +256,33 @@ class Former:
             size = chunk.tokens
             kv = {name: value[:, 0] for name, value in job.kv.items()}
             kv = {name: grown(value, 1, size) for name, value in kv.items()}
+            assert self.rank is not None
             self.store.put_patches([form_patch(chunk, kv, self.rank, job.antecedent, **self._how)])
             self._count("patches")
         self._known.add(known)
+
+    def _is_stored(self, job: Formable) -> bool:
+        """Whether the store has a patch behind this very antecedent already, of no smaller rank anywhere."""
+        if not job.antecedent.members:
+            return False
+        layout, backbone = self.backbone.layout, self.backbone.fingerprint
+        entry = job.entry
+        asked = asked_behind(job.antecedent, entry.id, entry.content, layout, backbone, self.lead)
+        return any(
+            patch.metadata.behind == job.antecedent and self._is_as_large(patch, job.length)
+            for patch in self.store.get_patches(asked)
+        )
+
+    def _is_as_large(self, patch: Patch, length: int) -> bool:
+        """Whether a patch has in every channel as many directions as one that is formed here."""
+        if patch.metadata.base != "canonical" or patch.metadata.orbit:
+            return False
+        for name, own in patch.ranks.items():
+            wanted = self.rank[name] if isinstance(self.rank, Mapping) else self.rank or 0
+            most = min(length, self.backbone.layout.channel(name).features)
+            if own is not None and own < min(wanted, most):  # None: it is dense, and has them all
+                return False
+        return True
 
     def _canonical(self, job: Formable) -> Chunk:
         """The chunk's canonical, of at least as many tokens as the prefill had with its padding.

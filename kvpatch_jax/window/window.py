@@ -132,7 +132,8 @@ class Window(WindowChanges):
     def recompute(self, id: str, start_layer: int = 0) -> "tuple[Window, Edits]":
         """Runs a piece again behind what stands in front of it, from a layer up. Kamera App. D, the cheapest refresh.
 
-        From layer 0 it is a prefill in place. From above, the layers below keep what they were: it is approximate.
+        From layer 0 it is a prefill in place; where that makes another one of it than those behind have seen, they are
+        approximate. From above, the layers below keep what they were: it is approximate itself.
 
         Raises:
           WindowError: a layer that the backbone does not have, or a piece that is not in the window.
@@ -140,11 +141,11 @@ class Window(WindowChanges):
         index, layers = self.index(id), self.costs.layers
         if not isinstance(start_layer, int) or isinstance(start_layer, bool) or not 0 <= start_layer < layers:
             raise WindowError(f"recompute: start_layer {start_layer!r:.80}; expected a layer from 0 to {layers - 1}")
-        piece, state, behind = self.pieces[index], FRESH, self.behind(id)
+        piece, behind = self.pieces[index], self.behind(id)
+        changed = piece.run_again(self.clock + 1)
         if start_layer:
             told = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
-            state = State("conditioned", told)
-        changed = piece._replace(state=state, aside=None, born=self.clock + 1)
+            changed = changed._replace(state=State("conditioned", told), aside=None)
         there = self._served(index, changed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
         return there, (Recompute(id, start_layer, behind, **costs),)

@@ -177,15 +177,21 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     first = journal.Journal(file, asked)
     for number, found in enumerate(own):
         assert certifying.batch_name(number) not in first
-        first.add(certifying.batch_name(number), scores=found.to_json(), asked="some", tokens=10 + number)
+        first.add(
+            certifying.batch_name(number),
+            scores=found.to_json(),
+            asked="some",
+            tokens=10 + number,
+            spans=[3 - number, 5],
+        )
     with file.open("a") as lines:
         lines.write('{"part": "windows 2", "sco')  # killed while it wrote
     again = journal.Journal(file, asked)
     assert "windows 2" not in again
     monkeypatch.setattr(windows.DrawnImages, "load", lambda *_: pytest.fail("a batch is loaded again"))
     backbone = load(shipped(MAIN), dtype="float32")
-    found, what, tokens = certifying.measure(backbone, source, tmp_path, pytest.fail, (8,), again)
-    assert (what, tokens) == ("some", 11)
+    found, what, tokens, spans = certifying.measure(backbone, source, tmp_path, pytest.fail, (8,), again)
+    assert (what, tokens, spans) == ("some", 11, (2, 5))
     kl = found.of(("bare", 0, 3, "forget"))[0]
     assert kl.tobytes() == b"".join(each.kl["bare", 0, 3, "forget"][0].tobytes() for each in own)
 

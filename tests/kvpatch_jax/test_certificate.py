@@ -191,6 +191,48 @@ def test_a_question_that_has_no_answer_is_refused(unchecked, point, rank, more):
         certificate(*GRID).bound("stored", 8, promise="hope")  # pyright: ignore[reportArgumentType]
 
 
+def test_nothing_beyond_what_was_measured_is_certified():
+    made = certificate(*GRID, spans=(4, 40), modalities=("image",))
+    page = (9, "image")
+    assert made.beyond(200, [page] * 4) is None
+    assert made.beyond(12, [(4, "image"), (40, "image"), (None, "image")]) is None
+    said = {
+        "window of 400020 tokens; certified up to 200": made.beyond(400_020, [page]),
+        "window of 5 chunks; certified up to 4": made.beyond(200, [page] * 5),
+        "chunk that spans 41 positions; certified from 4 to 40": made.beyond(200, [page, (41, "image")]),
+        "chunk that spans 3 positions; certified from 4 to 40": made.beyond(200, [(3, "image")]),
+        "chunk of text; certified of image": made.beyond(200, [page, (9, "text")]),
+        "chunk of a modality that nobody said; certified of image": made.beyond(200, [(9, None)]),
+    }
+    assert {said: found for said, found in said.items() if said != found} == {}
+
+
+def test_older_files_are_read_and_certify_what_they_say_of_what():
+    older = certificate(*GRID, content="images drawn by the small task, seed 1")
+    assert "spans" not in older.to_json()
+    read = Certificate.from_json(older.to_json(), backbone=BACKBONE)
+    assert read == older
+    assert read.beyond(200, [(200, "image")]) is None
+    assert read.beyond(200, [(5, "text")]) == "chunk of text; certified of image"
+    assert read.beyond(201, []) == "window of 201 tokens; certified up to 200"
+    unsaid = certificate(*GRID, content="something")
+    assert "certified of what it does not say" in (unsaid.beyond(200, [(5, "image")]) or "")
+    newer = certificate(*GRID, spans=(4, 40), modalities=("image", "text"))
+    assert Certificate.from_json(newer.to_json(), backbone=BACKBONE) == newer
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"spans": each} for each in ((4,), (5, 4), (0, 4), (1.0, 4), [1, 4], "ab", 5, {1: 2})),
+        *({"modalities": each} for each in ((), "image", ("",), (3,), ["image"], ("a",) * 99)),
+    ],
+)
+def test_measured_sizes_that_are_none_are_refused(unchecked, more):
+    with pytest.raises(CertificateError, match="expected"):
+        certificate(*GRID, **more)
+
+
 # ---------------------------------------------------------------------------------------------- what it may say
 
 

@@ -30,7 +30,7 @@ RANKS = (2, 4, 8)
 
 
 def entry(number: int, tokens: int = 5) -> Entry:
-    return Entry(f"c{number}", f"content {number}", tokens + number % 3, tokens + number % 3, "chunk", True)
+    return Entry(f"c{number}", f"content {number}", tokens + number % 3, tokens + number % 3, "chunk", True, "text")
 
 
 def note(own: Entry, front: list[Entry], rank: int = 4, orbit: bool = False) -> PatchNote:
@@ -50,7 +50,7 @@ def certificate(
         for behind, kl in enumerate(known)
         for promise in ("forget", "remember")
     )
-    texts = ("invented", "2026-11-22", 0.95, 10, 10, 5, 99, "texts", "questions", True)
+    texts = ("invented", "2026-11-22", 0.95, 10, 10, 12, 999, "texts", "questions", True)
     return Certificate(backbone, *texts, rows, Rank(4, "invented"))
 
 
@@ -420,8 +420,135 @@ def test_a_patch_that_went_stale_in_the_window_is_not_kept():
     assert behind.chunks[-1].fidelity == "approximate"
     assert behind.chunks[-1].kl == behind.kl == 0.2
     without = [entries[0], entries[1], entries[3]]  # what it was made behind has left
-    assert ask(behind.window, without, known=behind.known).chunks[-1].point == "survivor"
+    assert ask(behind.window, without, known=behind.known).chunks[-1].point == "kept"
     assert ask(behind.window, without).chunks[-1].point == "prefill"
+
+
+def test_a_certificate_bounds_no_window_whose_first_tokens_have_left():
+    """Survivors of a slide lose far more where nothing is pinned, and certificates are measured with a lead."""
+    signed = certificate({("survivor", 0): [0.3] * 4})
+    for lead, point in ((1, "survivor"), (0, "prefill")):
+        window, _ = filled(4, promise="forget", lead=lead).evict("c1" if lead else "c0")
+        entries = [piece.entry for piece in window.pieces]
+        planned = plan(window, entries, Goal(kl=0.5), stored=Stock(BACKBONE), costs=DEVICES, certificate=signed)
+        assert planned.chunks[-1].point == point
+        assert planned.beyond == (None if lead else "window whose first tokens have left; certified with them pinned")
+
+
+def test_what_was_made_behind_something_approximate_is_never_as_promised():
+    """Not when that has left, nor through a fork, nor read back from JSON."""
+    window = filled(3)
+    window, _ = window.insert(entry(7), "c1")  # c1 and c2 have not seen it
+    window, _ = window.append(entry(3))
+    window, _ = window.append(entry(4))
+    for id in ("c7", "c2", "c1"):
+        window, _ = window.evict(id)
+    read = Window.from_json(window.to_json(), backbone=BACKBONE)
+    for each in (window, window.fork("side")[0], read):
+        assert [each.fidelity(id) for id in each.ids] == ["exact", "approximate", "approximate"]
+        entries = [piece.entry for piece in each.pieces]
+        planned = plan(each, entries, stored=Stock(BACKBONE), costs=DEVICES)
+        assert [chunk.point for chunk in planned.chunks] == ["leading", "prefill", "prefill"]
+        assert planned.window.as_promised
+        kept = plan(each, entries, stored=Stock(BACKBONE), costs=DEVICES, uncertified=True)
+        assert (kept.kl, kept.as_promised) == (None, False)
+        assert [chunk.point for chunk in kept.chunks] == ["leading", "kept", "kept"]
+        assert [chunk.kl for chunk in kept.chunks] == [0, None, None]
+
+
+def test_a_survivor_is_run_again_where_one_in_front_of_it_becomes_another():
+    """What it saw there remembered a chunk that has left, and would not any more."""
+    window, _ = filled(4).evict("c1")
+    window, _ = window.condition("c2", note(entry(2), [entry(0)]), allow_stale=True)
+    assert window.fidelity("c3") == "survivor", "its KV is its own"
+    entries = [piece.entry for piece in window.pieces]
+    planned = plan(window, entries, stored=Stock(BACKBONE), costs=DEVICES)
+    assert [chunk.point for chunk in planned.chunks] == ["leading", "prefill", "prefill"]
+    assert planned.as_promised
+    assert planned.window.as_promised
+    assert window.recompute("c2")[0].fidelity("c3") == "approximate"
+
+
+def test_a_patch_is_aimed_at_the_survivor_that_a_bare_piece_goes_back_to():
+    """Not at a prefill of it: the plan restores it, and a patch formed behind the prefill would be refused."""
+    kept, _ = filled(3).evict("c1")
+    window, _ = kept.bare("c2")
+    assert window.target() == kept.target()
+    entries = [entry(0), entry(2), entry(3)]
+    behind = PatchNote("behind the survivor", "c3", "content 3", "canonical", kept.target(), None, False, 4, 40, 6)
+    signed = certificate({("stored", 4): [0.2] * 4})
+    for patch, point in ((note(entry(3), entries[:2]), "prefill"), (behind, "stored")):
+        stock = Stock(BACKBONE)
+        stock.add(entries[2], patch)
+        slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)})
+        planned = plan(window, entries, Goal(kl=0.5), stored=stock, costs=slow, certificate=signed)
+        assert [chunk.point for chunk in planned.chunks] == ["leading", "survivor", point]
+
+
+def test_a_certificate_bounds_no_window_beyond_those_that_it_was_measured_on():
+    entries = [entry(number) for number in range(5)]
+    stock = Stock(BACKBONE)
+    for place, each in enumerate(entries):
+        stock.add(each, note(each, entries[:place]))
+    signed = dataclasses.replace(certificate({("stored", 4): [0.2] * 5}), spans=(5, 7), modalities=("text",))
+    slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)})
+    ask = lambda signed, **more: plan(
+        Window.empty(COSTS), entries, Goal(kl=0.5, **more), stored=stock, costs=slow, certificate=signed
+    )
+    within = ask(signed)
+    assert (within.kl, within.beyond, within.certificate) == (0.2, None, signed.digest)
+    assert "stored" in {chunk.point for chunk in within.chunks}
+    tokens = sum(each.tokens for each in entries)
+    for smaller, said in (
+        ({"tokens": 20}, f"window of {tokens} tokens; certified up to 20"),
+        ({"chunks": 3}, "window of 4 chunks; certified up to 3"),
+        ({"spans": (5, 6)}, "chunk that spans 7 positions; certified from 5 to 6"),
+        ({"modalities": ("image",)}, "chunk of text; certified of image"),
+    ):
+        few = dataclasses.replace(signed, **smaller)
+        beyond = ask(few)
+        assert (beyond.kl, beyond.as_promised, beyond.beyond, beyond.certificate) == (0.0, True, said, None)
+        assert {chunk.point for chunk in beyond.chunks} == {"prefill"}
+        assert f"uncertified: {said}" in beyond.explain()
+        assert f"uncertified ({said})" in beyond.explain()
+        with pytest.raises(CertificateError, match=said.split(";")[0]):
+            ask(few, seconds=1.0)
+
+
+def test_what_is_known_of_a_piece_bounds_it_no_longer_where_something_else_stands_in_front():
+    """Prefilled behind a patch, it lost what that lost; of what it has not seen, or should have forgotten, more."""
+    entries = [entry(number, 50) for number in range(5)]
+    stock = Stock(BACKBONE)
+    stock.add(*entries, note(entries[1], entries[:1]))
+    signed = certificate({("stored", 4): [0.2] * 5})
+    for promise, without in (("remember", 0.2), ("forget", 0.0)):
+        ask = lambda window, wanted, **options: plan(
+            window, wanted, Goal(kl=0.5), stored=stock, costs=DEVICES, certificate=signed, **options
+        )
+        first = ask(Window.empty(COSTS, promise=promise), entries[:3])
+        assert [chunk.point for chunk in first.chunks] == ["prefill", "stored", "prefill"]
+        again = ask(first.window, entries[:3], known=first.known)
+        assert [chunk.point for chunk in again.chunks] == ["leading", "stored", "kept"]
+        assert again.kl == 0.2
+        between = ask(first.window, [*entries[:2], entries[3], entries[2]], known=first.known)
+        assert [chunk.point for chunk in between.chunks] == ["leading", "stored", "prefill", "prefill"]
+        assert ask(first.window, [entries[0], entries[2]], known=first.known).kl == without
+
+
+def test_a_patch_is_kept_only_where_none_in_front_of_it_becomes_another():
+    """The worse one is run again, and forgets what has left: the better one was formed behind what remembered it."""
+    window = filled(2)
+    stock = Stock(BACKBONE)
+    for number, rank in ((2, 2), (3, 8)):
+        front = window.target()
+        patch = PatchNote(f"{number}", f"c{number}", f"content {number}", "canonical", front, None, False, rank, 9, 9)
+        window, _ = window.append(entry(number), patch=patch)
+    window, _ = window.evict("c1")
+    signed = certificate({("stored", 2): [0.5] * 4, ("stored", 8): [0.05] * 4})
+    entries = [piece.entry for piece in window.pieces]
+    for most, points in ((0.5, ["leading", "stored", "stored"]), (0.1, ["leading", "prefill", "prefill"])):
+        planned = plan(window, entries, Goal(kl=most), stored=stock, costs=DEVICES, certificate=signed)
+        assert [chunk.point for chunk in planned.chunks] == points
 
 
 def test_other_points_have_their_names():

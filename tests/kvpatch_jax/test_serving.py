@@ -44,6 +44,7 @@ def certificate_of(*rows):
     made = [Certified(*row[:3], "forget", 0.0, 0.0, 0.0, row[3], 1.0, 1.0, 1.0, None, 0.0, row[4], 10) for row in rows]
     given = {"backbone": "tiny", "model": "m", "made": "2026-01-01", "level": 0.95, "calibration": 30, "held_out": 30}
     given |= {"chunks": 3, "tokens": 99, "content": "c", "asked": "a", "disjoint": True}
+    given |= {"modalities": ("text",)}
     return Certificate(**given, rows=tuple(made), recommended=Rank(4, "r"))
 
 
@@ -96,6 +97,26 @@ def test_exact_requests_get_the_leading_chunk_and_no_salt(segments, shelf):
     assert planned.salt(SETTINGS, Asked(), None) is None
     assert planned.salt(SETTINGS, Asked(), "own") == "own"
     assert plan_request(segments, Shelf([segments[1].id]), SETTINGS, Asked()).matched == 0
+
+
+def test_a_prompt_beyond_what_was_measured_is_served_exactly(segments, shelf):
+    asked, certificate = Asked(policy="approximate", kl=0.1), certificate_of(*ROWS)
+    within = plan_request(segments, shelf, SETTINGS, asked, certificate)
+    assert (within.matched, within.kl) == (18, 0.02)
+    assert [segment.span for segment in segments] == [8, 10, 6]
+    for smaller, said in (
+        ({"tokens": 23}, "window of 24 tokens; certified up to 23"),
+        ({"chunks": 1}, "window of 2 chunks; certified up to 1"),
+        ({"spans": (1, 9)}, "chunk that spans 10 positions; certified from 1 to 9"),
+        ({"modalities": ("image",)}, "chunk of text; certified of image"),
+    ):
+        beyond = plan_request(segments, shelf, SETTINGS, asked, dataclasses.replace(certificate, **smaller))
+        assert (beyond.matched, beyond.kl, beyond.exact) == (8, 0.0, True)
+        assert said in beyond.why
+    far = [*segments[:2], segments[2]._replace(end=400_020)]
+    assert plan_request(far, shelf, SETTINGS, asked, certificate).exact
+    images = segments_of("tiny", TOKENS, [Feature("a", 9, 4), Feature("b", 18, 2), Feature("c", 21, 2)], ENDS)
+    assert [(own.modality, own.span) for own in images] == [("text", 8), ("image", None), ("images", None)]
 
 
 def test_the_certificate_decides_how_far_an_approximate_prompt_is_matched(segments, shelf):

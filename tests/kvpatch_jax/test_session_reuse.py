@@ -1,6 +1,7 @@
 """Sessions over a store: what comes back and how, files to go on from, references, retrieval, compiles."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from session_cases import QUESTION, image_of, reader
 from window_oracle import tiny
 
 import kvpatch_jax as kvp
+from kvpatch_jax.chunk_ids import chunk_id
 from kvpatch_jax.errors import InputError, SessionError, UnknownReferenceError, WindowError
-from kvpatch_jax.plan import Goal
+from kvpatch_jax.plan import Certificate, Certified, DeviceCosts, Goal, Rank, Rates
 from kvpatch_jax.session import Looking
 from kvpatch_jax.store.libraries.retriever import ExactRetriever
 from kvpatch_jax.store.libraries.static import StaticLibrary
@@ -43,6 +45,66 @@ def store(backbone, tmp_path_factory):
         yield made
 
 
+def loop(backbone: Any, store: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any, int]:
+    """Three images and a question: what the session counted, the answer, and how often the tower ran."""
+    ran, encode = [], type(backbone)._encode
+
+    def counted(self: Any, ids: Any, arrays: Any) -> Any:
+        ran.append(arrays)
+        return encode(self, ids, arrays)
+
+    monkeypatch.setattr(type(backbone), "_encode", counted)
+    with kvp.Session(backbone, store, keep=2, **options) as session:
+        for step in range(3):
+            session.add(image_of(step))
+        towers = sum("pixel_values" in arrays for arrays in ran)
+        answer = session.ask(QUESTION, steps=3, stop=(), audit=True)
+        former = session.runtime.former
+        assert former is not None
+        former.flush()
+        assert not former.errors
+        monkeypatch.undo()
+        return session.stats(), answer, towers
+
+
+def test_what_is_exact_is_read_from_the_store_and_nothing_is_formed_for_nobody(backbone, tmp_path, monkeypatch):
+    with kvp.ChunkStore(tmp_path / "store") as own:
+        (first, before, towers), (second, after, again) = (loop(backbone, own, monkeypatch) for _ in range(2))
+        assert own.patch_count(chunk_id(backbone.fingerprint, image_of(1)), backbone.fingerprint) == 0
+    assert (first.formed.patches, first.formed.canonicals, first.formed.forwards) == (0, 1, 0)
+    assert (second.formed.patches, second.formed.canonicals, second.formed.forwards) == (0, 0, 0)
+    assert (first.hits, first.forwards, towers) == (0, 3, 3)
+    assert (second.hits, second.forwards, again) == (1, 2, 0), "the leading chunk is placed, and no tower runs"
+    assert second.flops < first.flops
+    assert second.fidelity == first.fidelity == {"exact": 3}
+    assert after.ids == before.ids
+    assert max(before.kl, after.kl) < 1e-8
+    assert after.audit.as_promised
+
+
+def test_stored_patches_are_not_formed_again(backbone, tmp_path, monkeypatch):
+    with kvp.ChunkStore(tmp_path / "store") as own:
+        first, second, larger = (loop(backbone, own, monkeypatch, rank=rank)[0].formed for rank in (2, 2, 3))
+    assert (first.patches, first.skipped) == (2, 0)
+    assert (second.patches, second.forwards, second.skipped) == (0, 0, 2)
+    assert larger.patches == 2, "those of a smaller rank are formed again"
+
+
+def test_a_session_that_may_serve_patches_has_them_formed(backbone, tmp_path, monkeypatch):
+    with kvp.ChunkStore(tmp_path / "store") as own:
+        assert loop(backbone, own, monkeypatch, rank=0, uncertified=True)[0].formed.patches == 0
+        assert loop(backbone, own, monkeypatch, uncertified=True)[0].formed.patches == 2
+    with kvp.ChunkStore(tmp_path / "shared") as own, kvp.Sessions(backbone, own, pages=64) as sessions:
+        former = sessions.shared.former
+        assert former is not None
+        for options, patches in (({}, 0), ({"uncertified": True}, 1)):
+            with sessions.open(**options) as session:
+                session.add(image_of(0))
+                session.add(image_of(1))
+            former.flush()
+            assert former.done.patches == patches
+
+
 @pytest.mark.slow
 def test_a_stored_patch_serves_what_comes_back_where_that_is_allowed(backbone, store):
     with kvp.Session(backbone, store, keep=1, rank=0, uncertified=True) as session:
@@ -61,6 +123,26 @@ def test_a_stored_patch_serves_what_comes_back_where_that_is_allowed(backbone, s
         assert name in session.plan(name).window
         session.recall(name)
         assert session.stats().hits == 2
+
+
+def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, store):
+    row = Certified("stored", 4, 0, "forget", 0.0, 0.0, 0.0, 0.01, 0.95, 0.9, 1.0, 0.5, 0.0, 0.0, 40)
+    texts = ("tiny", "2026-11-22", 0.95, 20, 20, 3, 99, "images", "questions", True)
+    rows = (row, dataclasses.replace(row, promise="remember"))
+    signed = Certificate(backbone.fingerprint, *texts, rows, Rank(4, "invented"), (), (1, 9), ("image",))
+    slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0)})
+    for certificate, point, said in (
+        (signed, "stored", None),
+        (dataclasses.replace(signed, tokens=4), "prefill", "window of 36 tokens; certified up to 4"),
+        (dataclasses.replace(signed, modalities=("text",)), "prefill", "chunk of image; certified of text"),
+    ):
+        with kvp.Session(backbone, store, keep=2, rank=0, certificate=certificate, costs=slow) as session:
+            session.add(image_of(0))
+            planned = session.plan(image_of(1))
+            assert (planned.chunks[-1].point, planned.beyond) == (point, said)
+            session.add(image_of(1))
+            assert session.stats().hits == (said is None)
+            assert session.window.as_promised == (said is not None)
 
 
 def test_what_was_deleted_is_prefilled_or_refused(backbone, tmp_path: Path, monkeypatch):

@@ -98,6 +98,19 @@ def test_a_slide_drops_and_rotates_what_stays_and_nothing_else():
     assert not dataclasses.replace(slid, promise="forget").as_promised
 
 
+def test_a_canonical_that_leads_is_its_own_prefill():
+    empty = window_of(lead=False)
+    placed, edits = empty.append(chunk("A"), "leading")
+    assert placed == empty.append(chunk("A"))[0]
+    assert edits == (Fetch("A", "canonical", None, 96 * 10), Copy("A", "canonical", None, 2 * 96 * 10, 3 * 8 * 10))
+    assert kinds(empty.append(chunk("A"), "leading", fetched=True)[1]) == ["Copy"]
+    for window, behind in ((placed, 1), (window_of(), 1)):
+        with pytest.raises(WindowError, match=f"'B' leading behind {behind} pieces; expected none"):
+            window.append(chunk("B"), "leading")
+    with pytest.raises(WindowError, match="is a text"):
+        empty.append(LEAD, "leading")
+
+
 def test_kept_gaps_move_nothing_and_nothing_behind_them_is_exact():
     window = window_of(*"ABCD", gaps="keep")
     slid, edits = window.slide(2)
@@ -184,7 +197,7 @@ def test_recompute_is_exact_from_the_bottom_alone():
     window, _ = window_of(*"ABC").evict("A")
     again, edits = window.recompute("B")
     assert again.fidelity("B") == "exact"
-    assert again.fidelity("C") == "survivor"
+    assert again.fidelity("C") == "approximate", "it has seen B as it was when A stood in front of it"
     assert edits == (Recompute("B", 0, 18, 96 * 28, sum(2000 + 80 * (18 + token + 1) for token in range(10))),)
     deep, edits = window.recompute("B", 1)
     assert deep.fidelity("B") == "approximate"
@@ -440,10 +453,25 @@ def test_what_is_no_window_is_refused(unchecked, text):
         read(text)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", True, None])
+@pytest.mark.parametrize("version", [0, 3, "1", True, None])
 def test_other_versions_are_refused(document, version):
     with pytest.raises(WindowError, match="version"):
         read(json.dumps(document | {"version": version}))
+
+
+def test_older_windows_are_read_and_nothing_that_they_cannot_prove_is_believed():
+    """They say exact of what digests prove; whether a survivor was made behind survivors they do not say."""
+    exact = window_of(*"ABC")
+    slid, _ = exact.evict("A")
+    bare, _ = slid.bare("B")
+    for window, expected in ((exact, ["exact"] * 4), (slid, ["exact", *["approximate"] * 2])):
+        older = read(json.dumps(json.loads(window.to_json()) | {"version": 1}))
+        assert [piece.fidelity for piece in older.pieces] == expected
+        assert older.append(chunk("N"))[0].fidelity("N") == expected[-1]
+        assert read(older.to_json()) == older
+    older = read(json.dumps(json.loads(bare.to_json()) | {"version": 1}))
+    assert older.condition("B")[0].fidelity("B") == "approximate"
+    assert older.recompute("B")[0].recompute("C")[0].as_promised
 
 
 def test_damage_is_found(document):

@@ -8,25 +8,27 @@ from typing import Any
 
 
 class Histories:
-    """Numbers for histories: equal ones have equal numbers. `pure` says which are prefills behind prefills alone."""
+    """Numbers for histories: equal ones have equal numbers."""
 
     def __init__(self) -> None:
         self.known: dict[Any, int] = {}
         self.made: list[Any] = []
-        self.pure: list[bool] = []
 
     def number(self, history: Any) -> int:
         """The number of a history, a new one if it was never met."""
         if history not in self.known:
             self.known[history] = len(self.made)
             self.made.append(history)
-            kind, front = history[:2]
-            self.pure.append(kind == "prefill" and all(self.pure[kv] for _, kv, _ in front))
         return self.known[history]
 
 
 class NaiveWindow:
-    """The same operations, on a list of dictionaries: id, content, tokens, span, start, kv, text, free."""
+    """The same operations, on a list of dictionaries: id, content, tokens, span, start, kv, promised, text, free.
+
+    `kv` is the history of the KV as it is served. `promised` is the one that it would have if it, and all that it was
+    made behind, had been prefilled, each behind what stood there at the time: the model under the banded mask. A piece
+    is a survivor if the two are one and `promises` has it still; what came in front of it since, it has not seen.
+    """
 
     def __init__(self, gaps: str, lead: int | None) -> None:
         self.gaps, self.lead, self.settled = gaps, lead or 0, lead is not None
@@ -77,7 +79,47 @@ class NaiveWindow:
         self.list.insert(index, piece)
         self.settle()
         piece["kv"] = self.prefilled(index) if how == "prefill" else self.histories.number(how)
+        piece["promised"] = self.as_promised(index)
         self.gone.pop(piece["id"], None)
+
+    def as_promised(self, index: int) -> int:
+        """What a prefill at an index makes behind what is promised of those in front."""
+        return self.prefilled(index, self.promises(index))
+
+    def promises(self, stop: int) -> list[int]:
+        """The histories that the first pieces would have if each had seen, of what stands in front of it, all.
+
+        A piece that saw the very ones in this order keeps what it saw, chunks that have left among it. One that did not
+        (something came in front of it, or is another since) would have to be made behind what stands there now.
+        """
+        found: list[int] = []
+        for index, piece in enumerate(self.list[:stop]):
+            seen = iter([(content, kv) for content, kv, _ in self.histories.made[piece["promised"]][1]])
+            front = zip((front["content"] for front in self.list), found, strict=False)
+            found.append(piece["promised"] if all(each in seen for each in front) else self.prefilled(index, found))
+        return found
+
+    def run_again(self, index: int) -> None:
+        """Prefills a piece in its place: from now on it is another one to those behind, unless that is the same."""
+        piece = self.list[index]
+        piece["kv"], piece["promised"] = self.prefilled(index), self.as_promised(index)
+
+    def anew(self) -> None:
+        """Prefills from the front what was prefilled before; what is bare or patched stays so."""
+        for index, piece in enumerate(self.list):
+            piece.pop("was", None)
+            if self.histories.made[piece["kv"]][0] in ("prefill", "deep"):
+                self.run_again(index)
+            else:
+                piece["promised"] = self.as_promised(index)
+
+    def fork(self) -> "NaiveWindow":
+        """A branch: pieces of its own, histories shared."""
+        branch = NaiveWindow(self.gaps, self.lead)
+        branch.lead, branch.settled, branch.next, branch.histories = self.lead, self.settled, self.next, self.histories
+        branch.list = [dict(piece) for piece in self.list]
+        branch.gone = {id: dict(piece) for id, piece in self.gone.items()}
+        return branch
 
     def remove(self, ids: list[str]) -> None:
         """Takes pieces out; chunks can come back."""
@@ -104,20 +146,13 @@ class NaiveWindow:
 
     def fidelities(self) -> list[str]:
         """How truly each piece is served, by comparison with what a prefill of the window would make."""
-        found, truth, exact = [], [], True
+        found, truth, exact, promises = [], [], True, self.promises(len(self.list))
         for index, piece in enumerate(self.list):
             truth.append(self.prefilled(index, truth))
             if index:
                 before = self.list[index - 1]
                 exact = exact and piece["start"] == before["start"] + before["span"]
             exact = exact and piece["kv"] == truth[-1]
-            found.append("exact" if exact else "survivor" if self.has_seen(index) else "approximate")
+            kept = piece["kv"] == promises[index] == piece["promised"]
+            found.append("exact" if exact else "survivor" if kept else "approximate")
         return found
-
-    def has_seen(self, index: int) -> bool:
-        """Whether a piece was prefilled behind prefills, among them all that stand in front now, in this order."""
-        kv = self.list[index]["kv"]
-        if not self.histories.pure[kv]:
-            return False
-        seen = iter([content for content, _, _ in self.histories.made[kv][1]])
-        return all(piece["content"] in seen for piece in self.list[:index])

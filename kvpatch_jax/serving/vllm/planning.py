@@ -106,6 +106,11 @@ def plan_request(
     what the request and the operator allow, the chunks that the engine prefills behind them included.
     """
     best = _truest(segments, stored, asked)
+    beyond = None
+    if certificate is not None and segments:
+        # The leading chunk is what a window pins: it is exact, and counts among its tokens alone.
+        beyond = certificate.beyond(segments[-1].end, [(own.span, own.modality) for own in segments[1:]])
+    certificate = None if beyond else certificate
     bound = lambda steps: bound_of([(step.point, step.rank) for step in steps], len(segments), certificate)
     flips = lambda steps: _flips_of([(step.point, step.rank) for step in steps], len(segments), certificate)
     missing = "" if len(best) == len(segments) else f"chunk {len(best) + 1} of {len(segments)} is not stored"
@@ -117,6 +122,7 @@ def plan_request(
         if _allowed(kl, lambda own=steps: flips(own), settings, asked):
             return RequestPlan(tuple(steps), kl, missing)
         missing = f"chunk {count} of {len(segments)} is not certified within {min(asked.kl, settings.most_kl):g} nats"
+        missing += f": {beyond}" if beyond else ""
     return RequestPlan((), 0.0, missing)
 
 

@@ -27,11 +27,21 @@ class Feature(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A chunk of a prompt: tokens from `begin` up to `end`, named by them and by the images among them."""
+    """A chunk of a prompt: tokens from `begin` up to `end`, named by them and by the images among them.
+
+    Attributes:
+      modality: what it shows: "text", "image", or "images" where there are several in it.
+    """
 
     id: str
     begin: int
     end: int
+    modality: str = "text"
+
+    @property
+    def span(self) -> int | None:
+        """Positions that it spans; None of images, which may span fewer than they have tokens."""
+        return self.end - self.begin if self.modality == "text" else None
 
 
 def segments_of(
@@ -66,7 +76,8 @@ def segments_of(
     for begin, end in itertools.pairwise([0, *found]):
         own = [list(each._replace(offset=each.offset - begin)) for each in ordered if begin <= each.offset < end]
         content = [list(tokens[begin:end])] + ([json.dumps(own).encode()] if own else [])
-        segments.append(Segment(chunk_id(backbone, *content), begin, end))
+        modality = ("text", "image")[len(own)] if len(own) < 2 else "images"
+        segments.append(Segment(chunk_id(backbone, *content), begin, end, modality))
     return tuple(segments)
 
 
