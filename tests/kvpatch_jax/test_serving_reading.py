@@ -304,19 +304,30 @@ def test_where_it_cannot_be_told_what_is_to_be_formed_the_rest_is_served(sides, 
     assert (scheduler.counts["unsaved"], scheduler.counts["unread"]) == (1, 0)
 
 
-def test_a_process_ends_though_a_read_hangs():
+def test_a_process_ends_though_a_read_and_a_write_hang():
+    """What was not begun to be formed is dropped, and what is at work waited for no longer than the patience."""
     program = """
 import threading
-from kvpatch_jax.errors import StoreClosedError, StoreIOError
-from kvpatch_jax.serving.vllm import Settings, ahead, segments_of, stores
+from types import SimpleNamespace
+import numpy as np
+import kvpatch_jax as kvp
+from kvpatch_jax.serving.vllm import Segment, Settings
 from kvpatch_jax.serving.vllm.ahead import Ahead
-ahead, begun = Ahead(2, 8, 60.0), threading.Event()
-ahead.add("own", lambda: (begun.set(), threading.Event().wait()))
-begun.wait()
+from kvpatch_jax.serving.vllm.forming import ChunkFormer, FormingTask
+ahead, reading, writing = Ahead(2, 8, 60.0), threading.Event(), threading.Event()
+hang = lambda event: (event.set(), threading.Event().wait())
+ahead.add("own", lambda: hang(reading))
+layout = kvp.KVLayout.gqa(2, 1, 64, kvp.Rope(1e4, 64))
+stores = SimpleNamespace(of=lambda tenant: hang(writing))
+former = ChunkFormer(Settings(store="s", backbone="b", patience=0.1), layout, stores)
+for name in "ab":
+    former.add([FormingTask("t", Segment(name, 0, 4), (), np.arange(4))], lambda segment: {}, 1)
+reading.wait()
+writing.wait()
 print("at the end")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "at the end\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "at the end\n", "")
 
 
 def test_what_was_read_is_held_by_its_request_alone():
