@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
-class _Waiting(NamedTuple):
+class _QueuedWork(NamedTuple):
     make: Callable[[], Any]
     until: float  # counted from when the request came
 
@@ -51,7 +51,7 @@ class Ahead[Made]:
           patience: seconds after which a request is given up, and a thread counted as one that hangs.
         """
         self.threads, self.most, self.patience = threads, most, patience
-        self._waiting: collections.OrderedDict[str, _Waiting] = collections.OrderedDict()
+        self._waiting: collections.OrderedDict[str, _QueuedWork] = collections.OrderedDict()
         self._held: dict[str, _Begun | None] = {}  # None: what was made was taken
         self._running: list[_Begun] = []
         self._started, self._closed = 0, False
@@ -66,7 +66,7 @@ class Ahead[Made]:
         """Adds work of a request; what was added before under its id is let go."""
         self.let_go(id)
         with self._changed:
-            self._waiting[id] = _Waiting(make, time.monotonic() + self.patience)
+            self._waiting[id] = _QueuedWork(make, time.monotonic() + self.patience)
             if self._started < self.threads:
                 self._started += 1
                 # A pool of the standard library is waited for when a process ends, whatever hangs in it.
@@ -167,5 +167,5 @@ class Ahead[Made]:
             self._changed.notify_all()
 
 
-def _is_over(item: tuple[str, _Waiting]) -> bool:
+def _is_over(item: tuple[str, _QueuedWork]) -> bool:
     return item[1].is_over()
