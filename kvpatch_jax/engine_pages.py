@@ -62,8 +62,12 @@ jitted_turn = jax.jit(_turn, static_argnames="form", donate_argnames="pages")
 """Compiled once per form, bucket of slots and shape of the pages, which are donated."""
 
 
-def _check_dtype(what: str, channel: Channel, found: np.dtype, pages: np.dtype) -> None:
-    """Refuses kv of another dtype than the pages'; what rotates may be float32, and is rounded once, when turned."""
+def check_dtype(what: str, channel: Channel, found: np.dtype, pages: np.dtype) -> None:
+    """Refuses kv of another dtype than the pages'; what rotates may be float32, and is rounded once, when turned.
+
+    Raises:
+      DtypeError: it names the channel.
+    """
     if found == pages or (channel.rotates and found == jnp.float32 and jnp.dtype(pages).itemsize < 4):
         return
     more = " or float32" if channel.rotates else ""
@@ -87,7 +91,7 @@ def _splice_into(
     form, arrays = checked_pages(chunk.layout, pages, find, what)
     call = operator_call(what, chunk, patch, start, *behind)
     for channel in chunk.layout.channels:
-        _check_dtype(what, channel, call.kv[channel.name].dtype, arrays[0].dtype)
+        check_dtype(what, channel, call.kv[channel.name].dtype, arrays[0].dtype)
     slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
     if slots.shape != (chunk.tokens,):
         raise ShapeError(f"{what}: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")

@@ -4,6 +4,9 @@ import dataclasses
 
 from ..errors import PlanError
 
+DEFAULT_KL = 0.05
+"""Nats that an answer may lose where a certificate bounds it and nobody says how much."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Goal:

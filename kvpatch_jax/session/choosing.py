@@ -5,6 +5,7 @@ from typing import Any
 
 from ..errors import CertificateError, InputError, PatchMismatchError, SessionError, ShapeError
 from ..plan import Certificate, DeviceCosts, Goal, Plan, Stock, Stocked, plan
+from ..plan.goal import DEFAULT_KL
 from ..plan.menu import Way
 from ..provenance import Antecedent
 from ..window import Edits, Entry, Fetch, PatchNote, Prefill, Recompute, Window
@@ -12,7 +13,7 @@ from ..window.chain import chain_digest
 from .holding import Holding, Known
 from .things import thing_of
 
-LOSS = Goal(kl=0.05)
+LOSS = Goal(kl=DEFAULT_KL)
 """What a certificate is asked for where nobody says what an answer may lose."""
 
 

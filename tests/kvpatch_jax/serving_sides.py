@@ -7,6 +7,7 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.serving.vllm import Settings
+from kvpatch_jax.serving.vllm.layouts import CacheFormat
 from kvpatch_jax.serving.vllm.loading import WorkerSide
 from kvpatch_jax.serving.vllm.messages import Orders
 from kvpatch_jax.serving.vllm.scheduling import SchedulerSide
@@ -73,11 +74,12 @@ def true_kv(tokens):
 
 
 @contextlib.contextmanager
-def sides_of(folder, dtype=np.float32):
-    settings = Settings(store=str(folder / "store"), backbone="tiny", rank=10, uncertified=True)
+def sides_of(folder, dtype=np.float32, **options):
+    options = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "uncertified": True, **options}
+    settings = Settings(**options)
     pool, worker = Pool(dtype), WorkerSide(settings, LAYOUT, PAGE)
     worker.register(pool)
-    scheduler = SchedulerSide(settings, PAGE)
+    scheduler = SchedulerSide(settings, PAGE, CacheFormat(LAYOUT, np.dtype(dtype)))
     yield SimpleNamespace(scheduler=scheduler, worker=worker, pool=pool)
     scheduler.close()
     worker.close()

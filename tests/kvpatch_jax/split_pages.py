@@ -21,7 +21,7 @@ from kvpatch_jax import engine_pages
 from kvpatch_jax.errors import KVPatchError
 from kvpatch_jax.serving.vllm import Segment, Settings, Step
 from kvpatch_jax.serving.vllm.loading import WorkerSide
-from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, slots_of
+from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, slots_of
 
 LAYERS, PAGES, PAGE_SIZE, TOKENS, LENGTH, RANK = 2, 512, 8, 32, 27, 4
 SLOTS = np.random.default_rng(0).permutation(PAGES * PAGE_SIZE)[:TOKENS].astype(np.int32)
@@ -266,7 +266,7 @@ def connected() -> dict[str, bool]:
     worker.register(runner)
     segment = Segment("B", 0, TOKENS)
     worker.load(Orders((Load("own", (Piece(Step(segment, "leading"), chunk),), 0, blocks),)))
-    formed = worker._prefilled(Save("own", "tenant", (segment,), (0,), blocks)).kv
+    formed = worker._rows(blocks, segment)
 
     slots = slots_of(blocks, PAGE_SIZE, 0, TOKENS)
     alone = list(jnp.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, 1)), case.dtype))

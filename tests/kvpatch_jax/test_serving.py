@@ -3,6 +3,7 @@
 # pyright: reportOptionalMemberAccess=false
 
 import dataclasses
+import math
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from serving_sides import LAYOUT, PAGE, TOKENS, matched_of, output_of, request_o
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import ConfigError, InputError, PoolError, PositionError
 from kvpatch_jax.plan import Certificate, Certified, Rank
+from kvpatch_jax.plan.goal import DEFAULT_KL
 from kvpatch_jax.serving.vllm import Asked, Feature, Settings, parallel, plan_request, segments_of
 from kvpatch_jax.serving.vllm.layouts import check_model, layout_of
 from kvpatch_jax.serving.vllm.loading import WorkerSide
@@ -120,8 +122,9 @@ def test_a_prompt_beyond_what_was_measured_is_served_exactly(segments, shelf):
 
 
 def test_the_certificate_decides_how_far_an_approximate_prompt_is_matched(segments, shelf):
-    asked = lambda **more: Asked(policy="approximate", **more)
-    plan = lambda own, rows=ROWS, settings=SETTINGS: plan_request(
+    asked = lambda policy="approximate", **more: Asked(policy=policy, **more)
+    generous = Settings(store="s", backbone="tiny", most_kl=10.0)
+    plan = lambda own, rows=ROWS, settings=generous: plan_request(
         segments, shelf, settings, own, certificate_of(*rows) if rows else None
     )
     whole = plan(asked())
@@ -139,14 +142,53 @@ def test_the_certificate_decides_how_far_an_approximate_prompt_is_matched(segmen
     assert plan(asked(kl=0.1, flips=0.05)).matched == 8
     assert plan(asked(), settings=Settings(store="s", backbone="tiny", most_kl=0.1)).matched == 18
     assert plan(asked(), rows=None).matched == 8
-    loose = plan(asked(), rows=None, settings=Settings(store="s", backbone="tiny", uncertified=True))
+
+
+def test_blind_reuse_happens_by_its_name_alone(segments, shelf):
+    """An operator that says no bound has one, and a request that says "approximate" is never served beyond it."""
+
+    def plan(policy, rows=ROWS, **more):
+        settings, certificate = Settings(store="s", backbone="tiny", **more), certificate_of(*rows) if rows else None
+        return plan_request(segments, shelf, settings, Asked(policy=policy), certificate)
+
+    assert Settings(store="s", backbone="tiny").most_kl == DEFAULT_KL == 0.05
+    certified = plan("approximate")
+    assert (certified.matched, certified.kl) == (18, 0.02), "the bare chunk would lose 5 nats"
+    assert "chunk 3 of 3 is not certified within 0.05 nats" in certified.why
+    assert plan("approximate", uncertified=True) == certified, "what the operator allows, the request has to ask for"
+    assert plan("approximate", rows=[], uncertified=True).matched == 8
+    assert plan("blind") == certified
+    assert (plan("blind", uncertified=True).matched, plan("blind", uncertified=True).kl) == (24, 5.0)
+    loose = plan("blind", rows=[], uncertified=True)
     assert (loose.matched, loose.kl) == (24, None)
+
+
+def test_a_request_for_blind_reuse_that_is_not_allowed_is_served_plainly(tmp_path, caplog):
+    with sides_of(tmp_path, uncertified=False) as sides:
+        served(sides, "first", {"segments": [8]})
+        assert served(sides, "exact", {"segments": [8]}).count == 8
+        blind = served(sides, "blind", {"segments": [8], "policy": "blind"})
+        assert (blind.count, sides.scheduler.finished(blind.request)) == (0, None)
+        assert sides.scheduler.counts["refused"] == 1
+        assert "policy 'blind'; expected 'exact' or 'approximate'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "bound", [math.nan, math.inf, -0.1, -1, "0.05", "inf", True, [0.05], 10**400, {}], ids=lambda own: f"{own!r:.9}"
+)
+def test_a_bound_is_a_finite_number_from_0_on(unchecked, bound):
+    for name in ("kl", "flips"):
+        with pytest.raises(InputError, match=f"kv_transfer_params: {name}"):
+            Asked.read({"kvpatch": {name: bound}})
+    for name in ("most_kl", "patience"):
+        with pytest.raises(ConfigError, match=f"connector: {name}"):
+            Settings.read({"store": "s", "backbone": "b", name: bound})
 
 
 def test_every_approximate_plan_has_a_salt_of_its_own(segments, shelf):
     loose = Settings(store="s", backbone="tiny", uncertified=True)
     first, second = (own.id for own in segments[:2])
-    asked = Asked(policy="approximate")
+    asked = Asked(policy="blind")
     plans = [
         plan_request(segments, shelf, loose, asked),
         plan_request(segments, Shelf([first, second], shelf.kept), loose, asked),
@@ -154,7 +196,7 @@ def test_every_approximate_plan_has_a_salt_of_its_own(segments, shelf):
         plan_request(segments, Shelf([first, second], {(second, (first,)): [StockedPatch("cc", 4)]}), loose, asked),
     ]
     assert not any(own.exact for own in plans)
-    other = Asked(policy="approximate", tenant="other")
+    other = Asked(policy="blind", tenant="other")
     salts = [own.salt(loose, asked, None) for own in plans]
     salts += [plans[0].salt(loose, asked, "own"), plans[0].salt(loose, other, None)]
     assert len(set(salts)) == len(salts)
@@ -166,7 +208,10 @@ def test_settings_and_parameters_are_read_strictly(unchecked):
     assert Asked.read(None) is None
     assert Asked.read({"do_remote_prefill": True}) is None
     assert Asked.read({"kvpatch": {"segments": [3, 9], "kl": 0.1}}) == Asked(segments=(3, 9), kl=0.1)
-    for given in ({"policy": "any"}, {"segments": [9, 3]}, {"segments": 3}, {"kl": -1}, {"tenant": ""}, {"rank": 3}):
+    blind = {"policy": "blind"}
+    assert Asked.read({"kvpatch": blind}) == Asked(policy="blind")
+    refused = [{"policy": "any"}, {"segments": [9, 3]}, {"segments": 3}, {"kl": -1}, {"tenant": ""}, {"rank": 3}]
+    for given in (*refused, {**blind, "kl": 0.1}, {**blind, "flips": 0.1}):
         with pytest.raises(InputError, match="kv_transfer_params"):
             Asked.read({"kvpatch": given})
     assert Settings.read({"store": "s", "backbone": "b", "image_frame": [1, 2]}).image_frame == (1, 2)
@@ -238,7 +283,7 @@ def test_chunks_formed_of_traffic_are_spliced_where_they_are_asked_for_next(side
     assert (whole.count, whole.request.cache_salt) == (0, None)
     assert sides.worker.former.counts == {"canonicals": 2, "patches": 1}, "B's canonical, A's, and B behind A"
 
-    found = served(sides, "again", ask | {"policy": "approximate"}, blocks=(19, 0, 18, 1, 17, 2, 16, 15), computed=4)
+    found = served(sides, "again", ask | {"policy": "blind"}, blocks=(19, 0, 18, 1, 17, 2, 16, 15), computed=4)
     assert found.count == 14
     assert not found.failed
     assert found.request.cache_salt.startswith("kvpatch-")
@@ -269,7 +314,7 @@ def test_a_leading_chunk_of_a_bfloat16_pool_has_the_engines_bits(tmp_path):
         found = served(sides, "again", {"segments": [8]}, blocks=(19, 0, 18, 1, 17, 2, 16, 15))
         assert (found.count, found.request.cache_salt) == (8, None)
         assert (found.loaded[:, :8] == computed[:, :8]).all()
-        patched = served(sides, "both", {"segments": [8, 18], "policy": "approximate"}, blocks=tuple(range(11, 19)))
+        patched = served(sides, "both", {"segments": [8, 18], "policy": "blind"}, blocks=tuple(range(11, 19)))
         assert patched.count == 18
         np.testing.assert_allclose(np.float32(patched.loaded[:, 8:18]), np.float32(computed[:, 8:]), atol=0.03)
 
@@ -421,3 +466,110 @@ def test_tensor_parallelism_alone_is_served():
 
 def test_neither_vllm_nor_torch_is_imported():
     assert not {"vllm", "torch"} & sys.modules.keys()
+
+
+# -------------------------------------------------------------------------- what is stored under the engine's own name
+
+
+def rewritten(sides, segment, **changes):
+    """Puts another canonical under a chunk's name."""
+    store = sides.worker.stores.of("default")
+    chunk = store.get(segment.id, "tiny")
+    store.delete(segment.id, "tiny")
+    kv = changes.pop("kv", lambda value: value)
+    store.put(dataclasses.replace(chunk, kv={name: kv(np.asarray(own)) for name, own in chunk.kv.items()}, **changes))
+
+
+def test_chunks_of_another_dtype_are_not_stored(tmp_path, caplog):
+    """Two engines of one name and different dtypes on one store: neither is promised what cannot be placed."""
+    ask = {"segments": [8, 18], "policy": "blind"}
+    with sides_of(tmp_path, jnp.bfloat16) as sides:
+        served(sides, "first", {"segments": [8]})
+    with sides_of(tmp_path) as sides:
+        for turn in range(2):
+            found = served(sides, f"own {turn}", ask)
+            assert (found.count, found.failed) == (0, set())
+            assert sides.scheduler.finished(found.request)["kvpatch"]["why"] == "chunk 1 of 2 is not stored"
+        assert sides.scheduler.counts["unfit: DtypeError"] == 2
+        assert caplog.text.count("'v' of dtype bfloat16; expected the pages' float32") == 1, "logged once"
+        served(sides, "second", {"segments": [10]}, TOKENS[8:])
+    with sides_of(tmp_path, jnp.bfloat16) as sides:
+        found = served(sides, "behind", ask)
+        assert (found.count, found.failed) == (8, set()), "float32 behind bfloat16"
+        assert sides.worker.former.counts["patches"] == 0, "none of a canonical that cannot be served"
+
+
+HALF = kvp.KVLayout.gqa(2, 2, 32, kvp.Rope(1e4, 32, angles="float32"))
+"""Other heads than LAYOUT's, of as many numbers."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"layout": HALF, "kv": lambda own: own.reshape(2, -1, 2, 32)}, "LayoutError"),
+        ({"layout": dataclasses.replace(LAYOUT, rope=kvp.Rope(5e5, 64, angles="float32"))}, "LayoutError"),
+        ({"kv": lambda own: own[:, :7], "local": np.arange(7, dtype=np.float32), "length": 7}, "InputError"),
+        ({"local": np.arange(8, dtype=np.float32) * 2}, "PositionError"),
+    ],
+)
+def test_chunks_of_another_model_are_not_stored(sides, changes, error):
+    """Whatever was put under this engine's name and a chunk's id."""
+    served(sides, "forms", {"segments": [8]})
+    assert served(sides, "whole", {"segments": [8]}).count == 8
+    rewritten(sides, segments_of("tiny", TOKENS, ends=[8])[0], **changes)
+    found = served(sides, "other", {"segments": [8]})
+    assert (found.count, found.failed) == (0, set())
+    assert sides.scheduler.counts[f"unfit: {error}"] == 1
+
+
+def test_a_patch_of_another_canonical_is_not_stored(sides):
+    """Its chunk is served without it, or, by a request that wants bounds, not at all."""
+    ask = {"segments": [8, 18], "policy": "blind"}
+    served(sides, "second", {"segments": [10]}, TOKENS[8:])
+    served(sides, "first", {"segments": [8]})
+    served(sides, "patch", {"segments": [8, 18]})
+    first, second = segments_of("tiny", TOKENS, ends=[8, 18])
+    store = sides.worker.stores.of("default")
+    served_front = Served(chunk=second.id, backbone="tiny", antecedent=(first.id,))
+    (patch,) = store.get_patches(served_front)
+    store.delete(second.id, "tiny")
+    served(sides, "second again", {"segments": [10]}, TOKENS[8:])
+    other = patch.metadata.local[::-1]
+    store.put_patches([dataclasses.replace(patch, metadata=dataclasses.replace(patch.metadata, local=other))])
+    assert len(store.get_patches(served_front)) == 1
+    found = served(sides, "own", ask)
+    assert (found.count, found.failed) == (18, set())
+    told = sides.scheduler.finished(found.request)["kvpatch"]
+    assert told["served"] == [["leading", 0], ["bare", 0]]
+    assert sides.scheduler.counts["unfit: PatchMismatchError"] == 1
+
+
+def test_what_could_not_be_placed_is_not_promised_again(sides, monkeypatch):
+    """Whatever the reason: one request meets it, and not every one behind it."""
+    served(sides, "first", {"segments": [8]})
+    served(sides, "second", {"segments": [10]}, TOKENS[8:])
+    ask, write = {"segments": [8, 18], "policy": "blind"}, sides.worker._write
+    monkeypatch.setattr(sides.worker, "_write", lambda load, place: 1 / 0 if place else write(load, place))
+    found = served(sides, "own", ask)
+    assert (found.count, found.failed) == (18, {5, 6, 7})
+    again = served(sides, "again", ask)
+    assert (again.count, again.failed) == (8, set())
+    assert sides.scheduler.finished(again.request)["kvpatch"]["why"] == "chunk 2 of 2 is not stored"
+
+
+def test_what_is_told_of_a_load_that_failed_is_what_was_served(sides, monkeypatch):
+    """Chunks in front of the one that could not be placed were, and what the engine computes stands behind them."""
+    third = [*TOKENS[18:28], 7]
+    for name, tokens, ends in (
+        ("first", TOKENS, [8]),
+        ("second", TOKENS[8:], [10]),
+        ("third", third, [10]),
+    ):
+        served(sides, name, {"segments": ends}, tokens)
+    write = sides.worker._write
+    monkeypatch.setattr(sides.worker, "_write", lambda load, place: 1 / 0 if place == 2 else write(load, place))
+    found = served(sides, "own", {"segments": [8, 18, 28], "policy": "blind"})
+    assert (found.count, found.failed) == (28, {7, 8, 9}), "from the block on in which the third begins"
+    told = sides.scheduler.finished(found.request)["kvpatch"]
+    assert (told["matched"], told["failed"]) == (16, True)
+    assert (told["served"], told["exact"], told["kl"]) == ([["leading", 0], ["bare", 0]], False, None)

@@ -38,7 +38,7 @@ def held(sides, monkeypatch):
 
 def test_while_a_requests_chunks_are_read_others_are_served(sides, held):
     """The engine asks, is told to ask again, goes on; nothing waits for the store. Then the request is salted first."""
-    scheduler, plan = sides.scheduler, {"kvpatch": {"segments": [8, 18], "policy": "approximate"}}
+    scheduler, plan = sides.scheduler, {"kvpatch": {"segments": [8, 18], "policy": "blind"}}
     slow, plain = request_of("slow", plan), request_of("plain", None)
     began = time.monotonic()
     scheduler.arrived(slow)
@@ -59,7 +59,7 @@ def test_what_was_looked_up_without_a_salt_is_not_counted(sides, held):
     """A plan that becomes ready between the engine's look into its cache and its question: asked again, once."""
     held.set()
     scheduler = sides.scheduler
-    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}})
+    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "blind"}})
     scheduler.arrived(request)
     while not scheduler._ahead.is_ready("own"):
         time.sleep(0.001)
@@ -96,6 +96,8 @@ def test_where_every_reader_hangs_nobody_waits_for_them(sides, held):
         scheduler.arrived(request)
     assert [matched_of(scheduler, request) for request in hanging] == [0] * len(hanging)
     scheduler._ahead.patience = patience
+    while not scheduler._ahead.stuck:
+        time.sleep(0.001)
     later = [ask(f"later {number}") for number in range(3 * scheduler.settings.ahead)]
     for request in later:
         scheduler.arrived(request)
@@ -131,23 +133,73 @@ def reading():
     made.close()
 
 
-def test_a_store_that_answers_is_waited_for_by_all(reading, monkeypatch):
-    """Four at once, each of 0.3 s, one after the other: none takes longer than it may, however long it waited."""
-    clock = [0.0]
+def test_patience_counts_waiting(reading, monkeypatch):
+    """Two at once and one thread: the second is over as long behind its coming as the first, however late it began.
+
+    Its thread is none that hangs yet, so that a third one is waited for.
+    """
+    clock, gates = [0.0], {name: threading.Event() for name in "ab"}
     monkeypatch.setattr(ahead.time, "monotonic", lambda: clock[0])
-    go = threading.Event()
-
-    def read(name):
-        go.wait(60)
-        clock[0] += 0.3
-        return name
-
-    for name in "abcd":
-        reading.add(name, lambda name=name: read(name))
-    go.set()
-    while reading._running or reading._waiting:
+    for name, gate in gates.items():
+        reading.add(name, lambda gate=gate: gate.wait(60))
+    clock[0] = 0.4
+    assert reading.ready() == []
+    gates["a"].set()
+    while reading._waiting:
         time.sleep(0.001)
-    assert [reading.take(name) for name in "abcd"] == list("abcd")
+    assert reading.take("a")
+    clock[0] = 0.6
+    reading.add("c", lambda: "c")
+    assert (reading.ready(), reading.stuck) == (["b"], False)
+    with pytest.raises(TimeoutError, match=r"was not read within 0\.5 s"):
+        reading.take("b")
+    clock[0] = 0.91
+    assert reading.stuck
+    assert reading.is_ready("c")
+    gates["b"].set()
+    while reading._waiting or reading._running:
+        time.sleep(0.001)
+    assert reading.take("c") == "c", "it was read after all"
+
+
+def test_where_what_was_read_is_not_placed_the_next_is_given_up():
+    """The engine has no room for eight requests: a ninth is served plainly in time, and no thread was at fault."""
+    reading, most = Ahead(2, 8, 0.05), 8
+    for number in range(most):
+        reading.add(str(number), lambda: "made")
+    while not all(reading.is_ready(str(number)) for number in range(most)):
+        time.sleep(0.001)
+    reading.add("ninth", lambda: "made")
+    began = time.monotonic()
+    while "ninth" not in reading.ready(0.01):
+        assert time.monotonic() - began < 60
+    assert not reading.stuck
+    with pytest.raises(TimeoutError, match=r"was not read within 0\.05 s"):
+        reading.take("ninth")
+    reading.let_go("ninth")
+    assert [reading.take(str(number)) for number in range(most)] == ["made"] * most, "they are held as long as need be"
+    for number in range(most):
+        reading.let_go(str(number))
+    reading.add("tenth", lambda: "tenth")
+    while not reading.ready(1.0):
+        pass
+    assert reading.take("tenth") == "tenth"
+    reading.close()
+
+
+def test_of_two_requests_of_one_id_the_newer_ones_work_is_taken():
+    """Added again while the older is at work, which ends last."""
+    reading, begun, go = Ahead(2, 8, 60.0), threading.Event(), threading.Event()
+    reading.add("own", lambda: (begun.set(), go.wait(60), "old")[-1])
+    begun.wait(60)
+    reading.add("own", lambda: "new")
+    while not reading.ready(1.0):
+        pass
+    go.set()
+    while reading._running:
+        time.sleep(0.001)
+    assert reading.take("own") == "new"
+    reading.close()
 
 
 def test_where_all_hang_nothing_is_kept_of_who_was_let_go(reading):
@@ -252,19 +304,30 @@ def test_where_it_cannot_be_told_what_is_to_be_formed_the_rest_is_served(sides, 
     assert (scheduler.counts["unsaved"], scheduler.counts["unread"]) == (1, 0)
 
 
-def test_a_process_ends_though_a_read_hangs():
+def test_a_process_ends_though_a_read_and_a_write_hang():
+    """What was not begun to be formed is dropped, and what is at work waited for no longer than the patience."""
     program = """
 import threading
-from kvpatch_jax.errors import StoreClosedError, StoreIOError
-from kvpatch_jax.serving.vllm import Settings, ahead, segments_of, stores
+from types import SimpleNamespace
+import numpy as np
+import kvpatch_jax as kvp
+from kvpatch_jax.serving.vllm import Segment, Settings
 from kvpatch_jax.serving.vllm.ahead import Ahead
-ahead, begun = Ahead(2, 8, 60.0), threading.Event()
-ahead.add("own", lambda: (begun.set(), threading.Event().wait()))
-begun.wait()
+from kvpatch_jax.serving.vllm.forming import ChunkFormer, FormingTask
+ahead, reading, writing = Ahead(2, 8, 60.0), threading.Event(), threading.Event()
+hang = lambda event: (event.set(), threading.Event().wait())
+ahead.add("own", lambda: hang(reading))
+layout = kvp.KVLayout.gqa(2, 1, 64, kvp.Rope(1e4, 64))
+stores = SimpleNamespace(of=lambda tenant: hang(writing))
+former = ChunkFormer(Settings(store="s", backbone="b", patience=0.1), layout, stores)
+for name in "ab":
+    former.add([FormingTask("t", Segment(name, 0, 4), (), np.arange(4))], lambda segment: {}, 1)
+reading.wait()
+writing.wait()
 print("at the end")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "at the end\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "at the end\n", "")
 
 
 def test_what_was_read_is_held_by_its_request_alone():
@@ -299,7 +362,7 @@ def test_the_engines_loop_touches_no_store(sides, monkeypatch):
     served(sides, "whole", ask)
     served(sides, "exact", ask)
     served(sides, "not saved", ask | {"save": False})
-    approximate = served(sides, "approximate", ask | {"policy": "approximate"})
+    approximate = served(sides, "approximate", ask | {"policy": "blind"})
     assert approximate.count == 18
     assert sides.worker.former.counts == {"canonicals": 2, "patches": 1}
 
@@ -361,7 +424,7 @@ def test_a_request_that_reads_no_cache_is_formed_of(sides):
 
 def test_a_request_that_is_gone_is_not_salted_when_its_chunks_come(sides, held):
     scheduler = sides.scheduler
-    request = request_of("gone", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}})
+    request = request_of("gone", {"kvpatch": {"segments": [8, 18], "policy": "blind"}})
     scheduler.arrived(request)
     assert scheduler.finished(request)["kvpatch"]["matched"] == 0
     held.set()
@@ -408,7 +471,7 @@ def test_what_is_preempted_is_read_and_salted_anew(sides, held):
     """Its chunks were let go of when they were placed. What the store has lost since is computed, without the salt."""
     held.set()
     scheduler = sides.scheduler
-    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "approximate"}}, cache_salt="mine")
+    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "blind"}}, cache_salt="mine")
     scheduler.arrived(request)
     assert matched_of(scheduler, request) == 18
     salt = request.cache_salt
@@ -428,6 +491,32 @@ def test_what_is_preempted_is_read_and_salted_anew(sides, held):
     assert matched_of(scheduler, request) == 0
     assert request.cache_salt == "mine"
     assert scheduler.finished(request)["kvpatch"]["why"] == "chunk 1 of 2 is not stored"
+
+
+def test_tokens_that_come_from_an_approximate_plan_are_never_told_to_be_exact(sides, held):
+    """Preempted behind its first tokens; what the store has lost since is computed. Those tokens stay in the answer."""
+    held.set()
+    scheduler, store = sides.scheduler, sides.worker.stores.of("default")
+    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "blind"}})
+    scheduler.arrived(request)
+    scheduler.allocated(request, tuple(range(8)), matched_of(scheduler, request))
+    assert len(scheduler.orders(output_of({}, {}, {})).loads) == 1
+    for segment in segments_of("tiny", TOKENS, ends=[8, 18]):
+        store.delete(segment.id, "tiny")
+    assert matched_of(scheduler, request) == 0
+    scheduler.allocated(request, tuple(range(8)), 0)
+    told = scheduler.finished(request)["kvpatch"]
+    assert (told["exact"], told["kl"]) == (False, None)
+    assert (told["matched"], told["served"]) == (0, []), "of the last plan"
+
+
+def test_what_was_planned_and_never_placed_is_not_told_to_be_served(sides, held):
+    held.set()
+    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "blind"}})
+    sides.scheduler.arrived(request)
+    assert matched_of(sides.scheduler, request) == 18
+    told = sides.scheduler.finished(request)["kvpatch"]
+    assert (told["matched"], told["served"], told["exact"], told["kl"]) == (0, [], True, 0.0)
 
 
 def test_blocks_that_a_preempted_request_left_are_no_longer_its_own(sides, held):

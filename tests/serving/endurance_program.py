@@ -25,11 +25,11 @@ def plans(engine):
     """Kinds of plans by name; the object that the last one asks for is damaged on the disk, and not read before."""
     engine.one(PROMPT, segments=ENDS[1:], tenant="hurt", steps=1)
     damage(engine, "hurt", segments_of(engine.worker.settings.backbone, PROMPT, ends=ENDS[1:])[0])
-    approximate = {"segments": ENDS, "policy": "approximate", "save": False}
+    unbounded = {"segments": ENDS, "policy": "blind", "save": False}
     return {
         "plain": {},
-        "stored": {**approximate, "tenant": "full"},
-        "bare": {**approximate, "tenant": "blind"},
+        "stored": {**unbounded, "tenant": "full"},
+        "bare": {**unbounded, "tenant": "blind"},
         "leading": {"segments": ENDS, "tenant": "full", "save": False},
         "damaged": {"segments": ENDS[1:], "tenant": "hurt", "save": False},
     }
@@ -79,10 +79,10 @@ def revived(engine):
     """What was left is served, or formed again."""
     reference = engine.one(PROMPT)
     ask = {"segments": ENDS, "tenant": "full"}
-    left = engine.one(PROMPT, **ask, policy="approximate", save=False)
+    left = engine.one(PROMPT, **ask, policy="blind", save=False)
     engine.one(SECOND + QUESTION, segments=[len(SECOND)], tenant="full", steps=1)
     engine.one(PROMPT, **ask, steps=1)
-    again = engine.one(PROMPT, **ask, policy="approximate", save=False)
+    again = engine.one(PROMPT, **ask, policy="blind", save=False)
     formed = dict(engine.worker.former.counts)
     return {"left": compared(left, reference), "formed": formed, "again": compared(again, reference)}
 

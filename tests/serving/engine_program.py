@@ -49,7 +49,7 @@ def forms(engine):
 
     found["exact"] = compared(engine.one(PROMPT, segments=ENDS[1:], tenant="whole", save=False), reference)
     found["leading"] = compared(engine.one(PROMPT, segments=ENDS, tenant="full", save=False), reference)
-    ask = {"segments": ENDS, "policy": "approximate"}
+    ask = {"segments": ENDS, "policy": "blind"}
     found["stored"] = compared(engine.one(PROMPT, tenant="full", **ask), reference)
     found["bare"] = compared(engine.one(PROMPT, tenant="blind", **ask), reference)
     found["plain_after_bare"] = compared(engine.one(PROMPT, fresh=False), reference)
@@ -74,7 +74,7 @@ def first_layer(engine):
 
     Shares of the prefill's largest number. A rope other than the engine's would show here, and not in a leading chunk.
     """
-    own, other = (second_chunk(engine, **ask) for ask in ({}, {"tenant": "blind", "policy": "approximate"}))
+    own, other = (second_chunk(engine, **ask) for ask in ({}, {"tenant": "blind", "policy": "blind"}))
     return {name: float(np.abs(own[name] - other[name]).max() / np.abs(own[name]).max()) for name in own}
 
 
@@ -107,7 +107,7 @@ def ahead(engine, reference):
         return finished(request)
 
     Looked.has_canonical, engine.scheduler.finished = slow, noting
-    ask = {"segments": ENDS, "tenant": "full", "policy": "approximate", "save": False}
+    ask = {"segments": ENDS, "tenant": "full", "policy": "blind", "save": False}
     before, began = engine.scheduler.counts["asked_again"], time.perf_counter()
     answers = engine.ask(PROMPT, PROMPT, each=[ask, {}])
     asked_again = engine.scheduler.counts["asked_again"] - before
@@ -139,7 +139,7 @@ def serves(engine):
     """What another process formed is served; what was damaged since is computed."""
     damage(engine, "whole", segments_of(engine.worker.settings.backbone, PROMPT, ends=ENDS[1:])[0])
     reference = engine.one(PROMPT)
-    ask = {"segments": ENDS, "policy": "approximate", "tenant": "full", "save": False}
+    ask = {"segments": ENDS, "policy": "blind", "tenant": "full", "save": False}
     found = {
         "leading": compared(engine.one(PROMPT, segments=ENDS, tenant="full", save=False), reference),
         "stored": compared(engine.one(PROMPT, **ask), reference),
@@ -157,8 +157,8 @@ def wider(engine):
     ask = {"segments": ENDS, "tenant": "full", "save": False}
     return {
         "leading": compared(engine.one(PROMPT, **ask), reference),
-        "stored": compared(engine.one(PROMPT, policy="approximate", **ask), reference),
-        "bare": compared(engine.one(PROMPT, policy="approximate", **{**ask, "tenant": "blind"}), reference),
+        "stored": compared(engine.one(PROMPT, policy="blind", **ask), reference),
+        "bare": compared(engine.one(PROMPT, policy="blind", **{**ask, "tenant": "blind"}), reference),
         "plain_after_bare": compared(engine.one(PROMPT, fresh=False), reference),
         "pages": pages(engine),
     }
@@ -174,7 +174,7 @@ def not_loaded(engine, reference):
         write(load, place)
 
     engine.worker._write = fails
-    ask = {"segments": ENDS, "policy": "approximate", "tenant": "full", "save": False}
+    ask = {"segments": ENDS, "policy": "blind", "tenant": "full", "save": False}
     found = {"not_loaded": compared(engine.one(PROMPT, **ask), reference)}
     engine.worker._write = write
     return {**found, "plain_after_not_loaded": compared(engine.one(PROMPT, fresh=False), reference)}
@@ -182,11 +182,11 @@ def not_loaded(engine, reference):
 
 def mixed(engine):
     """Eight at once, with different plans, in a pool that does not hold them all; then one at a time."""
-    approximate = {"segments": ENDS, "policy": "approximate", "save": False}
+    unbounded = {"segments": ENDS, "policy": "blind", "save": False}
     each = [
         {},
-        {**approximate, "tenant": "full"},
-        {**approximate, "tenant": "blind"},
+        {**unbounded, "tenant": "full"},
+        {**unbounded, "tenant": "blind"},
         {"segments": ENDS, "tenant": "full", "save": False},
     ] * 2
     prompts = [PROMPT] * 4 + [FIRST + SECOND + QUESTION[::-1]] * 4

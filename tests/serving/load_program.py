@@ -96,7 +96,7 @@ def _chat(prompt: Prompt, question: int) -> dict[str, Any]:
 def _extra(way: str, number: int) -> dict[str, Any]:
     if way == "reuse off":
         return {"cache_salt": f"own {number}"}
-    asked = {"tenant": TENANT, "policy": "approximate", "save": False}
+    asked = {"tenant": TENANT, "policy": "blind", "save": False}
     return {} if way == "prefix cache" else {"kv_transfer_params": {"kvpatch": asked}}
 
 
@@ -241,13 +241,9 @@ def _row(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main(work: str, *choices: str) -> None:
-    """Serves, forms, measures, and writes what was found; rates and repeats may be chosen to try it."""
-    folder = Path(work)
-    rates = [float(rate) for rate in choices[0].split(",")] if choices else RATES
-    repeats = int(choices[1]) if choices[1:] else REPEATS
-    model = trained_model.write(folder / "model-load")
-    extra = {"store": str(folder / "store-load"), "backbone": "trained", "rank": RANK, "uncertified": True}
+def flags_of(store: Path) -> list[str]:
+    """Flags of the server, with the connector on a store."""
+    extra = {"store": str(store), "backbone": "trained", "rank": RANK, "uncertified": True}
     extra["image_frame"] = list(FRAME)
     transfer = {
         "kv_connector": "TPUOffloadConnector",
@@ -256,7 +252,16 @@ def main(work: str, *choices: str) -> None:
         "kv_connector_extra_config": extra,
     }
     flags = [*FLAGS, "--limit-mm-per-prompt", json.dumps({"image": LEGENDS + 1, "video": 0})]
-    flags += ["--kv-transfer-config", json.dumps(transfer)]
+    return [*flags, "--kv-transfer-config", json.dumps(transfer)]
+
+
+def main(work: str, *choices: str) -> None:
+    """Serves, forms, measures, and writes what was found; rates and repeats may be chosen to try it."""
+    folder = Path(work)
+    rates = [float(rate) for rate in choices[0].split(",")] if choices else RATES
+    repeats = int(choices[1]) if choices[1:] else REPEATS
+    model = trained_model.write(folder / "model-load")
+    flags = flags_of(folder / "store-load")
     contexts = prompts_of(CONTEXTS)
     with served_model.serving(model, folder, flags) as server:
         print(f"serving after {server.seconds:.0f} s", flush=True)

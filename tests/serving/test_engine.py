@@ -22,6 +22,9 @@ MATCHED, LEADING = 88, 48
 CONTEXTS = {"trained": 256, "bfloat16": 64, "divided": 8, "reordered": 32, "certified": 12, "pretrained": 8}
 """Of the trained model's task, or texts, in the programs that ask them: `NAME_program.py`, or `trained_program.py`."""
 
+ALONE = {"load": "load_program.py", "fuzzed": "fuzz_program.py"}
+"""Programs that start a server, by scenario."""
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory, request):
@@ -31,8 +34,8 @@ def work(tmp_path_factory, request):
 
 def start(work, scenario, kind, *, dies=False):
     """Runs a scenario's process to its end, whatever that is to be."""
-    if scenario == "load":
-        command = ["load_program.py", work]
+    if scenario in ALONE:
+        command = [ALONE[scenario], work]
     elif scenario in ("bfloat16", "divided"):
         command = ["trained_program.py", work, CONTEXTS[scenario], scenario]
     elif scenario in CONTEXTS:
@@ -52,7 +55,7 @@ def run(work, request):
     done = {}
 
     def run(scenario, kind="128"):
-        own = scenario in (*CONTEXTS, "load")
+        own = scenario in (*CONTEXTS, *ALONE)
         key = scenario if own else f"{scenario}, {kind}"
         if key not in done:
             found = work / f"{scenario}-{CONTEXTS.get(scenario, kind)}.json"
@@ -374,3 +377,15 @@ def test_under_load_every_request_is_answered_and_chunks_save_what_they_save_alo
         assert mean("computed_tokens", "reuse off") == 173
         assert mean("computed_tokens", "chunks and patches") <= mean("computed_tokens", "prefix cache")
         assert mean("right", "chunks and patches") >= mean("right", "reuse off") - 0.05
+
+
+def test_nothing_that_a_client_sends_stops_the_server(run):
+    """500 bodies over HTTP. To a few vLLM's own frontend answers 500 and goes on (`fuzz_program.Body`)."""
+    found = run("fuzzed")
+    statuses = found["statuses"]
+    assert found["bodies"] == sum(statuses.values()) == 500
+    assert found["neither_200_nor_4xx"] == []
+    assert statuses.get("500", 0) == found["frontend_500"] < 100
+    assert statuses["200"] > 250, "or few of them came as far as the connector"
+    before, after = found["plain"]
+    assert before == after == found["reuse"]

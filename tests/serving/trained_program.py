@@ -31,13 +31,13 @@ COUNTS = {"page": 1, "legend": 1, "chain": 4, "aggregate": 3}
 RANKS = (8, 16)
 OWN_CONTEXTS, LIKELY = 8, 20
 """Contexts that our own executor is asked too; log-probabilities that the engine gives of each answer."""
-APPROXIMATE = {"policy": "approximate", "save": False}
+UNBOUNDED = {"policy": "blind", "save": False}
 WAYS = {
     "re-prefill": None,
     "prefix cache": None,
     "leading": {"tenant": "blind", "save": False},
-    "blind": {**APPROXIMATE, "tenant": "blind"},
-    **{f"rank {rank}": {**APPROXIMATE, "tenant": f"rank{rank}"} for rank in RANKS},
+    "blind": {**UNBOUNDED, "tenant": "blind"},
+    **{f"rank {rank}": {**UNBOUNDED, "tenant": f"rank{rank}"} for rank in RANKS},
 }
 ENGINES = {
     NAME: {"dtype": "float32", "tensor_parallel_size": 1},

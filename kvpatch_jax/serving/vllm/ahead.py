@@ -2,27 +2,44 @@
 
 import collections
 import concurrent.futures
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
-class _Begun(NamedTuple):
-    future: concurrent.futures.Future[Any]
-    until: float
+class _QueuedWork(NamedTuple):
+    make: Callable[[], Any]
+    until: float  # counted from when the request came
 
     def is_over(self) -> bool:
-        """Whether it has taken longer than it may."""
+        """Whether the request has waited longer than it may."""
         return time.monotonic() >= self.until
+
+
+class _Begun(NamedTuple):
+    future: concurrent.futures.Future[Any]
+    until: float  # counted from when the request came
+    thread_until: float  # counted from when its work began
+
+    def is_over(self) -> bool:
+        """Whether the request has waited longer than it may, for its work to begin and to end."""
+        return time.monotonic() >= self.until
+
+    def hangs(self) -> bool:
+        """Whether the work itself takes longer than it may."""
+        return time.monotonic() >= self.thread_until
 
 
 class Ahead[Made]:
     """Work of requests, by their ids, begun in the order in which they came. Asked by one thread, the engine's.
 
     A request is *held* from when its work begins until it is let go, behind what becomes of the result: what is read
-    for a request fills memory until it is placed. Work that is given up goes on until it ends, and has its thread until
-    then; while no thread is left, everything is given up at once. Threads do not keep a process from ending.
+    for a request fills memory until it is placed. A request whose work has not ended within the patience, from when the
+    request came, is given up: also where the work could not begin, for others were held and not placed. Work that is
+    given up goes on until it ends, and has its thread until then; while no thread is left, everything is given up at
+    once. Threads do not keep a process from ending.
     """
 
     def __init__(self, threads: int, most: int, patience: float):
@@ -31,10 +48,10 @@ class Ahead[Made]:
         Args:
           threads: that work at once.
           most: requests that are held at once; others wait.
-          patience: seconds after its begin at which work is given up.
+          patience: seconds after which a request is given up, and a thread counted as one that hangs.
         """
         self.threads, self.most, self.patience = threads, most, patience
-        self._waiting: collections.OrderedDict[str, Callable[[], Made]] = collections.OrderedDict()
+        self._waiting: collections.OrderedDict[str, _QueuedWork] = collections.OrderedDict()
         self._held: dict[str, _Begun | None] = {}  # None: what was made was taken
         self._running: list[_Begun] = []
         self._started, self._closed = 0, False
@@ -49,7 +66,7 @@ class Ahead[Made]:
         """Adds work of a request; what was added before under its id is let go."""
         self.let_go(id)
         with self._changed:
-            self._waiting[id] = make
+            self._waiting[id] = _QueuedWork(make, time.monotonic() + self.patience)
             if self._started < self.threads:
                 self._started += 1
                 # A pool of the standard library is waited for when a process ends, whatever hangs in it.
@@ -66,8 +83,8 @@ class Ahead[Made]:
             self._changed.wait_for(lambda: self._closed or (self._waiting and len(self._held) < self.most))
             if self._closed:
                 return False
-            id, make = self._waiting.popitem(last=False)
-            begun = _Begun(concurrent.futures.Future(), time.monotonic() + self.patience)
+            id, (make, until) = self._waiting.popitem(last=False)
+            begun = _Begun(concurrent.futures.Future(), until, time.monotonic() + self.patience)
             self._held[id] = begun
             self._running.append(begun)
         made = error = None
@@ -89,7 +106,7 @@ class Ahead[Made]:
     def stuck(self) -> bool:
         """Whether every thread is at work that takes longer than the patience."""
         with self._changed:
-            return sum(begun.is_over() for begun in self._running) >= self.threads
+            return sum(begun.hangs() for begun in self._running) >= self.threads
 
     def is_ready(self, id: str) -> bool:
         """Whether a request's work has ended, or is given up."""
@@ -97,7 +114,8 @@ class Ahead[Made]:
             begun = self._held.get(id)
             if begun is not None:
                 return begun.future.done() or begun.is_over()
-            return id in self._waiting and self.stuck
+            waiting = self._waiting.get(id)
+            return waiting is not None and (waiting.is_over() or self.stuck)
 
     def ready(self, seconds: float = 0.0) -> list[str]:
         """Lists requests that are ready. Where there are none, waits until one is.
@@ -108,8 +126,9 @@ class Ahead[Made]:
         found: list[str] = []
 
         def found_some() -> bool:
-            # Of thousands that may wait none is looked at: they are given up all at once.
-            found[:] = [id for id in self._held if self.is_ready(id)] + (list(self._waiting) if self.stuck else [])
+            # Of thousands that may wait few are looked at: they are given up all at once, or the oldest first.
+            over = self._waiting.items() if self.stuck else itertools.takewhile(_is_over, self._waiting.items())
+            found[:] = [id for id in self._held if self.is_ready(id)] + [id for id, _ in over]
             return bool(found) or not (self._running or self._waiting)
 
         with self._changed:
@@ -126,7 +145,10 @@ class Ahead[Made]:
             begun = None if self._waiting.pop(id, None) else self._held[id]
             self._held[id] = None
         if begun is None or not begun.future.done():
-            raise TimeoutError(f"takes more than {self.patience:g} s to read; expected a store that answers")
+            raise TimeoutError(
+                f"was not read within {self.patience:g} s; expected a store that answers, or fewer requests that are "
+                "read and not placed"
+            )
         return begun.future.result()
 
     def let_go(self, id: str) -> None:
@@ -143,3 +165,7 @@ class Ahead[Made]:
             self._waiting.clear()
             self._held.clear()
             self._changed.notify_all()
+
+
+def _is_over(item: tuple[str, _QueuedWork]) -> bool:
+    return item[1].is_over()

@@ -1,7 +1,13 @@
-"""`KVPatchConnector`: the engine's hooks, each a line or two onto `scheduling` and `loading`. Imports vllm."""
+"""`KVPatchConnector`: the engine's hooks, each a line or two onto `scheduling` and `loading`. Imports vllm.
 
+An exception that leaves a hook ends the engine, and with it everybody's requests. So whatever one request meets stays
+within `KVPatchConnector._guarded`, and that request is served plainly. What the engine's start meets is raised.
+"""
+
+import collections
 import dataclasses
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
@@ -12,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: igno
 
 from ...errors import ConfigError
 from ...plan.certificate import Certificate
-from .layouts import check_model, layout_of
+from .layouts import CacheFormat, check_model, layout_of
 from .loading import WorkerSide
 from .messages import Orders
 from .parallel import check_parallel
@@ -32,6 +38,10 @@ class OrdersMetadata(KVConnectorMetadata):
 class KVPatchConnector(KVConnectorBase_V1):
     """Composes prompts of stored chunks in tpu-inference's pool, and forms chunks from its prefills.
 
+    Attributes:
+      failures: exceptions that did not leave a hook, counted as "HOOK: TYPE". scheduler_side, worker_side: the one that
+        this role has; their `counts` say what became of requests.
+
     Raises:
       ConfigError: settings, a model, a cache or a mesh that it does not serve, or a failure policy that fails requests.
     """
@@ -44,46 +54,81 @@ class KVPatchConnector(KVConnectorBase_V1):
         groups = 1 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
         check_parallel(vllm_config.parallel_config, getattr(vllm_config, "sharding_config", None), groups)
         settings, page_size = Settings.read(transfer.kv_connector_extra_config), vllm_config.cache_config.block_size
+        self.failures: collections.Counter[str] = collections.Counter()
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
+        model = vllm_config.model_config
         if role == KVConnectorRole.SCHEDULER:
             path = settings.certificate
             certificate = None if path is None else Certificate.read(path, backbone=settings.backbone)
-            self.scheduler_side = SchedulerSide(settings, page_size, certificate)
+            cache = CacheFormat.of(model, kv_cache_config)
+            self.scheduler_side = SchedulerSide(settings, page_size, cache, certificate)
         else:
-            model = vllm_config.model_config
             layout = layout_of(model.hf_text_config.to_dict(), model.architectures)
             self.worker_side = WorkerSide(settings, layout, page_size)
+
+    def _guarded[Result](self, hook: str, work: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
+        """Does a hook's work; whatever that raises is counted, logged once of its kind, and answered `otherwise`."""
+        try:
+            return work()
+        except Exception as error:
+            kind = f"{hook}: {type(error).__name__}"
+            self.failures[kind] += 1
+            if self.failures[kind] == 1:
+                logger.warning("kvpatch: %s: what it was about is served plainly", kind, exc_info=True)
+            return otherwise()
 
     # --------------------------------------------------------------------------------------------- the scheduler
 
     def on_new_request(self, request: Any) -> None:
         """Begins to plan, and to read."""
-        self._scheduler.arrived(request)
+        given = request.kv_transfer_params
+        self._guarded("on_new_request", lambda: self._scheduler.arrived(request), lambda: self._discard(request))
+        if given is not None and not isinstance(given, Mapping):
+            request.kv_transfer_params = None  # behind this hook vLLM 0.32 takes whatever it is for a mapping itself
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Counts what will be loaded before the next forward; None while chunks are read, so that others go first."""
-        return self._scheduler.matched(request, num_computed_tokens), False
+        matched = lambda: self._scheduler.matched(request, num_computed_tokens)
+        # What the engine has was looked up with the plan's salt; without it, it is to look again.
+        plainly = lambda: None if self._discard(request) and not request.skip_reading_prefix_cache else 0
+        return self._guarded("get_num_new_matched_tokens", matched, plainly), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Orders the load, if there is one."""
-        self._scheduler.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
+        # Not guarded: without the blocks nobody could be told that they hold nothing.
+        ids = tuple(blocks.get_block_ids()[0])
+
+        def lose() -> None:
+            self._scheduler.lose(request, ids, num_external_tokens)
+            self._discard(request)
+
+        allocated = lambda: self._scheduler.allocated(request, ids, num_external_tokens)
+        self._guarded("update_state_after_alloc", allocated, lose)
 
     def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
         """Hands the orders over."""
-        return OrdersMetadata(self._scheduler.orders(scheduler_output))
+        orders = lambda: self._scheduler.orders(scheduler_output)
+        return OrdersMetadata(self._guarded("build_connector_meta", orders, self._scheduler.promised))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Hears of blocks that were not loaded, and has nobody else find them before they are computed."""
         invalid: set[int] = set(connector_output.invalid_block_ids or ())
         if invalid:
-            self._scheduler.failed(invalid)
             if self._kv_cache_manager is not None:
                 self._kv_cache_manager.evict_blocks(invalid)
+            self._guarded("update_connector_output", lambda: self._scheduler.failed(invalid), lambda: None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Says what the request was served; its blocks are free."""
-        return False, self._scheduler.finished(request)
+
+        def forget() -> None:
+            self._discard(request)
+
+        return False, self._guarded("request_finished", lambda: self._scheduler.finished(request), forget)
+
+    def _discard(self, request: Any) -> bool:
+        return self._guarded("discard", lambda: self._scheduler.discard(request), lambda: False)
 
     @property
     def _scheduler(self) -> SchedulerSide:
@@ -99,7 +144,8 @@ class KVPatchConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads what this forward reads."""
-        self._worker.load(self._orders)
+        orders = self._orders
+        self._guarded("start_load_kv", lambda: self._worker.load(orders), lambda: self._worker.lose(orders))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: all layers are written before the forward."""
@@ -109,7 +155,7 @@ class KVPatchConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Reads what this forward has finished."""
-        self._worker.save(self._orders)
+        self._guarded("wait_for_save", lambda: self._worker.save(self._orders), lambda: None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that the engine has to compute."""

@@ -1,10 +1,10 @@
 """Chunks and patches formed of what an engine's prefills left, on a thread of their own."""
 
+import atexit
 import collections
 import logging
-import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from ...errors import InputError
 from ...frames import EngineKV
 from ...layout import KVLayout, to_phase_free
 from ...patch import form_patch
+from .layouts import CacheFormat
 from .segments import Segment
 from .settings import Settings
 from .stores import Stores
@@ -24,19 +25,22 @@ from .stores import Stores
 logger = logging.getLogger(__name__)
 
 
-class Prefilled(NamedTuple):
-    """What one exact prefill left.
+class FormingTask(NamedTuple):
+    """One chunk that is to be formed of what an exact prefill left.
 
     Attributes:
-      segments: all chunks from the front. wanted: places of those to be formed. positions: of all tokens.
-      kv: {channel: [L, T, K, H]} in the engine frame, in arrays that nobody else gives away.
+      segment: which. front: ids of the chunks in front of it; without any it becomes a canonical, else a patch.
+      positions: of its tokens.
     """
 
     tenant: str
-    segments: tuple[Segment, ...]
-    wanted: tuple[int, ...]
+    segment: Segment
+    front: tuple[str, ...]
     positions: Int[np.ndarray, "*positions"]
-    kv: Mapping[str, Float[jax.Array, "L T _ _"]]
+
+
+ChunkKV = Mapping[str, Float[jax.Array, "L T _ _"]]
+"""{channel: [L, T, K, H]} of one chunk in the engine frame, in arrays that nobody else gives away."""
 
 
 MOST_APART = 0.1
@@ -62,58 +66,128 @@ def check_lowest_layer(canonical: Chunk, conditioned: Mapping[str, Float[jax.Arr
 
 
 class ChunkFormer:
-    """Forms and stores what is added: the first chunk of a prompt as a canonical, others as patches of canonicals."""
+    """Forms and stores what is added: the first chunk of a prompt as a canonical, others as patches of canonicals.
+
+    What waits is held on the device, next to the engine's pool: the rows of the chunks that are to be formed, and no
+    more of them than `Settings.pending_bytes`.
+    """
 
     def __init__(self, settings: Settings, layout: KVLayout, stores: Stores):
         """Starts no thread before something is added."""
         self.settings, self.layout, self.stores = settings, layout, stores
         self.counts: collections.Counter[str] = collections.Counter()
-        self._waiting: queue.Queue[Prefilled | None] = queue.Queue(settings.pending)
+        self.held_bytes = 0
+        self._waiting: collections.deque[list[tuple[FormingTask, ChunkKV, int]]] = collections.deque()
+        self._busy = self._closed = self._ended = False
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def add(self, prefilled: Prefilled) -> None:
-        """Queues what a prefill left; where the queue is full it is dropped and counted."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="chunk-former", daemon=True)
-            self._thread.start()
-        try:
-            self._waiting.put_nowait(prefilled)
-        except queue.Full:
-            self.counts["dropped"] += 1
+    def add(self, tasks: Sequence[FormingTask], read: Callable[[Segment], ChunkKV], token_bytes: int) -> None:
+        """Queues what one prefill left. What there is no room for is not read; it is counted. Called by one thread.
+
+        Args:
+          read: reads a chunk's rows out of the engine's pool. token_bytes: that a token takes there.
+        """
+        with self._changed:
+            if self._closed or len(self._waiting) >= self.settings.pending:
+                self.counts["dropped"] += 1
+                return
+        chunks = []
+        for task in tasks:
+            nbytes = token_bytes * (task.segment.end - task.segment.begin)
+            if self.held_bytes + nbytes > self.settings.pending_bytes:
+                self.counts["over_budget"] += 1
+                continue
+            try:
+                kv = read(task.segment)
+            except Exception as error:  # whatever it is, the engine goes on
+                self.counts["failed"] += 1
+                logger.warning("kvpatch: a chunk was not formed: %s", error)
+                continue
+            with self._changed:
+                self.held_bytes += nbytes
+            chunks.append((task, kv, nbytes))
+        if chunks:
+            self._start(chunks)
+
+    def _start(self, chunks: list[tuple[FormingTask, ChunkKV, int]]) -> None:
+        with self._changed:
+            self._waiting.append(chunks)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="chunk-former", daemon=True)
+                self._thread.start()
+                # A thread that runs programs while the interpreter ends may take the process with it.
+                atexit.register(self._stop)
+            self._changed.notify_all()
 
     def flush(self) -> None:
         """Waits until all that was added is stored, or was counted as failed."""
-        self._waiting.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._busy))
 
-    def close(self) -> None:
-        """Finishes what was added, and ends the thread."""
+    def close(self, patience: float) -> bool:
+        """Finishes what was added, and ends the thread.
+
+        Args:
+          patience: seconds to wait at most; what is not begun by then is dropped.
+
+        Returns:
+          Whether all was finished.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            finished = self._changed.wait_for(lambda: not (self._waiting or self._busy), patience)
+            self._end()
         if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join()
-            self._thread = None
+            self._thread.join(patience if finished else 0)
+            atexit.unregister(self._stop)
+        return finished
+
+    def _stop(self) -> None:
+        """Ends the thread behind the chunk that it is at."""
+        with self._changed:
+            self._end()
+        self.close(self.settings.patience)
+
+    def _end(self) -> None:
+        """Drops what waits. Called with the lock."""
+        self._ended = True
+        while self._waiting:
+            chunks = self._waiting.popleft()
+            self.counts["dropped"] += 1
+            self.held_bytes -= sum(nbytes for _, _, nbytes in chunks)
 
     def _work(self) -> None:
-        while (prefilled := self._waiting.get()) is not None:
-            for place in prefilled.wanted:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                chunks, self._busy = self._waiting.popleft(), True
+            while chunks and not self._ended:
+                task, kv, nbytes = chunks.pop(0)
                 try:
-                    self._form(prefilled, place)
+                    self._form(task, kv)
                 except Exception as error:  # a chunk that is not formed is computed by the engine, as before
                     self.counts["failed"] += 1
                     logger.warning("kvpatch: a chunk was not formed: %s", error)
-            self._waiting.task_done()
-        self._waiting.task_done()
+                del kv  # before the bytes are given to others
+                with self._changed:
+                    self.held_bytes -= nbytes
+            with self._changed:
+                self._busy = False
+                self.held_bytes -= sum(nbytes for _, _, nbytes in chunks)  # of what was dropped
+                self._changed.notify_all()
 
-    def _form(self, prefilled: Prefilled, place: int) -> None:
-        segment, store = prefilled.segments[place], self.stores.of(prefilled.tenant)
-        front = tuple(own.id for own in prefilled.segments[:place])
-        if self.stores.formed(prefilled.tenant, segment.id, front):  # by another request, or engine, in between
+    def _form(self, task: FormingTask, kv: ChunkKV) -> None:
+        segment, store = task.segment, self.stores.of(task.tenant)
+        if self.stores.formed(task.tenant, segment.id, task.front):  # by another request, or engine, in between
             self.counts["known"] += 1
             return
-        positions = prefilled.positions[segment.begin : segment.end]
-        start, local = positions[0], (positions - positions[0]).astype(np.float32)
-        kv = {name: value[:, segment.begin : segment.end] for name, value in prefilled.kv.items()}
+        start, local = task.positions[0], (task.positions - task.positions[0]).astype(np.float32)
         free = to_phase_free(self.layout, self._widened(kv), local, start)
-        if place == 0:
+        if not task.front:
             span, count = int(local.max()) + 1, len(local)
             chunk = Chunk(
                 jax.device_get(dict(free)), local, span, count, segment.id, self.layout, self.settings.backbone
@@ -125,11 +199,12 @@ class ChunkFormer:
         if canonical is None:
             return
         check_lowest_layer(canonical, free)
-        dtype = prefilled.kv[self.layout.names[0]].dtype
-        store.put_patches([form_patch(canonical, free, self.settings.rank, front, dtype=dtype)])
+        dtype = kv[self.layout.names[0]].dtype
+        CacheFormat(self.layout, np.dtype(dtype)).check(canonical, len(local))
+        store.put_patches([form_patch(canonical, free, self.settings.rank, task.front, dtype=dtype)])
         self.counts["patches"] += 1
 
-    def _widened(self, kv: Mapping[str, Float[jax.Array, "L T _ _"]]) -> EngineKV:
+    def _widened(self, kv: ChunkKV) -> EngineKV:
         """Keys in float32: rounded when turned back and when placed again, they would no longer be the engine's."""
         rotating = {channel.name for channel in self.layout.channels if channel.rotates}
         return EngineKV({name: own.astype(jnp.float32) if name in rotating else own for name, own in kv.items()})

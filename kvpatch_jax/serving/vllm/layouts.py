@@ -3,9 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 from ... import engines
-from ...errors import ConfigError
+from ...chunk import Chunk
+from ...engine_pages import check_dtype
+from ...errors import ConfigError, InputError, LayoutError, PatchMismatchError, PositionError
 from ...layout import KVLayout
+from ...patch_metadata import Patch, check_factor_shapes, check_stamp, same_storage
 from ...rope import Rope
 from ...scaling import Scaling
 
@@ -65,6 +71,63 @@ def _llama3(table: Mapping[str, Any]) -> Scaling:
     low, high = table["low_freq_factor"], table["high_freq_factor"]
     original = int(table["original_max_position_embeddings"])
     return Scaling("llama3", table["factor"], original, low_freq_factor=low, high_freq_factor=high)
+
+
+class CacheFormat(NamedTuple):
+    """Format of what an engine caches, and so of every chunk that can be placed there.
+
+    Attributes:
+      layout: of the model. dtype: of the pool.
+    """
+
+    layout: KVLayout
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, model: Any, caches: Any) -> "CacheFormat":
+        """Reads it from a `ModelConfig` and a `KVCacheConfig` of the engine, whose dtypes are torch's.
+
+        Raises:
+          ConfigError: as `layout_of`; or a dtype that jax does not know.
+        """
+        layout = layout_of(model.hf_text_config.to_dict(), model.architectures)
+        groups = [] if caches is None else caches.kv_cache_groups
+        found = getattr(groups[0].kv_cache_spec, "dtype", model.dtype) if groups else model.dtype
+        try:
+            return cls(layout, jnp.dtype(str(found).removeprefix("torch.")))
+        except TypeError:
+            raise ConfigError(f"connector: a cache of dtype {found}; expected one that jax has") from None
+
+    def check(self, chunk: Chunk, length: int) -> None:
+        """Refuses a canonical that could not be placed, or would be the wrong one, whatever name it is stored under.
+
+        Raises:
+          LayoutError, DtypeError: of another model's cache, or in another dtype. InputError: of another number of
+            tokens, or prefilled behind a lead. PositionError: its tokens do not stand one behind the other.
+        """
+        what = f"chunk {chunk.id[:12]}…"
+        if not same_storage(chunk.layout, self.layout):
+            raise LayoutError(f"{what}: layout {chunk.layout}; expected the engine's {self.layout}")
+        for channel in self.layout.channels:
+            check_dtype(what, channel, np.dtype(chunk.kv[channel.name].dtype), self.dtype)
+        if not chunk.length == chunk.tokens == length or chunk.batch is not None:
+            raise InputError(f"{what}: {chunk.length} of {chunk.tokens} tokens; expected {length}")
+        if chunk.lead is not None:
+            raise InputError(f"{what}: prefilled behind the lead {chunk.lead[:12]}…; expected it prefilled alone")
+        # Of several axes the engine alone knows where an image's tokens stand.
+        if self.layout.rope.axes is None and not np.array_equal(chunk.local, np.arange(length)):
+            raise PositionError(f"{what}: positions {chunk.local}; expected one token behind the other")
+
+    def check_patch(self, patch: Patch, chunk: Chunk, front: tuple[str, ...]) -> None:
+        """Refuses a patch that could not be added to a canonical behind these chunks.
+
+        Raises:
+          PatchMismatchError, StalePatchError, ShapeError: as `apply_patch`.
+        """
+        if patch.metadata.frame != "phase_free":
+            raise PatchMismatchError(f"patch of chunk {chunk.id[:12]}…: frame {patch.metadata.frame!r}")
+        check_stamp(patch, chunk, np.zeros((), np.int32), front, None, False)
+        check_factor_shapes(patch, chunk)
 
 
 def check_model(model: Any) -> None:

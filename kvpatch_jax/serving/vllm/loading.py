@@ -5,7 +5,9 @@ The runner is the engine's object: `kv_caches`, an array per layer, which may li
 """
 
 import collections
+import functools
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,11 @@ from ...frames import EngineKV
 from ...layout import KVLayout
 from ...paging import DEFAULT
 from ...window.sources import padded_chunk, padded_patch
-from .forming import ChunkFormer, Prefilled
+from .forming import ChunkFormer, FormingTask
 from .layouts import page_functions
 from .messages import Load, Orders, Save, blocks_from, slots_of
 from .planning import Step
+from .segments import Segment
 from .settings import Settings
 from .stores import Stores
 
@@ -64,6 +67,7 @@ class WorkerSide:
 
     def load(self, orders: Orders) -> None:
         """Writes what was ordered into the pool, in place, before a forward reads it."""
+        self._failed |= orders.lost
         for load in orders.loads:
             for place, piece in enumerate(load.pieces):
                 if piece.step.segment.end <= load.first:
@@ -73,6 +77,12 @@ class WorkerSide:
                 except Exception as error:  # whatever it is, the engine is told by its blocks
                     self._lost(load, piece.step, error)
                     break
+
+    def lose(self, orders: Orders) -> None:
+        """Tells of every block that was ordered to be filled, for nobody knows which were."""
+        self._failed |= orders.lost
+        for load in orders.loads:
+            self._failed |= blocks_from(load.blocks, self.page_size, load.first, load.end)
 
     def _write(self, load: Load, place: int) -> None:
         step, chunk, patch = load.pieces[place]
@@ -94,7 +104,7 @@ class WorkerSide:
     def _lost(self, load: Load, step: Step, error: Exception) -> None:
         """Tells of every block from this chunk on: those behind it were to be approximate behind it."""
         begin = max(step.segment.begin, load.first)
-        blocks = blocks_from(load.blocks, self.page_size, begin, load.pieces[-1].step.segment.end)
+        blocks = blocks_from(load.blocks, self.page_size, begin, load.end)
         self._failed |= blocks
         self.counts["failed"] += 1
         logger.warning("kvpatch: request %s lacks its tokens from %d on: %s", load.request, begin, error)
@@ -112,19 +122,24 @@ class WorkerSide:
             if set(save.blocks) & self._failed:  # computed behind blocks that hold nothing
                 continue
             try:
-                self.former.add(self._prefilled(save))
+                tasks = [self._task(save, place) for place in save.wanted]
+                token_bytes = self.layout.bytes_per_token(self._runner.kv_caches[0].dtype)
+                self.former.add(tasks, functools.partial(self._rows, save.blocks), token_bytes)
             except Exception as error:
                 self.counts["unsaved"] += 1
                 logger.warning("kvpatch: request %s is not saved: %s", save.request, error)
 
-    def _prefilled(self, save: Save) -> Prefilled:
-        end = save.segments[-1].end
-        slots = slots_of(save.blocks, self.page_size, 0, end)
+    def _task(self, save: Save, place: int) -> FormingTask:
+        segment, front = save.segments[place], tuple(own.id for own in save.segments[:place])
+        return FormingTask(save.tenant, segment, front, self._positions(save.request, segment.begin, segment.end))
+
+    def _rows(self, blocks: tuple[int, ...], segment: Segment) -> EngineKV:
+        """Reads a chunk's rows out of the pool."""
+        slots = slots_of(blocks, self.page_size, segment.begin, segment.end)
         read = self._functions.read(self.layout, list(self._runner.kv_caches), slots)
         # Every device has all of it. Chunks are formed on one alone: programs of several devices that two threads
         # launch may wait for one another for ever.
-        kv = EngineKV({name: value.addressable_data(0) for name, value in read.items()})
-        return Prefilled(save.tenant, save.segments, save.wanted, self._positions(save.request, 0, end), kv)
+        return EngineKV({name: value.addressable_data(0) for name, value in read.items()})
 
     # ------------------------------------------------------------------------------------------------ positions
 
@@ -146,6 +161,8 @@ class WorkerSide:
         return int(start) if start.ndim == 0 else start
 
     def close(self) -> None:
-        """Finishes what is to be formed, and closes the stores."""
-        self.former.close()
-        self.stores.close()
+        """Finishes what is to be formed, and closes the stores; of a store that hangs no longer than the patience."""
+        until = time.monotonic() + self.settings.patience
+        finished = self.former.close(self.settings.patience)
+        if not self.stores.close(max(0.0, until - time.monotonic())) or not finished:
+            logger.warning("kvpatch: closed after %g s; chunks may not have been saved", self.settings.patience)

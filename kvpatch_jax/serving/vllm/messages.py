@@ -34,6 +34,11 @@ class Load(NamedTuple):
     first: int
     blocks: tuple[int, ...]
 
+    @property
+    def end(self) -> int:
+        """Behind the last token that it fills."""
+        return self.pieces[-1].step.segment.end
+
 
 class Save(NamedTuple):
     """Chunks whose KV stands in an engine's blocks as its own exact prefill left it.
@@ -52,10 +57,15 @@ class Save(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """What one step of the engine is to load and save."""
+    """What one step of the engine is to load and save.
+
+    Attributes:
+      lost: blocks that the engine counts on and nobody will fill; it is told so behind the step, and computes them.
+    """
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
+    lost: frozenset[int] = frozenset()
 
 
 def slots_of(blocks: tuple[int, ...], page_size: int, begin: int, end: int) -> Int[np.ndarray, " T"]:

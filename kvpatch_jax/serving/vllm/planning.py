@@ -72,6 +72,17 @@ class RequestPlan:
         """Whether every chunk is served as a prefill computes it."""
         return all(step.exact for step in self.steps)
 
+    def cut(self, end: int) -> "RequestPlan":
+        """What is left of it where tokens from `end` on were computed by the engine after all.
+
+        The bound is kept where anything approximate is: what the engine computed stands behind that.
+        """
+        steps = [step for step in self.steps if step.segment.begin < end]
+        if steps and steps[-1].segment.end > end:
+            steps[-1] = steps[-1]._replace(segment=steps[-1].segment._replace(end=end))
+        cut = dataclasses.replace(self, steps=tuple(steps))
+        return dataclasses.replace(cut, kl=0.0) if cut.exact else cut
+
     def salt(self, settings: Settings, asked: Asked, own: str | None) -> str | None:
         """The salt under which the engine may cache this request's blocks.
 
@@ -103,7 +114,8 @@ def plan_request(
 
     A chunk that leads is exact: it was prefilled alone, and nothing stands in front of it. Any other is the canonical
     with a patch that was formed behind those in front, or without: as far as the certificate bounds the answer within
-    what the request and the operator allow, the chunks that the engine prefills behind them included.
+    what the request and the operator allow, the chunks that the engine prefills behind them included; or, where both
+    say "blind", all of them.
     """
     best = _truest(segments, stored, asked)
     beyond = None
@@ -121,7 +133,7 @@ def plan_request(
         kl = bound(steps)
         if _allowed(kl, lambda own=steps: flips(own), settings, asked):
             return RequestPlan(tuple(steps), kl, missing)
-        missing = f"chunk {count} of {len(segments)} is not certified within {min(asked.kl, settings.most_kl):g} nats"
+        missing = f"chunk {count} of {len(segments)} is not certified within {_most_kl(settings, asked):g} nats"
         missing += f": {beyond}" if beyond else ""
     return RequestPlan((), 0.0, missing)
 
@@ -169,13 +181,16 @@ def _flips_of(served: Sequence[tuple[str, int]], count: int, certificate: Certif
 
 
 def _allowed(kl: float | None, flips: Callable[[], Any], settings: Settings, asked: Asked) -> bool:
-    if kl == 0.0:
+    if kl == 0.0 or (asked.policy == "blind" and settings.uncertified):
         return True
-    if settings.uncertified:
-        return True
-    if kl is None or kl > min(asked.kl, settings.most_kl):
+    if kl is None or kl > _most_kl(settings, asked):
         return False
     if asked.flips is None:
         return True
     found = flips()
     return found is not None and found <= asked.flips
+
+
+def _most_kl(settings: Settings, asked: Asked) -> float:
+    """Nats that an answer may lose: never more than the operator allows."""
+    return settings.most_kl if asked.kl is None else min(asked.kl, settings.most_kl)

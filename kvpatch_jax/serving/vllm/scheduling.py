@@ -8,9 +8,10 @@ import dataclasses
 import logging
 from typing import Any, NamedTuple
 
-from ...errors import KVPatchError
+from ...errors import InputError, KVPatchError
 from ...plan.certificate import Certificate
 from .ahead import Ahead
+from .layouts import CacheFormat
 from .messages import Load, Orders, Piece, Save, blocks_from
 from .planning import RequestPlan, plan_request
 from .segments import Feature, Segment, segments_of
@@ -25,14 +26,18 @@ class Planned(NamedTuple):
 
     Attributes:
       pieces: what the plan places. wanted: places of chunks to be formed, if the request is prefilled exactly.
+      salt: that the plan asks for.
     """
 
     plan: RequestPlan = RequestPlan()
     pieces: tuple[Piece, ...] = ()
     wanted: tuple[int, ...] = ()
+    salt: str | None = None
 
 
 PLAIN = Planned()
+MOST_UNPLACED = 1024
+"""Chunks that are remembered because they could not be placed."""
 IDLE_SECONDS = 0.005
 """That a step with nothing else to do waits for a plan, in place of asking again and again."""
 
@@ -44,7 +49,10 @@ class Tracked:
     Attributes:
       own_salt: that it came with.
       planned: its plan; the pieces of it are held until a step was ordered to place them. placed: that was.
-      blocks: of what was placed. saved: nothing is to be formed of it any more.
+      served: plans that it was computed by, one behind the other where it was preempted in between.
+      blocks: that were to be filled for it, with the place of the first token of each.
+      saved: nothing is to be formed of it any more.
+      failed: a load of it did; nothing is loaded for it any more.
     """
 
     request: Any
@@ -53,7 +61,8 @@ class Tracked:
     own_salt: str | None
     planned: Planned = PLAIN
     placed: bool = False
-    blocks: set[int] = dataclasses.field(default_factory=set)
+    served: list[RequestPlan] = dataclasses.field(default_factory=list)
+    blocks: dict[int, int] = dataclasses.field(default_factory=dict)
     saved: bool = False
     failed: bool = False
 
@@ -67,23 +76,51 @@ class Tracked:
         """Tokens that are served; none once a load has failed."""
         return 0 if self.failed else self.plan.matched
 
+    def lose(self, blocks: set[int]) -> str | None:
+        """Takes note of blocks that hold nothing: of its last plan, what stands in front of them was served.
+
+        Returns:
+          The id of the first chunk that is wholly behind them: as a rule the one that could not be placed.
+        """
+        self.failed = True
+        end = min(self.blocks[block] for block in blocks & self.blocks.keys())
+        last = self.served[-1]
+        self.served[-1] = last.cut(end)
+        return next((step.segment.id for step in last.steps if step.segment.begin >= end), None)
+
+    def told(self) -> dict[str, Any]:
+        """What it was served: the last plan's chunks, and the least true of all plans that its tokens come from."""
+        last = self.served[-1] if self.served else RequestPlan()
+        bounds = [plan.kl for plan in self.served if plan.kl is not None]
+        return {
+            "matched": last.matched,
+            "served": [[step.point, step.rank] for step in last.steps],
+            "exact": all(plan.exact for plan in self.served),
+            "kl": max(bounds, default=0.0) if len(bounds) == len(self.served) else None,
+            "failed": self.failed,
+            "why": self.plan.why,
+        }
+
 
 class SchedulerSide:
     """Plans requests, and keeps what was planned until they are finished."""
 
-    def __init__(self, settings: Settings, page_size: int, certificate: Certificate | None = None):
+    def __init__(self, settings: Settings, page_size: int, cache: CacheFormat, certificate: Certificate | None = None):
         """Knows no request yet.
 
         Args:
           page_size: tokens of the scheduler's blocks.
+          cache: of the engine; what is stored in another one counts as not stored.
           certificate: of the settings' backbone.
         """
-        self.settings, self.page_size, self.certificate = settings, page_size, certificate
+        self.settings, self.page_size, self.cache, self.certificate = settings, page_size, cache, certificate
         self.stores = Stores(settings)
         self.counts: collections.Counter[str] = collections.Counter()
         self._tracked: dict[str, Tracked] = {}
         self._ahead: Ahead[Planned] = Ahead(settings.readers, settings.ahead, settings.patience)
         self._loads: list[Load] = []
+        self._lost: set[int] = set()
+        self._unplaced: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
 
     def arrived(self, request: Any) -> None:
         """Has a request planned, and what it needs read. What cannot be planned is served plainly."""
@@ -102,6 +139,11 @@ class SchedulerSide:
         asked = Asked.read(request.kv_transfer_params)
         if asked is None or request.prompt_token_ids is None or request.prompt_embeds is not None:
             return None
+        if asked.policy == "blind" and not self.settings.uncertified:
+            raise InputError(
+                "kv_transfer_params: policy 'blind'; expected 'exact' or 'approximate', for the operator's settings "
+                "do not say 'uncertified'"
+            )
         if request.lora_request is not None:  # other weights than those that chunks were made by
             return None
         features = [
@@ -117,10 +159,18 @@ class SchedulerSide:
     def _planned(self, tracked: Tracked) -> Planned:
         """Plans, and reads what the plan places: on a thread of its own."""
         if tracked.request.skip_reading_prefix_cache:
-            return Planned(RequestPlan(why="the request reads no cache"), (), self._wanted(tracked))
-        looked = Looked(self.stores, tracked.asked.tenant)
+            plan = RequestPlan(why="the request reads no cache")
+            return Planned(plan, (), self._wanted(tracked), tracked.own_salt)
+        tenant = tracked.asked.tenant
+        placeable = [own for own in tracked.segments if (tenant, own.id) not in self._unplaced]
+        looked = Looked(self.stores, tenant, self.cache, placeable)
         plan = plan_request(tracked.segments, looked, self.settings, tracked.asked, self.certificate)
-        return Planned(plan, looked.held(plan.steps), self._wanted(tracked) if plan.exact else ())
+        for error in looked.unfit:
+            self.counts[f"unfit: {type(error).__name__}"] += 1
+            if self.counts[f"unfit: {type(error).__name__}"] == 1:
+                logger.warning("kvpatch: what the store has under this engine's name counts as not stored: %s", error)
+        salt = plan.salt(self.settings, tracked.asked, tracked.own_salt)
+        return Planned(plan, looked.held(plan.steps), self._wanted(tracked) if plan.exact else (), salt)
 
     def _wanted(self, tracked: Tracked) -> tuple[int, ...]:
         """Places of chunks to be formed: a canonical of the first, patches of others whose canonical is stored."""
@@ -144,11 +194,14 @@ class SchedulerSide:
         except Exception as error:  # whatever reading met: the engine goes on
             self.counts["unread"] += 1
             logger.warning("kvpatch: request %s is served plainly: %s", id, error)
-            tracked.planned = Planned(RequestPlan(why="its chunks could not be read"))
+            tracked.planned = Planned(RequestPlan(why="its chunks could not be read"), salt=tracked.own_salt)
             tracked.saved = True  # nothing more is asked of that store
         if not tracked.planned.pieces:
             self._ahead.let_go(id)
-        request, salt = tracked.request, tracked.plan.salt(self.settings, tracked.asked, tracked.own_salt)
+        return self._salt(tracked.request, tracked.planned.salt)
+
+    def _salt(self, request: Any, salt: str | None) -> bool:
+        """Has the engine cache a request's blocks under a salt; returns whether that is another one."""
         if salt == request.cache_salt:
             return False
         # The engine hashes blocks when a request is made, before anybody is asked.
@@ -187,19 +240,21 @@ class SchedulerSide:
         tracked = self._tracked.get(id)
         if tracked is None:
             return
-        tracked.blocks = set()
+        tracked.blocks = {}
         if count:
             first = tracked.matched - count
             self._loads.append(Load(id, tracked.planned.pieces, first, blocks))
-            tracked.blocks = blocks_from(blocks, self.page_size, first, tracked.matched)
+            places = range(first // self.page_size, -(-tracked.matched // self.page_size))
+            tracked.blocks = {blocks[place]: self.page_size * place for place in places}
             self.counts["loaded_tokens"] += count
+        if not tracked.failed:
+            tracked.served.append(tracked.plan)
         tracked.planned, tracked.placed = tracked.planned._replace(pieces=()), True
         if id not in self._ahead:  # what is to be formed of a request that reads no cache may still be looked up
             self._ahead.let_go(id)
 
     def orders(self, output: Any) -> Orders:
         """Gathers what the engine's next step is to load, and to save of prompts that it finishes."""
-        loads, self._loads = tuple(self._loads), []
         cached = output.scheduled_cached_reqs
         computed = {own.req_id: own.num_computed_tokens for own in output.scheduled_new_reqs}
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -212,7 +267,7 @@ class SchedulerSide:
                 saves += self._saves(request, tracked, output)
         for id in self._ahead.ready(0.0 if output.num_scheduled_tokens else IDLE_SECONDS):
             self._settle(id)
-        return Orders(loads, tuple(saves))
+        return dataclasses.replace(self.promised(), saves=tuple(saves))
 
     def _saves(self, request: str, tracked: Tracked, output: Any) -> list[Save]:
         """What to form of a prompt that was prefilled exactly, once."""
@@ -225,11 +280,18 @@ class SchedulerSide:
         return [Save(request, tracked.asked.tenant, tracked.segments, wanted, tuple(blocks))]
 
     def failed(self, blocks: set[int]) -> None:
-        """Takes note of blocks that could not be loaded: their requests are computed by the engine from then on."""
+        """Takes note of blocks that could not be loaded: their requests are computed by the engine from then on.
+
+        The chunk that could not be placed counts as not stored, for as long as the engine lives.
+        """
         for tracked in self._tracked.values():
-            if tracked.blocks & blocks and not tracked.failed:
-                tracked.failed = True
+            if tracked.blocks.keys() & blocks and not tracked.failed:
+                chunk = tracked.lose(blocks)
                 self.counts["failed"] += 1
+                if chunk is not None:  # or the next request of it would end in the same way
+                    self._unplaced[tracked.asked.tenant, chunk] = None
+                    if len(self._unplaced) > MOST_UNPLACED:
+                        self._unplaced.popitem(last=False)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Forgets a request; returns what it was served, for whoever asked."""
@@ -237,12 +299,37 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return None
-        served = () if tracked.failed else tracked.plan.steps
-        told = {"matched": tracked.matched, "served": [[step.point, step.rank] for step in served]}
-        told |= {"exact": all(step.exact for step in served), "kl": tracked.plan.kl if served else 0.0}
-        return {"kvpatch": {**told, "failed": tracked.failed, "why": tracked.plan.why}}
+        return {"kvpatch": tracked.told()}
+
+    def discard(self, request: Any) -> bool:
+        """Forgets a request that could not be handled: it is served plainly from here on.
+
+        What was promised for it and not ordered yet is told as lost.
+
+        Returns:
+          Whether its salt was taken back, so that what the engine looked up with it no longer counts.
+        """
+        id = request.request_id
+        self._ahead.let_go(id)
+        for load in [own for own in self._loads if own.request == id]:
+            self._loads.remove(load)
+            self._lost |= blocks_from(load.blocks, self.page_size, load.first, load.end)
+        tracked = self._tracked.pop(id, None)
+        return tracked is not None and self._salt(request, tracked.own_salt)
+
+    def lose(self, request: Any, blocks: tuple[int, ...], count: int) -> None:
+        """Takes note that the last `count` of a request's matched tokens were promised, and will not be loaded."""
+        tracked = self._tracked.get(request.request_id)
+        end = len(blocks) * self.page_size if tracked is None else tracked.matched
+        self._lost |= blocks_from(blocks, self.page_size, max(0, end - count), end)
+
+    def promised(self) -> Orders:
+        """Gathers what was promised alone: what a step needs, whatever else is to be done."""
+        loads, self._loads = tuple(self._loads), []
+        lost, self._lost = frozenset(self._lost), set()
+        return Orders(loads, lost=lost)
 
     def close(self) -> None:
-        """Plans no more, and closes the stores."""
+        """Plans no more, and closes the stores; of a store that hangs no longer than the patience."""
         self._ahead.close()
         self.stores.close()

@@ -1,18 +1,25 @@
 """Stores of an engine's tenants, opened when they are first asked for, and what a plan looks up in them."""
 
 import collections
+import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...chunk import Chunk
-from ...errors import StoreClosedError
+from ...errors import KVPatchError, StoreClosedError
 from ...patch_metadata import Patch
 from ...store import ChunkStore
 from ...store.format.naming import Served
 from ...window.entry import PatchNote
+from .layouts import CacheFormat
 from .messages import Piece
 from .planning import Step, StockedPatch
+from .segments import Segment
 from .settings import Settings
+
+logger = logging.getLogger(__name__)
 
 MOST_TENANTS = 64
 """Stores that are kept open; the one that was not asked for longest is let go of, by its last user."""
@@ -46,13 +53,28 @@ class Stores:
         if self._closed:
             raise StoreClosedError(f"stores of {self.settings.store}: used after close; expected them open")
 
-    def close(self) -> None:
-        """Closes all of them, and opens no more."""
+    def close(self, patience: float | None = None) -> bool:
+        """Closes all of them, and opens no more.
+
+        Args:
+          patience: seconds to wait at most for what is being written; None: the settings'.
+
+        Returns:
+          Whether all were closed in time. What was not is left to end by itself.
+        """
         with self._lock:
             self._closed = True
-            for store in self._open.values():
-                store.close()
+            stores = list(self._open.values())
             self._open.clear()
+
+        # Each on a thread of its own: one that hangs keeps neither the others open nor the process from ending.
+        closing = [threading.Thread(target=_close, args=(store,), daemon=True) for store in stores]
+        for thread in closing:
+            thread.start()
+        until = time.monotonic() + (self.settings.patience if patience is None else patience)
+        for thread in closing:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in closing)
 
     def has(self, tenant: str, id: str) -> bool:
         """Whether a canonical is there, or will be. It is not read."""
@@ -69,29 +91,64 @@ class Stores:
         return bool(self.served(tenant, id, front)) if front else self.has(tenant, id)
 
 
+def _close(store: ChunkStore) -> None:
+    try:
+        store.close()
+    except (KVPatchError, OSError) as error:
+        logger.warning("kvpatch: a store was not closed: %s", error)
+
+
 class Looked:
     """What one tenant's store has, as `planning.Stored`: what is said to be there was read, verified and is held.
 
-    So nothing that is planned can be gone, or turn out damaged, once the engine has counted on it.
+    So nothing that is planned can be gone, turn out damaged, or not fit the engine's pool, once the engine has counted
+    on it.
+
+    Attributes:
+      unfit: why chunks and patches that are stored under these names count as not stored.
     """
 
-    def __init__(self, stores: Stores, tenant: str):
-        """Holds nothing yet."""
-        self._stores, self._tenant = stores, tenant
+    def __init__(self, stores: Stores, tenant: str, cache: CacheFormat, segments: Sequence[Segment]):
+        """Holds nothing yet.
+
+        Args:
+          cache: of the engine. segments: chunks that may be served; it has no other.
+        """
+        self._stores, self._tenant, self._cache = stores, tenant, cache
+        self._lengths = {segment.id: segment.end - segment.begin for segment in segments}
         self._chunks: dict[str, Chunk | None] = {}
         self._patches: dict[str, Patch] = {}
+        self.unfit: list[KVPatchError] = []
 
     def has_canonical(self, id: str) -> bool:
-        """Whether the store has a canonical, undamaged."""
+        """Whether the store has a canonical, undamaged, that can be placed in the engine's pool."""
+        if id not in self._lengths:
+            return False
         if id not in self._chunks:
-            self._chunks[id] = self._stores.of(self._tenant).get(id, self._stores.settings.backbone)
+            chunk = self._stores.of(self._tenant).get(id, self._stores.settings.backbone)
+            if chunk is not None and not self._fits(self._cache.check, chunk, self._lengths[id]):
+                chunk = None
+            self._chunks[id] = chunk
         return self._chunks[id] is not None
 
     def patches(self, id: str, front: tuple[str, ...]) -> list[StockedPatch]:
-        """The store's patches of a chunk behind these."""
-        found = self._stores.served(self._tenant, id, front)
-        self._patches |= {stocked.digest: patch for stocked, patch in found}
-        return [stocked for stocked, _ in found]
+        """The store's patches of a chunk behind these, of those that can be added to its canonical."""
+        chunk = self._chunks[id]
+        assert chunk is not None  # a plan asks for it first
+        fitting = []
+        for stocked, patch in self._stores.served(self._tenant, id, front):
+            if self._fits(self._cache.check_patch, patch, chunk, front):
+                self._patches[stocked.digest] = patch
+                fitting.append(stocked)
+        return fitting
+
+    def _fits(self, check: Callable[..., None], *given: Any) -> bool:
+        try:
+            check(*given)
+        except KVPatchError as error:
+            self.unfit.append(error)
+            return False
+        return True
 
     def held(self, steps: Sequence[Step]) -> tuple[Piece, ...]:
         """What steps place, in order."""

@@ -1,0 +1,291 @@
+"""No exception leaves the connector's hooks, whatever a client sends and whatever fails. vllm is stood in for."""
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+
+import contextlib
+import enum
+import importlib
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from serving_sides import LAYOUT, PAGE, TOKENS, Pool, output_of, request_of, true_kv
+
+from kvpatch_jax.serving.vllm import parallel
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+BLOCKS = tuple(range(3, 11))
+TEXT = {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "rope_theta": 1e4}
+
+
+class StandIn:
+    """What of `KVConnectorBase_V1` the connector uses."""
+
+    def __init__(self, config, role, caches=None):
+        self._kv_cache_manager = SimpleNamespace(evict_blocks=lambda blocks: None)
+
+    def bind_connector_metadata(self, metadata):
+        self.metadata = metadata
+
+    def _get_connector_metadata(self):
+        return self.metadata
+
+
+@pytest.fixture(scope="module")
+def connector():
+    """The module, imported where vllm is not installed; without the shape hook, which clients do not meet either."""
+    base = ModuleType(BASE)
+    base.KVConnectorBase_V1, base.KVConnectorMetadata = StandIn, type("KVConnectorMetadata", (), {})
+    base.KVConnectorRole = enum.Enum("KVConnectorRole", ["SCHEDULER", "WORKER"])
+    parts = BASE.split(".")
+    names = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    name = "kvpatch_jax.serving.vllm.connector"
+    with pytest.MonkeyPatch.context() as patch:
+        for parent in names[:-1]:
+            patch.setitem(sys.modules, parent, ModuleType(parent))
+        patch.setitem(sys.modules, BASE, base)
+        patch.delitem(sys.modules, name, raising=False)
+        jaxtyping.config.update("jaxtyping_disable", True)
+        yield importlib.import_module(name)
+        jaxtyping.config.update("jaxtyping_disable", False)
+    sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def engine_of(connector, folder, **options):
+    """Both roles of the connector, as an engine makes them; a pool; and chunks that requests may be served."""
+    extra = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "uncertified": True, **options}
+    spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(dtype="torch.float32"))
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_connector_extra_config=extra),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, distributed_executor_backend="uni", **dict.fromkeys(parallel.ALONE, 1)
+        ),
+        cache_config=SimpleNamespace(block_size=PAGE),
+        model_config=SimpleNamespace(
+            dtype="torch.bfloat16",
+            architectures=["LlamaForCausalLM"],
+            hf_text_config=SimpleNamespace(to_dict=lambda: TEXT),
+        ),
+    )
+    caches = SimpleNamespace(kv_cache_groups=[spec])
+    scheduler = connector.KVPatchConnector(config, connector.KVConnectorRole.SCHEDULER, caches)
+    worker = connector.KVPatchConnector(config, connector.KVConnectorRole.WORKER, caches)
+    pool = Pool()
+    worker.worker_side.register(pool)
+    assert scheduler.scheduler_side.cache == (LAYOUT, np.float32), "the pool's dtype, not the model's"
+    engine = SimpleNamespace(scheduler=scheduler, worker=worker, pool=pool)
+    ask(engine, request_of("second", {"kvpatch": {"segments": [10]}}, TOKENS[8:]))
+    ask(engine, request_of("first", {"kvpatch": {"segments": [8]}}))
+    yield engine
+    scheduler.shutdown()
+    worker.shutdown()
+
+
+def ask(engine, request):
+    """Serves a request as vLLM 0.32 calls the hooks; returns what it counted on, what is in the pool, and the rest."""
+    scheduler, worker, name, tokens = engine.scheduler, engine.worker, request.request_id, request.prompt_token_ids
+    scheduler.on_new_request(request)
+    if request.kv_transfer_params:
+        request.kv_transfer_params.get("do_remote_prefill")  # as its scheduler goes on
+
+    count = None
+    for _ in range(1000):
+        count, later = scheduler.get_num_new_matched_tokens(request, 0)
+        assert later is False
+        if count is not None:
+            break
+        scheduler.build_connector_meta(output_of({}, {}, {}))
+    assert count is not None, "its chunks are never read"
+
+    scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (BLOCKS,)), count)
+    output = output_of({name: len(tokens) - count}, {name: count}, {name: BLOCKS})
+    worker.bind_connector_metadata(scheduler.build_connector_meta(output))
+    engine.pool.requests[name] = SimpleNamespace(mrope_positions=None)
+    worker.start_load_kv(None)
+    loaded = engine.pool.rows(BLOCKS, 0, count) if count else None
+    engine.pool.prefill(name, tokens, BLOCKS, count)
+    worker.wait_for_save()
+    worker.worker_side.former.flush()
+    invalid = worker.get_block_ids_with_load_errors()
+    scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=invalid))
+    delayed, told = scheduler.request_finished(request, list(BLOCKS))
+    assert delayed is False
+    return SimpleNamespace(count=count, loaded=loaded, invalid=invalid, told=told, salt=request.cache_salt)
+
+
+def assert_nothing_is_kept(engine):
+    side = engine.scheduler.scheduler_side
+    assert not side._tracked
+    assert not side._ahead._held
+    assert not side._ahead._waiting
+    assert not side._loads
+    assert not side._lost
+
+
+def assert_exact(found):
+    """What was loaded is what a prefill computes."""
+    expected = np.concatenate([true_kv(TOKENS)[name][:, : found.count, 0] for name in "kv"], axis=-1)
+    np.testing.assert_allclose(found.loaded, expected, rtol=1e-5, atol=1e-5)
+
+
+def assert_serves(engine):
+    """A leading chunk comes from the store as a prefill computes it, and a request that asks for nothing is plain."""
+    found = ask(engine, request_of("leading", {"kvpatch": {"segments": [8], "save": False}}))
+    assert (found.count, found.invalid) == (8, set())
+    assert_exact(found)
+    plain = ask(engine, request_of("plain", None))
+    assert (plain.count, plain.told, plain.salt) == (0, None, None)
+    assert_nothing_is_kept(engine)
+
+
+@pytest.fixture(scope="module")
+def engine(connector, tmp_path_factory):
+    with engine_of(connector, tmp_path_factory.mktemp("boundary")) as made:
+        yield made
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *([], "", 0, "x", [1], 1.5, True, math.nan, ["kvpatch"], [["kvpatch", {}]], 10**30, b"x"),
+        *({}, {"kvpatch": []}, {"kvpatch": "x"}, {"kvpatch": 0}, {"kvpatch": [[]]}, {"kvpatch": {"": None}}),
+        *({"kvpatch": {"segments": value}} for value in ("8", {}, [[]], [None], [8.0], [math.nan], [10**400], [-8])),
+        *({"kvpatch": {"segments": [8], "kl": value}} for value in (10**400, math.inf, math.nan, "0.1", [], {})),
+        *({"kvpatch": {"segments": [8], "flips": value}} for value in (10**400, -1, "few", nested(200))),
+        *({"kvpatch": {"segments": [8], "policy": value}} for value in (None, [], {}, 1, "Exact", nested(5000))),
+        *({"kvpatch": {"segments": [8], "tenant": value}} for value in ("", None, 3, "\ud800", "../..", "x" * 10**6)),
+        *({"kvpatch": {"segments": [8], "save": value}} for value in (None, 1, "yes", [])),
+        {"kvpatch": nested(5000)},
+        {"kvpatch": 10**5000},
+        {"kvpatch": {"segments": [8], "policy": "blind", "tenant": "\ud800"}},
+    ],
+    ids=lambda params: f"{type(params).__name__}",
+)
+def test_whatever_a_client_sends_is_served_plainly(engine, params):
+    found = ask(engine, request_of("fuzzed", params))
+    assert (found.count, found.invalid, found.salt) == (0, set(), None)
+    assert_nothing_is_kept(engine)
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 40),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(), max_size=8),
+    st.sampled_from(["exact", "approximate", "blind", "default", "kvpatch"]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(["policy", "tenant", "kl", "flips", "segments", "save", "other"])
+PARAMS = st.one_of(
+    VALUES,
+    st.builds(lambda own: {"kvpatch": own}, VALUES),
+    st.builds(lambda own: {"kvpatch": own}, st.dictionaries(FIELDS, VALUES, max_size=4)),
+    st.builds(
+        lambda ends, more: {"kvpatch": {**more, "segments": ends}},
+        st.lists(st.integers(1, 32), max_size=4, unique=True).map(sorted),
+        st.dictionaries(st.sampled_from(["policy", "save"]), SCALARS, max_size=2),
+    ),
+)
+
+
+@given(PARAMS)
+@example({"kvpatch": {"segments": [8, 18], "policy": "blind"}})
+@settings(max_examples=40, deadline=None)
+def test_no_request_harms_another(engine, params):
+    """Whatever it was served: nothing is kept of it, and what others are served stays as it was."""
+    found = ask(engine, request_of("fuzzed", params, TOKENS[:24]))
+    assert found.invalid == set()
+    if found.count and found.told["kvpatch"]["exact"]:
+        assert_exact(found)
+    assert_serves(engine)
+
+
+HOOKS = {
+    "arrived": "on_new_request",
+    "matched": "get_num_new_matched_tokens",
+    "allocated": "update_state_after_alloc",
+    "orders": "build_connector_meta",
+    "finished": "request_finished",
+}
+
+
+@pytest.mark.parametrize("work", HOOKS)
+def test_a_fault_of_the_schedulers_side_costs_one_request_its_reuse(engine, work, monkeypatch, caplog):
+    """Counted by its type and logged once; a promise that was made is kept, or told to the engine as lost."""
+    plan = {"kvpatch": {"segments": [8, 18], "policy": "blind", "save": False}}
+    side, failures = engine.scheduler.scheduler_side, engine.scheduler.failures
+    failures.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(side, work, lambda *_: 1 / 0)
+        found = [ask(engine, request_of(f"own {turn}", plan)) for turn in range(2)]
+    for own in found:
+        if work in ("arrived", "matched"):
+            assert (own.count, own.invalid, own.told, own.salt) == (0, set(), None, None)
+        elif work == "allocated":
+            assert (own.count, own.invalid, own.told) == (18, set(BLOCKS[:5]), None)
+        else:
+            assert (own.count, own.invalid) == (18, set()), "what was promised is loaded all the same"
+            assert own.loaded.any()
+            assert (own.told is None) == (work == "finished")
+    kind = f"{HOOKS[work]}: ZeroDivisionError"
+    assert failures[kind] >= 2
+    assert caplog.text.count(f"kvpatch: {kind}") == 1
+    assert_serves(engine)
+
+
+def test_a_fault_behind_the_salt_takes_it_back(engine, monkeypatch):
+    """The engine looked into its cache with the plan's salt: it is asked to look again, and the request is plain."""
+    side, matched = engine.scheduler.scheduler_side, engine.scheduler.scheduler_side.matched
+    request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "blind"}}, cache_salt="mine")
+
+    def fails(given, computed):
+        count = matched(given, computed)
+        return count if count is None else 1 / 0
+
+    monkeypatch.setattr(side, "matched", fails)
+    engine.scheduler.on_new_request(request)
+    counts = []
+    while not counts or request.request_id in side._tracked:
+        counts.append(engine.scheduler.get_num_new_matched_tokens(request, 0)[0])
+        engine.scheduler.build_connector_meta(output_of({}, {}, {}))
+    assert set(counts) == {None}
+    assert (request.cache_salt, request.block_hashes) == ("mine", ["with mine"])
+    monkeypatch.undo()
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert_serves(engine)
+
+
+@pytest.mark.parametrize("hook", ["load", "save"])
+def test_a_fault_of_the_workers_side_is_told_by_its_blocks(engine, hook, monkeypatch):
+    """What was promised and may not have been written is not read by any forward."""
+    plan = {"kvpatch": {"segments": [8], "save": hook == "save", "tenant": "new" if hook == "save" else "default"}}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.worker.worker_side, hook, lambda orders: 1 / 0)
+        found = ask(engine, request_of("own", plan))
+    if hook == "load":
+        assert (found.count, found.invalid) == (8, set(BLOCKS[:2]))
+        assert (found.told["kvpatch"]["failed"], found.told["kvpatch"]["served"]) == (True, [])
+        assert engine.scheduler.scheduler_side._unplaced.popitem()[0][0] == "default"
+    else:
+        assert (found.count, found.invalid) == (0, set())
+    assert engine.worker.failures[f"{'start_load_kv' if hook == 'load' else 'wait_for_save'}: ZeroDivisionError"] == 1
+    assert_serves(engine)
