@@ -88,8 +88,8 @@ def chunk_id(backbone: str, *content: Content) -> str:
         have one id. Of other arrays dtype and shape count; a list of token ids counts as int64.
 
     Raises:
-      InputError: no content, no fingerprint, a str that names a file (`Text` takes it as text), or an array that holds
-      no numbers. ImageError: an image that cannot be read.
+      InputError: no content, no fingerprint, a str that looks like a file (`Text` takes it as text), or an array that
+      holds no numbers. ImageError: an image that cannot be read.
     """
     fingerprint_of(backbone, "chunk_id")
     if not content:

@@ -52,7 +52,7 @@ class Asking(Holding):
         session does while the rest is read.
 
         Args:
-          question: a text, token ids, an image, or several of them; a str that names a file is refused.
+          question: a text, token ids, an image, or several of them. A str is a text, as for `add`.
           steps: tokens at most. stop: what ends the answer besides: token ids, or texts that are one token each; None:
             the backbone's own stop tokens, () none.
           temperature, top_p, top_k: how tokens are drawn; 0 takes the likeliest.
@@ -152,7 +152,7 @@ class Asking(Holding):
             return None
         before, behind = self.around
         parts: list[tuple[str, Any]] = []
-        with self.linker.link(str(question)) as linked:
+        with self.linker.link(question) as linked:
             if not linked.chunks:
                 return None
             for segment in linked.segments:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ..backbone import Backbone, Tokens, check_tokens
 from ..buckets import Buckets
 from ..compress import Rank
-from ..errors import ConfigError, InputError, KVPatchError
+from ..errors import AmbiguousTextError, ConfigError, InputError, KVPatchError
 from ..window.sources import PatchStore, padded_tokens
 from .batch_file import FORMAT, VERSION, AnswerFile, Line, shard_path
 from .batch_forming import Forming, Front, Place, context_of, stacked
@@ -102,9 +102,10 @@ def answer_batch(
       What was done; the answers are in the file.
 
     Raises:
-      InputError: no items, a shard or batch that is none, or a file with answers of other items, another backbone,
-      rank or dtype, or that another run writes to; a backbone or store that is none. RankError, DtypeError: what is
-      none. ConfigError: a mesh without "data", or another than the backbone's.
+      AmbiguousTextError: every item has a str that looks like a file. InputError: no items, a shard or batch that is
+      none, or a file with answers of other items, another backbone, rank or dtype, or that another run writes to; a
+      backbone or store that is none. RankError, DtypeError: what is none.
+      ConfigError: a mesh without "data", or another than the backbone's.
     """
     check_backbone(backbone, store, "answer_batch")
     check_rank(rank, "answer_batch", 1)
@@ -119,6 +120,9 @@ def answer_batch(
     found = listed(items, backbone.fingerprint)
     if not found.jobs and not found.refused:
         raise InputError("answer_batch: no items; expected at least one")
+    if not found.jobs and all(isinstance(each.error, AmbiguousTextError) for each in found.refused):
+        # A list of files as strings is an error of the call, and would be a file full of lines that say so.
+        raise AmbiguousTextError(f"answer_batch: none of {len(found.refused)} items: {found.refused[0].error}")
     jobs, refused = shard_of(found, index, count)
 
     header = _header(found, backbone, rank, dtype, shard)

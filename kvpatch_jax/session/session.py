@@ -179,8 +179,8 @@ class Session(Needing, Restoring):
         second piece.
 
         Args:
-          thing: a path (`pathlib.Path`, or a str that names a file), the bytes of an image file, a PIL image, uint8
-            pixels; several of them as one chunk (a clip); a text, `Text` where a file has its name; or token ids.
+          thing: an image (the `pathlib.Path` of its file, that file's bytes, a PIL image or uint8 pixels); several of
+            them as one chunk (a clip); a text, which is a `Text` where it looks like a file's name; or token ids.
           id: the session's name for it; None: the digest of its content.
           order_free: a chunk that `reorder` may move.
           kind: "chunk" or "text" (it cannot be recalled, and leaves with the chunk behind it); None: "text" of texts.

@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ..content import Text, fingerprint_of
-from ..errors import UnknownReferenceError
+from ..content import Text, check_text, fingerprint_of
+from ..errors import InputError, UnknownReferenceError
 from .fetch import Request
 from .libraries.dynamic import DynamicLibrary
 from .libraries.entries import Resource
@@ -107,13 +107,15 @@ class Linker:
 
         Raises:
           UnknownReferenceError: a reference that neither library has. InputError: one that was put as a chunk of
-          another backbone. Nothing is held then.
+          another backbone; a prompt without references that looks like a file, or is no str. Nothing is held then.
         """
+        if not isinstance(prompt, str):
+            raise InputError(f"linker: prompt {prompt!r:.80}; expected a str")
+        parts = parse_prompt(prompt)
+        if all(isinstance(part, str) for part in parts):
+            check_text(prompt, "linker: prompt")
         with contextlib.ExitStack() as stack:
-            segments = [
-                segment if isinstance(segment, str) else self._resolve(segment, stack)
-                for segment in parse_prompt(prompt)
-            ]
+            segments = [part if isinstance(part, str) else self._resolve(part, stack) for part in parts]
             return Linked(tuple(segments), stack.pop_all())
 
     def resolve(self, reference: str) -> Linked:

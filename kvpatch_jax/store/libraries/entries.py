@@ -110,8 +110,8 @@ def as_content(content: Any, kind: Kind | None = None) -> Content:
     """Converts a content to a form that is kept: PIL images and jax arrays to NumPy arrays, a path to its file's bytes.
 
     Raises:
-      InputError: content of another type, a str that names a file (unless `kind` is TEXT), or a file that cannot be
-      read.
+      InputError: content of another type, a str that looks like a file's name (unless `kind` is TEXT), or a file
+      that cannot be read.
     """
     if hasattr(content, "getbands"):
         return decoded(content)

@@ -57,7 +57,7 @@ class StaticLibrary[Store: TenantStore]:
 
         Args:
           content: text, an encoded image or other file (bytes, or its `pathlib.Path`), pixels (an array or PIL image),
-            or token ids. A str that names a file is refused unless `kind` is TEXT.
+            or token ids. A str that looks like a file's name is refused unless `kind` is TEXT.
           chunk: its canonical, where it was computed already; goes into the store. Without content it cannot be
             computed again after it was evicted.
           kind: told from the content by default, IMAGE where there is only a chunk.
