@@ -382,4 +382,7 @@ def check_stamp(
     differs = metadata.behind.difference(wanted, metadata.orbit)
     if differs is not None:
         kind = "any ordering of " if metadata.orbit else ""
+        if not wanted.ids:  # likely forgotten: it has a default, for chunks with nothing in front of them
+            shown = metadata.behind.shown
+            differs = f"{shown}; got no antecedent; expected antecedent={shown}: what stands in front of the chunk"
         raise StalePatchError(f"patch of chunk {chunk.id!r}: formed behind {kind}{differs}")

@@ -2,14 +2,15 @@
 
 import secrets
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..argument_names import with_our_names
 from ..content import Text, check_text
 from ..errors import InputError, SessionError
-from ..sampling import Piece, Sampling
+from ..sampling import Piece, Sampling, check_steps
 from ..window import Window
 from .answers import Answer, Audit
 from .checking import compared, prefilled_logits, served_logits
@@ -32,6 +33,7 @@ class Asking(Holding):
     retriever: Any
     _answers: weakref.WeakSet[Answer]
 
+    @with_our_names
     @outliving_the_pool
     def ask(
         self,
@@ -73,6 +75,7 @@ class Asking(Holding):
           UnknownReferenceError: a reference that the linker does not know. What the backbone raises.
         """
         self._expect_open()
+        check_steps(steps)
         sampling = Sampling(temperature, top_p, top_k)
         stops = self._stops(stop)
         if sampling.temperature > 0 and seed is None:
@@ -203,6 +206,8 @@ class Asking(Holding):
         """
         if stop is None:
             return None
+        if not isinstance(stop, str | int | Iterable):
+            raise InputError(f"stop {stop!r:.80}; expected token ids or texts of one token, or None")
         found = []
         for each in [stop] if isinstance(stop, str | int) else stop:
             if isinstance(each, str):

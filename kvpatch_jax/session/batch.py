@@ -148,7 +148,7 @@ def _check_numbers(shard: Any, batch: Any) -> None:
     fine = isinstance(shard, tuple | list) and len(shard) == 2 and all(map(whole, shard))
     if not fine or not 0 <= shard[0] < shard[1]:
         raise InputError(f"answer_batch: shard {shard!r:.80}; expected (index, count), the index below the count")
-    if not whole(batch) or batch < 1:
+    if not whole(batch) or not 1 <= batch < 1 << 30:
         raise InputError(f"answer_batch: batch {batch!r:.80}; expected how many questions run together, 1 or more")
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..argument_names import OURS
 from ..chunk_ids import chunk_id, digest_of, encoded
 from ..content import Text, file_of, one_form, sort_of
 from ..errors import AmbiguousTextError, InputError, KVPatchError
@@ -119,7 +120,9 @@ def _item(given: Any) -> BatchItem:
         strangers = [name for name in given if name not in _FIELDS]
         if strangers or not {"front", "question"} <= set(given):
             what = f"field {strangers[0]!r:.80}" if strangers else f"only {sorted(map(str, given))}"
-            raise InputError(f"item: {what}; expected front, question and some of {_FIELDS[2:]}")
+            ours = OURS.get(strangers[0]) if strangers and isinstance(strangers[0], str) else None
+            hint = f"{ours!r}" if ours in _FIELDS else f"front, question and some of {_FIELDS[2:]}"
+            raise InputError(f"item: {what}; expected {hint}")
         given = BatchItem(**given)
     if not isinstance(given, BatchItem):
         raise InputError(f"item: a {type(given).__name__}; expected a BatchItem, or a mapping of its fields")

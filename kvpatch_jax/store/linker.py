@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from ..content import Text, check_text, fingerprint_of
-from ..errors import InputError, UnknownReferenceError
+from ..errors import UnknownReferenceError
 from .fetch import Request
 from .libraries.dynamic import DynamicLibrary
 from .libraries.entries import Resource
@@ -107,10 +107,8 @@ class Linker:
 
         Raises:
           UnknownReferenceError: a reference that neither library has. InputError: one that was put as a chunk of
-          another backbone; a prompt without references that looks like a file, or is no str. Nothing is held then.
+          another backbone; a prompt that is no str, or has no reference and looks like a file. Nothing is held then.
         """
-        if not isinstance(prompt, str):
-            raise InputError(f"linker: prompt {prompt!r:.80}; expected a str")
         parts = parse_prompt(prompt)
         if all(isinstance(part, str) for part in parts):
             check_text(prompt, "linker: prompt")

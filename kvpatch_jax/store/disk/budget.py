@@ -2,18 +2,56 @@
 
 import dataclasses
 
+from ...errors import InputError
+from ...sizes import Size, size_of
 from .quarantine import BYTES as QUARANTINE_BYTES
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Budget:
-    """Bytes per tier. `disk` is for the whole root, all tenants, and `tenant` for this one's share of it; None sets no
-    bound. `library` is the quota of this tenant's static library, which a restore keeps to as well; `quarantine` is for
-    what of this tenant did not verify, beside `disk`: the oldest goes first, and all of it after a week."""
+    """Bytes per tier, as numbers or written: `Budget(disk="100 GB", host="2 GiB")`.
 
-    device: int = 0
-    host: int = 1 << 30
-    disk: int | None = None
-    tenant: int | None = None
-    library: int | None = None
-    quarantine: int | None = QUARANTINE_BYTES
+    Attributes:
+      device, host: of the copies in memory.
+      disk: of the whole root, all tenants; `tenant` of this one's share of it. None sets no bound.
+      library: the quota of this tenant's static library, which a restore keeps to as well.
+      quarantine: of what of this tenant did not verify, beside `disk`: the oldest goes first, and all of it after a
+        week.
+
+    Raises:
+      InputError: a size that is none (see `sizes.size_of`).
+    """
+
+    device: int
+    host: int
+    disk: int | None
+    tenant: int | None
+    library: int | None
+    quarantine: int | None
+
+    def __init__(
+        self,
+        device: Size = 0,
+        host: Size = 1 << 30,
+        disk: Size | None = None,
+        tenant: Size | None = None,
+        library: Size | None = None,
+        quarantine: Size | None = QUARANTINE_BYTES,
+    ):
+        given = {"device": device, "host": host, "disk": disk, "tenant": tenant, "library": library}
+        for name, size in (given | {"quarantine": quarantine}).items():
+            unbound = size is None and name not in ("device", "host")
+            object.__setattr__(self, name, None if unbound else size_of(size, f"Budget.{name}"))
+
+
+def budget_of(given: Budget | Size | None, what: str) -> Budget:
+    """Returns the budgets that are given: all of them, none, or the disk's alone, as a size.
+
+    Raises:
+      InputError: anything else. `what` begins the message.
+    """
+    if given is None or isinstance(given, Budget):
+        return given or Budget()
+    if not isinstance(given, int | float | str):
+        raise InputError(f"{what}: got {given!r:.80}; expected a Budget(disk=...), or the disk's size, such as '10 GB'")
+    return Budget(disk=size_of(given, what))
