@@ -48,6 +48,8 @@ class Antecedent:
     members: tuple[Member, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.members, tuple):
+            raise InputError(f"antecedent: members {self.members!r:.80}; expected a tuple, each a Member")
         approximate: Member | None = None
         for member in self.members:
             _check_member(member)

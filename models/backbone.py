@@ -350,9 +350,10 @@ class ModelBackbone(Generating, Writing, Answering):
         if self.family.vision is None:
             raise InputError(f"features for {self.family.architecture}, which takes no images; expected ids alone")
         expected = (feature_arrays(self.config), self._feature_count(input_ids), self.config.text.width)
-        if tuple(features.shape) != expected:
+        shape = tuple(features.shape) if isinstance(features, np.ndarray | jax.Array) else type(features).__name__
+        if shape != expected:
             raise InputError(
-                f"features of shape {tuple(features.shape)}; expected {expected} for the image placeholders in "
+                f"features of shape {shape}; expected {expected} for the image placeholders in "
                 "input_ids, as backbone.encode gives them"
             )
 

@@ -70,6 +70,10 @@ def load(
     """
     root = path_of(directory, "load:", ConfigError, "a checkpoint's directory or GGUF file")
     adapter = None if adapter is None else path_of(adapter, "load: adapter", ConfigError, "an adapter's directory")
+    if dtype is not None and dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"load: dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f"load: mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
     files = open_files(root)
     name = _architecture(files.config, files.name)
     authors = AUTHORS.get(name)

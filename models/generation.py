@@ -257,8 +257,8 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
     Raises:
       InputError: no prompts. ShapeError: prompts of different widths or numbers of axes.
     """
-    if not prompts:
-        raise InputError("pad_rows: no prompts; expected at least one")
+    if not isinstance(prompts, list | tuple) or not prompts:
+        raise InputError(f"pad_rows: prompts {prompts!r:.80}; expected a list of Tokens, at least one")
     for prompt in prompts:
         check_tokens(prompt, "pad_rows")
         width, axes = prompts[0].embeddings.shape[2:], np.shape(prompts[0].positions)[2:]

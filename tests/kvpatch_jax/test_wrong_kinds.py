@@ -1,6 +1,7 @@
 """What a newcomer passes by mistake is a typed error that names it, wherever the public names take it."""
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -217,6 +218,79 @@ def test_a_window_lists_its_ids_as_a_session_does(backbone):
 
 
 # -------------------------------------------------------------------------------------------------- models, patches
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+
+
+def test_every_operator_refuses_what_it_does_not_take(backbone):
+    chunk = chunk_of("gqa")
+    kv, layout = conditioned_of(chunk), chunk.layout
+    patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(chunk, None, 3)
+    calls = {
+        "make_chunk": (kvp.make_chunk, {"backbone": backbone, "items": [[1]], "encoder": None, "lead": None}),
+        "conditioned": (kvp.conditioned, {"backbone": backbone, "units": [[[1]]], "lead": None}),
+        "form_patch": (kvp.form_patch, {"chunk": chunk, "conditioned": kv, "rank": 4, "antecedent": ["a"]}),
+        "apply_patch": (
+            kvp.apply_patch,
+            {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None},
+        ),
+        "accumulate": (kvp.accumulate, {"acc": None, "conditioned": kv, "chunk": chunk, "antecedent": ["a"]}),
+        "orbit_patch": (kvp.orbit_patch, {"acc": kvp.accumulate(None, kv, chunk), "rank": 4, "antecedent": ["a"]}),
+        "correction_patch": (lambda patch: kvp.correction_patch(chunk, patch, kv, 4, ["a"]), {"patch": patch}),
+        "update_patch": (kvp.update_patch, {"patch": patch, "correction": patch}),
+        "truncate": (kvp.truncate, {"patch": patch, "rank": 2}),
+        "keep_layers": (kvp.keep_layers, {"patch": patch, "layers": [0]}),
+        "quantise": (kvp.quantise, {"patch": patch, "dtype": "int8"}),
+        "to_engine": (kvp.to_engine, {"layout": layout, "kv": chunk.kv, "local": chunk.local, "start": 0}),
+        "to_phase_free": (kvp.to_phase_free, {"layout": layout, "kv": placed, "local": chunk.local}),
+        "merge_readouts": (lambda readouts: kvp.merge_readouts(readouts), {"readouts": None}),
+        "Chunk": (kvp.Chunk, fields_of(chunk)),
+        "Patch": (kvp.Patch, {"factors": patch.factors, "metadata": patch.metadata}),
+        "PatchMetadata": (kvp.PatchMetadata, {"members": None, **fields_of(patch.metadata)}),
+        "Channel": (kvp.Channel, fields_of(layout.channels[0])),
+        "KVLayout": (kvp.KVLayout, fields_of(layout)),
+        "Rope": (kvp.Rope, fields_of(layout.rope)),
+        "Antecedent": (kvp.Antecedent, {"members": ()}),
+    }
+    found = {name: raw_errors(*call) for name, call in calls.items()}
+    assert not {name: errors for name, errors in found.items() if errors}
+
+
+def test_every_call_of_a_model_refuses_what_it_does_not_take(backbone):
+    tokens = backbone.embed(**backbone.prepare([[1, 2]]))
+    generated = {
+        "tokens": tokens,
+        "steps": 1,
+        "context": None,
+        "mask": None,
+        "sampling": None,
+        "key": None,
+        "stop": None,
+    }
+    made = [value for value in WRONG if value not in (5, True, (1, 2), None)]  # what is a number here makes a program
+    calls = {
+        "prepare": (backbone.prepare, {"items": [[1]], "second_per_grid_ts": None}),
+        "chat": (backbone.chat, {"messages": []}),
+        "content": (lambda content: backbone.chat([{"role": "user", "content": content}]), {"content": "x"}),
+        "text": (backbone.text, {"token_ids": [1]}),
+        "ids": (backbone.ids, {"text": "x"}),
+        "generate": (backbone.generate, generated, made),
+        "pad_rows": (models.pad_rows, {"prompts": [tokens]}),
+        "Sampling": (models.Sampling, {"temperature": 1.0, "top_p": 1.0, "top_k": None}),
+        "Buckets": (models.Buckets, {"smallest": 64, "steps": 4}),
+        "save": (lambda backbone: models.save(backbone, "model"), {"backbone": None}),
+    }
+    found = {name: raw_errors(*call) for name, call in calls.items()}
+    assert not {name: errors for name, errors in found.items() if errors}
+
+
+def test_a_model_is_not_loaded_with_what_it_does_not_take():
+    models.save(reader(), "model")
+    options = {"dtype": None, "angles": "exact", "regime": None, "buckets": None, "mesh": None, "adapter": None}
+    wrong = [5, "x", [], math.nan, object()]
+    assert not raw_errors(lambda **given: models.load("model", progress=False, **given), options, wrong)
 
 
 @pytest.mark.parametrize("wrong", [None, 42, "", b"x", 1.5, [], {}])
