@@ -22,12 +22,14 @@ from .compilation import use_compilation_cache
 from .console import quiet_backends
 from .results.parts import make_out
 from .results.tables import aligned_table, markdown_table
+from .small_task import VOCABULARY
+from .task_language import check_language
 from .traces import KINDS, generate
 from .traces.figures import draw
 from .traces.generate import STEPS
 from .traces.replaying import RANK, out_of, rank_table, replay, table
 from .traces.tracking import load_trace
-from .trained import MAIN, shipped
+from .trained import MAIN, shipped, shipped_names
 
 _TRACE = flags.DEFINE_string("trace", None, "a trace to replay, in place of drawing one")
 _KIND = flags.DEFINE_list("kind", ["all"], f"traces to draw: all, or some of {', '.join(KINDS)}")
@@ -49,6 +51,8 @@ def main(arguments: list[str]) -> None:
         kinds = _kinds()
         recorded = None if _TRACE.value is None else load_trace(Path(_TRACE.value))
         path = shipped(_MODEL.value)
+        if recorded is None:  # what is drawn is asked in the small task's words
+            check_language(path, VOCABULARY.names, "small", shipped_names())
     use_compilation_cache()
     with errors_as_one_line():
         backbone = load(path, dtype="float32")

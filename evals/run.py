@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from absl import app, flags
 
+from kvpatch_jax.errors import InputError
 from models import Buckets, ModelBackbone, load
 
 from . import probes, small_task
@@ -48,6 +49,7 @@ from .results.parts import make_out
 from .results.rows import without_nan
 from .rules import RULES
 from .small_task import scenes
+from .task_language import check_language
 from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 
 WINDOW, PRETRAINED = "window", "pretrained"
@@ -483,6 +485,8 @@ def main(arguments: list[str]) -> None:
         from .pretrained import suite as pretrained
 
         with errors_as_one_line():
+            if _BACKBONE.present:
+                raise InputError(f"--suite=pretrained with --backbone={_BACKBONE.value}; expected --checkpoint=FILE")
             out = Path(_OUT.value if _OUT.present else "out/pretrained")
             pretrained.run(out, _CHECKPOINT.value, _PARTS.value, _QUICK.value)
         return
@@ -497,7 +501,7 @@ def main(arguments: list[str]) -> None:
         return
     with errors_as_one_line():
         if name != "all":
-            shipped(name)
+            check_language(shipped(name), small_task.VOCABULARY.names, "small", shipped_names())
         make_out(folder)
     if name == "all":
         results, names = {}, backbone_names()

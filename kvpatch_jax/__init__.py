@@ -4,7 +4,7 @@ Chunks, from a model:
   make_chunk          prefill one unit alone and keep its KV without its position
   conditioned         the KV of every unit of a sequence, as those in front of it made it
   joined              chunks in the engine frame, one behind the other: a context
-  Chunk, Tokens       the containers; Text marks a str that is text though a file has its name
+  Chunk, Tokens       the containers; Text marks a str that is text though it looks like a file
   Backbone            what a model must offer (`models.load` gives such models)
 
 Patches:

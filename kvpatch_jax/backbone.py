@@ -243,6 +243,12 @@ class Backbone(Protocol):
         ...
 
 
+def check_is_backbone(backbone: Any, what: str) -> None:
+    """Raises InputError where what is given as a backbone is none."""
+    if not all(hasattr(backbone, word) for word in ("fingerprint", "layout", "prepare", "embed", "prefill")):
+        raise InputError(f"{what}: backbone {backbone!r:.80}; expected what models.load gives")
+
+
 def check_tokens(tokens: Tokens, what: str) -> None:
     """Refuses what a forward cannot run over.
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 from .errors import ConfigError
+from .kinds import is_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Buckets:
     def __post_init__(self) -> None:
         for name in ("smallest", "steps"):
             value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ConfigError(f"bucket {name} {value}; expected a power of two")
+            if not is_whole(value, 1) or value & (value - 1):
+                raise ConfigError(f"bucket {name} {value!r:.80}; expected a power of two")
         if self.smallest % (4 * self.steps):
             raise ConfigError(f"bucket smallest {self.smallest}; expected a multiple of 4 · steps ({4 * self.steps})")
 

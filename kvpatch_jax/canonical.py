@@ -1,18 +1,19 @@
 """Chunks and conditioned KV, made with a backbone: a unit prefilled alone, behind a lead, or behind other units."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Num
 
-from .backbone import Backbone, Tokens, check_tokens
+from .backbone import Backbone, Tokens, check_is_backbone, check_tokens
 from .chunk import AnyArray, Chunk
 from .chunk_ids import chunk_id, digest_of, encoded
 from .content import items_of, one_form
 from .errors import InputError, ShapeError
 from .frames import PhaseFreeKV
+from .kinds import expect_kind
 
 
 def make_chunk(
@@ -44,6 +45,7 @@ def make_chunk(
       ImageError, InputError: as `prepare`, and `encoder` of another prompt. NotFiniteError: the forward gave NaN or
       infinity.
     """
+    check_is_backbone(backbone, "make_chunk")
     items = [one_form(item) for item in items_of(items, "make_chunk")]
     content = chunk_id(backbone.fingerprint, *items)
     front = None if lead is None else lead_tokens(backbone, lead)
@@ -117,6 +119,8 @@ def conditioned(
     Raises:
       ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows.
     """
+    check_is_backbone(backbone, "conditioned")
+    expect_kind(units, Iterable, "conditioned: units", "a sequence of units, each the items of one chunk")
     own = [unit_tokens(backbone, unit) for unit in units]
     if not own:
         raise InputError("conditioned: no units; expected at least one")

@@ -19,6 +19,7 @@ from .checksum import examine
 from .content import fingerprint_of
 from .errors import InputError, NotFiniteError, PositionError, ShapeError
 from .frames import PhaseFreeKV, expect_frame
+from .kinds import expect_kind, is_whole
 from .layout import KVLayout, check_positions
 from .rope import extent
 
@@ -70,6 +71,10 @@ class Chunk:
     lead: str | None = None
 
     def __post_init__(self) -> None:
+        expect_kind(self.layout, KVLayout, "chunk: layout", "a KVLayout, such as `backbone.layout`")
+        expect_kind(self.local, AnyArray, "chunk: local", "an array of positions", PositionError)
+        for word in ("content", "lead"):
+            expect_kind(getattr(self, word), str | None, f"chunk: {word}", "a digest, or None")
         expect_frame(self.kv, f"chunk {self.id!r}", "phase_free")
         self.layout.check(self.kv, f"chunk {self.id!r}")
         shape = self.kv[self.layout.names[0]].shape
@@ -79,14 +84,14 @@ class Chunk:
         if not self.id:
             raise InputError(f"chunk: id {self.id!r}; expected a name")
         fingerprint_of(self.backbone, f"chunk {self.id!r}")
-        if not 1 <= self.length <= tokens:
+        if not is_whole(self.length, 1) or self.length > tokens:
             raise InputError(f"chunk {self.id!r}: length {self.length}; expected 1 to {tokens}")
         axes = self.layout.rope.axes
         expected = (tokens,) if axes is None else (tokens, axes)
         if self.local.shape != expected:
             raise PositionError(f"chunk {self.id!r}: local positions {self.local.shape}; expected {expected}")
-        if self.span < 0:
-            raise PositionError(f"chunk {self.id!r}: span {self.span}; expected 0 or more")
+        if not is_whole(self.span, 0):
+            raise PositionError(f"chunk {self.id!r}: span {self.span!r:.80}; expected a whole number from 0")
         check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
         if "" in (self.content, self.lead):
             raise InputError(

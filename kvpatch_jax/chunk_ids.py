@@ -33,8 +33,10 @@ def encoded(text: str) -> bytes:
     """Encodes a text in UTF-8. The error does not say what is in it.
 
     Raises:
-      InputError: half of a surrogate pair, which stands for nothing alone.
+      InputError: no str, or half of a surrogate pair, which stands for nothing alone.
     """
+    if not isinstance(text, str):
+        raise InputError(f"text or name of type {type(text).__name__}; expected a str")
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -88,8 +90,8 @@ def chunk_id(backbone: str, *content: Content) -> str:
         have one id. Of other arrays dtype and shape count; a list of token ids counts as int64.
 
     Raises:
-      InputError: no content, no fingerprint, a str that names a file (`Text` takes it as text), or an array that holds
-      no numbers. ImageError: an image that cannot be read.
+      InputError: no content, no fingerprint, a str that looks like a file (`Text` takes it as text), or an array that
+      holds no numbers. ImageError: an image that cannot be read.
     """
     fingerprint_of(backbone, "chunk_id")
     if not content:
@@ -110,7 +112,7 @@ def encoder_id(backbone: str, request: Mapping[str, np.ndarray | jax.Array]) -> 
       InputError: an empty request, or no fingerprint.
     """
     fingerprint_of(backbone, "encoder_id")
-    if not request:
-        raise InputError("encoder_id: no arrays; expected those of a prepared request")
+    if not isinstance(request, Mapping) or not request:
+        raise InputError(f"encoder_id: got {request!r:.80}; expected the arrays of a prepared request, by name")
     fields = [field for name in sorted(request) for field in (encoded(name), *_fields(request[name]))]
     return digest_of([b"encoder", encoded(backbone), *fields])

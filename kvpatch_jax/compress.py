@@ -11,8 +11,9 @@ from jaxtyping import Array, Int
 from . import ops
 from .chunk import check_finite
 from .errors import InputError, RankError
+from .kinds import expect_kind, is_whole
 from .ops import ChannelFactors, Quantised, is_low_rank, value_of
-from .patch_metadata import Patch
+from .patch_metadata import Patch, check_is_patch
 
 Rank = int | Mapping[str, int]
 
@@ -32,6 +33,10 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
       RankError: below 1 or above what the patch has, or several for channels that share their left factor. LayoutError:
       a channel that is not there.
     """
+    check_is_patch(patch)
+    for number in rank.values() if isinstance(rank, Mapping) else [rank]:
+        if number is not None and not is_whole(number, -(1 << 62)):
+            raise RankError(f"truncate: rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
     for name in rank if isinstance(rank, Mapping) else ():
         patch.metadata.layout.channel(name)
     if patch.metadata.shared_left and isinstance(rank, Mapping):
@@ -62,7 +67,12 @@ def keep_layers(patch: Patch, layers: Iterable[int]) -> Patch:
     Raises:
       InputError: none, or layers that the patch does not cover.
     """
-    kept = tuple(sorted({int(layer) for layer in layers}))
+    check_is_patch(patch)
+    expect_kind(layers, Iterable, "keep_layers: layers", "numbers of layers")
+    given = list(layers)
+    if not all(is_whole(layer, 0) for layer in given):
+        raise InputError(f"keep_layers: layers {given!r:.80}; expected some of {patch.metadata.layers}")
+    kept = tuple(sorted({int(layer) for layer in given}))
     missing = [layer for layer in kept if layer not in patch.metadata.layers]
     if missing or not kept:
         raise InputError(f"keep_layers: layers {kept}; expected some of {patch.metadata.layers}")
@@ -77,7 +87,13 @@ def quantise(patch: Patch, dtype: jax.typing.DTypeLike) -> Patch:
     Raises:
       InputError: neither a floating dtype nor int8. NotFiniteError: factors beyond the dtype's range (float16's).
     """
-    target = jnp.dtype(dtype)
+    check_is_patch(patch)
+    try:
+        target = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        target = None
+    if target is None:
+        raise InputError(f"quantise: dtype {dtype!r:.80}; expected a floating dtype or int8")
     if not jnp.issubdtype(target, jnp.floating) and target != jnp.int8:
         raise InputError(f"quantise: dtype {target}; expected a floating dtype or int8")
     convert = lambda leaf, axis: ops.stored(value_of(leaf), target, axis)

@@ -112,6 +112,10 @@ class InputError(KVPatchError):
     """Any other bad input."""
 
 
+class AmbiguousTextError(InputError):
+    """A str that looks like a file's name or an address where a text or an image may be meant; see `Text`."""
+
+
 class TraceError(KVPatchError):
     """A trace, or a line of one, that is not what this version writes: damage, another version, an impossible event."""
 

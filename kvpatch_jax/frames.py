@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import jax
 from jax.tree_util import DictKey
 
-from .errors import FrameError
+from .errors import FrameError, LayoutError
 
 Frame = Literal["phase_free", "local", "engine"]
 
@@ -69,8 +69,10 @@ def expect_frame(kv: Mapping[str, Any], what: str, *expected: Frame) -> None:
     """Refuses KV that is known to be in another frame; a plain dictionary passes.
 
     Raises:
-      FrameError: it is in none of the `expected` frames.
+      FrameError: it is in none of the `expected` frames. LayoutError: no mapping.
     """
+    if not isinstance(kv, Mapping):
+        raise LayoutError(f"{what}: KV is a {type(kv).__name__}; expected {{channel: array}}")
     if isinstance(kv, FramedKV) and kv.frame not in expected:
         raise FrameError(
             f"{what}: KV that is {_WORDS[kv.frame]}; expected it {' or '.join(_WORDS[frame] for frame in expected)} "

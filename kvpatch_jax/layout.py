@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Num
 from .errors import DtypeError, LayoutError, PositionError, ShapeError
 from .frames import EngineKV, LocalKV, PhaseFreeKV, expect_frame
 from .frames import Frame as Frame
+from .kinds import expect_kind, is_whole
 from .rope import POSITION_LIMIT, Angles, Rope, check_positions, extent, relocation_tables, rope_tables, rotate
 
 AnyArray = jax.Array | np.ndarray
@@ -35,7 +36,8 @@ class Channel:
     rotary: int = 0
 
     def __post_init__(self) -> None:
-        if self.heads < 1 or self.width < 1 or not 0 <= self.rotary <= self.width:
+        whole = all(is_whole(number, 0) for number in (self.heads, self.width, self.rotary))
+        if not whole or self.heads < 1 or self.width < 1 or not 0 <= self.rotary <= self.width:
             raise LayoutError(
                 f"channel {self.name!r}: heads {self.heads}, width {self.width}, rotary {self.rotary}; expected "
                 "positive heads and width, and rotary at most the width"
@@ -62,8 +64,12 @@ class KVLayout:
     rope: Rope
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise LayoutError(f"layout: layers {self.layers}; expected at least 1")
+        if not is_whole(self.layers, 1):
+            raise LayoutError(f"layout: layers {self.layers!r:.80}; expected a whole number from 1")
+        expect_kind(self.rope, Rope, "layout: rope", "a Rope", LayoutError)
+        expect_kind(self.channels, tuple, "layout: channels", "a tuple of Channel", LayoutError)
+        for channel in self.channels:
+            expect_kind(channel, Channel, "layout: channels", "each a Channel", LayoutError)
         if len({channel.name for channel in self.channels}) != len(self.channels) or not self.channels:
             raise LayoutError(f"layout: channels {[c.name for c in self.channels]}; expected distinct names")
         for channel in self.channels:
@@ -129,11 +135,14 @@ class KVLayout:
         Raises:
           LayoutError: other channels. ShapeError: other shapes. DtypeError: not floating point.
         """
+        expect_kind(kv, Mapping, what, "{channel: array}", LayoutError)
         if set(kv) != set(self.names):
             raise LayoutError(f"{what}: channels {sorted(kv)}; expected {sorted(self.names)}")
         middle = None
         for channel in self.channels:
             value = kv[channel.name]
+            if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+                raise LayoutError(f"{what}[{channel.name!r}]: a {type(value).__name__}; expected an array")
             if not jnp.issubdtype(value.dtype, jnp.floating):
                 raise DtypeError(f"{what}[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
             shape = value.shape
@@ -192,6 +201,8 @@ def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray
     Raises:
       PositionError: either; they would be broadcast over tokens or layers.
     """
+    if not hasattr(local, "shape"):
+        raise PositionError(f"local positions: a {type(local).__name__}; expected an array, such as `chunk.local`")
     shape, axes = kv[layout.names[0]].shape, layout.rope.axes
     batch, tokens = shape[1:-3], shape[-3]
     places = local.shape if axes is None else local.shape[:-1]
@@ -245,6 +256,7 @@ def placed(layout: KVLayout, kv: KV, local: Positions, start: AnyArray, back: bo
 
 
 def _checked(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
+    expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `chunk.layout`", LayoutError)
     layout.check(kv)
     start = as_start(layout.rope, start)
     check_places(layout, kv, local, start)
@@ -306,6 +318,7 @@ def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | 
       PositionError: a position that is not finite, or from 2³⁰ on. FrameError: kv that is phase-free. Else as
       `to_engine`.
     """
+    expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `backbone.layout`", LayoutError)
     expect_frame(kv, "relocate", "engine", "local")
     layout.check(kv)
     turned = jitted_relocate(layout, _turning(layout, kv), _side(layout.rope, old), _side(layout.rope, new))
@@ -315,6 +328,8 @@ def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | 
 def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
     """A start or full positions, checked as they were given, as `relocation_tables` takes them."""
     array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    if array.dtype.kind not in "iuf" or not array.size:
+        raise PositionError(f"relocate: positions {positions!r:.80}; expected numbers, a start or one for each token")
     check_positions(rope, array, np.zeros((), np.int32))
     array = array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)
     if rope.axes is None:

@@ -20,6 +20,7 @@ from .compress import Rank
 from .errors import InputError, PatchMismatchError, ShapeError
 from .forming import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
 from .frames import PhaseFreeKV
+from .kinds import expect_kind
 from .patch_metadata import Patch
 from .provenance import Antecedent, Behind, antecedent_of
 
@@ -60,6 +61,8 @@ def accumulate(
     Raises:
       PatchMismatchError: another chunk or antecedent set than before. ShapeError, NotFiniteError: bad `conditioned`.
     """
+    if acc is not None:
+        expect_kind(acc, Accumulated, "accumulate", "what accumulate returned before, or None")
     check_conditioned(chunk, conditioned)
     members = None if antecedent is None else antecedent_of(antecedent).sorted()
     if acc is None:
@@ -107,6 +110,7 @@ def orbit_patch(
     Raises:
       RankError: as in `form_patch`. PatchMismatchError: another set than was accumulated. InputError: no set known.
     """
+    expect_kind(acc, Accumulated, "orbit_patch", "what accumulate returns")
     members = None if antecedent is None else antecedent_of(antecedent).sorted()
     if members is not None and acc.antecedent is not None and members != acc.antecedent:
         raise PatchMismatchError(f"orbit_patch: antecedent {_named(members)}; expected {_named(acc.antecedent)}")

@@ -14,6 +14,7 @@ from .checksum import examine
 from .chunk import Chunk, brief
 from .content import names_of
 from .errors import InputError, PatchMismatchError, ShapeError, StalePatchError
+from .kinds import expect_kind
 from .layout import KVLayout
 from .ops import ChannelFactors, Heads, Leaf, PatchFrame, Quantised, is_low_rank
 from .provenance import Antecedent, Behind, Member, antecedent_of
@@ -78,6 +79,7 @@ class PatchMetadata:
             ids, members = names_of(ids, word.replace("members", "antecedent")), getattr(self, word)
             if members is None:
                 continue
+            expect_kind(members, tuple | list, f"patch: {word}", "a tuple, each a Member")
             known = Antecedent(tuple(members))
             if known.ids != ids:
                 raise InputError(f"patch: {word} of the ids {known.ids}; expected {ids}")
@@ -227,6 +229,8 @@ def check_factors(factors: Mapping[str, Any], metadata: PatchMetadata, *, batche
     Raises:
       As `Patch`.
     """
+    expect_kind(metadata, PatchMetadata, "patch: metadata", "a PatchMetadata")
+    expect_kind(factors, Mapping, "patch: factors", "{channel: factors}")
     layout, layers = metadata.layout, metadata.layers
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= layout.layers:
         raise InputError(f"patch: layers {layers}; expected some of 0 to {layout.layers - 1}, ascending")
@@ -314,11 +318,18 @@ def check_is_chunk(chunk: Chunk) -> None:
         raise InputError(f"chunk of type {type(chunk).__name__}; expected a Chunk")
 
 
+def check_is_patch(patch: Patch) -> None:
+    """Raises InputError where what is given as a patch is none."""
+    if not isinstance(patch, Patch):
+        raise InputError(f"patch of type {type(patch).__name__}; expected a Patch")
+
+
 def check_chunk(patch: Patch, chunk: Chunk, base: Base) -> None:
     """Raises PatchMismatchError where a patch is of another chunk, base, backbone or layout.
 
     Contents are compared where both are known: nothing is computed for it but a digest of few positions, once.
     """
+    check_is_patch(patch)
     metadata = patch.metadata
     for word, found, expected in (
         ("chunk", metadata.chunk, chunk.id),
@@ -365,6 +376,7 @@ def check_stamp(
 
     `base_antecedent` is None where the patch would be added to the canonical. `allow_stale` overrides `antecedent`.
     """
+    check_is_patch(patch)
     metadata, wanted = patch.metadata, antecedent_of(antecedent)
     check_chunk(patch, chunk, "canonical" if base_antecedent is None else "conditioned")
     if metadata.frame == "engine":
@@ -382,4 +394,7 @@ def check_stamp(
     differs = metadata.behind.difference(wanted, metadata.orbit)
     if differs is not None:
         kind = "any ordering of " if metadata.orbit else ""
+        if not wanted.ids:  # likely forgotten: it has a default, for chunks with nothing in front of them
+            shown = metadata.behind.shown
+            differs = f"{shown}; got no antecedent; expected antecedent={shown}: what stands in front of the chunk"
         raise StalePatchError(f"patch of chunk {chunk.id!r}: formed behind {kind}{differs}")

@@ -309,13 +309,13 @@ class SlotAllocator:
         Raises:
           PoolError: no pages, or an empty page.
         """
-        for number in (pages, page_size):
-            whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-            if not whole or not number >= 1 or pages * page_size >= 2**31:  # slots are int32
-                raise PoolError(
-                    f"pool: pages {pages!r:.40}, page_size {page_size!r:.40}; expected whole numbers from 1, and fewer "
-                    "than 2**31 slots"
-                )
+        numbers = (pages, page_size)
+        whole = all(isinstance(number, int | np.integer) and not isinstance(number, bool) for number in numbers)
+        if not whole or min(numbers) < 1 or pages * page_size >= 2**31:  # slots are int32
+            raise PoolError(
+                f"pool: pages {pages!r:.40}, page_size {page_size!r:.40}; expected whole numbers from 1, and fewer "
+                "than 2**31 slots"
+            )
         self.pages, self.page_size = pages, page_size
         self._count = np.zeros(pages * page_size, np.int32)
         self._aligned = np.zeros(pages, bool)

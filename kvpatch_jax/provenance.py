@@ -48,6 +48,8 @@ class Antecedent:
     members: tuple[Member, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.members, tuple):
+            raise InputError(f"antecedent: members {self.members!r:.80}; expected a tuple, each a Member")
         approximate: Member | None = None
         for member in self.members:
             _check_member(member)
@@ -110,6 +112,12 @@ class Antecedent:
             tuple(sorted(self.members, key=lambda member: (member.id, member.content or "", member.state)))
         )
 
+    @property
+    def shown(self) -> str:
+        """The ids as messages list them, the first ones of many."""
+        ids = self.ids
+        return str(ids) if len(ids) <= _SHOWN else f"{str(ids[:_SHOWN])[:-1]}, … of {len(ids)})"
+
     def difference(self, wanted: "Antecedent", orbit: bool = False) -> str | None:
         """Says in what another antecedent differs from this one, or returns None where it does not.
 
@@ -121,7 +129,7 @@ class Antecedent:
         ids, others = self.ids, wanted.ids
         if Counter(ids) != Counter(others) or (not orbit and ids != others):
             what = "the order " if Counter(ids) == Counter(others) else ""
-            return f"{what}{_listed(ids)}; expected {_listed(others)}"
+            return f"{what}{self.shown}; expected {wanted.shown}"
         return _unlike_set(self, wanted) if orbit else _unlike_members(self, wanted)
 
 
@@ -135,12 +143,6 @@ def _check_member(member: Any) -> None:
             f"antecedent: {brief(member.id)!r} served {member.state!r:.80}; expected 'exact', or a word, a colon and "
             "32 hexadecimal digits"
         )
-
-
-def _listed(ids: tuple[str, ...]) -> str:
-    if len(ids) <= _SHOWN:
-        return str(ids)
-    return f"{str(ids[:_SHOWN])[:-1]}, … of {len(ids)})"
 
 
 def _unlike_members(found: Antecedent, wanted: Antecedent) -> str | None:

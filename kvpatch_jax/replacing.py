@@ -10,16 +10,16 @@ from typing import Any
 from .errors import KVPatchError
 
 
-def path_of(given: Any, what: str, refused: type[KVPatchError]) -> Path:
-    """The path of a file that somebody names.
+def path_of(given: Any, what: str, refused: type[KVPatchError], kind: str = "a file's name") -> Path:
+    """Returns the path that somebody names, with the user's folder for `~`. `kind` is what messages expect.
 
     Raises:
       The error that is given: what is no text or path, an empty one, or one that no file has (with a zero in it).
     """
     name = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(name, str) or not name or "\0" in name:
-        raise refused(f"{what} {given!r:.80}; expected a file's name, a str or pathlib.Path")
-    return Path(name)
+        raise refused(f"{what} {given!r:.80}; expected {kind}, a str or pathlib.Path")
+    return Path(os.path.expanduser(name))
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels import rotate_patch
 
 from .errors import LayoutError, PositionError
+from .kinds import expect_kind, is_whole
 from .scaling import Scaling as Scaling
 
 Angles = Literal["exact", "float32"]
@@ -65,10 +66,10 @@ class Rope:
     angles: Angles = "exact"
 
     def __post_init__(self) -> None:
-        if self.dim < 2 or self.dim % 2:
-            raise LayoutError(f"rope: dim {self.dim}; expected a positive even number")
-        if not self.theta > 0:
-            raise LayoutError(f"rope: theta {self.theta}; expected a positive number")
+        if not is_whole(self.dim, 2) or self.dim % 2:
+            raise LayoutError(f"rope: dim {self.dim!r:.80}; expected a positive even number")
+        if not isinstance(self.theta, int | float) or isinstance(self.theta, bool) or not self.theta > 0:
+            raise LayoutError(f"rope: theta {self.theta!r:.80}; expected a positive number")
         for name, value, words in (
             ("cached", self.cached, ("half", "pairs")),
             ("order", self.order, ("blocked", "interleaved")),
@@ -76,15 +77,18 @@ class Rope:
         ):
             if value not in words:
                 raise LayoutError(f"rope: {name} {value!r}; expected one of {words}")
-        if self.width is not None and self.width < self.dim:
+        if self.width is not None and not is_whole(self.width, self.dim):
             raise LayoutError(f"rope: width {self.width}; expected at least dim {self.dim}")
         if self.sections is not None:
+            if not isinstance(self.sections, tuple | list) or not all(is_whole(each, 0) for each in self.sections):
+                raise LayoutError(f"rope: sections {self.sections!r:.80}; expected whole numbers, or None")
             object.__setattr__(self, "sections", tuple(int(section) for section in self.sections))
             if sum(self.sections) != self.dim // 2 or min(self.sections) < 0:
                 raise LayoutError(
                     f"rope: sections {self.sections} sum to {sum(self.sections)}; expected dim // 2 = {self.dim // 2}"
                 )
         if self.scaling is not None:
+            expect_kind(self.scaling, Scaling, "rope: scaling", "a Scaling, or None", LayoutError)
             self.scaling.check(self.dim)
 
     @property

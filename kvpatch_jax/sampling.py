@@ -2,12 +2,21 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from .errors import ConfigError
+from .errors import ConfigError, InputError
+
+MOST_STEPS = 1 << 30
+"""Tokens of an answer: with what stands in front its positions are int32."""
+
+
+def check_steps(steps: Any) -> None:
+    """Raises InputError for a number of tokens that is none."""
+    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or not 0 <= steps < MOST_STEPS:
+        raise InputError(f"steps {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
-            if not hasattr(value, "__float__"):
+            if not hasattr(value, "__float__") or (isinstance(value, int) and abs(value) > MOST_STEPS):
                 raise ConfigError(f"{name} {value!r:.80}; expected a number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"temperature {self.temperature}; expected a finite number, 0 or more")

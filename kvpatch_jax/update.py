@@ -13,7 +13,7 @@ from .compress import Rank, quantise
 from .errors import PatchMismatchError, RankError
 from .forming import KVArrays, Method, arrays_of, check_conditioned, from_deficit, metadata_of
 from .ops import ChannelFactors, is_low_rank, value_of
-from .patch_metadata import Patch, PatchMetadata, check_chunk, check_factor_shapes, patch_digest
+from .patch_metadata import Patch, PatchMetadata, check_chunk, check_factor_shapes, check_is_patch, patch_digest
 from .provenance import Behind, antecedent_of
 
 
@@ -76,6 +76,8 @@ def update_patch(patch: Patch, correction: Patch, rank: Rank | None = None) -> P
       PatchMismatchError: the correction is of another patch. RankError: a rank beyond the two patches' ranks together.
       LayoutError: a rank for a channel that is not there.
     """
+    check_is_patch(patch)
+    check_is_patch(correction)
     old, new = patch.metadata, correction.metadata
     _check_updatable(old, "update_patch")
     digest = patch_digest(patch)

@@ -175,7 +175,7 @@ class ModelBackbone(Generating, Writing, Answering):
           items: each a text (needs the directory's tokenizer, whose own start and end tokens then stand around the
             whole prompt), a sequence of token ids, or an image: a path
             (`pathlib.Path`), a PIL image, a uint8 array [H,W] or [H,W,C], or an encoded file's bytes. An image stands
-            between its start and end tokens. A str that names a file is refused: `kvpatch_jax.Text` makes it text.
+            between its start and end tokens. A str that looks like a file is refused: `kvpatch_jax.Text` makes it text.
           second_per_grid_ts: Qwen2.5-VL: seconds per temporal patch of each video; `embed` takes it too.
 
         Returns:
@@ -350,9 +350,10 @@ class ModelBackbone(Generating, Writing, Answering):
         if self.family.vision is None:
             raise InputError(f"features for {self.family.architecture}, which takes no images; expected ids alone")
         expected = (feature_arrays(self.config), self._feature_count(input_ids), self.config.text.width)
-        if tuple(features.shape) != expected:
+        shape = tuple(features.shape) if isinstance(features, np.ndarray | jax.Array) else type(features).__name__
+        if shape != expected:
             raise InputError(
-                f"features of shape {tuple(features.shape)}; expected {expected} for the image placeholders in "
+                f"features of shape {shape}; expected {expected} for the image placeholders in "
                 "input_ids, as backbone.encode gives them"
             )
 

@@ -12,7 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from kvpatch_jax.buckets import Buckets
-from kvpatch_jax.errors import ConfigError
+from kvpatch_jax.errors import ConfigError, InputError
+from kvpatch_jax.replacing import path_of
 
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes
@@ -42,7 +43,7 @@ def load(
     Args:
       directory: a Hugging Face checkpoint directory (config.json, safetensors, and for images
         preprocessor_config.json), a GGUF file, or a directory that holds exactly one. Quantised weights are
-        dequantised.
+        dequantised. `~` is the user's folder.
       dtype: "float32" or "bfloat16"; when None the one at the top of the configuration, else that of the weights.
       angles: "exact" for cosines right at every position, "float32" for parity with the original engines.
       regime: for ropes whose frequencies depend on the sequence length, the one set to use: "short" (the default) or
@@ -67,7 +68,13 @@ def load(
       MissingExtraError: a tokenizer.json where `tokenizers` is not installed, or `progress=True` without `tqdm`.
         (Pillow and jinja2 are asked for when an image or a chat template is first used.)
     """
-    files, root = open_files(directory), Path(directory)
+    root = path_of(directory, "load:", ConfigError, "a checkpoint's directory or GGUF file")
+    adapter = None if adapter is None else path_of(adapter, "load: adapter", ConfigError, "an adapter's directory")
+    if dtype is not None and dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"load: dtype {dtype!r:.80}; expected 'float32', 'bfloat16' or None")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f"load: mesh {mesh!r:.80}; expected a jax.sharding.Mesh, or None")
+    files = open_files(root)
     name = _architecture(files.config, files.name)
     authors = AUTHORS.get(name)
     family = FAMILIES[name] if authors is None else authors.family
@@ -115,8 +122,13 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
     The directory gets config.json, model.safetensors and, where the backbone has them, preprocessor_config.json,
     tokenizer.json, the chat template and generation_config.json (where answers end). `dtype` casts the parameters; None
     leaves them.
+
+    Raises:
+      InputError: no backbone. ConfigError: no name of a directory.
     """
-    root = Path(directory)
+    if not isinstance(backbone, ModelBackbone):
+        raise InputError(f"save: a {type(backbone).__name__}; expected a backbone, as load returns")
+    root = path_of(directory, "save:", ConfigError, "a directory's name")
     root.mkdir(parents=True, exist_ok=True)
     config, values = backbone.config, backbone.parameters
     if dtype is not None:  # parameters that are float32 in every model (a router's correction) stay so

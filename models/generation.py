@@ -10,16 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
+from kvpatch_jax.argument_names import with_our_names
 from kvpatch_jax.backbone import Context, Tokens, check_tokens
 from kvpatch_jax.buckets import Buckets
 from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
-from kvpatch_jax.sampling import Piece, Sampling
+from kvpatch_jax.sampling import Piece, Sampling, check_steps
 
 from .forward import BLOCK, Forward, key_count
 from .sampling import REFUSED, Draw, draw_of
 
-MOST_STEPS = 2**30
-"""Tokens of an answer: with what stands in front its positions are int32."""
 LEAST_ROOM = 64
 """Tokens that a cache has room for at least, so that short answers of other lengths compile nothing again."""
 
@@ -160,6 +159,7 @@ class Generating:
         """What generation reads, checked and padded to its buckets."""
         raise NotImplementedError
 
+    @with_our_names
     def generate(
         self,
         tokens: Tokens,
@@ -195,6 +195,7 @@ class Generating:
         none = np.zeros((len(tokens.embeddings), 0), np.int32)
         return np.concatenate([none, *blocks], axis=1)
 
+    @with_our_names
     def stream(
         self,
         tokens: Tokens,
@@ -256,8 +257,8 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
     Raises:
       InputError: no prompts. ShapeError: prompts of different widths or numbers of axes.
     """
-    if not prompts:
-        raise InputError("pad_rows: no prompts; expected at least one")
+    if not isinstance(prompts, list | tuple) or not prompts:
+        raise InputError(f"pad_rows: prompts {prompts!r:.80}; expected a list of Tokens, at least one")
     for prompt in prompts:
         check_tokens(prompt, "pad_rows")
         width, axes = prompts[0].embeddings.shape[2:], np.shape(prompts[0].positions)[2:]
@@ -299,12 +300,6 @@ def last_tokens(tokens: Tokens, lengths: Any) -> Int[np.ndarray, " B"]:
     if given.shape != (rows,) or given.dtype.kind not in "iu" or given.min() < 1 or given.max() > longest:
         raise ShapeError(f"lengths {given.tolist()}; expected {rows} whole numbers from 1 to {longest}")
     return given.astype(np.int32) - 1
-
-
-def check_steps(steps: Any) -> None:
-    """Raises InputError for a number of tokens that is none."""
-    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or not 0 <= steps < MOST_STEPS:
-        raise InputError(f"steps {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
 
 
 def check_stop(stop: Sequence[int] | Int[np.ndarray, " n"], vocabulary: int) -> tuple[int, ...]:

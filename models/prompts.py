@@ -67,7 +67,13 @@ class Prompts:
             if not hasattr(self.config, "tokens_per_second"):
                 name = self.family.architecture
                 raise InputError(f"second_per_grid_ts for {name}, whose positions count no seconds; expected None")
-            arrays |= {"second_per_grid_ts": np.asarray(second_per_grid_ts, np.float32)}
+            try:
+                seconds = np.asarray(second_per_grid_ts, np.float32)
+            except (TypeError, ValueError, OverflowError):
+                seconds = np.float32(0)
+            if seconds.ndim != 1:
+                raise InputError(f"second_per_grid_ts {second_per_grid_ts!r:.80}; expected a number for each video")
+            arrays |= {"second_per_grid_ts": seconds}
 
         numbers = itertools.count()
         ids: list[int] = []
@@ -117,6 +123,8 @@ class Prompts:
 
     def ids(self, text: str) -> list[int]:
         """See `ModelBackbone.ids`."""
+        if not isinstance(text, str):
+            raise InputError(f"ids of {text!r:.80}; expected a text")
         return self._text_ids(text) if text else []
 
     def _template(self) -> ChatTemplate:
@@ -144,6 +152,9 @@ class Prompts:
         """Token ids as text."""
         if self.tokenizer is None:
             raise InputError(f"{self.without_tokenizer}; expected one in its directory")
+        array = np.asarray(token_ids)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.min() < 0):
+            raise InputError(f"text of {token_ids!r:.80}; expected token ids [T]")
         return self.tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=False)
 
     def _prompt(self, ids: list[int], arrays: Mapping[str, Any]) -> dict[str, Any]:

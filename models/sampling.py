@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from kvpatch_jax.answers import Draws
 from kvpatch_jax.errors import InputError
+from kvpatch_jax.kinds import expect_kind
 from kvpatch_jax.sampling import Sampling
 
 REFUSED = -1
@@ -41,6 +42,7 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
     Raises:
       InputError: a temperature above 0 without a key, or a number that no key is made of.
     """
+    expect_kind(sampling, Sampling, "sampling", "a Sampling, or None")
     # Below this, float32 quotients of logits are infinite or 0 alone: the likeliest token, which greedy takes.
     temperature = sampling.temperature if sampling.temperature > 1e-30 else 0.0
     if key is None and temperature > 0:

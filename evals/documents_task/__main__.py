@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
+from kvpatch_jax.errors import InputError
 from models import load
 
 from ..command_line import errors_as_one_line
@@ -17,6 +18,7 @@ from ..compilation import use_compilation_cache
 from ..console import quiet_backends
 from ..sheets_task.arms import arms_of
 from ..sheets_task.suite import instances
+from ..task_language import check_language
 from . import picture, task
 from .reuse import DocumentReuse
 from .suite import DOCUMENTS_SUITE
@@ -35,7 +37,12 @@ def main(arguments: list[str]) -> None:
     quiet_backends()
     use_compilation_cache()
     with errors_as_one_line():
-        (path,) = instances(_BACKBONE.value, DOCUMENTS_SUITE)
+        path, *others = instances(_BACKBONE.value, DOCUMENTS_SUITE)
+        if others:
+            raise InputError(f"--backbone={_BACKBONE.value} is {1 + len(others)} models; expected one")
+        check_language(
+            path, task.VOCABULARY.names, "documents", [own.name for own in instances("all", DOCUMENTS_SUITE)]
+        )
     rng = np.random.default_rng([_SEED.value, 99])
     documents = task.sample_documents(rng, 16)
     first = [int(np.flatnonzero(documents.document == kind)[0]) for kind in range(len(task.DOCUMENTS))]

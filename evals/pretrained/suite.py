@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch_jax.errors import InputError
-from models import load
+from models import ModelBackbone, load
 
 from ..real_weights import checkpoint
 from ..results.environment import environment
@@ -113,12 +113,13 @@ def run(out: Path, path: str | None = None, limit: int = 0, quick: bool = False)
       model.
     """
     plan = QUICK if quick else FULL
-    make_out(out)
     file = checkpoint(path)
     todo = parts(plan)
     minutes = sum(part.tokens for part in todo) / TOKENS_PER_SECOND / 60
     print(f"{len(todo)} parts, about {minutes:.0f} minutes on two quiet cores; reading {file.name}", flush=True)
     backbone = load(file, dtype="float32", angles="float32")
+    check_reads_text(backbone, file)
+    make_out(out)
     found = Texts(backbone, plan)
     config = config_of(backbone, plan, found, file)
     measure(backbone, plan, found, config, out, limit)
@@ -133,6 +134,21 @@ def run(out: Path, path: str | None = None, limit: int = 0, quick: bool = False)
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(f"report: {write_report(results, out)}", flush=True)
     return results
+
+
+def check_reads_text(backbone: ModelBackbone, file: Path) -> None:
+    """Refuses a model that sees images, or has no tokenizer: passages and their positions are those of a text model.
+
+    Raises:
+      InputError: either.
+    """
+    if backbone.family.vision is None and backbone.tokenizer is not None:
+        return
+    found = "no tokenizer" if backbone.family.vision is None else f"a vision tower ({backbone.family.architecture})"
+    raise InputError(
+        f"--checkpoint: {str(file)!r} has {found}; expected a text model with its tokenizer. What reuse loses on a "
+        "vision-language model: python -m evals.certify --model=DIRECTORY --images=FOLDER (or --texts=FOLDER)"
+    )
 
 
 def config_of(backbone: Any, plan: SuitePlan, found: Texts, file: Path) -> dict[str, Any]:

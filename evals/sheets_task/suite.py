@@ -26,6 +26,7 @@ from ..results.headline import headline_rows
 from ..results.parts import add_part, finished_parts, make_out
 from ..results.rows import Row, as_row
 from ..rules import RULES
+from ..task_language import check_language
 from ..trained import SHEETS
 from .arms import EVERY_CHUNK, arms_of, names_of
 from .report import CONTROL_ENDS, write_report
@@ -170,8 +171,11 @@ def measure_all(path: Path, sizes: Sizes, suite: Suite, file: Path, *, control: 
 
 def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = SHEETS_SUITE) -> dict[str, Any]:
     """Measures instances, as `instances` finds them; writes results and report."""
-    make_out(folder)
     paths, contexts = instances(name, suite), 16 if quick else 64
+    for path in paths:
+        names = [own.name for own in instances("all", suite)]
+        check_language(path, suite.reuse.material.vocabulary.names, suite.task, names)
+    make_out(folder)
     is_control = {path.name: path.name.endswith(CONTROL_ENDS) and len(paths) > 1 for path in paths}
     sizes = Sizes(seed, contexts)
     tables = {
@@ -195,7 +199,7 @@ def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = 
             "questions": suite.questions,
             "rules": {"version": RULES.version, "digest": RULES.digest},
             "command": shlex.join(["python", "-m", "evals.run", *sys.argv[1:]]),
-            "training": {path.name: json.loads((path / "training.json").read_text()) for path in paths},
+            "training": {path.name: _training_of(path) for path in paths},
         },
         "environment": environment(),
         "rows": rows,
@@ -204,6 +208,12 @@ def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = 
     print(write_report(results, folder))
     print(f"results: {folder / 'results.json'}; report: {folder / 'report.html'}", flush=True)
     return results
+
+
+def _training_of(path: Path) -> dict[str, Any]:
+    """Reads how an instance was trained, as disclosed beside it; {} for other checkpoints."""
+    file = path / "training.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def instances(name: str, suite: Suite = SHEETS_SUITE) -> list[Path]:

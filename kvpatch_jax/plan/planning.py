@@ -372,7 +372,7 @@ def _promise(window: Window) -> str:
 
 def _at_hand(window: Window, stored: Stock, executor: Executor | None):
     """Whether a canonical or a patch needs no `Fetch`: the stock has it in memory, or the executor was given it."""
-    ids = window.ids
+    places = window.places
 
     def at_hand(id: str, digest: str | None) -> bool:
         if digest is None:
@@ -385,7 +385,7 @@ def _at_hand(window: Window, stored: Stock, executor: Executor | None):
         unit = executor.sources[id]
         if digest is not None:
             return digest in unit.patches
-        content = window.pieces[ids[id]].entry.content
+        content = window.pieces[places[id]].entry.content
         return unit.chunk is not None and content in (None, unit.chunk.content)
 
     return at_hand

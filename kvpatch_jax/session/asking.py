@@ -2,14 +2,15 @@
 
 import secrets
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..argument_names import with_our_names
 from ..content import Text, check_text
 from ..errors import InputError, SessionError
-from ..sampling import Piece, Sampling
+from ..sampling import Piece, Sampling, check_steps
 from ..window import Window
 from .answers import Answer, Audit
 from .checking import compared, prefilled_logits, served_logits
@@ -32,6 +33,7 @@ class Asking(Holding):
     retriever: Any
     _answers: weakref.WeakSet[Answer]
 
+    @with_our_names
     @outliving_the_pool
     def ask(
         self,
@@ -52,7 +54,7 @@ class Asking(Holding):
         session does while the rest is read.
 
         Args:
-          question: a text, token ids, an image, or several of them; a str that names a file is refused.
+          question: a text, token ids, an image, or several of them. A str is a text, as for `add`.
           steps: tokens at most. stop: what ends the answer besides: token ids, or texts that are one token each; None:
             the backbone's own stop tokens, () none.
           temperature, top_p, top_k: how tokens are drawn; 0 takes the likeliest.
@@ -73,6 +75,7 @@ class Asking(Holding):
           UnknownReferenceError: a reference that the linker does not know. What the backbone raises.
         """
         self._expect_open()
+        check_steps(steps)
         sampling = Sampling(temperature, top_p, top_k)
         stops = self._stops(stop)
         if sampling.temperature > 0 and seed is None:
@@ -152,7 +155,7 @@ class Asking(Holding):
             return None
         before, behind = self.around
         parts: list[tuple[str, Any]] = []
-        with self.linker.link(str(question)) as linked:
+        with self.linker.link(question) as linked:
             if not linked.chunks:
                 return None
             for segment in linked.segments:
@@ -203,6 +206,8 @@ class Asking(Holding):
         """
         if stop is None:
             return None
+        if not isinstance(stop, str | int | Iterable):
+            raise InputError(f"stop {stop!r:.80}; expected token ids or texts of one token, or None")
         found = []
         for each in [stop] if isinstance(stop, str | int) else stop:
             if isinstance(each, str):

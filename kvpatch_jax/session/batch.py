@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ..backbone import Backbone, Tokens, check_tokens
 from ..buckets import Buckets
 from ..compress import Rank
-from ..errors import ConfigError, InputError, KVPatchError
+from ..errors import AmbiguousTextError, ConfigError, InputError, KVPatchError
 from ..window.sources import PatchStore, padded_tokens
 from .batch_file import FORMAT, VERSION, AnswerFile, Line, shard_path
 from .batch_forming import Forming, Front, Place, context_of, stacked
@@ -102,9 +102,10 @@ def answer_batch(
       What was done; the answers are in the file.
 
     Raises:
-      InputError: no items, a shard or batch that is none, or a file with answers of other items, another backbone,
-      rank or dtype, or that another run writes to; a backbone or store that is none. RankError, DtypeError: what is
-      none. ConfigError: a mesh without "data", or another than the backbone's.
+      AmbiguousTextError: every item has a str that looks like a file. InputError: no items, a shard or batch that is
+      none, or a file with answers of other items, another backbone, rank or dtype, or that another run writes to; a
+      backbone or store that is none. RankError, DtypeError: what is none.
+      ConfigError: a mesh without "data", or another than the backbone's.
     """
     check_backbone(backbone, store, "answer_batch")
     check_rank(rank, "answer_batch", 1)
@@ -119,6 +120,9 @@ def answer_batch(
     found = listed(items, backbone.fingerprint)
     if not found.jobs and not found.refused:
         raise InputError("answer_batch: no items; expected at least one")
+    if not found.jobs and all(isinstance(each.error, AmbiguousTextError) for each in found.refused):
+        # A list of files as strings is an error of the call, and would be a file full of lines that say so.
+        raise AmbiguousTextError(f"answer_batch: none of {len(found.refused)} items: {found.refused[0].error}")
     jobs, refused = shard_of(found, index, count)
 
     header = _header(found, backbone, rank, dtype, shard)
@@ -144,7 +148,7 @@ def _check_numbers(shard: Any, batch: Any) -> None:
     fine = isinstance(shard, tuple | list) and len(shard) == 2 and all(map(whole, shard))
     if not fine or not 0 <= shard[0] < shard[1]:
         raise InputError(f"answer_batch: shard {shard!r:.80}; expected (index, count), the index below the count")
-    if not whole(batch) or batch < 1:
+    if not whole(batch) or not 1 <= batch < 1 << 30:
         raise InputError(f"answer_batch: batch {batch!r:.80}; expected how many questions run together, 1 or more")
 
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..argument_names import OURS
 from ..chunk_ids import chunk_id, digest_of, encoded
-from ..content import one_form, sort_of
-from ..errors import InputError, KVPatchError
+from ..content import Text, file_of, one_form, sort_of
+from ..errors import AmbiguousTextError, InputError, KVPatchError
 
 STEPS = 32
 """Tokens of an answer where an item does not say."""
@@ -24,8 +25,9 @@ class BatchItem:
 
     Attributes:
       front: what stands in front of the question, in order: images and texts, or lists of them that make one chunk
-        (frames). Each is a chunk, which other items share where they have the same.
-      question: a text, token ids, an image, or a list of them.
+        (frames). Each is a chunk, which other items share where they have the same. A str is a text, a `pathlib.Path`
+        an image's file; what comes from JSON says so itself: `{"image": "page.png"}`, `{"text": "page.png"}`.
+      question: a text, token ids, an image, or a list of them, as in front.
       id: a name that stands beside the answer; None for none.
       order_free: whether the order in front means nothing: it is then chosen so that items share the most.
       steps: tokens of the answer at most.
@@ -118,7 +120,9 @@ def _item(given: Any) -> BatchItem:
         strangers = [name for name in given if name not in _FIELDS]
         if strangers or not {"front", "question"} <= set(given):
             what = f"field {strangers[0]!r:.80}" if strangers else f"only {sorted(map(str, given))}"
-            raise InputError(f"item: {what}; expected front, question and some of {_FIELDS[2:]}")
+            ours = OURS.get(strangers[0]) if strangers and isinstance(strangers[0], str) else None
+            hint = f"{ours!r}" if ours in _FIELDS else f"front, question and some of {_FIELDS[2:]}"
+            raise InputError(f"item: {what}; expected {hint}")
         given = BatchItem(**given)
     if not isinstance(given, BatchItem):
         raise InputError(f"item: a {type(given).__name__}; expected a BatchItem, or a mapping of its fields")
@@ -154,7 +158,7 @@ class _Reader:
         """An item's ids.
 
         Raises:
-          ImageError, InputError: an image that cannot be read, a str that names a file, or no text or image.
+          ImageError, InputError: an image that cannot be read, a str that looks like a file, or no text or image.
         """
         front = tuple(self.unit(piece, f"front {place}") for place, piece in enumerate(item.front))
         question = self.unit(item.question, "question")
@@ -167,11 +171,15 @@ class _Reader:
 
     def unit(self, piece: Any, what: str) -> str:
         """The id of what makes one chunk or one question."""
-        items = piece if _is_list(piece) else [piece]
+        items = [_named_kind(each, what) for each in (piece if _is_list(piece) else [piece])]
         if not items:
             raise InputError(f"item: {what} is empty; expected images or texts")
         for each in items:
-            if sort_of(each, f"item: {what}") == "text" and not each:
+            try:
+                sort = sort_of(each, f"item: {what}")
+            except AmbiguousTextError as error:
+                raise AmbiguousTextError(f'{error}; in JSON {{"image": ...}} or {{"text": ...}}') from None
+            if sort == "text" and not each:
                 raise InputError(f"item: {what} is an empty text; expected one with tokens")
         path = os.path.abspath(items[0]) if len(items) == 1 and isinstance(items[0], os.PathLike) else None
         known = None if path is None else self._paths.get(path)
@@ -192,6 +200,18 @@ class _Reader:
         if path is not None:
             self._paths[path] = found
         return found
+
+
+def _named_kind(piece: Any, what: str) -> Any:
+    """Converts `{"image": FILE}` to a path and `{"text": TEXT}` to a `Text`; anything else stays as it is."""
+    if not isinstance(piece, Mapping):
+        return piece
+    kind, value = next(iter(piece.items())) if len(piece) == 1 else (None, None)
+    if kind == "image" and isinstance(value, str):
+        return file_of(value, f"item: {what}")
+    if kind == "text" and isinstance(value, str):
+        return Text(value)
+    raise InputError(f'item: {what} {piece!r:.80}; expected {{"image": a file\'s name}} or {{"text": a text}}')
 
 
 def _is_list(piece: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..content import check_text
 from ..errors import SessionError
 
 
@@ -17,6 +18,8 @@ def framed(backbone: Any, lead: Any, around: tuple[str, str]) -> tuple[list[int]
     """
     if lead is not None and not isinstance(lead, str):
         raise SessionError(f"session: lead {lead!r:.80} with chat; expected a text, the system prompt, or None")
+    if lead is not None:
+        check_text(lead, "session: lead")
     if around != ("", ""):
         raise SessionError(f"session: around {around!r:.80} with chat; expected none, for the template says it")
     if not all(hasattr(backbone, word) for word in ("chat_frame", "ids")):

@@ -104,7 +104,7 @@ class Choosing(Holding):
 
     def _bring(self, known: Known) -> None:
         """Has a piece come in, behind all others, and counts how."""
-        back = known.entry.id in self._window.gone
+        back = known.entry.id in self._window.evicted_by_id
         met = back or self._stored(known.entry)
         window, edits, planned = self._choose(known.entry, back)
         try:

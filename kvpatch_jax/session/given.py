@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..backbone import check_is_backbone
 from ..errors import DtypeError, InputError, RankError
 from ..window.sources import PatchStore
 
@@ -16,8 +17,7 @@ def check_backbone(backbone: Any, store: Any, what: str) -> None:
     Raises:
       InputError: either.
     """
-    if not all(hasattr(backbone, word) for word in ("fingerprint", "layout", "prepare", "embed", "prefill")):
-        raise InputError(f"{what}: backbone {backbone!r:.80}; expected what models.load gives")
+    check_is_backbone(backbone, what)
     if store is not None and not isinstance(store, PatchStore):
         raise InputError(f"{what}: store {store!r:.80}; expected a kvpatch_jax.ChunkStore, or None")
 

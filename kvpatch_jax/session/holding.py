@@ -272,8 +272,8 @@ class Holding:
 
     def _settled(self) -> None:
         """Forgets what left and cannot be recalled, and the oldest of what left beyond what is kept of it."""
-        ids, gone = self._window.ids, self._window.gone
-        for id in [id for id in self._known if id not in ids and id not in gone]:
+        window = self._window
+        for id in [id for id in self._known if id not in window and id not in window.evicted_by_id]:
             known = self._known.pop(id)
             self._names.pop(known.name, None)
             self._let_go(known)

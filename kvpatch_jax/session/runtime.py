@@ -18,6 +18,7 @@ from ..errors import PoolError, PoolLostError
 from ..sampling import Piece, Sampling
 from ..window import Edit, Former, Ledger, PagedExecutor, Window
 from ..window.sources import PatchStore
+from .given import float_dtype
 
 FIRST_PAGES = 256
 """Pages that a pool begins with which was given no size."""
@@ -137,7 +138,7 @@ class PrivateRuntime:
         self._lock = threading.RLock()
         self._grows = pages is None
         self._given: collections.Counter[str] = collections.Counter()
-        dtype = dtype_of(backbone) if dtype is None else dtype
+        dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "session")
         self.executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, store=store, **options)
         self.former: Former | None = None
         if store is not None:

@@ -14,6 +14,7 @@ from ..compress import Rank
 from ..content import names_of
 from ..errors import SessionError
 from ..plan import Certificate, DeviceCosts, Goal
+from ..sizes import Size, size_of
 from ..window import Costs, Edits, Window
 from ..window.entry import Fidelity, Kind
 from ..window.pieces import Promise
@@ -79,8 +80,8 @@ class Session(Needing, Restoring):
         pages: int | None = None,
         page_size: int = PAGE_SIZE,
         dtype: jax.typing.DTypeLike | None = None,
-        largest_image: int = LARGEST_IMAGE,
-        memory: int = MEMORY,
+        largest_image: Size = LARGEST_IMAGE,
+        memory: Size = MEMORY,
     ):
         """Starts with nothing but the lead.
 
@@ -112,7 +113,7 @@ class Session(Needing, Restoring):
           chat: lays everything out as one message of a user by the checkpoint's chat template: what that puts in front
             is the lead, with a `lead` that is a text as the system prompt, and the rest stands around every question.
           pages, page_size, dtype: of the pool; see `PrivateRuntime`.
-          largest_image: bytes that an image may have, as a file and as pixels.
+          largest_image: bytes that an image may have, as a file and as pixels: a number, or such as "64 MiB".
           memory: bytes that are kept of what has left (tokens and pixels, the oldest goes first), so that `recall`
             need not be given it again.
 
@@ -120,7 +121,9 @@ class Session(Needing, Restoring):
           SessionError: a backbone, store, keep or runtime that is none or does not belong. What adding the lead raises.
         """
         _check(backbone, store, keep, runtime, linker)
-        _check_settings(name, around, costs, retriever, {"largest_image": largest_image, "memory": memory})
+        _check_settings(name, around, costs, retriever)
+        largest_image = size_of(largest_image, "session: largest_image", refused=SessionError)
+        memory = size_of(memory, "session: memory", refused=SessionError)
         if not isinstance(chat, bool):
             raise SessionError(f"session: chat {chat!r:.80}; expected True or False")
         check_certificate(certificate, goal, backbone.fingerprint)
@@ -184,8 +187,8 @@ class Session(Needing, Restoring):
         second piece.
 
         Args:
-          thing: a path (`pathlib.Path`, or a str that names a file), the bytes of an image file, a PIL image, uint8
-            pixels; several of them as one chunk (a clip); a text, `Text` where a file has its name; or token ids.
+          thing: an image (the `pathlib.Path` of its file, that file's bytes, a PIL image or uint8 pixels); several of
+            them as one chunk (a clip); a text, which is a `Text` where it looks like a file's name; or token ids.
           id: the session's name for it; None: the digest of its content.
           order_free: a chunk that `reorder` may move.
           kind: "chunk" or "text" (it cannot be recalled, and leaves with the chunk behind it); None: "text" of texts.
@@ -423,7 +426,7 @@ def _check_keep(keep: Any) -> None:
         raise SessionError(f"session: keep {keep!r:.80}; expected how many chunks stay, 1 or more, or None")
 
 
-def _check_settings(name: Any, around: Any, costs: Any, retriever: Any, sizes: dict[str, Any]) -> None:
+def _check_settings(name: Any, around: Any, costs: Any, retriever: Any) -> None:
     if name is not None and (not isinstance(name, str) or not name):
         raise SessionError(f"session: name {name!r:.80}; expected a text, or None")
     marks = isinstance(around, tuple | list) and len(around) == 2 and all(isinstance(each, str) for each in around)
@@ -433,9 +436,6 @@ def _check_settings(name: Any, around: Any, costs: Any, retriever: Any, sizes: d
         raise SessionError(f"session: costs {costs!r:.80}; expected DeviceCosts.read(…), or None")
     if retriever is not None and not callable(retriever) and not hasattr(retriever, "search"):
         raise SessionError(f"session: retriever {retriever!r:.80}; expected a function, or one with `search`, or None")
-    for word, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise SessionError(f"session: {word} {size!r:.80}; expected bytes, a whole number from 0")
 
 
 def _check(backbone: Any, store: Any, keep: Any, runtime: Any, linker: Any) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 from ..backbone import Backbone, Tokens
 from ..chunk import brief
 from ..errors import InputError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
-from ..sampling import Piece, Sampling
+from ..sampling import Piece, Sampling, check_steps
 from ..window import ApplyPatch, Compact, Copy, Drop, Edit, Former, Ledger, PagedExecutor, Prefill, Window
-from ..window.entry import LIMIT
 from ..window.sources import PatchStore
 from .batching import Ask
 from .driver import Driver
@@ -260,8 +259,7 @@ class Shared:
           window than the branch holds. SessionBusyError, from the iterator too: as many wait, or no room, for as long
           as it may wait. PoolLostError, SessionClosedError: as `run`, from the iterator too.
         """
-        if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < LIMIT:
-            raise InputError(f"steps {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
+        check_steps(steps)
         backbone: Any = self.backbone
         draws, stops = backbone.answer_choices(sampling, key, stop)
         question, count = self.executor.question(window, tokens, length)
@@ -317,8 +315,13 @@ class Shared:
 
 def growth(window: Window, edits: Sequence[Edit]) -> int:
     """How many tokens more a branch holds after edits; of a piece that it only shares with another branch, all."""
-    ids, gone, more = window.ids, window.gone, 0
-    size = lambda id: window.pieces[ids[id]].entry.tokens if id in ids else gone[id].entry.tokens if id in gone else 0
+    places, gone, more = window.places, window.evicted_by_id, 0
+
+    def size(id: str) -> int:
+        if id in places:
+            return window.pieces[places[id]].entry.tokens
+        return gone[id].entry.tokens if id in gone else 0
+
     for edit in edits:
         if isinstance(edit, Drop):
             more -= size(edit.id)

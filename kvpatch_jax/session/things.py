@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 
 from ..backbone import Backbone, Tokens
 from ..chunk_ids import chunk_id
-from ..content import Text, sort_of
+from ..content import Text, check_text, sort_of
 from ..errors import InputError
 from ..images import decoded, expect_small
 from ..window import Entry
@@ -20,7 +19,6 @@ from ..window.entry import Kind
 
 LARGEST_IMAGE = 64 << 20
 """Bytes of an image, of its file and of its pixels."""
-_IMAGE_NAMES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif", ".heic")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,9 +55,8 @@ class Thing:
 def thing_of(backbone: Backbone, given: Any, largest: int = LARGEST_IMAGE) -> Thing:
     """Reads what was given.
 
-    A `pathlib.Path`, or a str that names a file, is an image file; any other str is a text, but for one that looks like
-    the name of an image file that is not there. `Text` is always a text. Lists and tuples of integers are token ids,
-    other lists, and arrays [F, H, W] or more of frames, one unit of several items.
+    A `pathlib.Path` is an image file, a str a text (see `content.check_text`). Lists and tuples of integers are token
+    ids, other lists, and arrays [F, H, W] or more of frames, one unit of several items.
 
     Args:
       largest: bytes that an image may have.
@@ -87,12 +84,11 @@ def sort_or_none(given: Any) -> str | None:
 
 def _item(given: Any, largest: int) -> Any:
     """One item in its one form."""
-    if isinstance(given, str) and not isinstance(given, Text):
-        given = _path_or_text(given)
-    if isinstance(given, Text):
+    if isinstance(given, str):
+        check_text(given, "session")
         if not given:
             raise InputError("session: an empty text; expected some")
-        return given
+        return Text(given)
     if sort_of(given, "session") == "tokens":
         ids = [int(token) for token in given]
         if not ids:
@@ -102,23 +98,6 @@ def _item(given: Any, largest: int) -> Any:
     name = os.fspath(given) if isinstance(given, os.PathLike) else "image"
     # A copy: whoever gave an array or a PIL image may go on writing into it.
     return np.array(decoded(np.asarray(given) if isinstance(given, jax.Array) else given, name))
-
-
-def _path_or_text(given: str) -> Path | Text:
-    """A path where a file has this name, else a text."""
-    if os.path.isfile(given):
-        return Path(given)
-    if given.lower().endswith(_IMAGE_NAMES) and len(given.splitlines()) == 1 and not _is_sentence(given):
-        raise InputError(
-            f"session: {given[:300]!r} looks like an image file and names none that is there; expected a file, or "
-            "kvpatch_jax.Text(...) for the text itself"
-        )
-    return Text(given)
-
-
-def _is_sentence(given: str) -> bool:
-    """Whether words stand in front of what looks like a file's name."""
-    return " " in given.strip() and os.sep not in given
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

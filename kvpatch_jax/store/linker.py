@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ..content import Text, fingerprint_of
+from ..content import Text, check_text, fingerprint_of
 from ..errors import UnknownReferenceError
 from .fetch import Request
 from .libraries.dynamic import DynamicLibrary
@@ -107,13 +107,13 @@ class Linker:
 
         Raises:
           UnknownReferenceError: a reference that neither library has. InputError: one that was put as a chunk of
-          another backbone. Nothing is held then.
+          another backbone; a prompt that is no str, or has no reference and looks like a file. Nothing is held then.
         """
+        parts = parse_prompt(prompt)
+        if all(isinstance(part, str) for part in parts):
+            check_text(prompt, "linker: prompt")
         with contextlib.ExitStack() as stack:
-            segments = [
-                segment if isinstance(segment, str) else self._resolve(segment, stack)
-                for segment in parse_prompt(prompt)
-            ]
+            segments = [part if isinstance(part, str) else self._resolve(part, stack) for part in parts]
             return Linked(tuple(segments), stack.pop_all())
 
     def resolve(self, reference: str) -> Linked:

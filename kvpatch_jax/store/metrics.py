@@ -89,6 +89,8 @@ def prometheus_text(statistics: Statistics, **labels: str) -> str:
     Raises:
       InputError: a label that Prometheus does not take, or one of ours. ImportError: no `prometheus_client`.
     """
+    if not isinstance(statistics, Statistics):
+        raise InputError(f"metrics: a {type(statistics).__name__}; expected Statistics, as ChunkStore.statistics gives")
     return _prometheus().generate_latest(StatisticsCollector(lambda: [(statistics, labels)])).decode()
 
 

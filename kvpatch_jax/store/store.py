@@ -5,6 +5,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, get_args
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from ..chunk import AnyArray, Chunk
 from ..errors import InputError, StoreReadOnlyError
 from ..layout import KVLayout
 from ..patch_metadata import Patch, PatchMetadata, check_is_chunk
-from .disk.budget import Budget
+from ..replacing import path_of
+from ..sizes import Size, size_of
+from .disk.budget import Budget, budget_of
 from .disk.quarantine import QuarantineRestore, purge, restore
 from .disk.tenant_disk import TenantDisk
 from .format.bases import basis_blobs, basis_id, basis_of, completed
@@ -42,9 +45,9 @@ class ChunkStore:
     the disk holds, and nothing that it no longer does.
 
     Args:
-      root: directory; made where it is not there.
+      root: directory; made where it is not there. `~` is the user's folder.
       tenant: whose objects; other tenants' have other names, which cannot be told without the store's secret.
-      budget: bytes per tier.
+      budget: bytes per tier; a size alone, such as "10 GB", is the disk's.
       ttl: seconds that objects live unless `put` says otherwise; None keeps them.
       policy: which copies stay in memory, "lru" or "slru". The disk is LRU.
       secret: of the names; by default one that is made with the store and kept in it (readable by its owner only).
@@ -52,12 +55,12 @@ class ChunkStore:
       key: encrypts objects on the disk and in the remote store; unencrypted ones are then not read. At least 32 bytes,
         from which each tenant's key is derived; never written anywhere. Needs the extra `encryption`.
       wipe: whether host buffers are overwritten when they are freed; None: where there is a key.
-      queue: bytes that asynchronous puts may hold at a time.
+      queue: bytes that asynchronous puts may hold at a time, as a number or such as "64 MiB".
       clock: seconds since the epoch.
 
     Raises:
-      StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, another `secret`
-        than the root keeps, or a ttl that is no finite number above 0 (so do puts).
+      StoreError: the root cannot be made or is not a store. InputError: an argument of another kind; an empty tenant, a
+        short key, another `secret` than the root keeps, or a ttl that is no finite number above 0 (so do puts).
       StoreKeyError: the tenant's objects are encrypted and `key` is not theirs.
     """
 
@@ -66,18 +69,21 @@ class ChunkStore:
         root: str | os.PathLike[str],
         *,
         tenant: str = "default",
-        budget: Budget | None = None,
+        budget: Budget | Size | None = None,
         ttl: Seconds | None = None,
         policy: Policy = "lru",
         secret: bytes | None = None,
         remote: Remote | None = None,
         key: bytes | None = None,
         wipe: bool | None = None,
-        queue: int = 256 << 20,
+        queue: Size = 256 << 20,
         clock: Callable[[], float] = time.time,
     ):
         self._ttl = checked_ttl(ttl, "store")
-        self.tenant_disk = TenantDisk(root, tenant, budget=budget, secret=secret, key=key, wipe=wipe, clock=clock)
+        _check_kinds(policy, remote, wipe, clock)
+        room, budgets = size_of(queue, "store: queue"), budget_of(budget, "store: budget")
+        path = path_of(root, "store: root", InputError, "a directory's name")
+        self.tenant_disk = TenantDisk(path, tenant, budget=budgets, secret=secret, key=key, wipe=wipe, clock=clock)
         self.disk, self.budget, self.counters = (
             self.tenant_disk.disk,
             self.tenant_disk.budget,
@@ -85,7 +91,7 @@ class ChunkStore:
         )
         self._remote = None if remote is None else RemoteTier(remote, self.counters, self.disk.encryption)
         self.order = shared(WriteOrder, self.disk.root)
-        self._writer = Writer(self._commit, self.order, queue)
+        self._writer = Writer(self._commit, self.order, room)
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, self.order, policy)
 
     @property
@@ -272,8 +278,16 @@ class ChunkStore:
         and those formed behind an antecedent served otherwise, or of other contents (`served` says them, or else the
         stored canonicals do). Where nothing says which of several contents is meant, none of them is given.
         Factors are on the default device.
+
+        Raises:
+          InputError: what is neither.
         """
         self.tenant_disk.expect_open()
+        if not isinstance(served, Served | PatchMetadata):
+            raise InputError(
+                f"store: get_patches of {served!r:.80}; expected what they are to serve: Served(chunk.id, "
+                "chunk.backbone, antecedent), or a patch's metadata"
+            )
         names = self._reader.names_beginning(self.names.patches(served))
         loaded = [self._reader.load(name, patch_parts, DERIVED) for name in names]
         found = [held.value for held in loaded if held is not None]
@@ -307,12 +321,16 @@ class ChunkStore:
         One that is there keeps its life if that is longer: patches may be in it.
         """
         self.tenant_disk.expect_open()
+        if not isinstance(basis, Basis):
+            raise InputError(f"store: a {type(basis).__name__}; expected a Basis")
         expires = self._expiry(ttl)
         with self.counters.timed("put", "disk"):
             self._put(self._basis_objects(basis, later(expires, self._basis_expires(basis))))
 
     def get_basis(self, digest: str, layout: KVLayout, backbone: str) -> Basis | None:
         """Reads a basis; None where there is none whose bits are those that the digest names."""
+        if not isinstance(layout, KVLayout) or not isinstance(digest, str):
+            raise InputError(f"store: basis {digest!r:.80} of layout {layout!r:.40}; expected a digest and a KVLayout")
         outputs = {name: self.get_encoder(basis_id(digest, name), backbone) for name in layout.names}
         return basis_of(digest, layout, backbone, outputs)
 
@@ -383,6 +401,9 @@ class ChunkStore:
         self.tenant_disk.close()
         self._reader.clear()
         self._writer.close()
+
+    def __repr__(self) -> str:
+        return f"ChunkStore({self.disk.root!r}{', closed' if self.tenant_disk.closed else ''})"
 
     def __enter__(self) -> "ChunkStore":
         return self
@@ -470,6 +491,19 @@ class ChunkStore:
             if self._remote is not None:
                 with self.counters.timed("commit", "remote"):
                     self._remote.put(items)
+
+
+def _check_kinds(policy: Any, remote: Any, wipe: Any, clock: Any) -> None:
+    """Raises InputError where an argument of `ChunkStore` is of another kind than expected."""
+    fits = {
+        "policy": (policy, policy in get_args(Policy), f"one of {get_args(Policy)}"),
+        "remote": (remote, remote is None or isinstance(remote, Remote), "a KeyValueStore, or None"),
+        "wipe": (wipe, wipe is None or isinstance(wipe, bool), "True, False or None"),
+        "clock": (clock, callable(clock), "a function that returns seconds since the epoch"),
+    }
+    for name, (given, fit, expected) in fits.items():
+        if not fit:
+            raise InputError(f"store: {name} {given!r:.80}; expected {expected}")
 
 
 def _all_of[T](kind: type[T], values: Iterable[T]) -> list[T]:

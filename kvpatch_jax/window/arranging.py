@@ -213,8 +213,8 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Arranged:
       order-free; an id that was evicted as another entry; positions beyond 2**30.
     """
     wanted = _checked(window, entries)
-    own, ids = window.pieces, window.ids
-    kept = {id for id, entry in wanted.items() if id in ids and own[ids[id]].entry == entry}
+    own, places = window.pieces, window.places
+    kept = {id for id, entry in wanted.items() if id in places and own[places[id]].entry == entry}
     staying, placed_again = _stay(window, [id for id in wanted if id in kept])
     pieces, clock, shift, low = [], window.clock + 1, 0, 0
     lead, settled, next_start = window.lead, window.lead_settled, window.next_start
@@ -230,7 +230,7 @@ def arrange(window: Window, entries: Sequence[Entry]) -> Arranged:
                 piece = piece._replace(start=piece.start + shift)
         else:
             high = next_start + shift if upcoming is None else upcoming.start + shift
-            gone = own[ids[id]] if id in ids else window.gone.get(id)
+            gone = own[places[id]] if id in places else window.evicted_by_id.get(id)
             start, more = _room(entry.span, low, high, upcoming is None, gone)
             shift += more
             piece = tuple_of(PlacedPiece, (entry, start, FRESH, None, clock, clock, *_UNLINKED))
@@ -266,8 +266,8 @@ def _checked(window: Window, entries: Sequence[Entry]) -> dict[str, Entry]:
     if list(entries[: len(pinned)]) != pinned:
         shown = tuple(brief(entry.id) for entry in pinned)
         raise WindowError(f"arrange: {shown} are pinned in front; expected the window to begin with them")
-    for id in window.gone.keys() & wanted.keys():
-        piece, entry = window.gone[id], wanted[id]
+    for id in window.evicted_by_id.keys() & wanted.keys():
+        piece, entry = window.evicted_by_id[id], wanted[id]
         if entry != piece.entry:
             raise WindowError(
                 f"arrange: {brief(entry.id)!r} was evicted as {piece.entry}; expected that, or another id"
@@ -282,8 +282,8 @@ def _stay(window: Window, order: Sequence[str]) -> tuple[list[PlacedPiece], bool
     old = [piece for piece in window.pieces if piece.entry.id in chosen]
     if window.gaps == "close":
         old = _packed_from_zero(old)
-    own, ids = window.pieces, window.ids
-    new = [own[ids[id]] for id in order]
+    own, places = window.pieces, window.places
+    new = [own[places[id]] for id in order]
     changed = [place for place, (was, now) in enumerate(zip(old, new, strict=True)) if was.entry.id != now.entry.id]
     if not changed:
         return old, False

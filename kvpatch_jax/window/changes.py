@@ -86,9 +86,9 @@ class WindowChanges(WindowPieces):
         Raises:
           WindowError: a chunk that was not evicted from this window. Else as `insert`.
         """
-        gone = self.gone.get(id) if isinstance(id, str) else None
+        gone = self.evicted_by_id.get(id) if isinstance(id, str) else None
         if gone is None:
-            there = "in the window" if isinstance(id, str) and id in self.ids else "unknown"
+            there = "in the window" if isinstance(id, str) and id in self.places else "unknown"
             evicted = tuple(brief(piece.entry.id) for piece in self.evicted[-8:])
             raise WindowError(f"recall: chunk {_shown(id)} is {there}; expected an evicted one, such as {evicted}")
         index = len(self.pieces) if before is None else self._inner(before, "recall")
@@ -114,7 +114,7 @@ class WindowChanges(WindowPieces):
           WindowError: a piece of the lead, or one that is not in the window. Else as `append`.
         """
         index = self._inner(id, "replace")
-        if entry.id != id:
+        if not isinstance(entry, Entry) or entry.id != id:
             self._check_new(entry)
         without, drops = self._without([index])
         kept = tuple(piece for piece in without.evicted if piece.entry.id != entry.id)
@@ -334,7 +334,7 @@ class WindowChanges(WindowPieces):
             raise WindowError(f"window: a {type(entry).__name__}; expected an Entry, such as Entry.of(chunk)")
         if entry.id in self.ids:
             raise WindowError(f"window: {_shown(entry.id)} is in the window; expected an id that is not")
-        if entry.id in self.gone:
+        if entry.id in self.evicted_by_id:
             raise WindowError(f"window: {_shown(entry.id)} was evicted; expected a new id, or `recall`")
 
     def _inner(self, id: str, what: str) -> int:

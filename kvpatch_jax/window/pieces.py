@@ -59,18 +59,28 @@ class WindowPieces:
         """Fingerprint of the backbone."""
         return self.costs.backbone
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the pieces, from the front."""
+        return tuple(self.places)
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """Ids of what was evicted, the oldest first."""
+        return tuple(self.evicted_by_id)
+
     @functools.cached_property
-    def ids(self) -> dict[str, int]:
-        """The index of every piece, by id, from the front."""
+    def places(self) -> dict[str, int]:
+        """The index of every piece from the front, by id."""
         return {piece.entry.id: index for index, piece in enumerate(self.pieces)}
 
     @functools.cached_property
-    def gone(self) -> dict[str, PlacedPiece]:
-        """What was evicted, by id."""
+    def evicted_by_id(self) -> dict[str, PlacedPiece]:
+        """The pieces that were evicted, by id."""
         return {piece.entry.id: piece for piece in self.evicted}
 
     def __contains__(self, id: object) -> bool:
-        return id in self.ids
+        return isinstance(id, str) and id in self.places
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -109,9 +119,9 @@ class WindowPieces:
           WindowError: a piece that is not in the window.
         """
         try:
-            return self.ids[id]
+            return self.places[id]
         except (KeyError, TypeError):
-            there = "evicted" if isinstance(id, str) and id in self.gone else "not in the window"
+            there = "evicted" if isinstance(id, str) and id in self.evicted_by_id else "not in the window"
             shown = brief(id) if isinstance(id, str) else id
             raise WindowError(f"window: {shown!r:.80} is {there}; expected one of {self._named()}") from None
 

@@ -51,6 +51,8 @@ class Window(WindowChanges):
         Raises:
           WindowError: another word, a negative lead, or a branch that is no name.
         """
+        if not isinstance(costs, Costs) and not hasattr(costs, "forward_costs"):
+            raise WindowError(f"window: costs {costs!r:.80}; expected Costs, or a Backbone")
         costs = costs if isinstance(costs, Costs) else Costs.of(costs)
         if lead is not None and (not isinstance(lead, int) or isinstance(lead, bool) or lead < 0):
             raise WindowError(f"window: lead {lead!r:.80}; expected how many pieces are pinned, or None")

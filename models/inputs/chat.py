@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpatch_jax.content import sort_of
+from kvpatch_jax.content import check_text, file_of, sort_of
 from kvpatch_jax.errors import ConfigError, InputError
 from kvpatch_jax.extras import require
 
@@ -158,7 +158,7 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
 
     Raises:
       InputError: messages that are not a list of tables, an entry of another type than "text" and "image", or one
-        without what its type says.
+        without what its type says; a user's content that is a str and looks like a file (see `content.check_text`).
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise InputError(f"chat: messages of type {type(messages).__name__}; expected a list of {{'role', 'content'}}")
@@ -169,6 +169,8 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
         content = message.get("content")
         if content is not None and not isinstance(content, str | list | tuple):
             raise InputError(f"chat: content of type {type(content).__name__}; expected text or a list of entries")
+        if isinstance(content, str) and message.get("role") == "user":  # an assistant may answer with a file's name
+            check_text(content, "chat: content")
         for entry in () if content is None or isinstance(content, str) else content:
             found += _images_in(entry)
     return found
@@ -185,7 +187,7 @@ def _images_in(entry: Any) -> list[Any]:
             "{'type': 'text', 'text': …} or {'type': 'image', 'image': a path, array or PIL image}"
         )
     image = entry.get("image", entry.get("path"))
-    image = Path(image) if isinstance(image, str) else image
+    image = file_of(image, "chat: image") if isinstance(image, str) else image
     if image is None or sort_of(image, "chat") != "image":
         raise InputError(f"image entry with {sorted(entry)}; expected 'image' (a path, array or PIL image)")
     return [image]

@@ -64,6 +64,8 @@ def paged_mask(length: int, context: Paged, mask: Any, window: int | None) -> Ma
 
 def check_mask(mask: Any) -> None:
     """Raises DtypeError for a mask that is not bool: taken for one, a mask to add to scores would mean the opposite."""
+    if mask is not None and not hasattr(mask, "dtype"):
+        raise DtypeError(f"mask is a {type(mask).__name__}; expected an array of bool")
     if mask is not None and mask.dtype != bool:
         raise DtypeError(
             f"mask is {mask.dtype}; expected bool, True where a token may attend (of a mask that is added to the "

@@ -136,7 +136,7 @@ def test_readmes_first_lines_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         Image.fromarray(pixels).save(f"{number}.png")
     block = python_blocks(ROOT / "README.md")[0]
     assert len(block.split("\n\n")[1].splitlines()) == 5
-    space = run([block], "README.md", directory=directory, screenshots=[f"{number}.png" for number in range(6)])
+    space = run([block], "README.md", directory=directory, screenshots=[Path(f"{number}.png") for number in range(6)])
     with space["session"] as session:
         assert capsys.readouterr().out.count("\n") >= 6
         assert (len(session), session.stats().forwards, session.stats().recalled) == (5, 7, 1)

@@ -277,9 +277,10 @@ def test_bad_items_are_told_and_the_others_go_on(backbone, items, done, tmp_path
     report = answer_batch(backbone, shelf, given, out=out, rank=RANK, batch=2)
     assert (report.answered, report.failed) == (2, len(bad))
     lines = read_answers(out)
-    assert [line["error"] for line in lines if "error" in line] == ["ImageError"] * 2 + ["InputError"] * 9
+    errors = [line["error"] for line in lines if "error" in line]
+    assert errors == [*["ImageError"] * 2, "AmbiguousTextError", *["InputError"] * 8]
     assert lines[2]["id"] == "cut"
-    assert "is a str and the name of a file" in lines[3]["message"]
+    assert "looks like a file's name" in lines[3]["message"]
     assert lines[0]["ids"] == read_answers(done[2])[0]["ids"]
 
     # They stay failed, until they are asked for again.

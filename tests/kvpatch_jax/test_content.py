@@ -2,8 +2,13 @@
 # pyright: reportArgumentType=false
 
 import io
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,9 +16,13 @@ from operator_cases import chunk_of, conditioned_of
 from PIL import Image
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import ImageError, InputError
+from kvpatch_jax.content import looks_like_a_file
+from kvpatch_jax.errors import AmbiguousTextError, ImageError, InputError, KVPatchError
+from kvpatch_jax.session import BatchItem
+from kvpatch_jax.session.batch_items import listed
 from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, Request, Served, StaticLibrary, chunk_id, encoder_id
 from models import load
+from models.inputs.chat import images_of
 
 RGB = np.random.default_rng(3).integers(0, 256, (24, 40, 3), np.uint8)
 ALPHA = np.concatenate([RGB, np.random.default_rng(4).integers(0, 255, (24, 40, 1), np.uint8)], axis=2)
@@ -42,58 +51,164 @@ def page() -> np.ndarray:
     return np.random.default_rng(5).integers(0, 256, (32, 48, 3), np.uint8)
 
 
-# -------------------------------------------------------------------------------------------- a str that names a file
+# ------------------------------------------------------------------------------------------- a str is a text, or a file
+
+FILES = (
+    *("nope.png", "shot1.pgn", "clip.mp4", "SHOT.JPEG", "a@2x.webp", "bilder/größe.png", "请看shot.png", "notes.txt"),
+    *("my shot.png", "Screen Shot 2024-05-01 at 10.32.11 AM.png", "describe shot.png", " shot.png\n"),
+    *("https://example.org/a", "HTTP://x", "s3://bucket/key", "gs://b", "file:/x", "file:///x", "example.com"),
+    *("data:image/png;base64,iVBO", "data:video/mp4;base64,AA AA\nAA"),
+    *("/tmp/x", "./x", "../x", "~/x", "~user/x", "C:\\x", "c:/x", "\\\\host\\x", "/home/用户/截图"),
+    *("shots/run_1", "shots/1", "frames/", "Qwen/Qwen2.5-VL"),
+)
+TEXTS = (
+    *("What is in shot.png?", "see https://example.org for more", "https://example.org is down", "Look at shot.png."),
+    *("and/or", "km/h", "he/she/they", "1/2", "24/7", "2024/05/01", "12.5/100", "和/或", "I/O", "image/png"),
+    *("one\nshot.png", "The words of this line are more than any name has: shot.png", "3.14", "v1.2", "U.S.", "e.g."),
+    *("", "w5 w6", "...", "wait...what", ".", "..", "/", "//", "~", "</think>", "<|im_end|>", "print(x.shape)"),
+    *("IMAGE#LOUVRE2025", "\\alpha", "data:", "file: it", "C:", "你好", "a" * 5000, "x" * 5000 + ".png", "nul\0inside"),
+)
 
 
-def test_a_str_that_names_a_file_is_refused_wherever_text_goes(backbone, store, shot, monkeypatch, unchecked: None):
-    """By a whole path and by a bare name in the working directory; the message says how to pass either."""
+def entries(backbone, session, store) -> dict[str, Callable[[str], object]]:
+    """Every way in which a str comes in."""
     library, dynamic = StaticLibrary(store, quota=1 << 20), DynamicLibrary(store)
+    linker = Linker(backbone.fingerprint, library)
+
+    def batched(text: str, **place: object) -> None:
+        for refused in listed([{"front": [text], "question": text, **place}], backbone.fingerprint).refused:
+            raise refused.error
+
+    return {
+        "prepare": lambda text: backbone.prepare([text]),
+        "make_chunk": lambda text: kvp.make_chunk(backbone, [text]),
+        "lead": lambda text: kvp.make_chunk(backbone, [[1]], lead=[text]),
+        "conditioned": lambda text: kvp.conditioned(backbone, [[[1]], [text]]),
+        "chunk_id": lambda text: chunk_id("model", text),
+        "add": session.add,
+        "recall": session.recall,
+        "replace": lambda text: session.replace(session.ids[0], text),
+        "ask": lambda text: session.ask(text, steps=1),
+        "ask with several": lambda text: session.ask([text, [1]], steps=1),
+        "front": lambda text: batched(text, question=[1]),
+        "question": lambda text: batched(text, front=[]),
+        "link": linker.link,
+        "static": lambda text: library.put("x", text),
+        "dynamic": lambda text: dynamic.publish("x", text),
+        "chat": lambda text: images_of([{"role": "user", "content": text}]),
+    }
+
+
+def is_refused(call: Callable[[str], object], text: str) -> bool:
+    """Whether a text is refused as ambiguous; that its words are not in the vocabulary does not matter here."""
+    try:
+        call(text)
+    except AmbiguousTextError:
+        return True
+    except KVPatchError:
+        pass
+    return False
+
+
+@pytest.fixture(scope="module")
+def ways_in(backbone, tmp_path_factory):
+    with ChunkStore(tmp_path_factory.mktemp("store")) as store, kvp.Session(backbone) as session:
+        session.add([1, 2])
+        yield entries(backbone, session, store)
+
+
+def test_what_looks_like_a_file_is_refused_wherever_a_text_goes(ways_in, unchecked: None):
+    """The message says how to pass either."""
+    for call in ways_in.values():
+        for text in FILES:
+            with pytest.raises(AmbiguousTextError, match=r"pathlib\.Path\(.*kvpatch_jax\.Text\("):
+                call(text)
+
+
+def test_what_reads_as_a_text_is_one_everywhere(ways_in, unchecked: None):
+    for name, call in ways_in.items():
+        for text in TEXTS:
+            assert not is_refused(call, text), (name, text)
+        for text in FILES:
+            assert not is_refused(call, kvp.Text(text)), (name, text)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+    st.one_of(
+        st.text("aZ9. /\\:~?\n-_é", max_size=12),
+        st.builds("{}{}{}".format, st.text("ax9 ./"), st.sampled_from([".png", ".mp4", ".pgn", "?"]), st.text(" .?")),
+        st.builds("{}{}".format, st.sampled_from(["https://", "see s3://", "data:image/png;", "~/"]), st.text("a /.")),
+    )
+)
+def test_every_way_in_has_one_verdict(ways_in, text: str):
+    verdicts = {name: is_refused(call, text) for name, call in ways_in.items()}
+    assert set(verdicts.values()) == {looks_like_a_file(text)}, verdicts
+
+
+def test_files_that_are_there_change_no_verdict(backbone, shot, monkeypatch):
+    """So that a batch, a prompt and a test mean the same on every machine."""
     monkeypatch.chdir(shot.parent)
-    for name in (str(shot), "shot.png"):
-        for call in (
-            lambda name=name: backbone.prepare([name]),
-            lambda name=name: backbone.prepare([[1, 2], name]),
-            lambda name=name: kvp.make_chunk(backbone, [name], "page"),
-            lambda name=name: library.put("x", name),
-            lambda name=name: dynamic.publish("x", name),
-            lambda name=name: chunk_id("model", name),
-        ):
-            with pytest.raises(InputError, match=r"shot\.png.*pathlib\.Path\(.*kvpatch_jax\.Text\("):
-                call()
-    assert library.entries() == dynamic.entries() == []
-
-
-def test_a_str_that_names_no_file_is_text_however_odd(shot):
-    for text in ("no such file.png", "a" * 5000, "nul\0inside", "", ".", str(shot.parent), "lone \ud800"[:4]):
-        assert len(chunk_id("model", text)) == 64
-
-
-def test_the_name_of_a_file_can_still_be_text(backbone, store, shot, monkeypatch):
-    monkeypatch.chdir(shot.parent)
+    before = backbone.prepare(["r0"])["input_ids"]
     (shot.parent / "r0").write_text("")  # a word of the small backbone's vocabulary
-    (shot.parent / "x y").write_text("")
-    with pytest.raises(InputError, match="Text"):
-        backbone.prepare(["r0"])
-    prompt = backbone.prepare([kvp.Text("r0")])
-    (shot.parent / "r0").unlink()
-    assert np.array_equal(prompt["input_ids"], backbone.prepare(["r0"])["input_ids"])
+    assert np.array_equal(before, backbone.prepare(["r0"])["input_ids"])
+
+
+def test_a_text_may_look_like_a_file(store):
     library = StaticLibrary(store, quota=1 << 20)
-    for reference in (library.put("a", "x y", kind="TEXT"), library.put("b", kvp.Text("x y"))):
+    for reference in (library.put("a", "x.png", kind="TEXT"), library.put("b", kvp.Text("x.png"))):
         resource = library.get(reference.kind, reference.name)
         assert resource is not None
-        assert (reference.kind, resource.content) == ("TEXT", "x y")
-        assert resource.chunk_id("model") == chunk_id("model", kvp.Text("x y"))
+        assert (reference.kind, resource.content) == ("TEXT", "x.png")
+        assert resource.chunk_id("model") == chunk_id("model", kvp.Text("x.png"))
 
 
-def test_a_prompt_with_references_is_text_whatever_files_there_are(backbone, store, shot, monkeypatch):
-    """A user's prompt is no path: what a linked prompt says as text goes to `prepare` as text."""
-    monkeypatch.chdir(shot.parent)
-    (shot.parent / "r0").write_text("")
+def test_a_prompt_with_references_is_text_whatever_it_ends_in(store):
     library = StaticLibrary(store, quota=1 << 20)
     library.put("X", [1, 2])
-    with Linker(backbone.fingerprint, library).link("r0") as linked:
-        assert linked.items == ["r0"]
-        assert backbone.prepare(linked.items)["input_ids"].shape == (1, 1)
+    with Linker("model", library).link("TOKENS#X as shot.png") as linked:
+        assert linked.items == [[1, 2], " as shot.png"]
+        assert isinstance(linked.items[1], kvp.Text)
+
+
+def test_an_assistant_may_have_answered_with_the_name_of_a_file():
+    assert images_of([{"role": "assistant", "content": "shot.png"}]) == []
+    said = {"role": "user", "content": [{"type": "text", "text": "shot.png"}]}
+    assert images_of([said]) == []
+
+
+@pytest.mark.parametrize("address", ["https://example.org/a.png", "data:image/png;base64,AAAA", "file:///a.png"])
+def test_an_address_in_place_of_an_image_is_told(address: str, unchecked: None):
+    message = {"role": "user", "content": [{"type": "image", "image": address}]}
+    with pytest.raises(InputError, match="an address; expected a file on this machine: download it"):
+        images_of([message])
+
+
+def test_items_from_json_say_what_is_an_image(tmp_path):
+    """The same ids as of a path and a `Text`; a str alone is refused, and the message says the way."""
+    Image.fromarray(page()).save(tmp_path / "page.png")
+    path = str(tmp_path / "page.png")
+    lines = [
+        json.dumps({"front": [{"image": path}, {"text": "a.png"}], "question": {"text": "b.png"}}),
+        json.dumps({"front": [path], "question": "What?"}),
+        json.dumps({"front": [{"image": 3}], "question": "What?"}),
+        json.dumps({"front": [{"images": path}], "question": "What?"}),
+        json.dumps({"front": [{"image": "https://example.org/a.png"}], "question": "What?"}),
+    ]
+    found = listed([json.loads(line) for line in lines], "model")
+    by_hand = BatchItem([tmp_path / "page.png", kvp.Text("a.png")], kvp.Text("b.png"))
+    assert found.jobs == listed([by_hand], "model").jobs
+    said = [str(refused.error) for refused in found.refused]
+    assert re.search(r'in JSON \{"image": \.\.\.\} or \{"text": \.\.\.\}', said[0])
+    assert all('expected {"image": a file\'s name} or {"text": a text}' in each for each in said[1:3])
+    assert "an address" in said[3]
+
+
+def test_a_batch_of_nothing_but_names_of_files_is_refused_before_a_line_is_written(backbone, tmp_path):
+    items = [{"front": [f"page {number}.png"], "question": "r0"} for number in range(3)]
+    with pytest.raises(AmbiguousTextError, match=r"none of 3 items: .*page 0\.png.*in JSON"):
+        kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
+    assert not (tmp_path / "answers.jsonl").exists()
 
 
 def test_a_path_is_an_image_in_every_place(backbone, store, tmp_path):

@@ -289,7 +289,20 @@ def _rm_tenant(options: Options) -> Outcome:
 
 
 def _spec(text: str) -> Any:
-    return json.loads(text) if text.lstrip().startswith("{") else text
+    """Reads --remote: TensorStore's specification, as JSON or as a URL.
+
+    Raises:
+      InputError: what begins as JSON and is none.
+    """
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InputError(
+            f"--remote: got {text[:80]!r} ({error}); expected JSON such as "
+            '{"driver": "file", "path": "/srv/store/"}, or a URL such as gs://bucket/store/'
+        ) from None
 
 
 def _export(options: Options) -> Outcome:

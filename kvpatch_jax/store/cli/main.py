@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...errors import InputError, KVPatchError
+from ...sizes import size_of
 from ..disk.directory import DirectoryEntry
 from .commands import COMMANDS, Options, Outcome
 
@@ -27,9 +28,8 @@ def _flags():
     text("key-file", "File with the master key, so that verify can open what --tenant has encrypted.")
     text("directory", "export, import: where the snapshot is to be, or is.")
     text("remote", "rm-tenant, gc, verify: a TensorStore key-value spec (JSON or URL) to delete from, or read, too.")
-    flags.DEFINE_integer("budget", None, "gc, import: bytes to evict down to.", lower_bound=0, flag_values=values)
-    flags.DEFINE_integer("library-quota", None, "import: bytes that --tenant's static library may have then; more is "
-                         "refused.", lower_bound=1, flag_values=values)  # fmt: skip
+    text("budget", "gc, import: bytes to evict down to, such as 10GB.")
+    text("library-quota", "import: bytes that --tenant's static library may have then; more is refused.")
     truth("copy", "export, import: copy files in place of linking them.")
     truth("arrays", "export, import: Orbax arrays, without secret or encryption, in place of a snapshot.")
     truth("yes", "rm-tenant, quarantine purge, verify: do not ask.")
@@ -74,11 +74,16 @@ def _ask(question: str) -> str:
     return sys.stdin.readline()
 
 
+def _size(values: Any, flag: str, least: int) -> int | None:
+    text = values[flag].value
+    return None if text is None else size_of(text, f"--{flag}", least)
+
+
 def _file(path: str | None) -> bytes | None:
     if path is None:
         return None
     try:
-        with open(path, "rb") as file:
+        with open(os.path.expanduser(path), "rb") as file:
             return file.read()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected a file that can be read") from error
@@ -116,10 +121,12 @@ def main(arguments: Sequence[str]) -> int:
 
     bar = _ByteProgress()
     try:
-        options = Options(values.root, _progress, bar, _ask, values.tenant, _file(values["secret-file"].value),
-                          _file(values["key-file"].value), values.remote, values.budget, values.yes,
-                          values.directory, values.copy, values.arrays,
-                          values["library-quota"].value)  # fmt: skip
+        # A shell leaves the `~` of `--root=~/store` to the program.
+        directory = None if values.directory is None else os.path.expanduser(values.directory)
+        options = Options(os.path.expanduser(values.root), _progress, bar, _ask, values.tenant,
+                          _file(values["secret-file"].value), _file(values["key-file"].value), values.remote,
+                          _size(values, "budget", 0), values.yes, directory, values.copy, values.arrays,
+                          _size(values, "library-quota", 1))  # fmt: skip
         outcome = COMMANDS[" ".join(names)].run(options)
         for warning in outcome.remarks:
             print(f"warning: {warning}", file=sys.stderr)

@@ -44,6 +44,7 @@ class TenantDisk:
       disk: the root's files; reads decrypt with this tenant's key.
       names: what the tenant's objects are called.
       budget, counters.
+      closed: whether `close` was called.
 
     Raises:
       StoreError: the root cannot be made or is not a store. InputError: an empty tenant, a short key, or another secret
@@ -80,7 +81,7 @@ class TenantDisk:
         self._used: dict[str, int] = {}
         self._fresh: collections.Counter[str] = collections.Counter()
         self._counting = threading.Lock()
-        self._closed = False
+        self.closed = False
         tell_of_forks(self)
 
     def forked(self) -> None:
@@ -89,12 +90,12 @@ class TenantDisk:
 
     def close(self) -> None:
         """Refuses writes from now on and drops cached headers."""
-        self._closed = True
+        self.closed = True
         self.disk.forget()
 
     def expect_open(self) -> None:
         """Raises StoreClosedError after `close`."""
-        if self._closed:
+        if self.closed:
             raise StoreClosedError(f"store {self.disk.root}: used after close; expected an open store")
 
     def clock(self) -> float:

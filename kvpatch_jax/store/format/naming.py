@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -124,6 +124,17 @@ class Served:
 
     def __post_init__(self) -> None:
         fingerprint_of(self.backbone, "served")
+        fits = {
+            "chunk": isinstance(self.chunk, str),
+            "orbit": isinstance(self.orbit, bool),
+            "base": self.base in get_args(Base),
+            "frame": self.frame in get_args(PatchFrame),
+            "start": self.start is None or isinstance(self.start, tuple),
+            "lead": self.lead is None or isinstance(self.lead, str),
+        }
+        for name, fit in fits.items():
+            if not fit:
+                raise InputError(f"served: {name} {getattr(self, name)!r:.80}; expected as PatchMetadata has it")
         object.__setattr__(self, "antecedent", antecedent_of(self.antecedent))
         if self.base_antecedent is not None:
             base = antecedent_of(self.base_antecedent, "base_antecedent")
@@ -156,10 +167,11 @@ class Names:
     secret: bytes = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
-        if not self.tenant or len(self.secret) < 16:
-            raise InputError(
-                f"names: tenant {self.tenant!r}, a secret of {len(self.secret)} bytes; expected 16 or more"
-            )
+        if not isinstance(self.tenant, str) or not self.tenant:
+            raise InputError(f"store: tenant {self.tenant!r:.80}; expected its name, a str")
+        if not isinstance(self.secret, bytes) or len(self.secret) < 16:
+            found = f"{len(self.secret)} bytes" if isinstance(self.secret, bytes) else type(self.secret).__name__
+            raise InputError(f"store: a secret of {found}; expected bytes, 16 or more")
 
     @functools.cached_property
     def _key(self) -> bytes:

@@ -20,7 +20,7 @@ from ..disk.tenant_disk import TenantStore
 from ..format.naming import Name, name_at
 from ..io.files import NotRegularError, open_regular, try_lock, typed, typed_errors
 from .entries import LibraryEntry, Resource, entry_blob, named_content, withdrawn_blob
-from .folder import LibraryFolder, changing
+from .folder import LibraryFolder, changing, check_library_store
 from .references import Kind, Reference, check_name
 
 
@@ -55,6 +55,7 @@ class DynamicLibrary[Store: TenantStore]:
     """
 
     def __init__(self, store: Store):
+        check_library_store(store)
         self.store = store
         self._folder = LibraryFolder(store.tenant_disk, "dynamic")
 

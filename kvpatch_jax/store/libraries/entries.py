@@ -21,12 +21,14 @@ from ...chunk_ids import chunk_id, content_digest, encoded
 from ...content import Text, check_text, sort_of
 from ...errors import InputError, NotFiniteError, StoreCorruptError, StoreVersionError
 from ...images import decoded, is_encoded
+from ...patch_metadata import check_is_chunk
 from ..disk.version_floor import number_of
 from ..format.compatibility import expect_known
 from ..format.header import MALFORMED, Header
 from ..format.naming import Name, Names
 from ..format.objects import Blob
 from .references import KINDS, Kind, Reference, check_name
+from .retriever import as_vector
 
 Content = str | bytes | np.ndarray | list[int] | tuple[int, ...]
 """What a resource shows: text, an encoded file, pixels (or another array), or token ids."""
@@ -115,8 +117,8 @@ def as_content(content: Any, kind: Kind | None = None) -> Content:
     """Converts a content to a form that is kept: PIL images and jax arrays to NumPy arrays, a path to its file's bytes.
 
     Raises:
-      InputError: content of another type, a str that names a file (unless `kind` is TEXT), or a file that cannot be
-      read.
+      InputError: content of another type, a str that looks like a file's name (unless `kind` is TEXT), or a file
+      that cannot be read.
     """
     if hasattr(content, "getbands"):
         return decoded(content)
@@ -158,6 +160,8 @@ def named_content(name: str, content: Any, chunk: Chunk | None, kind: Kind | Non
     Raises:
       InputError: as `as_content` and `check_name`.
     """
+    if chunk is not None:
+        check_is_chunk(chunk)
     content = None if content is None else as_content(content, kind)
     if kind is None:
         kind = "IMAGE" if content is None else kind_of(content)
@@ -185,7 +189,7 @@ def entry_blob(
     word, array = _array_of(reference, content)
     arrays = {"content": array}
     if vector is not None:
-        arrays["vector"] = np.asarray(vector, np.float32).reshape(-1)
+        arrays["vector"] = as_vector(vector, str(reference)).reshape(-1)
         if not np.isfinite(arrays["vector"]).all():
             raise NotFiniteError(f"{reference}: a vector with NaN or infinity; expected finite values")
     body = {

@@ -3,10 +3,11 @@
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from ...errors import LibraryFullError, StoreCorruptError, StoreError, StoreVersionError
+from ...errors import InputError, LibraryFullError, StoreCorruptError, StoreError, StoreVersionError
 from ..disk.directory import DirectoryEntry
 from ..disk.quarantine import purge
 from ..disk.tenant_disk import TenantDisk, TenantStore
@@ -36,6 +37,12 @@ def _make_folder(root: str, folder: str) -> None:
     if not os.path.isdir(f"{root}/{folder}"):
         with typed_errors("library: open"):
             make_directories(root, folder)
+
+
+def check_library_store(store: Any) -> None:
+    """Raises InputError where a library is given anything else than a store to lie in."""
+    if not isinstance(store, TenantStore):
+        raise InputError(f"library: store {store!r:.80}; expected a ChunkStore")
 
 
 def check_quota(what: str, coming: int, used: int, quota: int) -> None:

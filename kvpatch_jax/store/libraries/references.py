@@ -53,6 +53,8 @@ def check_name(kind: str, name: str) -> tuple[Kind, str]:
     """
     if kind not in KINDS:
         raise InputError(f"library: kind {kind!r}; expected one of {KINDS}")
+    if not isinstance(name, str):
+        raise InputError(f"library: name {name!r:.80}; expected a str")
     name = unicodedata.normalize("NFC", name)
     if not 1 <= len(name) <= LONGEST_NAME or not name.isprintable() or "{" in name or "}" in name:
         raise InputError(f"library: name {name[:80]!r}; expected 1 to {LONGEST_NAME} printable characters, no braces")
@@ -60,7 +62,13 @@ def check_name(kind: str, name: str) -> tuple[Kind, str]:
 
 
 def parse_prompt(prompt: str) -> list[str | Reference]:
-    """Splits a prompt into texts and references, in order; empty texts left out, neighbouring ones joined."""
+    """Splits a prompt into texts and references, in order; empty texts left out, neighbouring ones joined.
+
+    Raises:
+      InputError: no str.
+    """
+    if not isinstance(prompt, str):
+        raise InputError(f"prompt: got {prompt!r:.80}; expected a str")
     segments: list[str | Reference] = []
     text, end = "", 0
     for match in _REFERENCE.finditer(prompt):
@@ -87,5 +95,7 @@ def _reference_of(match: re.Match[str]) -> Reference | None:
 
 
 def escape(text: str) -> str:
-    """Escapes text, so that `parse_prompt` reads it as text, whatever is in it."""
+    """Escapes text, so that `parse_prompt` reads it as text, whatever is in it. Raises InputError as that does."""
+    if not isinstance(text, str):
+        raise InputError(f"escape: got {text!r:.80}; expected a str")
     return _ESCAPE.sub(r"\1\\#", text)

@@ -6,8 +6,9 @@ are filed under the nearest of some centroids (k-means), and a search looks only
 """
 
 import threading
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -40,14 +41,27 @@ def pooled(output: Float[AnyArray, "T D"], length: int | None = None) -> Float[n
     Raises:
       ShapeError: no tokens. NotFiniteError, InputError: a mean that has no direction.
     """
+    if not isinstance(output, np.ndarray | jax.Array) or output.ndim != 2 or not len(output[:length]):
+        found = f"output {output.shape}" if isinstance(output, np.ndarray | jax.Array) else f"a {type(output).__name__}"
+        raise ShapeError(f"pooled: {found}, length {length!r:.40}; expected an array [T, D] and at least one token")
     tokens = np.asarray(output, np.float32)[:length]
-    if not len(tokens):
-        raise ShapeError(f"pooled: output {output.shape}, length {length}; expected at least one token")
     return _unit(tokens.mean(axis=0), tokens.shape[1])
 
 
+def as_vector(vector: Any, what: str) -> np.ndarray:
+    """Converts what is given to find something by to numbers in float32.
+
+    Raises:
+      InputError: no numbers. `what` begins the message.
+    """
+    try:
+        return np.asarray(vector, np.float32)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{what}: vector {vector!r:.80}; expected an array of numbers") from None
+
+
 def _unit(vector: AnyArray, width: int) -> np.ndarray:
-    value = np.asarray(vector, np.float32)
+    value = as_vector(vector, "retriever")
     if value.shape != (width,):
         raise ShapeError(f"retriever: vector of shape {value.shape}; expected ({width},)")
     if not np.isfinite(value).all():
@@ -63,8 +77,8 @@ class _Rows:
     """Unit vectors by row, with their ids; grows by doubling. A removed row is filled by the last one."""
 
     def __init__(self, width: int):
-        if width < 1:
-            raise InputError(f"retriever: width {width}; expected 1 or more")
+        if not isinstance(width, int | np.integer) or isinstance(width, bool) or width < 1:
+            raise InputError(f"retriever: width {width!r:.40}; expected a whole number from 1")
         self.width = width
         self.ids: list[str] = []
         self.row_of: dict[str, int] = {}
@@ -78,6 +92,8 @@ class _Rows:
         return self._room[: len(self.ids)]
 
     def set(self, id: str, vector: np.ndarray) -> int:
+        if not isinstance(id, str):
+            raise InputError(f"retriever: id {id!r:.80}; expected a str")
         row = self.row_of.get(id)
         if row is None:
             row = self.row_of[id] = len(self.ids)
@@ -113,8 +129,8 @@ class _Rows:
 
 
 def _check_k(k: int) -> None:
-    if k < 1:
-        raise InputError(f"retriever: k {k}; expected 1 or more")
+    if not isinstance(k, int | np.integer) or isinstance(k, bool) or k < 1:
+        raise InputError(f"retriever: k {k!r:.40}; expected a whole number from 1")
 
 
 class ExactRetriever:

@@ -9,11 +9,12 @@ from jaxtyping import Float
 from ...chunk import AnyArray, Chunk
 from ...content import fingerprint_of, names_of
 from ...errors import InputError
+from ...sizes import Size, size_of
 from ..disk.tenant_disk import TenantStore
 from ..format.expiry import Seconds, checked_ttl, expires_at
 from ..format.objects import file_size
 from .entries import LibraryEntry, Resource, entry_blob, named_content
-from .folder import LibraryFolder, check_quota
+from .folder import LibraryFolder, check_library_store, check_quota
 from .references import Kind, Reference, check_name
 
 
@@ -22,8 +23,8 @@ class StaticLibrary[Store: TenantStore]:
 
     Args:
       store: the tenant's; chunks go into it, and entries beside it, in the same directory.
-      quota: bytes of all entries, the chunks that were put with them included; by default the store's
-        `Budget.library`, which also bounds what a restore brings.
+      quota: bytes of all entries, the chunks that were put with them included, as a number or such as "10 GB"; by
+        default the store's `Budget.library`, which also bounds what a restore brings.
       ttl: seconds that entries live unless `put` says otherwise; None keeps them.
 
     Raises:
@@ -31,16 +32,16 @@ class StaticLibrary[Store: TenantStore]:
         number above 0.
     """
 
-    def __init__(self, store: Store, *, quota: int | None = None, ttl: Seconds | None = None):
+    def __init__(self, store: Store, *, quota: Size | None = None, ttl: Seconds | None = None):
+        check_library_store(store)
         quota = store.tenant_disk.budget.library if quota is None else quota
         if quota is None:
             raise InputError(
                 "static library: no quota, and its store has no Budget(library=...); expected quota=BYTES, or a store "
                 "with that budget"
             )
-        if quota < 1:
-            raise InputError(f"static library: quota {quota}; expected bytes above 0")
-        self.store, self.quota, self._ttl = store, quota, checked_ttl(ttl, "static library")
+        self.store, self.quota = store, size_of(quota, "static library: quota", 1)
+        self._ttl = checked_ttl(ttl, "static library")
         self._folder = LibraryFolder(store.tenant_disk, "static")
 
     def put(
@@ -57,7 +58,7 @@ class StaticLibrary[Store: TenantStore]:
 
         Args:
           content: text, an encoded image or other file (bytes, or its `pathlib.Path`), pixels (an array or PIL image),
-            or token ids. A str that names a file is refused unless `kind` is TEXT.
+            or token ids. A str that looks like a file's name is refused unless `kind` is TEXT.
           chunk: its canonical, where it was computed already; goes into the store. Without content it cannot be
             computed again after it was evicted.
           kind: told from the content by default, IMAGE where there is only a chunk.

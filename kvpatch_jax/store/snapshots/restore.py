@@ -12,7 +12,9 @@ import re
 import time
 
 from ...errors import InputError, StoreCorruptError, StoreSnapshotError, StoreVersionError
-from ..disk.budget import Budget
+from ...replacing import path_of
+from ...sizes import Size
+from ..disk.budget import Budget, budget_of
 from ..disk.directory import reading
 from ..disk.disk import Disk
 from ..disk.tenant_disk import TenantDisk, TenantStore
@@ -36,7 +38,7 @@ def load_snapshot(
     tenant: str | None = None,
     secret: bytes | None = None,
     key: bytes | None = None,
-    budget: Budget | None = None,
+    budget: Budget | Size | None = None,
     copy: bool = False,
     skip_damaged: bool = False,
     progress: Progress | None = None,
@@ -51,6 +53,7 @@ def load_snapshot(
         not, or has lost it.
       key: of the tenant's encryption. Encrypted objects that keep their names need none.
       budget: of the disk, for which room is made as for a put; and of the tenant's static library (`Budget.library`).
+        A size alone is the disk's.
       copy: copies the files; else they are linked where that can be.
       skip_damaged: leaves out what does not verify, instead of refusing all of it.
 
@@ -60,7 +63,9 @@ def load_snapshot(
       LibraryFullError: beyond `Budget.library`. StoreKeyError: that would have to be counted, in encrypted entries.
       StoreFullError, StoreReadOnlyError, StoreIOError. Nothing was added then.
     """
-    directory, root = os.fspath(directory), os.fspath(root)
+    budget = None if budget is None else budget_of(budget, "snapshot: budget")
+    root = str(path_of(root, "snapshot: root", InputError, "a directory's name"))
+    directory = str(path_of(directory, "snapshot: directory", InputError, "a directory's name"))
     manifest = read_manifest(directory)
     if tenant is not None:
         manifest = of_tenant(directory, manifest, tenant, secret)

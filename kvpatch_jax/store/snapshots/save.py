@@ -10,7 +10,8 @@ import fcntl
 import os
 from collections.abc import Iterable, Iterator
 
-from ...errors import StoreCorruptError, StoreIOError, StoreVersionError
+from ...errors import InputError, StoreCorruptError, StoreIOError, StoreVersionError
+from ...replacing import path_of
 from ..disk.directory import DirectoryEntry, reading
 from ..disk.disk import Disk
 from ..disk.root_config import SECRETS, find_secret, read_secret, secret_digest, secret_text
@@ -57,7 +58,8 @@ def save_snapshot(
     Raises:
       StoreIOError: no store there. InputError: `directory` exists. StoreFullError, StoreReadOnlyError.
     """
-    root, directory = os.fspath(root), os.fspath(directory)
+    root = str(path_of(root, "snapshot: root", InputError, "a directory's name"))
+    directory = str(path_of(directory, "snapshot: directory", InputError, "a directory's name"))
     if not os.path.isdir(f"{root}/obj"):
         raise StoreIOError(f"store {root}: no objects there; expected a store")
     names = None if tenant is None else Names(tenant, read_secret(root) if secret is None else secret)

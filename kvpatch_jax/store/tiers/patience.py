@@ -35,7 +35,8 @@ class Patience:
 
     def __post_init__(self) -> None:
         given = dataclasses.asdict(self)
-        wrong = {name: value for name, value in given.items() if not 0 < value < math.inf}
+        number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
+        wrong = {name: value for name, value in given.items() if not number(value) or not 0 < value < math.inf}
         for name in ("tries", "failures"):
             if name not in wrong and given[name] != int(given[name]):
                 wrong[name] = given[name]

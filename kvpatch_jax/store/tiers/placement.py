@@ -26,20 +26,29 @@ def target_of(placement: Placement, channel: str) -> Target:
     """Returns the target of a channel.
 
     Raises:
-      InputError: a mapping that leaves the channel out.
+      InputError: a mapping that leaves the channel out, or what is no placement.
     """
-    if not isinstance(placement, Mapping):
-        return placement
-    if channel not in placement:
-        raise InputError(f"placement: channels {sorted(placement)}; expected one for {channel!r} too")
-    return placement[channel]
+    targets = _targets(placement)
+    if not isinstance(targets, Mapping):
+        return targets
+    if channel not in targets:
+        raise InputError(f"placement: channels {sorted(targets)}; expected one for {channel!r} too")
+    return targets[channel]
+
+
+def _targets(placement: Any) -> Placement:
+    """Returns a placement as it is given. Raises InputError where it is none."""
+    targets = list(placement.values()) if isinstance(placement, Mapping) else [placement]
+    for target in targets:
+        if not isinstance(target, jax.sharding.Sharding | jax.Device):
+            raise InputError(f"placement: {target!r:.80}; expected a jax.sharding.Sharding or a jax.Device")
+    return placement
 
 
 def placement_key(placement: Placement) -> tuple:
     """Returns a key that is equal for placements that put every array at the same place."""
-    if isinstance(placement, Mapping):
-        return tuple(sorted((name, target) for name, target in placement.items()))
-    return (placement,)
+    targets = _targets(placement)
+    return tuple(sorted(targets.items())) if isinstance(targets, Mapping) else (targets,)
 
 
 def place_chunk(chunk: Chunk, placement: Placement) -> Chunk:

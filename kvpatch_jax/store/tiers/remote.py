@@ -9,12 +9,12 @@ import functools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from ...errors import StoreCorruptError, StoreIOError, StoreUnreachableError
+from ...errors import InputError, StoreCorruptError, StoreIOError, StoreUnreachableError
 from ..format.encryption import Read
 from ..format.header import PAGE, Header, Leaf, header_length, parse_header
 from ..format.naming import Name
@@ -116,7 +116,7 @@ class KeyValueStore:
       patience: time limits, tries, and when the breaker opens; shared by all who use this object.
 
     Raises:
-      StoreIOError: it cannot be opened.
+      StoreIOError: it cannot be opened. InputError: a spec or patience of another kind.
     """
 
     def __init__(
@@ -129,6 +129,10 @@ class KeyValueStore:
     ):
         import tensorstore
 
+        if not isinstance(spec, str | Mapping | tensorstore.KvStore.Spec):
+            raise InputError(f"remote store: spec {spec!r:.80}; expected a mapping with a driver, or a URL")
+        if patience is not None and not isinstance(patience, Patience):
+            raise InputError(f"remote store: patience {patience!r:.80}; expected a Patience, or None")
         self._clock = clock
         self._range = tensorstore.KvStore.KeyRange
         self._circuit = Circuit(Patience() if patience is None else patience)

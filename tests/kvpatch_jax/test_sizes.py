@@ -1,0 +1,102 @@
+"""Sizes are numbers or as people write them, read in one place by all that take bytes."""
+# pyright: reportArgumentType=false
+
+import math
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+import kvpatch_jax as kvp
+from kvpatch_jax.errors import InputError, KVPatchError
+from kvpatch_jax.sizes import size_of
+from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot
+from kvpatch_jax.store.cli.main import main
+
+NONE = (math.nan, math.inf, -math.inf, -1, "-1 GB", True, False, 1.5, "", " ", "GB", "ten", "1 XB", "1e9", "1.5.2 GB")
+NONE += ("1 iB", "10 G B", "9" * 5000 + "GB", 10**400, None, [], {}, b"1GB", 1 << 62, "5000 PB")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *((0, 0), (7, 7), (1e9, 10**9), (np.int64(5), 5), ("0", 0), ("512", 512), ("512 bytes", 512), ("1 byte", 1)),
+        *(
+            ("10GB", 10**10),
+            ("10 gb", 10**10),
+            (" 10G ", 10**10),
+            ("512MB", 512 * 10**6),
+            ("1 kB", 1000),
+            ("2T", 2 * 10**12),
+        ),
+        *(
+            ("1.5 GiB", 3 << 29),
+            ("64MiB", 64 << 20),
+            ("1 KiB", 1024),
+            ("1Ki", 1024),
+            ("0.1 KiB", 102),
+            ("1_000 MB", 10**9),
+        ),
+    ],
+)
+def test_a_size_is_read_as_people_write_it(given, expected):
+    assert size_of(given, "x") == expected
+
+
+@pytest.mark.parametrize("given", NONE)
+def test_what_is_no_size_is_refused(given, unchecked: None):
+    with pytest.raises(InputError, match=r"^x: got .*; expected bytes, 0 or more, such as .*'10 GB'"):
+        size_of(given, "x")
+
+
+@hypothesis.given(st.integers(0, (1 << 62) - 1))
+def test_a_number_of_bytes_is_itself_written_or_not(size: int):
+    assert size_of(size, "x") == size_of(str(size), "x") == size_of(f"{size} B", "x") == size
+
+
+def test_every_budget_takes_a_written_size(tmp_path: Path):
+    with ChunkStore(tmp_path / "store", budget="10GB", queue="64 MiB") as store:
+        assert store.budget == Budget(disk=10**10)
+        assert StaticLibrary(store, quota="1 MB").quota == 10**6
+    budget = Budget("1 GB", "2 GiB", "3 GB", "4 GB", "5 GB", "6 GB")
+    numbers = (budget.device, budget.host, budget.disk, budget.tenant, budget.library, budget.quarantine)
+    assert numbers == (10**9, 2 << 30, *(number * 10**9 for number in (3, 4, 5, 6)))
+    with ChunkStore(tmp_path / "store", budget=5 << 30) as store:
+        assert store.budget.disk == 5 << 30
+
+
+@pytest.mark.parametrize("given", [value for value in NONE if value is not None])
+def test_a_budget_that_is_none_is_refused_when_it_is_given(given, tmp_path: Path, unchecked: None):
+    """Not at the first put; and no directory is made."""
+    for word in ("device", "host", "disk", "tenant", "library", "quarantine"):
+        with pytest.raises(InputError, match=rf"Budget\.{word}: got .*expected bytes"):
+            Budget(**{word: given})
+    for call in (
+        lambda: ChunkStore(tmp_path / "store", budget=given),
+        lambda: ChunkStore(tmp_path / "store", queue=given),
+        lambda: load_snapshot(tmp_path / "none", tmp_path / "store", tenant="a", budget=given),
+    ):
+        with pytest.raises(InputError, match=r"expected (bytes|a Budget)"):
+            call()
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_command_line_takes_written_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    ChunkStore(tmp_path / "store").close()
+    assert main(["gc", f"--root={tmp_path / 'store'}", "--budget=1.5GiB"]) == 0
+    for flag in ("--budget=lots", "--budget=-1", "--library-quota=0"):
+        assert main(["gc", f"--root={tmp_path / 'store'}", flag]) == 2
+        assert f"error: {flag.partition('=')[0]}: got" in capsys.readouterr().err
+
+
+def test_a_session_takes_written_sizes(unchecked: None):
+    from session_cases import reader
+
+    backbone = reader()
+    with kvp.Session(backbone, memory="1 MiB", largest_image="2 MB", pages=8) as session:
+        assert (session.memory, session.largest_image) == (1 << 20, 2 * 10**6)
+    for given in (math.nan, -1, "lots", None, True):
+        with pytest.raises(KVPatchError, match=r"session: memory: got .*expected bytes"):
+            kvp.Session(backbone, memory=given, pages=8)
