@@ -25,7 +25,7 @@ _registered = False
 
 
 def start_thread(
-    work: Callable[[], None], end: Callable[[float], None], name: str, patience: float = RUNNING_SECONDS
+    work: Callable[[], object], end: Callable[[float], None], name: str, patience: float = RUNNING_SECONDS
 ) -> threading.Thread:
     """Starts a daemon thread that is ended when the interpreter exits.
 
