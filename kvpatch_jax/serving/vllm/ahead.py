@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 from ...background import start_thread
 
-EXIT_SECONDS = 1.0
-"""For which a read that is under way keeps a process from ending: it may hang."""
-
 
 class _Begun(NamedTuple):
     future: concurrent.futures.Future[Any]
@@ -27,8 +24,7 @@ class Ahead[Made]:
 
     A request is *held* from when its work begins until it is let go, behind what becomes of the result: what is read
     for a request fills memory until it is placed. Work that is given up goes on until it ends, and has its thread until
-    then; while no thread is left, everything is given up at once. Threads keep a process from ending for `EXIT_SECONDS`
-    at most.
+    then; while no thread is left, everything is given up at once. Threads do not keep a process from ending.
     """
 
     def __init__(self, threads: int, most: int, patience: float):
@@ -58,9 +54,8 @@ class Ahead[Made]:
             self._waiting[id] = make
             if self._started < self.threads:
                 self._started += 1
-                # A pool of the standard library is waited for when a process ends, however long what it reads hangs.
-                name = f"kvpatch-ahead-{self._started}"
-                start_thread(self._serve, lambda _: self.close(), name, EXIT_SECONDS)
+                # A pool of the standard library is waited for when a process ends, whatever hangs in it; this a second.
+                start_thread(self._serve, lambda _: self.close(), f"kvpatch-ahead-{self._started}", 1.0)
             self._changed.notify_all()
 
     def _serve(self) -> None:

@@ -1,7 +1,6 @@
 """Chunks and patches formed of what an engine's prefills left, on a thread of their own."""
 
 import collections
-import contextlib
 import logging
 import queue
 import threading
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from ...background import start_thread
 from ...chunk import Chunk
 from ...errors import InputError
 from ...frames import EngineKV
@@ -76,7 +74,8 @@ class ChunkFormer:
     def add(self, prefilled: Prefilled) -> None:
         """Queues what a prefill left; where the queue is full it is dropped and counted."""
         if self._thread is None:
-            self._thread = start_thread(self._work, self._exit, "chunk-former")
+            self._thread = threading.Thread(target=self._work, name="chunk-former", daemon=True)
+            self._thread.start()
         try:
             self._waiting.put_nowait(prefilled)
         except queue.Full:
@@ -92,14 +91,6 @@ class ChunkFormer:
             self._waiting.put(None)
             self._thread.join()
             self._thread = None
-
-    def _exit(self, _: float) -> None:
-        """Drops what waits: the process exits, and the engine did not close its connector."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._waiting.get_nowait()
-                self._waiting.task_done()
-        self._waiting.put(None)
 
     def _work(self) -> None:
         while (prefilled := self._waiting.get()) is not None:
