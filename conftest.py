@@ -31,7 +31,7 @@ LONG = (
     "test_session.py",
     "test_pool.py",
     "test_rotate_patch.py",
-    "test_readme.py",
+    "test_documents_run.py",
     "test_trained.py",
     "test_patch.py",
     "test_answer_batch.py",

@@ -1,30 +1,22 @@
-# Two images, a patch, a moved page, an answer. Run from the repository's root.
-import tempfile
+# Two images, a patch, a moved page, an answer. Needs an editable install of a checkout, and runs from anywhere.
 from pathlib import Path
 
-import jax
-import numpy as np
-from PIL import Image
-
 import kvpatch_jax as kvp
-from evals import small_task
 from models import load
 
-backbone = load("evals/trained/qwen2_5_vl", dtype="float32")
+checkout = Path(kvp.__file__).parents[1]  # has the model and the images
+backbone = load(checkout / "evals/trained/qwen2_5_vl", dtype="float32")
 
 # Two images the model never saw: a legend (which glyph has which colours) and a page full of glyphs.
-contexts = small_task.sample_contexts(np.random.default_rng(7), 1)
-legends, pages = small_task.render(contexts)
-folder = Path(tempfile.mkdtemp())
-Image.fromarray(legends[0, 0]).save(folder / "legend.png")
-Image.fromarray(pages[0]).save(folder / "page.png")
+images = checkout / "docs/pictures/screenshots"
+legend_image, page_image = images / "1-legend.png", images / "4-page.png"
 
 # Each image prefilled alone, its KV kept without its position: the canonicals.
-legend = kvp.make_chunk(backbone, [folder / "legend.png"], id="legend")
-page = kvp.make_chunk(backbone, [folder / "page.png"], id="page")
+legend = kvp.make_chunk(backbone, [legend_image], id="legend")
+page = kvp.make_chunk(backbone, [page_image], id="page")
 
 # Once, both images in one prompt: what the page becomes behind the legend. The patch is the thin part of the change.
-_, conditioned = kvp.conditioned(backbone, [[folder / "legend.png"], [folder / "page.png"]])
+_, conditioned = kvp.conditioned(backbone, [[legend_image], [page_image]])
 patch = kvp.form_patch(page, conditioned, rank=8, antecedent=[legend.id])
 print(f"the page: {page.nbytes} bytes of KV; its patch: {patch.nbytes} bytes")
 
@@ -36,18 +28,21 @@ blind = kvp.apply_patch(page, None, page_start)
 patched = kvp.apply_patch(page, patch, page_start, antecedent=[legend.id])
 
 
-def answer(question: str, page_kv: dict[str, jax.Array]) -> str:
+def answer(question: str, page_kv: dict) -> str:
     """Ask over the legend's and the page's KV, as an engine would read them."""
     context = kvp.joined(legend_kv, page_kv)
     tokens = backbone.embed(**backbone.prepare([question])).shift(page_start + page.span)
     return backbone.text(backbone.generate(tokens, steps=1, context=context)[0])
 
 
-# Which colour does the legend give the glyph in one cell of the page? That needs both images.
-questions = small_task.ask(contexts, np.random.default_rng(0), {"chain": 6}, shown=np.array([[True, False, False]]))
-words = small_task.VOCABULARY.names
-for what, cell, right in zip(questions.ask[0], questions.argument[0], questions.answer[0], strict=True):
-    question = f"{words[what]} {words[cell]}"
-    print(
-        f"{question:>14}  right {words[right]:8} blind {answer(question, blind):8} patched {answer(question, patched)}"
-    )
+# Which colour does the legend give the glyph in a cell of the page? That needs both images. Six cells, drawn at random.
+questions = {
+    "stripe? r4t3": "stripe0",
+    "stripe? r4t7": "stripe4",
+    "fill? r9t4": "fill2",
+    "stripe? r1t5": "stripe3",
+    "stripe? r7t7": "stripe3",
+    "stripe? r6t8": "stripe3",
+}
+for question, right in questions.items():
+    print(f"{question:>14}  right {right:8} blind {answer(question, blind):8} patched {answer(question, patched)}")

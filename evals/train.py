@@ -317,7 +317,9 @@ def main(arguments: list[str]) -> None:
     taken = min(flags.FLAGS.until or recipe.steps, recipe.steps)
     print(f"training from step {began} to {taken}; {trainer.folder}")
     trainer.train(taken)
-    root = save(trainer.backbone(), trainer.folder / "model", dtype="bfloat16")
+    backbone = trainer.backbone()
+    backbone.answer_tokens = 1  # every task asks for one word, and trains nothing to end behind it
+    root = save(backbone, trainer.folder / "model", dtype="bfloat16")
     versions = {"jax": jax.__version__, "numpy": np.__version__, "optax": optax.__version__}
     disclosure = {"recipe": dataclasses.asdict(recipe), "steps_taken": taken, "versions": versions}
     (root / "training.json").write_text(json.dumps(disclosure, indent=2) + "\n")

@@ -69,6 +69,7 @@ class ModelBackbone(Generating, Writing, Answering):
       buckets: sizes that prompts and images are padded to, or None for their own.
       mesh: the mesh that parameters and KV lie over (`models/decoder/sharding.py` says how), or None.
       stop_tokens: ids that end an answer unless a call says otherwise.
+      answer_tokens: tokens of an answer at most where a session is not told; None where the checkpoint does not say.
       programs: the jitted programs.
     """
 
@@ -85,6 +86,7 @@ class ModelBackbone(Generating, Writing, Answering):
         mesh: Mesh | None = None,
         without_tokenizer: str = NO_TOKENIZER,
         stop_tokens: Sequence[int] = (),
+        answer_tokens: int | None = None,
     ):
         self.config: Any = config
         self.buckets = buckets
@@ -93,6 +95,7 @@ class ModelBackbone(Generating, Writing, Answering):
         self.layout = config.text.layout
         self.mesh = mesh
         self.stop_tokens = tuple(stop_tokens)
+        self.answer_tokens = answer_tokens
         self.programs = Forward(
             with_parameters(config, dict(parameters)), placeholders(config), layout=self.layout, mesh=mesh
         )
@@ -157,7 +160,7 @@ class ModelBackbone(Generating, Writing, Answering):
         """
         kept: dict[str, Any] = {"buckets": self.buckets, "chat_template": self.chat_template, "mesh": self.mesh}
         kept["without_tokenizer"] = self._without
-        kept["stop_tokens"] = self.stop_tokens
+        kept["stop_tokens"], kept["answer_tokens"] = self.stop_tokens, self.answer_tokens
         other = ModelBackbone(self.config, parameters, self.image_config, self.tokenizer, **kept)
         other.programs = self.programs.holding(other.programs.state)
         return other

@@ -22,7 +22,7 @@ from .families.authors import AuthorsFormat
 from .families.family import Family, abstract, parameters, with_dtype
 from .families.registry import AUTHORS, FAMILIES
 from .files import open_files
-from .inputs.stops import save_stop_tokens
+from .inputs.stops import save_generation
 from .inputs.texts import TOKENIZER_FILE
 
 _BY_MODEL_TYPE = {family.model_type: family.architecture for family in (*FAMILIES.values(), *AUTHORS.values())}
@@ -111,6 +111,7 @@ def load(
         mesh=mesh,
         without_tokenizer=without,
         stop_tokens=files.stop_tokens(tokenizer),
+        answer_tokens=files.answer_tokens(),
     )
     check_parameters(flatten_params(backbone.parameters), expected, shardings)
     return backbone
@@ -142,8 +143,7 @@ def save(backbone: ModelBackbone, directory: str | os.PathLike[str], dtype: str 
         backbone.tokenizer.save(str(root / TOKENIZER_FILE))
     if backbone.chat_template is not None:
         backbone.chat_template.save(root)
-    if backbone.stop_tokens:
-        save_stop_tokens(root, backbone.stop_tokens)
+    save_generation(root, backbone.stop_tokens, backbone.answer_tokens)
     save_weights(root, values, backbone.family.entries(backbone.config, {}))
     return root
 

@@ -14,7 +14,7 @@ from .checkpoints import ADAPTER_CONFIG, TensorSource, open_gguf, open_safetenso
 from .checkpoints.ggml import find_gguf, read_config, read_header
 from .inputs.chat import ChatTemplate
 from .inputs.gguf_tokenizer import gguf_chat_template, gguf_tokenizer, missing_tokenizer
-from .inputs.stops import read_stop_tokens
+from .inputs.stops import read_answer_tokens, read_stop_tokens
 from .inputs.texts import read_tokenizer
 from .prompts import NO_TOKENIZER
 
@@ -57,6 +57,10 @@ class Files(Protocol):
         """Reads which token ids end an answer; () where nothing says so."""
         ...
 
+    def answer_tokens(self) -> int | None:
+        """Reads how many tokens an answer has at most; None where nothing says so."""
+        ...
+
 
 class DirectoryFiles:
     """A Hugging Face directory.
@@ -96,6 +100,10 @@ class DirectoryFiles:
         """See `Files`."""
         return read_stop_tokens(self._root, tokenizer)
 
+    def answer_tokens(self) -> int | None:
+        """See `Files`."""
+        return read_answer_tokens(self._root)
+
 
 class GgufFiles:
     """A GGUF file.
@@ -132,6 +140,10 @@ class GgufFiles:
         """See `Files`."""
         named = (self._header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
         return tuple(dict.fromkeys(int(number) for number in named if number is not None))
+
+    def answer_tokens(self) -> int | None:
+        """See `Files`."""
+        return None
 
 
 def open_files(checkpoint: str | os.PathLike[str]) -> Files:

@@ -19,7 +19,7 @@ from .looking import looking_on
 from .things import Embedded, embedded, thing_of
 
 STEPS = 256
-"""Tokens of an answer at most, where nobody says."""
+"""Tokens of an answer at most, where neither the caller nor the checkpoint says."""
 Stop = Sequence[int | str] | None
 
 
@@ -39,7 +39,7 @@ class Asking(Holding):
         self,
         question: Any,
         *,
-        steps: int = STEPS,
+        steps: int | None = None,
         stop: Stop = None,
         temperature: float | int = 0.0,
         top_p: float | int = 1.0,
@@ -55,8 +55,10 @@ class Asking(Holding):
 
         Args:
           question: a text, token ids, an image, or several of them. A str is a text, as for `add`.
-          steps: tokens at most. stop: what ends the answer besides: token ids, or texts that are one token each; None:
-            the backbone's own stop tokens, () none.
+          steps: tokens at most; None: as many as the checkpoint says (`max_new_tokens` of its generation_config.json),
+            256 where it does not.
+          stop: what ends the answer besides: token ids, or texts that are one token each; None: the backbone's own stop
+            tokens, () none.
           temperature, top_p, top_k: how tokens are drawn; 0 takes the likeliest.
           seed: of what is drawn; None draws one, which the answer says.
           look: where the session has a retriever, it is asked before the first token and whenever so many were made.
@@ -75,9 +77,10 @@ class Asking(Holding):
           UnknownReferenceError: a reference that the linker does not know. What the backbone raises.
         """
         self._expect_open()
-        check_steps(steps)
         sampling = Sampling(temperature, top_p, top_k)
         stops = self._stops(stop)
+        most: int = steps if steps is not None else getattr(self.backbone, "answer_tokens", None) or STEPS
+        check_steps(most)
         if sampling.temperature > 0 and seed is None:
             seed = secrets.randbits(32)
         key = seed if sampling.temperature > 0 else None
@@ -87,13 +90,13 @@ class Asking(Holding):
             self._expect_open()
             linked = self._linked(question)
             if linked is None and self.retriever is None:
-                answer = self._plainly(question, steps, sampling, key, stops, audit)
+                answer = self._plainly(question, most, sampling, key, stops, audit)
             else:
-                answer = self._on_a_fork(question, linked, steps, sampling, key, stops, audit, look)
+                answer = self._on_a_fork(question, linked, most, sampling, key, stops, audit, look)
             self._answers.add(answer)
             self._counts.add("asked")
             if isinstance(question, str):
-                self._tell("ask", text=str(question), steps=steps)
+                self._tell("ask", text=str(question), steps=most)
             return answer
 
     # -------------------------------------------------------------------------------------------------- inside

@@ -18,7 +18,7 @@ from ..errors import AmbiguousTextError, ConfigError, InputError, KVPatchError
 from ..window.sources import PatchStore, padded_tokens
 from .batch_file import FORMAT, VERSION, AnswerFile, Line, shard_path
 from .batch_forming import Forming, Front, Place, context_of, stacked
-from .batch_items import BatchItem, Job, Listed, listed, shard_of
+from .batch_items import STEPS, BatchItem, Job, Listed, listed, shard_of
 from .given import check_backbone, check_rank, float_dtype
 
 DATA = "data"
@@ -117,7 +117,7 @@ def answer_batch(
     index, count = shard
     placing, width, backbone = _placing(backbone, mesh)
     batch = -(-batch // width) * width
-    found = listed(items, backbone.fingerprint)
+    found = listed(items, backbone.fingerprint, getattr(backbone, "answer_tokens", None) or STEPS)
     if not found.jobs and not found.refused:
         raise InputError("answer_batch: no items; expected at least one")
     if not found.jobs and all(isinstance(each.error, AmbiguousTextError) for each in found.refused):

@@ -15,7 +15,7 @@ from ..content import Text, file_of, one_form, sort_of
 from ..errors import AmbiguousTextError, InputError, KVPatchError
 
 STEPS = 32
-"""Tokens of an answer where an item does not say."""
+"""Tokens of an answer at most, where neither the item nor the checkpoint says."""
 _FIELDS = ("front", "question", "id", "order_free", "steps", "stop")
 
 
@@ -30,7 +30,7 @@ class BatchItem:
       question: a text, token ids, an image, or a list of them, as in front.
       id: a name that stands beside the answer; None for none.
       order_free: whether the order in front means nothing: it is then chosen so that items share the most.
-      steps: tokens of the answer at most.
+      steps: tokens of the answer at most; None: as many as the checkpoint says, 32 where it does not.
       stop: token ids that end it; None for the backbone's own.
     """
 
@@ -38,7 +38,7 @@ class BatchItem:
     question: Any
     id: str | None = None
     order_free: bool = False
-    steps: int = STEPS
+    steps: int | None = None
     stop: Sequence[int] | None = None
 
 
@@ -82,18 +82,19 @@ class Listed(NamedTuple):
     units: dict[str, list[Any]]
 
 
-def listed(items: Iterable[Any], backbone: str) -> Listed:
+def listed(items: Iterable[Any], backbone: str, steps: int = STEPS) -> Listed:
     """Reads every item's content once, to its ids.
 
     Args:
       backbone: the fingerprint.
+      steps: tokens of an answer at most, where an item does not say.
 
     Raises:
       InputError: what is no sequence of items.
     """
     if isinstance(items, str | bytes | os.PathLike | Mapping) or not isinstance(items, Iterable):
         raise InputError(f"answer_batch: items {items!r:.80}; expected a sequence of BatchItem or mappings")
-    reader = _Reader(backbone)
+    reader = _Reader(backbone, steps)
     jobs: list[Job] = []
     refused: list[Refused] = []
     for index, given in enumerate(items):
@@ -135,8 +136,9 @@ def _item(given: Any) -> BatchItem:
     encoded(given.id or "")
     if not isinstance(given.order_free, bool):
         raise InputError(f"item: order_free {given.order_free!r:.80}; expected True or False")
-    if not isinstance(given.steps, int) or isinstance(given.steps, bool) or given.steps < 1:
-        raise InputError(f"item: steps {given.steps!r:.80}; expected a number of tokens, 1 or more")
+    steps = given.steps
+    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+        raise InputError(f"item: steps {given.steps!r:.80}; expected a number of tokens, 1 or more, or None")
     if given.stop is not None:
         stop = given.stop
         whole = isinstance(stop, Sequence) and not isinstance(stop, str | bytes)
@@ -148,8 +150,8 @@ def _item(given: Any) -> BatchItem:
 class _Reader:
     """Finds ids of contents, and of one path once."""
 
-    def __init__(self, backbone: str):
-        self.backbone = backbone
+    def __init__(self, backbone: str, steps: int):
+        self.backbone, self.steps = backbone, steps
         self.units: dict[str, list[Any]] = {}
         self.free: set[int] = set()
         self._paths: dict[str, str | KVPatchError] = {}
@@ -163,11 +165,12 @@ class _Reader:
         front = tuple(self.unit(piece, f"front {place}") for place, piece in enumerate(item.front))
         question = self.unit(item.question, "question")
         stop = None if item.stop is None else tuple(item.stop)
-        told = (item.id, item.order_free, item.steps, stop)
+        steps = self.steps if item.steps is None else item.steps
+        told = (item.id, item.order_free, steps, stop)
         parts = [b"item", *(encoded(id) for id in (*front, question)), encoded(repr(told))]
         if item.order_free:
             self.free.add(index)
-        return Job(index, item.id, digest_of(parts, size=16), front, question, item.steps, stop)
+        return Job(index, item.id, digest_of(parts, size=16), front, question, steps, stop)
 
     def unit(self, piece: Any, what: str) -> str:
         """The id of what makes one chunk or one question."""

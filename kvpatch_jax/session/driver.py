@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from ..background import start_thread
 from ..errors import KVPatchError, PoolError, SessionBusyError, SessionClosedError
 from ..sampling import Piece
 from ..window import PagedExecutor
@@ -43,7 +44,7 @@ class Driver:
         self.asks: collections.deque[Ask] = collections.deque()
         self.room, self.door = Line(turns), Line(turns)
         self.ended, self.cancelled, self.busy = 0, 0, 0
-        self._lost = lost
+        self._lost, self._exits = lost, False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -56,9 +57,7 @@ class Driver:
           RuntimeError: no thread can be started; nothing is in the line.
         """
         if self._thread is None:
-            thread = threading.Thread(target=self._drive, name="sessions")
-            thread.start()  # it does nothing before it gets its turn
-            self._thread = thread
+            self._thread = start_thread(self._drive, self._exit, "sessions")  # it does nothing before it gets its turn
         self.asks.append(ask)
         self._wake.set()
         return Answer(self, ask)
@@ -87,6 +86,11 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------ inside
 
+    def _exit(self, _: float) -> None:
+        """Ends every answer after the step that is under way: the process exits, and nobody will read on."""
+        self._exits = True
+        self._wake.set()
+
     def _drive(self) -> None:
         try:
             while self._goes_on():
@@ -101,6 +105,8 @@ class Driver:
         """Does what is to be done at once; returns whether there is more to come."""
         self.turns.acquire(first=True)
         try:
+            if self._exits:
+                self.drop(SessionClosedError("answer: the process exits; expected it read before"))
             for ask in [*self.asks, *(row.ask for row in self.batch.rows)]:
                 if ask.cancelled:
                     self.cancelled += 1

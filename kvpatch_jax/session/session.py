@@ -42,15 +42,25 @@ MEMORY = 512 << 20
 class Session(Needing, Restoring):
     """What an agent sees: images, frames and texts, of which the last ones stay, and questions behind them.
 
-        with kvp.Session(load(directory), store=kvp.ChunkStore("cache"), keep=4) as session:
+        from pathlib import Path
+
+        import kvpatch_jax as kvp
+        from models import load
+
+        backbone = load("evals/trained/qwen2_5_vl")  # of a checkout, as the images are
+        screenshots = sorted(Path("docs/pictures/screenshots").glob("*.png"))
+
+        with kvp.Session(backbone, store=kvp.ChunkStore("out/chunks"), keep=2) as session:
             for shot in screenshots:
                 session.add(shot)
-                print(session.ask("What changed since the last one?"))
-            session.recall(shots[0])
+                print(shot.name, session.ask("fill? b3"))
+            session.recall(screenshots[1])
+            print("recalled", session.ask("fill? b3"))
 
     A session is a window with what it takes to run it. What stays is turned and not computed again; what was formed
     behind the back goes into the store. Several threads may use it, one call at a time. Where a call raises, the
-    session is as it was.
+    session is as it was. Closing it stores what is still to be formed; where nobody does, the process takes a few
+    seconds for that at its end and drops the rest.
 
     Attributes:
       runtime: what it runs on.

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ..backbone import Backbone, Tokens
+from ..background import JobQueue
 from ..canonical import conditioned, lead_digest, lead_tokens
 from ..chunk import AnyArray, Chunk, brief
 from ..compress import Rank
@@ -81,6 +81,9 @@ class Former:
     the chunk alone or behind the lead, that gives the patch; it is stamped with the front as it was served. All of it
     runs on one thread of the former's own: the caller only hands over arrays, which stay what they are when the piece
     leaves the pool. Errors are kept, never raised into a caller's answer.
+
+    A former that is not closed ends with the process: what waits is formed for a few seconds and dropped after that
+    (`JobQueue`).
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Former:
         pending: int = 8,
         on_error: Callable[[Exception], None] | None = None,
     ):
-        """Starts the thread.
+        """Starts no thread before there is something to form.
 
         Args:
           rank, method, dtype: of the patches, as `form_patch` takes them. A rank of 0 forms none, and None none until
@@ -116,14 +119,11 @@ class Former:
         self._front = None if lead is None else lead_tokens(backbone, lead)
         self.lead = None if self._front is None else lead_digest(backbone.fingerprint, self._front)
         self._on_error = on_error
-        self._waiting: queue.Queue[Formable | EncoderOutput | None] = queue.Queue(pending)
+        self._waiting = JobQueue(self._work, pending, "former")
         self._known: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
-        self._closed = False
         self.errors: collections.deque[Exception] = collections.deque(maxlen=KEPT_ERRORS)
-        self._thread = threading.Thread(target=self._work, name="former", daemon=True)
-        self._thread.start()
 
     @property
     def done(self) -> Formed:
@@ -138,7 +138,7 @@ class Former:
 
     def keep_encoder(self, content: str, output: AnyArray) -> None:
         """Has a tower's output stored, and returns at once; raises nothing."""
-        if not self._closed:
+        if not self._waiting.closed:
             self._put(EncoderOutput(content, output))
 
     def watch(self, executor: Executor) -> None:
@@ -158,7 +158,7 @@ class Former:
 
     def __call__(self, window: Window, id: str, tokens: Tokens, length: int, kv: Mapping[str, Array]) -> None:
         """Takes a prefill down, and returns at once; raises nothing."""
-        if self._closed or id not in window:
+        if self._waiting.closed or id not in window:
             return
         try:
             self._take(window, id, tokens, length, kv)
@@ -176,9 +176,7 @@ class Former:
         self._put(Formable(piece.entry, window.antecedent(id), tokens, length, dict(kv)))
 
     def _put(self, job: Formable | EncoderOutput) -> None:
-        try:
-            self._waiting.put_nowait(job)
-        except queue.Full:
+        if not self._waiting.add(job):
             self._count("dropped")
 
     def warm_up(self, tokens: Sequence[int | Tokens]) -> None:
@@ -201,14 +199,11 @@ class Former:
 
     def flush(self) -> None:
         """Waits until everything seen so far was formed and stored, or failed. What failed is among `errors`."""
-        self._waiting.join()
+        self._waiting.flush()
 
     def close(self) -> None:
         """Forms what waits, then ends the thread. Closing twice is allowed."""
-        if not self._closed:
-            self._closed = True
-            self._waiting.put(None)
-            self._thread.join()
+        self._waiting.close()
 
     def __enter__(self) -> "Former":
         return self
@@ -220,15 +215,11 @@ class Former:
         with self._lock:
             self._counts[word] += 1
 
-    def _work(self) -> None:
-        while (job := self._waiting.get()) is not None:
-            try:
-                self._form(job)
-            except Exception as error:  # whatever goes wrong is reported, and is nobody's answer
-                self._failed(error)
-            finally:
-                self._waiting.task_done()
-        self._waiting.task_done()
+    def _work(self, job: Formable | EncoderOutput) -> None:
+        try:
+            self._form(job)
+        except Exception as error:  # whatever goes wrong is reported, and is nobody's answer
+            self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         self._count("failed")

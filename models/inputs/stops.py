@@ -1,4 +1,4 @@
-"""Where answers end: the stop tokens that a checkpoint names."""
+"""Where answers end: the stop tokens that a checkpoint names, and how many tokens it gives an answer at most."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,22 @@ def read_stop_tokens(root: Path, tokenizer: Any) -> tuple[int, ...]:
     return () if number is None else (number,)
 
 
-def save_stop_tokens(root: Path, stop: Sequence[int]) -> None:
-    """Writes them as generation_config.json."""
-    text = json.dumps({"eos_token_id": list(stop)}, indent=2)
-    (root / GENERATION_FILE).write_text(text + "\n", encoding="utf-8")
+def read_answer_tokens(root: Path) -> int | None:
+    """Reads how many tokens an answer has at most: `max_new_tokens` of generation_config.json, or None.
+
+    Raises:
+      ConfigError: a file that is not JSON, or a `max_new_tokens` that is not a number of tokens.
+    """
+    found = read_table(root / GENERATION_FILE).get("max_new_tokens")
+    if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
+        raise ConfigError(f"{root}: max_new_tokens is {found!r:.80}; expected a number of tokens, 1 or more")
+    return found
+
+
+def save_generation(root: Path, stop: Sequence[int], answer_tokens: int | None) -> None:
+    """Writes generation_config.json: where answers end."""
+    table: dict[str, Any] = {"eos_token_id": list(stop)} if stop else {}
+    if answer_tokens is not None:
+        table["max_new_tokens"] = answer_tokens
+    if table:
+        (root / GENERATION_FILE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

@@ -330,6 +330,7 @@ def test_shipped_directory(name: str):
     assert training["recipe"] == dataclasses.asdict(recipe_of(name))
     assert {"jax", "numpy", "optax"} <= set(training["versions"])
     loaded = load(root)
+    assert loaded.answer_tokens == 1  # what it is trained for: it never learnt to end a longer answer
     floating = {path: str(leaf.dtype) for path, leaf in flatten_params(loaded.parameters).items()}
     assert {kind for path, kind in floating.items() if path[-1] != "correction"} == {"bfloat16"}
     meant = with_dtype(instance(recipe_of(name).backbone).config, "bfloat16")

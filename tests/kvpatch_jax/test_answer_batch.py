@@ -118,6 +118,13 @@ def test_each_chunk_is_formed_once_alone_and_once_behind_each_antecedent(done):
         assert patch.metadata.behind.exact
 
 
+def test_an_item_that_does_not_say_has_as_many_tokens_as_the_checkpoint_says(backbone, monkeypatch, tmp_path):
+    monkeypatch.setattr(backbone, "answer_tokens", 3)
+    items = [BatchItem([], [5, 6], stop=()), BatchItem([], [5, 6], stop=(), steps=2)]
+    answer_batch(backbone, None, items, out=tmp_path / "a.jsonl")
+    assert [len(line["ids"]) for line in read_answers(tmp_path / "a.jsonl")] == [3, 2]
+
+
 def test_what_has_nothing_in_front_is_answered_as_ever(backbone, items, done):
     check_answers(backbone, items[-1:], read_answers(done[2])[-1:])
 

@@ -128,6 +128,15 @@ def test_answers_end_at_stop_tokens(session):
         session.ask(QUESTION, temperature=-1)
 
 
+def test_an_answer_is_as_long_as_the_checkpoint_says_where_nobody_else_does(session, monkeypatch):
+    """`max_new_tokens` of its generation_config.json; a model that ends no answer would go on to the limit."""
+    session.add(image_of(0))
+    monkeypatch.setattr(session.backbone, "answer_tokens", 3)
+    assert len(session.ask(QUESTION, stop=()).ids) == 3
+    assert len(session.ask(QUESTION, steps=5, stop=()).ids) == 5
+    assert session.ask(QUESTION, steps=0).ids == ()
+
+
 def test_an_answer_may_be_closed_and_read_by_several(session):
     session.add(image_of(0))
     answer = session.ask(QUESTION, steps=6, stop=())

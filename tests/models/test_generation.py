@@ -18,7 +18,7 @@ from models.decoder import stacks
 from models.decoder.cached import written_into
 from models.forward import BLOCK
 from models.generation import TextPieces
-from models.inputs.stops import read_stop_tokens
+from models.inputs.stops import read_answer_tokens, read_stop_tokens, save_generation
 from tests.arrays import placed
 from tests.goldens.load_text import write_text_checkpoint
 
@@ -286,3 +286,19 @@ def test_stop_tokens_are_read_where_transformers_reads_them(tmp_path):
         write("generation_config.json", {"eos_token_id": wrong})
         with pytest.raises(ConfigError, match=r"eos_token_id is .*expected"):
             read_stop_tokens(tmp_path, tokenizer)
+
+
+def test_how_long_answers_are_is_read_and_saved(tmp_path):
+    write = lambda table: (tmp_path / "generation_config.json").write_text(json.dumps(table))
+    assert read_answer_tokens(tmp_path) is None
+    write({"eos_token_id": 3})
+    assert read_answer_tokens(tmp_path) is None
+    write({"max_new_tokens": 7})
+    assert read_answer_tokens(tmp_path) == 7
+    for wrong in ("7", 0, -1, True, 2.5):
+        write({"max_new_tokens": wrong})
+        with pytest.raises(ConfigError, match=r"max_new_tokens is .*expected a number of tokens"):
+            read_answer_tokens(tmp_path)
+    for stop, tokens in (((5, 6), 7), ((), 7), ((5,), None)):
+        save_generation(tmp_path, stop, tokens)
+        assert (read_stop_tokens(tmp_path, None), read_answer_tokens(tmp_path)) == (stop, tokens)

@@ -76,7 +76,7 @@ RENAMED = {
 @pytest.fixture
 def toy(monkeypatch):
     """The family of the document's how-to, made by running its text as a module of `models`, and registered."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", HOW_TO, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```py\n(.*?)^```$", HOW_TO, re.MULTILINE | re.DOTALL)
     (source,) = [block for block in blocks if block.startswith('"""Toy-VL')]
     module = types.ModuleType("models.families.toy_vl")
     module.__package__ = "models.families"

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ...background import start_thread
+
 
 class _QueuedWork(NamedTuple):
     make: Callable[[], Any]
@@ -69,8 +71,8 @@ class Ahead[Made]:
             self._waiting[id] = _QueuedWork(make, time.monotonic() + self.patience)
             if self._started < self.threads:
                 self._started += 1
-                # A pool of the standard library is waited for when a process ends, whatever hangs in it.
-                threading.Thread(target=self._serve, name=f"kvpatch-ahead-{self._started}", daemon=True).start()
+                # A pool of the standard library is waited for when a process ends, whatever hangs in it; this a second.
+                start_thread(self._serve, lambda _: self.close(), f"kvpatch-ahead-{self._started}", 1.0)
             self._changed.notify_all()
 
     def _serve(self) -> None:

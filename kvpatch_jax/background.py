@@ -1,0 +1,154 @@
+"""Daemon threads that are ended before the interpreter is.
+
+A daemon thread that runs JAX while the interpreter is taken down kills the process: SIGSEGV, or SIGABRT with "exception
+not rethrown". So every thread of the library that is not waited for by its caller is started by `start_thread`.
+"""
+
+import atexit
+import collections
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 5.0
+"""Seconds after the program's end for which jobs that wait are still begun."""
+RUNNING_SECONDS = 60.0
+"""Seconds after the program's end for which what runs by then is waited for."""
+
+_ends: dict[threading.Thread, tuple[Callable[[float], None], float]] = {}
+_lock = threading.Lock()
+_registered = False
+
+
+def start_thread(
+    work: Callable[[], object], end: Callable[[float], None], name: str, patience: float = RUNNING_SECONDS
+) -> threading.Thread:
+    """Starts a daemon thread that is ended when the interpreter exits.
+
+    Args:
+      work: what it runs.
+      end: called at exit with a deadline of `time.monotonic`. It returns at once, and has `work` begin nothing new
+        after the deadline.
+      name: of the thread.
+      patience: seconds for which the thread is waited for at exit; less where it may hang outside of JAX.
+
+    Raises:
+      RuntimeError: the interpreter exits, or the system has no thread left.
+    """
+    global _registered
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            with _lock:
+                _ends.pop(thread, None)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    with _lock:
+        _ends[thread] = end, patience
+        if (
+            not _registered
+        ):  # not on import: it must run before jax takes its backends down, which was registered by now
+            atexit.register(_end_threads)
+            _registered = True
+    try:
+        thread.start()
+    except BaseException:
+        with _lock:
+            del _ends[thread]
+        raise
+    return thread
+
+
+def _end_threads() -> None:
+    begun = time.monotonic()
+    # In a forked process these are the parent's threads: they do not live there, and may have held the lock.
+    living = [(thread, *how) for thread, how in _ends.copy().items() if thread.is_alive()]
+    for _, end, _ in living:
+        end(begun + EXIT_SECONDS)
+    for thread, _, patience in living:
+        thread.join(max(0.0, begun + patience - time.monotonic()))
+        if thread.is_alive():
+            logger.warning("kvpatch: thread %r still runs after %g s; expected it to end", thread.name, patience)
+
+
+class JobQueue[Job]:
+    """Bounded queue of jobs, which one daemon thread runs in order.
+
+    When the interpreter exits, jobs that wait are run for `EXIT_SECONDS` and dropped after that. The one that runs is
+    waited for.
+    """
+
+    def __init__(self, run: Callable[[Job], None], pending: int, name: str):
+        """Starts no thread before the first job.
+
+        Args:
+          run: called with each job; raises nothing.
+          pending: jobs that may wait.
+          name: of the thread.
+        """
+        self._run, self._pending, self._name = run, pending, name
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._thread: threading.Thread | None = None
+        self._running, self._deadline = False, math.inf
+        self._changed = threading.Condition()
+        self.closed = False
+
+    def add(self, job: Job) -> bool:
+        """Queues a job; returns False where the queue is full or closed.
+
+        Raises:
+          RuntimeError: as `start_thread`.
+        """
+        with self._changed:
+            if self.closed or len(self._jobs) >= self._pending:
+                return False
+            if self._thread is None:
+                self._thread = start_thread(self._work, self._end, self._name)
+            self._jobs.append(job)
+            self._changed.notify_all()
+        return True
+
+    def flush(self) -> None:
+        """Waits until every job was run."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs and not self._running)
+
+    def close(self) -> None:
+        """Runs what waits, then ends the thread. Closing twice is allowed."""
+        self._end(math.inf)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _end(self, deadline: float) -> None:
+        with self._changed:
+            self.closed, self._deadline = True, min(self._deadline, deadline)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Runs the next job; returns False where none is to come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self.closed)
+            if time.monotonic() >= self._deadline:
+                self._jobs.clear()
+                self._changed.notify_all()
+            if not self._jobs:
+                return False
+            job, self._running = self._jobs.popleft(), True
+        try:
+            self._run(job)
+        finally:
+            del job  # the arrays that it holds are freed before the next one comes
+            with self._changed:
+                self._running = False
+                self._changed.notify_all()
+        return True
