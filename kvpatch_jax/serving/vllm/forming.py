@@ -92,6 +92,13 @@ class ChunkFormer:
             if self._closed or len(self._waiting) >= self.settings.pending:
                 self.counts["dropped"] += 1
                 return
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="chunk-former", daemon=True)
+                thread.start()
+                self._thread = thread
+                # A thread that runs programs while the interpreter ends may take the process with it.
+                atexit.register(self._stop)
+
         chunks = []
         for task in tasks:
             nbytes = token_bytes * (task.segment.end - task.segment.begin)
@@ -108,17 +115,9 @@ class ChunkFormer:
                 self.held_bytes += nbytes
             chunks.append((task, kv, nbytes))
         if chunks:
-            self._start(chunks)
-
-    def _start(self, chunks: list[tuple[FormingTask, ChunkKV, int]]) -> None:
-        with self._changed:
-            self._waiting.append(chunks)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="chunk-former", daemon=True)
-                self._thread.start()
-                # A thread that runs programs while the interpreter ends may take the process with it.
-                atexit.register(self._stop)
-            self._changed.notify_all()
+            with self._changed:
+                self._waiting.append(chunks)
+                self._changed.notify_all()
 
     def flush(self) -> None:
         """Waits until all that was added is stored, or was counted as failed."""
