@@ -238,6 +238,21 @@ def test_an_id_that_is_used_again_gets_what_is_new(reading):
     assert reading.take("own") == "new"
 
 
+def test_a_thread_that_cannot_be_started_costs_one_request(reading, monkeypatch):
+    def refuses(**_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead.threading, "Thread", refuses)
+        with pytest.raises(RuntimeError, match="new thread"):
+            reading.add("first", lambda: "first")
+    reading.let_go("first")
+    reading.add("second", lambda: "second")
+    while not reading.ready(1.0):
+        pass
+    assert reading.take("second") == "second"
+
+
 def test_what_waits_when_it_is_closed_is_not_begun():
     before = set(threading.enumerate())
     reading, hang, first, begun = Ahead(1, 8, 60.0), threading.Event(), threading.Event(), []

@@ -70,9 +70,9 @@ class Ahead[Made]:
         with self._changed:
             self._waiting[id] = _QueuedWork(make, time.monotonic() + self.patience)
             if self._started < self.threads:
-                self._started += 1
                 # A pool of the standard library is waited for when a process ends, whatever hangs in it; this a second.
                 start_thread(self._serve, lambda _: self.close(), f"kvpatch-ahead-{self._started}", 1.0)
+                self._started += 1  # where a thread could not be started, the next request tries again
             self._changed.notify_all()
 
     def _serve(self) -> None:

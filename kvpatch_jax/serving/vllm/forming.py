@@ -1,6 +1,5 @@
 """Chunks and patches formed of what an engine's prefills left, on a thread of their own."""
 
-import atexit
 import collections
 import logging
 import threading
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from ...background import start_thread
 from ...chunk import Chunk
 from ...errors import InputError
 from ...frames import EngineKV
@@ -92,6 +92,9 @@ class ChunkFormer:
             if self._closed or len(self._waiting) >= self.settings.pending:
                 self.counts["dropped"] += 1
                 return
+            if self._thread is None:
+                self._thread = start_thread(self._work, self._exit, "chunk-former", self.settings.patience)
+
         chunks = []
         for task in tasks:
             nbytes = token_bytes * (task.segment.end - task.segment.begin)
@@ -108,17 +111,9 @@ class ChunkFormer:
                 self.held_bytes += nbytes
             chunks.append((task, kv, nbytes))
         if chunks:
-            self._start(chunks)
-
-    def _start(self, chunks: list[tuple[FormingTask, ChunkKV, int]]) -> None:
-        with self._changed:
-            self._waiting.append(chunks)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="chunk-former", daemon=True)
-                self._thread.start()
-                # A thread that runs programs while the interpreter ends may take the process with it.
-                atexit.register(self._stop)
-            self._changed.notify_all()
+            with self._changed:
+                self._waiting.append(chunks)
+                self._changed.notify_all()
 
     def flush(self) -> None:
         """Waits until all that was added is stored, or was counted as failed."""
@@ -141,14 +136,14 @@ class ChunkFormer:
             self._end()
         if self._thread is not None:
             self._thread.join(patience if finished else 0)
-            atexit.unregister(self._stop)
         return finished
 
-    def _stop(self) -> None:
-        """Ends the thread behind the chunk that it is at."""
+    def _exit(self, _: float) -> None:
+        """Ends the thread after the chunk that it is at: the process exits, and the engine closed no connector."""
         with self._changed:
+            self._closed = True
             self._end()
-        self.close(self.settings.patience)
+            self._changed.notify_all()
 
     def _end(self) -> None:
         """Drops what waits. Called with the lock."""
