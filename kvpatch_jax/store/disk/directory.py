@@ -12,7 +12,6 @@ from ..io.files import Identity, folder, identity, locked, open_regular, typed, 
 
 _DEPTH = 4
 """Folders above an object: obj/tenant/backbone/xx."""
-_DELETION_BYTES = 16
 
 
 class DirectoryEntry(NamedTuple):
@@ -143,32 +142,34 @@ class NameState(NamedTuple):
     """What may tell, later, that a name was written or that anything of its root was deleted.
 
     Attributes:
-      deletion: which deletion was the root's latest.
+      deletions: of the root so far.
       file: what the name has, as its writer knows it (`io.files.written`); None: nothing.
     """
 
-    deletion: bytes
+    deletions: int
     file: Identity | None
 
     def allows(self, now: "NameState") -> bool:
         """Whether nothing was written or deleted since. What only went, damaged or evicted, may come again."""
-        return now.deletion == self.deletion and now.file in (self.file, None)
+        return now.deletions == self.deletions and now.file in (self.file, None)
 
 
 def name_state(root: str, path: str) -> NameState:
     """Returns the state of an object's name."""
-    deletion, file = b"", None
-    with contextlib.suppress(OSError), open_regular(root, "names.lock") as fd:
-        deletion = os.pread(fd, _DELETION_BYTES, 0)
+    deletions, file = 0, None
+    with contextlib.suppress(OSError):
+        deletions = os.lstat(f"{root}/names.lock").st_size
     with contextlib.suppress(OSError):
         file = written(os.lstat(f"{root}/{path}"))
-    return NameState(deletion, file)
+    return NameState(deletions, file)
 
 
 def note_deletion(lock: int) -> None:
-    """Writes into names.lock, which is held alone, that something is being deleted: what was read before comes too late
-    to be written. A number drawn at random, so that none of a removed lock file comes again."""
-    os.pwrite(lock, os.urandom(_DELETION_BYTES), 0)
+    """Counts a deletion, so that what was read before comes too late to be written.
+
+    The length of names.lock, which is held alone, is the count: a hole, for which a full disk has room.
+    """
+    os.ftruncate(lock, os.fstat(lock).st_size + 1)
 
 
 def same_file(file: Identity) -> Still:

@@ -67,7 +67,9 @@ class Writer:
         self._newest: dict[str, _Job] = {}  # by path, until it is durable or failed
         self._bytes = self._busy = 0
         self._batch: list[_Job] = []
-        self._outcomes: collections.deque[tuple[_Job, BaseException | None]] = collections.deque()  # to be told
+        self._outcomes: collections.deque[tuple[_Job, BaseException | None]] = (
+            collections.deque()
+        )  # whose futures are not set yet
         self._errors: list[BaseException] = []
         self._closed = self._ended = False
         self._changed = threading.Condition()
@@ -103,8 +105,8 @@ class Writer:
             self._newest[name.path] = job
             self._bytes += nbytes
             if not self._threads:
-                for name_, run in (("kvpatch-writer", self._run), ("kvpatch-acknowledge", self._acknowledge)):
-                    self._threads.append(threading.Thread(target=run, name=name_, daemon=True))
+                for run, word in ((self._run, "writer"), (self._acknowledge, "acknowledge")):
+                    self._threads.append(threading.Thread(target=run, name=f"kvpatch-{word}", daemon=True))
                     self._threads[-1].start()
                 atexit.register(self.close)  # what was queued is written before the interpreter ends
             self._changed.notify_all()
@@ -146,8 +148,8 @@ class Writer:
             are in its notes.
         """
         with self._changed:
-            told = self._acknowledges()
-            self._changed.wait_for(lambda: not (self._jobs or self._busy) and (told or not self._outcomes))
+            in_callback = threading.current_thread() in self._threads
+            self._changed.wait_for(lambda: not (self._jobs or self._busy) and (in_callback or not self._outcomes))
             errors, self._errors = self._errors, []
         if errors:
             for other in errors[1:]:
@@ -165,10 +167,6 @@ class Writer:
         if self._threads:
             atexit.unregister(self.close)
         self.flush()
-
-    def _acknowledges(self) -> bool:
-        """Whether the caller is a callback of a future."""
-        return threading.current_thread() in self._threads
 
     def _run(self) -> None:
         while batch := self._next():

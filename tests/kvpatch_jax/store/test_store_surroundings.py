@@ -1,5 +1,6 @@
 """What surrounds a store: forks, other processes' deletions, permissions, folders that somebody removed, odd texts."""
 
+import functools
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from kvpatch_jax.store import (
 from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.format import encryption
 from kvpatch_jax.store.snapshots.arrays import export_arrays, load_arrays, save_arrays
+from kvpatch_jax.store.tenants import delete_tenant
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
@@ -78,11 +80,12 @@ def test_nothing_is_put_beside_what_another_key_has_put_since(tmp_path: Path, ke
 
 
 def test_a_deletion_between_the_check_and_the_put_leaves_a_key_check(tmp_path: Path, monkeypatch):
-    """The one moment at which only the lock helps."""
-    with ChunkStore(tmp_path, key=KEY) as mine, ChunkStore(tmp_path, key=KEY) as another:
+    """The one moment at which only the lock helps; another process deletes, which does not know our order."""
+    with ChunkStore(tmp_path, key=KEY) as mine:
         mine.put(chunk_of())
         make_room = mine.tenant_disk.make_room
-        monkeypatch.setattr(mine.tenant_disk, "make_room", lambda size: another.delete_tenant() and make_room(size))
+        delete = functools.partial(delete_tenant, mine.disk, mine.names)
+        monkeypatch.setattr(mine.tenant_disk, "make_room", lambda size: delete() and make_room(size))
         mine.put(chunk_of())
         assert (tmp_path / mine.names.space / "KEY").exists()
         assert same_chunk(mine.get("B", BACKBONE), chunk_of())

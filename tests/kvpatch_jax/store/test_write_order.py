@@ -216,11 +216,19 @@ READS: dict[str, Callable[[ChunkStore], Any]] = {
     "get": lambda store: store.get("c", BACKBONE),
     "stream": lambda store: store.stream("c", BACKBONE).chunk(lambda *_: None),  # pyright: ignore
 }
+
+
+def put_and_evict(store: ChunkStore) -> None:
+    store.put(NEW)
+    assert store.disk.delete(name_of(store, NEW).path)
+
+
 CHANGES: dict[str, tuple[Callable[[ChunkStore], Any], kvp.Chunk | None]] = {
     "delete": (lambda store: store.delete("c", BACKBONE), None),
     "delete_tenant": (lambda store: store.delete_tenant(), None),
     "put": (lambda store: store.put(NEW), NEW),
     "put_async": (lambda store: store.put_async(NEW).result(PATIENCE), NEW),
+    "put, and evicted": (put_and_evict, NEW),
 }
 
 
