@@ -476,10 +476,7 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"unexpected argument {arguments[1]!r}; see --help")
     quiet_backends()
     suite = asked_suites(_SUITE.value)
-    small: dict[str, Any] = {}
-    if _QUICK.value:
-        small = {"contexts": 32, "window_contexts": 32, "batch": 32, "window": QUICK}
-
+    small: Any = {"contexts": 32, "window_contexts": 32, "batch": 32, "window": QUICK} if _QUICK.value else {}
     use_compilation_cache()
     if suite == (PRETRAINED,):
         from .pretrained import suite as pretrained

@@ -258,7 +258,8 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
       InputError: no prompts. ShapeError: prompts of different widths or numbers of axes.
     """
     if not isinstance(prompts, list | tuple) or not prompts:
-        raise InputError(f"pad_rows: prompts {prompts!r:.80}; expected a list of Tokens, at least one")
+        found = "no prompts" if isinstance(prompts, list | tuple) else f"prompts {prompts!r:.80}"
+        raise InputError(f"pad_rows: {found}; expected at least one, in a list of Tokens")
     for prompt in prompts:
         check_tokens(prompt, "pad_rows")
         width, axes = prompts[0].embeddings.shape[2:], np.shape(prompts[0].positions)[2:]

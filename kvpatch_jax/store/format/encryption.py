@@ -122,7 +122,7 @@ class AesGcm:
     def __init__(self, key: bytes, tenant: str, buffers: Buffers):
         if not isinstance(key, bytes) or len(key) < KEY_BYTES:
             found = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            raise InputError(f"store: a key of {found}; expected bytes, {KEY_BYTES} or more")
+            raise InputError(f"store: a key of {found}; expected {KEY_BYTES} bytes or more")
         try:
             import cryptography  # noqa: F401
         except ImportError as error:

@@ -206,7 +206,7 @@ def test_a_library_without_a_quota_says_what_to_give(tmp_path: Path):
     with ChunkStore(tmp_path) as store:
         with pytest.raises(InputError, match=r"no quota.*expected quota=BYTES, or a store with that budget"):
             StaticLibrary(store)
-        with pytest.raises(InputError, match="quota 0"):
+        with pytest.raises(InputError, match="quota: got 0"):
             StaticLibrary(store, quota=0)
 
 
