@@ -51,6 +51,8 @@ class SharedStats:
 class Sessions:
     """Many sessions in one process: they share one pool, one store, and what is compiled.
 
+    With a backbone of `models.load`, a `ChunkStore` and an image:
+
         with kvp.Sessions(backbone, store, pages=4096) as sessions:
             session = sessions.open(keep=4)      # on any thread, as many as there are
             session.add(screenshot)
