@@ -41,7 +41,7 @@ class Ahead[Made]:
     for a request fills memory until it is placed. A request whose work has not ended within the patience, from when the
     request came, is given up: also where the work could not begin, for others were held and not placed. Work that is
     given up goes on until it ends, and has its thread until then; while no thread is left, everything is given up at
-    once. Threads do not keep a process from ending.
+    once. Threads keep a process from ending for a second at most.
     """
 
     def __init__(self, threads: int, most: int, patience: float):
