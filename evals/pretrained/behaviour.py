@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvpatch_jax.chunk import AnyArray
+from kvpatch_jax.content import Text
 
 from .arms import Arms
 from .passages import Passages, placed
@@ -96,7 +97,7 @@ def _copy(plan: SuitePlan, document: Document) -> Item:
 
 
 def _asked(backbone: Any, plan: SuitePlan, question: Question, document: Document) -> Item:
-    tokens = lambda text: np.asarray(backbone.prepare([text])["input_ids"])[0].astype(np.int32)
+    tokens = lambda text: np.asarray(backbone.prepare([Text(text)])["input_ids"])[0].astype(np.int32)
     asked = tokens(question.asked)
     behind = np.concatenate([asked, tokens(question.answer)])
     choices = tuple(int(tokens(word)[0]) for word in (question.answer, *question.others)) if question.others else ()

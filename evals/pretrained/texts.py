@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from kvpatch_jax.content import Text
 from kvpatch_jax.errors import InputError
 
 from ..bench.window_texts import documentation
@@ -63,7 +64,7 @@ def documents(backbone: Any, domain: str, count: int, tokens: int, most: int) ->
     for name, text in SOURCES[domain]():
         if len(text) < 2 * tokens:  # fewer than two characters a token is rare, and none of these texts
             continue
-        ids = np.asarray(backbone.prepare([text[: 12 * most]])["input_ids"])[0][:most].astype(np.int32)
+        ids = np.asarray(backbone.prepare([Text(text[: 12 * most])])["input_ids"])[0][:most].astype(np.int32)
         if len(ids) >= tokens:
             found.append(Document(name, domain, ids))
         if len(found) == count:

@@ -179,6 +179,7 @@ def test_a_control_is_no_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return table(path.name, 0.0)
 
     monkeypatch.setattr(suite, "measure_all", measured)
+    monkeypatch.setattr(suite, "check_language", lambda *_: None)
     found = suite.run("all", 1, tmp_path / "out", suite=dataclasses.replace(suite.SHEETS_SUITE, folder=tmp_path))
     assert seen == {"a": False, "a_seed1": False, "a_no_window": True}
     assert found["config"]["seeds"] == ["a", "a_seed1"]

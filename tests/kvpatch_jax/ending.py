@@ -36,7 +36,7 @@ kept = []
 def forming() -> None:
     """A session that is not closed, whose former compiles what the second chunk's patch takes."""
     store = kvp.ChunkStore(tempfile.mkdtemp())
-    session = kvp.Session(tiny("gqa", buckets=None), store)
+    session = kvp.Session(tiny("gqa", buckets=None), store, rank=4)  # else it forms no patch without a certificate
     looked, get = threading.Semaphore(0), store.get
 
     def looking(*names: Any, **options: Any) -> Any:
