@@ -11,7 +11,6 @@ from . import greeting as greeting  # isort: split
 from . import extra as extra  # isort: split
 
 import dataclasses
-import functools
 import json
 import shlex
 import sys
@@ -32,11 +31,11 @@ from . import probes, small_task
 from .command_line import errors_as_one_line
 from .compilation import use_compilation_cache
 from .console import Progress, in_words, quiet_backends
+from .pictured_context import read_example
 from .probes.results_table import ResultsTable
 from .probes.window import FULL, QUICK, Parts, WindowSizes, measure_window, work_of
 from .report import side_by_side
 from .report.drawing import draw_all
-from .report.example import answer_in_words, example_figure, marks_of, question_in_words, swatches
 from .report.page import write_report
 from .report.summary import print_summary
 from .report.table import write_table
@@ -341,49 +340,6 @@ def training_of(name: str) -> dict[str, Any]:
     """Reads how a shipped instance was trained, as disclosed beside it ({} for other checkpoints)."""
     path = shipped(name) / "training.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def read_example(backbone: ModelBackbone, folder: Path, seed: int, batch: int, patch: str) -> Callable[[], Path]:
-    """Reads one held-out context: its images, a few questions, what re-prefill, blind reuse and a patch answer.
-
-    `patch`: the arm that the first table shows ("patch.rank=4").
-
-    Returns what draws the figure of it. The context is read `batch` times over, and asked as often as in the main
-    comparison: by programs that are there already.
-    """
-    rng = np.random.default_rng([seed, 77])
-    contexts = small_task.sample_contexts(rng, 1)
-    questions = small_task.ask(contexts, rng, {"page": 1, "legend": 1, "chain": 3, "aggregate": 2})
-    scene = scenes.load_scene(backbone, _repeated(contexts, batch), folder / "images")
-    asked = _repeated(questions, batch)
-    columns = np.arange(sum(QUESTIONS.values())) % questions.answer.shape[1]
-    asked = small_task.Questions(*(value[:, columns] for value in vars(asked).values()))
-    reuse = probes.PageReuse(scene)
-    caches = {
-        "re-prefill": reuse.engine,
-        "blind reuse": reuse.cache(),
-        patch: reuse.cache(reuse.patch(rank=int(patch.rpartition("=")[2]))),
-    }
-
-    said = {}
-    for arm, cache in caches.items():
-        answers = scenes.read(scene, cache, asked, sees_legends=True)
-        tokens = answers.predicted[0, : questions.answer.shape[1]]
-        said[arm] = [answer_in_words(token) for token in tokens.tolist()]
-    texts = []
-    for kind, ask, argument in zip(questions.kind[0], questions.ask[0], questions.argument[0], strict=True):
-        texts.append(f"{len(texts) + 1}  {question_in_words(int(kind), int(ask), int(argument))}")
-    correct = [answer_in_words(token) for token in questions.answer[0].tolist()]
-    legends, pages = small_task.render(contexts)
-    path = folder / "figures" / "example.png"
-    marks, colours = marks_of(contexts, questions), swatches()
-    shown = list(legends[0]), pages[0]
-    return functools.partial(example_figure, *shown, texts, said, path, correct, marks, colours)
-
-
-def _repeated[T: (small_task.Contexts, small_task.Questions)](one: T, times: int) -> T:
-    """Contexts or questions of one context as a batch of the same."""
-    return dataclasses.replace(one, **{name: np.repeat(value, times, axis=0) for name, value in vars(one).items()})
 
 
 def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:

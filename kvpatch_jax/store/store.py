@@ -4,14 +4,16 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
+from typing import get_args
 
 import numpy as np
 
 from ..basis import Basis, check_in_basis
 from ..chunk import AnyArray, Chunk
 from ..errors import InputError, StoreReadOnlyError
+from ..kinds import all_of, expect_kind
 from ..layout import KVLayout
 from ..patch_metadata import Patch, PatchMetadata, check_is_chunk
 from ..replacing import path_of
@@ -80,7 +82,11 @@ class ChunkStore:
         clock: Callable[[], float] = time.time,
     ):
         self._ttl = checked_ttl(ttl, "store")
-        _check_kinds(policy, remote, wipe, clock)
+        if policy not in get_args(Policy):
+            raise InputError(f"store: policy {policy!r:.80}; expected one of {get_args(Policy)}")
+        expect_kind(remote, (Remote, NoneType), "store: remote", "a KeyValueStore, or None")
+        expect_kind(wipe, (bool, NoneType), "store: wipe", "True, False or None")
+        expect_kind(clock, Callable, "store: clock", "a function that returns seconds since the epoch")
         room, budgets = size_of(queue, "store: queue"), budget_of(budget, "store: budget")
         path = path_of(root, "store: root", InputError, "a directory's name")
         self.tenant_disk = TenantDisk(path, tenant, budget=budgets, secret=secret, key=key, wipe=wipe, clock=clock)
@@ -125,7 +131,7 @@ class ChunkStore:
         """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            jobs = [job for chunk in _all_of(Chunk, chunks) for job in self._jobs_of(chunk, encoding, ttl)]
+            jobs = [job for chunk in all_of(Chunk, chunks) for job in self._jobs_of(chunk, encoding, ttl)]
             self._put([(name, make()) for name, make, _ in jobs])
 
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
@@ -256,14 +262,14 @@ class ChunkStore:
         """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            each, expires = _all_of(Patch, patches), self._expiry(ttl)
+            each, expires = all_of(Patch, patches), self._expiry(ttl)
             bases = self._bases_to_keep(each, expires)
             self._put([*bases, *((self.names.patch(patch), patch_blob(patch, expires)) for patch in each)])
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """Queues a patch, as `put_async` does a chunk; patches queued close together are committed together."""
         self.tenant_disk.expect_open()
-        (patch,), began, expires = _all_of(Patch, [patch]), time.perf_counter(), self._expiry(ttl)
+        (patch,), began, expires = all_of(Patch, [patch]), time.perf_counter(), self._expiry(ttl)
         bases = self._bases_to_keep([patch], expires)
         acks = [self._writer.add(name, lambda blob=blob: blob, blob.nbytes) for name, blob in bases]
         make = functools.partial(patch_blob, patch, expires)
@@ -491,32 +497,3 @@ class ChunkStore:
             if self._remote is not None:
                 with self.counters.timed("commit", "remote"):
                     self._remote.put(items)
-
-
-def _check_kinds(policy: Any, remote: Any, wipe: Any, clock: Any) -> None:
-    """Raises InputError where an argument of `ChunkStore` is of another kind than expected."""
-    fits = {
-        "policy": (policy, policy in get_args(Policy), f"one of {get_args(Policy)}"),
-        "remote": (remote, remote is None or isinstance(remote, Remote), "a KeyValueStore, or None"),
-        "wipe": (wipe, wipe is None or isinstance(wipe, bool), "True, False or None"),
-        "clock": (clock, callable(clock), "a function that returns seconds since the epoch"),
-    }
-    for name, (given, fit, expected) in fits.items():
-        if not fit:
-            raise InputError(f"store: {name} {given!r:.80}; expected {expected}")
-
-
-def _all_of[T](kind: type[T], values: Iterable[T]) -> list[T]:
-    """Lists values, refusing a single one in place of a sequence, and any of another kind.
-
-    Raises:
-      InputError: either.
-    """
-    word = kind.__name__
-    if isinstance(values, kind) or not isinstance(values, Iterable):
-        raise InputError(f"store: a {type(values).__name__}; expected a sequence, each a {word}")
-    found = list(values)
-    for value in found:
-        if not isinstance(value, kind):
-            raise InputError(f"store: a {type(value).__name__}; expected a {word}")
-    return found

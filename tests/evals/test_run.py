@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from absl import app
 
-from evals import probes, run, small_task
+from evals import pictured_context, probes, run, small_task
 from evals.probes.results_table import ResultsTable
 from evals.report import coverage, side_by_side
 from evals.report.drawing import draw_all
@@ -317,7 +317,7 @@ def test_report_and_figures_are_written(job: Job, backbone: ModelBackbone):
     """report.html holds every figure inline and nothing from outside; no NaN is shown. (Of made-up rows: reports.)"""
     results = {**job.written, "rows": job.rows}
     figures = [
-        run.read_example(backbone, job.folder, CONFIG.seed, CONFIG.batch, "patch.rank=4")(),
+        pictured_context.read_example(backbone, job.folder, CONFIG.seed, CONFIG.batch, "patch.rank=4")(),
         *draw_all(results, job.folder / "figures"),
     ]
     write_report(results, figures, job.folder / "report.html", run.NOTES)

@@ -71,7 +71,7 @@ class Ahead[Made]:
             self._waiting[id] = _QueuedWork(make, time.monotonic() + self.patience)
             if self._started < self.threads:
                 # A pool of the standard library is waited for when a process ends, whatever hangs in it; this a second.
-                start_thread(self._serve, lambda _: self.close(), f"kvpatch-ahead-{self._started}", 1.0)
+                start_thread(self._serve, lambda _: self.close(), f"kvpatch-ahead-{self._started + 1}", 1.0)
                 self._started += 1  # where a thread could not be started, the next request tries again
             self._changed.notify_all()
 

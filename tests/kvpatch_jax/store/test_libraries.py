@@ -1,6 +1,7 @@
 """Libraries: what is put comes back, quotas, expiry, deletion; versions while they are read; other processes."""
 
 import io
+import itertools
 import subprocess
 import threading
 from pathlib import Path
@@ -333,10 +334,12 @@ class Refreshing(RuleBasedStateMachine):
     """Any order of publishing, withdrawing, opening, closing: readers see what a dictionary of versions says."""
 
     root: Path
+    numbers = itertools.count()
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = ChunkStore(self.root, tenant=f"t{id(self)}", budget=Budget(host=0))
+        # A number is never given again; the id of a machine that is gone is, and its tenant's versions are still there.
+        self.store = ChunkStore(self.root, tenant=f"t{next(self.numbers)}", budget=Budget(host=0))
         self.libraries = [DynamicLibrary(self.store), DynamicLibrary(self.store)]
         self.newest: dict[str, tuple[int, str | None]] = {}
         self.held: list[tuple] = []
