@@ -64,7 +64,6 @@ class Plan:
       kl, flips: bounds of an answer behind the whole window against what it promises; None where nothing bounds them.
       seconds: that the edits are predicted to take on `devices`. bytes, flops: of the edits, exact.
       devices: what seconds were predicted with. certificate: digest of the one that bounds are from, or None.
-      beyond: in what the window is beyond all that the certificate was measured on, so that it bounds nothing; or None.
     """
 
     before: Window
@@ -89,7 +88,7 @@ class Plan:
 
     @property
     def beyond(self) -> str | None:
-        """See the attributes."""
+        """In what the window is beyond all that the certificate was measured on, so that it bounds nothing; or None."""
         return self._bounds.beyond
 
     @property
