@@ -55,7 +55,7 @@ class PatchMismatchError(KVPatchError):
 
 
 class WeightsError(KVPatchError):
-    """Missing, mis-shaped or unknown weights of a backbone."""
+    """Missing, mis-shaped or unknown weights of a backbone; or others than a store's chunks were made by."""
 
 
 class ImageError(KVPatchError):

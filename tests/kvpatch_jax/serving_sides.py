@@ -74,12 +74,12 @@ def true_kv(tokens):
 
 
 @contextlib.contextmanager
-def sides_of(folder, dtype=np.float32, **options):
+def sides_of(folder, dtype=np.float32, weights=None, **options):
     options = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "uncertified": True, **options}
     settings = Settings(**options)
-    pool, worker = Pool(dtype), WorkerSide(settings, LAYOUT, PAGE)
+    pool, worker = Pool(dtype), WorkerSide(settings, LAYOUT, PAGE, weights)
     worker.register(pool)
-    scheduler = SchedulerSide(settings, PAGE, CacheFormat(LAYOUT, np.dtype(dtype)))
+    scheduler = SchedulerSide(settings, PAGE, CacheFormat(LAYOUT, np.dtype(dtype)), weights=weights)
     yield SimpleNamespace(scheduler=scheduler, worker=worker, pool=pool)
     scheduler.close()
     worker.close()

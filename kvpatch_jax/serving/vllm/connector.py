@@ -24,6 +24,7 @@ from .messages import Orders
 from .parallel import check_parallel
 from .scheduling import SchedulerSide
 from .settings import Settings
+from .weights import weights_digest
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +58,15 @@ class KVPatchConnector(KVConnectorBase_V1):
         self.failures: collections.Counter[str] = collections.Counter()
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
-        model = vllm_config.model_config
+        model, weights = vllm_config.model_config, weights_digest(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             path = settings.certificate
             certificate = None if path is None else Certificate.read(path, backbone=settings.backbone)
             cache = CacheFormat.of(model, kv_cache_config)
-            self.scheduler_side = SchedulerSide(settings, page_size, cache, certificate)
+            self.scheduler_side = SchedulerSide(settings, page_size, cache, certificate, weights)
         else:
             layout = layout_of(model.hf_text_config.to_dict(), model.architectures)
-            self.worker_side = WorkerSide(settings, layout, page_size)
+            self.worker_side = WorkerSide(settings, layout, page_size, weights)
 
     def _guarded[Result](self, hook: str, work: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
         """Does a hook's work; whatever that raises is counted, logged once of its kind, and answered `otherwise`."""

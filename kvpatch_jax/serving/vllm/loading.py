@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 class WorkerSide:
     """Carries out orders on one runner's pool. Whatever fails is told by its blocks, and left to the engine."""
 
-    def __init__(self, settings: Settings, layout: KVLayout, page_size: int):
+    def __init__(self, settings: Settings, layout: KVLayout, page_size: int, weights: str | None = None):
         """Waits for `register`.
 
         Args:
-          layout: what the model caches. page_size: tokens of the scheduler's blocks.
+          layout: what the model caches. page_size: tokens of the scheduler's blocks. weights: as `Stores`.
         """
         self.settings, self.layout, self.page_size = settings, layout, page_size
-        self.stores = Stores(settings)
+        self.stores = Stores(settings, weights)
         self.former = ChunkFormer(settings, layout, self.stores)
         self.counts: collections.Counter[str] = collections.Counter()
         self._functions = page_functions(layout)

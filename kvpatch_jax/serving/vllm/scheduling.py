@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from typing import Any, NamedTuple
 
-from ...errors import InputError, KVPatchError
+from ...errors import InputError, KVPatchError, WeightsError
 from ...plan.certificate import Certificate
 from .ahead import Ahead
 from .layouts import CacheFormat
@@ -105,16 +105,24 @@ class Tracked:
 class SchedulerSide:
     """Plans requests, and keeps what was planned until they are finished."""
 
-    def __init__(self, settings: Settings, page_size: int, cache: CacheFormat, certificate: Certificate | None = None):
+    def __init__(
+        self,
+        settings: Settings,
+        page_size: int,
+        cache: CacheFormat,
+        certificate: Certificate | None = None,
+        weights: str | None = None,
+    ):
         """Knows no request yet.
 
         Args:
           page_size: tokens of the scheduler's blocks.
           cache: of the engine; what is stored in another one counts as not stored.
           certificate: of the settings' backbone.
+          weights: digest of the engine's, as `Stores`; of a tenant whose store has chunks of others, none are stored.
         """
         self.settings, self.page_size, self.cache, self.certificate = settings, page_size, cache, certificate
-        self.stores = Stores(settings)
+        self.stores = Stores(settings, weights)
         self.counts: collections.Counter[str] = collections.Counter()
         self._tracked: dict[str, Tracked] = {}
         self._ahead: Ahead[Planned] = Ahead(settings.readers, settings.ahead, settings.patience)
@@ -158,6 +166,11 @@ class SchedulerSide:
 
     def _planned(self, tracked: Tracked) -> Planned:
         """Plans, and reads what the plan places: on a thread of its own."""
+        try:
+            self.stores.of(tracked.asked.tenant)
+        except WeightsError as error:
+            self._note_unfit(error)
+            return Planned(RequestPlan(why="its chunks are of other weights"), salt=tracked.own_salt)
         if tracked.request.skip_reading_prefix_cache:
             plan = RequestPlan(why="the request reads no cache")
             return Planned(plan, (), self._wanted(tracked), tracked.own_salt)
@@ -166,11 +179,15 @@ class SchedulerSide:
         looked = Looked(self.stores, tenant, self.cache, placeable)
         plan = plan_request(tracked.segments, looked, self.settings, tracked.asked, self.certificate)
         for error in looked.unfit:
-            self.counts[f"unfit: {type(error).__name__}"] += 1
-            if self.counts[f"unfit: {type(error).__name__}"] == 1:
-                logger.warning("kvpatch: what the store has under this engine's name counts as not stored: %s", error)
+            self._note_unfit(error)
         salt = plan.salt(self.settings, tracked.asked, tracked.own_salt)
         return Planned(plan, looked.held(plan.steps), self._wanted(tracked) if plan.exact else (), salt)
+
+    def _note_unfit(self, error: KVPatchError) -> None:
+        kind = f"unfit: {type(error).__name__}"
+        self.counts[kind] += 1
+        if self.counts[kind] == 1:
+            logger.warning("kvpatch: what the store has under this engine's name counts as not stored: %s", error)
 
     def _wanted(self, tracked: Tracked) -> tuple[int, ...]:
         """Places of chunks to be formed: a canonical of the first, patches of others whose canonical is stored."""

@@ -20,7 +20,9 @@ class Settings:
     Attributes:
       store: the root of a `ChunkStore`, which engines may share.
       backbone: the name under which chunks are kept and a certificate speaks: the fingerprint of the weights in their
-        dtype. Two engines that give one name must have the same weights.
+        dtype. The first engine that opens a tenant's store says there which weights the name is for; an engine of
+        others has nothing of that store and adds nothing. Where weights do not come from safetensors files this cannot
+        be told, and two engines that give one name must have the same.
       certificate: path of the certificate; without one nothing approximate is served.
       rank: of the patches that are formed from traffic.
       save: whether chunks and patches are formed from what is prefilled.

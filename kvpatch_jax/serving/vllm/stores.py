@@ -18,6 +18,7 @@ from .messages import Piece
 from .planning import Step, StockedPatch
 from .segments import Segment
 from .settings import Settings
+from .weights import expect_weights
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,22 @@ MOST_TENANTS = 64
 class Stores:
     """One tenant's store for each name. Any number of threads may ask."""
 
-    def __init__(self, settings: Settings):
-        """Opens nothing yet."""
-        self.settings = settings
+    def __init__(self, settings: Settings, weights: str | None = None):
+        """Opens nothing yet.
+
+        Args:
+          weights: digest of the engine's; a store of others is not to be used. None: the settings' name vouches alone.
+        """
+        self.settings, self.weights = settings, weights
         self._open: collections.OrderedDict[str, ChunkStore] = collections.OrderedDict()
         self._lock, self._closed = threading.Lock(), False
 
     def of(self, tenant: str) -> ChunkStore:
-        """The store of a tenant. Raises as `ChunkStore`; StoreClosedError after `close`."""
+        """The store of a tenant, whose chunks under the settings' name are of the engine's weights.
+
+        Raises:
+          WeightsError: they are of others. StoreClosedError: after `close`. As `ChunkStore`.
+        """
         with self._lock:
             self._expect_open()
             found = self._open.get(tenant)
@@ -47,6 +56,9 @@ class Stores:
             self._open.move_to_end(tenant)
             if len(self._open) > MOST_TENANTS:
                 self._open.popitem(last=False)  # not closed: another thread may be reading it, and nothing is queued
+        # Each time: what says so may be evicted, or deleted with its tenant, and is then to be said again.
+        if self.weights is not None:
+            expect_weights(found, self.settings.backbone, self.weights)
         return found
 
     def _expect_open(self) -> None:
