@@ -131,7 +131,8 @@ def check_about(about: Any) -> None:
     try:
         whole = set(about) == {*_WORDS, "expires"} and all(type(about[word]) is kind for word, kind in _WORDS.items())
         whole = whole and about["kind"] in get_args(Kind) and _PART.fullmatch(about["part"]) is not None
-        whole = whole and (about["expires"] is None or math.isfinite(float(about["expires"])))
+        expires = about.get("expires")
+        whole = whole and (expires is None or (type(expires) is float and math.isfinite(expires)))
         whole = whole and all(map(_is_array, about["arrays"].values()))
         whole = whole and _leaves_of(about["arrays"]) == sorted(about["leaves"])
         check_depth(about["body"], _DEPTH)

@@ -17,9 +17,10 @@ from store_cases import BACKBONE, chunk_of, patch_of, same_chunk
 from test_damage import VALUES, forged, places_of, replaced
 from test_hostile_roots import directory, fifo, link, listening, sparse, within
 
-from kvpatch_jax.errors import KVPatchError, StoreSnapshotError
+from kvpatch_jax.errors import KVPatchError, StoreCorruptError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, StaticLibrary, load_snapshot, save_snapshot
 from kvpatch_jax.store.format.header import crc32
+from kvpatch_jax.store.snapshots.array_entries import check_about
 from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays
 from kvpatch_jax.store.snapshots.manifest import read_list, write_list
 from kvpatch_jax.store.snapshots.orbax_arrays import text_digest
@@ -199,6 +200,14 @@ def test_forged_descriptions_in_an_export_are_typed_errors(tmp_path: Path, expor
         assert attempt(mine, tmp_path / f"root{trial}") < 256 << 20
         shutil.rmtree(mine)
         shutil.rmtree(tmp_path / f"root{trial}", ignore_errors=True)
+
+
+@pytest.mark.parametrize("expires", [1 << 31, "12", True, float("nan"), [2.0]], ids=repr)
+def test_a_time_that_is_no_finite_float_is_refused_before_anything_is_made(expires: Any):
+    about = {"kind": "encoder", "part": "enc", "body": {}, "leaves": [], "arrays": {}}
+    check_about({**about, "expires": 2.0})
+    with pytest.raises(StoreCorruptError, match="description"):
+        check_about({**about, "expires": expires})
 
 
 @pytest.mark.parametrize("kind", ["kv", "entry"])
