@@ -1,5 +1,6 @@
 """What a session knows of its pieces: names, what was given, and how much of it is kept once it left."""
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -9,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from ..backbone import Backbone
 from ..chunk import brief
 from ..chunk_ids import encoded
-from ..errors import InputError, PoolLostError, SessionClosedError, SessionError
+from ..errors import DtypeError, InputError, PoolLostError, SessionClosedError, SessionError, ShapeError
 from ..window import Edits, Entry, Window
 from ..window.sources import PatchStore
 from .events import Event, Op
@@ -259,10 +260,14 @@ class Holding:
         backbone: Any = self.backbone
         prompt = backbone.prepare(list(thing.items))
         features = store.get_encoder(thing.content, backbone.fingerprint)
-        self._counts.add("encoded", features is not None)
-        if features is None:
-            features = backbone.encode(**prompt)
-            former.keep_encoder(thing.content, features)
+        if features is not None:
+            # What somebody else put under this name may not fit the image; then the tower runs, and replaces it.
+            with contextlib.suppress(InputError, ShapeError, DtypeError):
+                found = embedded(backbone, thing.items, prompt={**prompt, "features": features})
+                self._counts.add("encoded")
+                return found
+        features = backbone.encode(**prompt)
+        former.keep_encoder(thing.content, features)
         return embedded(backbone, thing.items, prompt={**prompt, "features": features})
 
     def _let_go(self, known: Known) -> None:

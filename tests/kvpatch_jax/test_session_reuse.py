@@ -82,6 +82,18 @@ def test_what_is_exact_is_read_from_the_store_and_nothing_is_formed_for_nobody(b
     assert after.audit.as_promised
 
 
+def test_a_towers_output_that_does_not_fit_its_image_is_replaced(backbone, tmp_path, monkeypatch):
+    """Whoever put it there, the image is shown as it is, and the next session finds what fits."""
+    with kvp.ChunkStore(tmp_path / "store") as own:
+        for number in range(4):
+            id = chunk_id(backbone.fingerprint, image_of(number))
+            own.put_encoder(id, backbone.fingerprint, np.zeros((1, 3, 5), np.float32))
+        (first, before, towers), (second, after, again) = (loop(backbone, own, monkeypatch) for _ in range(2))
+    assert (first.encoded, towers) == (0, 3)
+    assert (second.encoded, again) == (3, 0)
+    assert after.ids == before.ids
+
+
 def test_stored_patches_are_not_formed_again(backbone, tmp_path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own:
         first, second, larger = (loop(backbone, own, monkeypatch, rank=rank)[0].formed for rank in (2, 2, 3))
