@@ -49,7 +49,7 @@ from .results.rows import without_nan
 from .rules import RULES
 from .small_task import scenes
 from .task_language import check_language
-from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
+from .trained import CONTROL, MAIN, backbone_names, shipped, shipped_names, training_of
 
 WINDOW, PRETRAINED = "window", "pretrained"
 SUITES = ("repair", "reorder", "slide", "recall", "deficit", "control", "seeds")
@@ -336,12 +336,6 @@ def arms_of(config: RunConfig, backbone: ModelBackbone) -> list[str]:
     return (probes.all_arms if config.arms == "all" else probes.main_arms)(backbone.layout)
 
 
-def training_of(name: str) -> dict[str, Any]:
-    """Reads how a shipped instance was trained, as disclosed beside it ({} for other checkpoints)."""
-    path = shipped(name) / "training.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Measures one backbone and writes everything about it; returns what results.json holds."""
     began = time.perf_counter()
@@ -363,7 +357,7 @@ def run_backbone(config: RunConfig, folder: Path) -> dict[str, Any]:
             "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(backbone.parameters))),
             "kv": {channel.name: channel.features for channel in backbone.layout.channels},
             "fingerprint": backbone.fingerprint,
-            "training": {name: training_of(name) for name in models},
+            "training": {name: training_of(shipped(name)) for name in models},
         },
         "environment": environment(PACKAGES),
         "rows": [row for table in tables for row in table.rows()],

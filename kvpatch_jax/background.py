@@ -51,9 +51,8 @@ def start_thread(
     thread = threading.Thread(target=run, name=name, daemon=True)
     with _lock:
         _ends[thread] = end, patience
-        if (
-            not _registered
-        ):  # not on import: it must run before jax takes its backends down, which was registered by now
+        # Not on import: it must run before jax takes its backends down, which was registered by now.
+        if not _registered:
             atexit.register(_end_threads)
             _registered = True
     try:

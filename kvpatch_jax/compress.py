@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,20 @@ def _rank_slice(leaf: ops.Leaf, rank: int, axis: int) -> ops.Leaf:
     return Quantised(cut(leaf.values), cut(leaf.scale)) if isinstance(leaf, Quantised) else cut(leaf)
 
 
+def check_whole_ranks(rank: Any, what: str, *, dense: bool = False) -> None:
+    """Refuses ranks that are no whole numbers; how large they may be depends on what they are for.
+
+    Args:
+      rank: one, or one for each channel. dense: whether None is one, of a channel that has no factors.
+
+    Raises:
+      RankError: `what` begins the message.
+    """
+    for number in rank.values() if isinstance(rank, Mapping) else [rank]:
+        if not (dense and number is None) and not is_whole(number, -(1 << 62)):
+            raise RankError(f"{what}: rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
+
+
 def truncate(patch: Patch, rank: Rank) -> Patch:
     """Cuts a patch to a smaller rank: a slice, since singular values fall from left to right.
 
@@ -34,9 +49,7 @@ def truncate(patch: Patch, rank: Rank) -> Patch:
       a channel that is not there.
     """
     check_is_patch(patch)
-    for number in rank.values() if isinstance(rank, Mapping) else [rank]:
-        if number is not None and not is_whole(number, -(1 << 62)):
-            raise RankError(f"truncate: rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
+    check_whole_ranks(rank, "truncate", dense=True)
     for name in rank if isinstance(rank, Mapping) else ():
         patch.metadata.layout.channel(name)
     if patch.metadata.shared_left and isinstance(rank, Mapping):

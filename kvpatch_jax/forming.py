@@ -10,10 +10,9 @@ from jaxtyping import Array, Float, Key
 
 from . import ops
 from .chunk import AnyArray, Chunk, check_finite, content_of
-from .compress import Rank, finite_factors
+from .compress import Rank, check_whole_ranks, finite_factors
 from .errors import InputError, RankError, ShapeError
 from .frames import expect_frame
-from .kinds import is_whole
 from .layout import on_device
 from .ops import FormPlan, Heads
 from .patch_metadata import Base, Patch, PatchMetadata, check_is_chunk
@@ -82,9 +81,7 @@ def choose_ranks(
       RankError: a rank below 1, or unequal ranks for a shared left factor. LayoutError: a channel that is not there.
     """
     layout = chunk.layout
-    for number in rank.values() if isinstance(rank, Mapping) else [rank]:
-        if not is_whole(number, -(1 << 62)):
-            raise RankError(f"patch: rank {rank!r:.80}; expected a whole number from 1, or one for each channel")
+    check_whole_ranks(rank, "patch")
     if isinstance(rank, Mapping):
         for name in rank:
             layout.channel(name)

@@ -19,7 +19,7 @@ def is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and least <= int(value) < 1 << 62
 
 
-def all_of[T](kind: type[T], values: Iterable[T], what: str = "store") -> list[T]:
+def all_of[T](kind: type[T], values: Iterable[T], what: str) -> list[T]:
     """Lists values, refusing a single one in place of a sequence, and any of another kind.
 
     Raises:

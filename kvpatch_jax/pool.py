@@ -18,6 +18,7 @@ from pallas_kernels.splice import check_slots
 from . import ops
 from .chunk import AnyArray, Chunk
 from .errors import DtypeError, PoolError, ShapeError
+from .kinds import is_whole
 from .layout import KVLayout, Positions, Start
 from .paging import (
     Pool,
@@ -309,9 +310,8 @@ class SlotAllocator:
         Raises:
           PoolError: no pages, or an empty page.
         """
-        numbers = (pages, page_size)
-        whole = all(isinstance(number, int | np.integer) and not isinstance(number, bool) for number in numbers)
-        if not whole or min(numbers) < 1 or pages * page_size >= 2**31:  # slots are int32
+        whole = is_whole(pages, 1) and is_whole(page_size, 1)
+        if not whole or int(pages) * int(page_size) >= 2**31:  # slots are int32
             raise PoolError(
                 f"pool: pages {pages!r:.40}, page_size {page_size!r:.40}; expected whole numbers from 1, and fewer "
                 "than 2**31 slots"

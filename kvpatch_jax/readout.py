@@ -98,9 +98,9 @@ def merge_readouts(*readouts: Readout) -> tuple[Float[Array, "..."], Float[Array
     Raises:
       ShapeError: no readout, or shapes that differ.
     """
-    if isinstance(readouts, tuple | list) and not readouts:
+    if not readouts:
         raise ShapeError("merge_readouts: no readouts; expected at least one")
-    pairs = isinstance(readouts, list | tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in readouts)
+    pairs = all(isinstance(each, tuple) and len(each) == 2 for each in readouts)
     if not pairs or not all(hasattr(array, "shape") for each in readouts for array in each):
         raise ShapeError(f"merge_readouts: readouts {readouts!r:.80}; expected at least one pair (o, lse) of arrays")
     for o, lse in readouts:

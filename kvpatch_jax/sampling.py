@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from .errors import ConfigError, InputError
+from .kinds import is_whole
 
 MOST_STEPS = 1 << 30
 """Tokens of an answer: with what stands in front its positions are int32."""
@@ -15,7 +16,7 @@ MOST_STEPS = 1 << 30
 
 def check_steps(steps: Any) -> None:
     """Raises InputError for a number of tokens that is none."""
-    if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or not 0 <= steps < MOST_STEPS:
+    if not is_whole(steps, 0) or steps >= MOST_STEPS:
         raise InputError(f"steps {steps!r:.80}; expected a number of tokens, 0 or more and below 2**30")
 
 

@@ -27,7 +27,7 @@ from ..results.parts import add_part, finished_parts, make_out
 from ..results.rows import Row, as_row
 from ..rules import RULES
 from ..task_language import check_language
-from ..trained import SHEETS
+from ..trained import SHEETS, training_of
 from .arms import EVERY_CHUNK, arms_of, names_of
 from .report import CONTROL_ENDS, write_report
 from .reuse import Reuse
@@ -172,9 +172,9 @@ def measure_all(path: Path, sizes: Sizes, suite: Suite, file: Path, *, control: 
 def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = SHEETS_SUITE) -> dict[str, Any]:
     """Measures instances, as `instances` finds them; writes results and report."""
     paths, contexts = instances(name, suite), 16 if quick else 64
+    words, names = suite.reuse.material.vocabulary.names, [own.name for own in instances("all", suite)]
     for path in paths:
-        names = [own.name for own in instances("all", suite)]
-        check_language(path, suite.reuse.material.vocabulary.names, suite.task, names)
+        check_language(path, words, suite.task, names)
     make_out(folder)
     is_control = {path.name: path.name.endswith(CONTROL_ENDS) and len(paths) > 1 for path in paths}
     sizes = Sizes(seed, contexts)
@@ -199,7 +199,7 @@ def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = 
             "questions": suite.questions,
             "rules": {"version": RULES.version, "digest": RULES.digest},
             "command": shlex.join(["python", "-m", "evals.run", *sys.argv[1:]]),
-            "training": {path.name: _training_of(path) for path in paths},
+            "training": {path.name: training_of(path) for path in paths},
         },
         "environment": environment(),
         "rows": rows,
@@ -208,12 +208,6 @@ def run(name: str, seed: int, folder: Path, quick: bool = False, suite: Suite = 
     print(write_report(results, folder))
     print(f"results: {folder / 'results.json'}; report: {folder / 'report.html'}", flush=True)
     return results
-
-
-def _training_of(path: Path) -> dict[str, Any]:
-    """Reads how an instance was trained, as disclosed beside it; {} for other checkpoints."""
-    file = path / "training.json"
-    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def instances(name: str, suite: Suite = SHEETS_SUITE) -> list[Path]:

@@ -1,6 +1,8 @@
 """The small trained backbones that ship with the library, one Hugging Face directory each."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from kvpatch_jax.errors import InputError
 
@@ -37,3 +39,9 @@ def shipped(name: str) -> Path:
         f"backbone {name!r} is neither shipped nor a checkpoint directory; expected a directory with a config.json, or "
         f"one of {', '.join(shipped_names())}"
     )
+
+
+def training_of(checkpoint: Path) -> dict[str, Any]:
+    """Reads how an instance was trained, as disclosed beside it; {} for other checkpoints."""
+    path = checkpoint / "training.json"
+    return json.loads(path.read_text()) if path.exists() else {}

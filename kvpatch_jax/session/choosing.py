@@ -113,7 +113,7 @@ class Choosing(Holding):
             # What lay ready when the choice was made may have been deleted since.
             if not any(isinstance(edit, Fetch) for edit in edits):
                 raise
-            window, edits, planned = *self._prefilled(known.entry, back, leading=False), None
+            window, edits, planned = *self._prefilled(*self._slid(known.entry), known.entry, back, leading=False), None
             self._execute(window, edits, known)
         if planned is not None:
             self._ways = planned.known
@@ -135,7 +135,7 @@ class Choosing(Holding):
         if not self.uncertified and (self.certificate, self.goal) == (None, None):
             leading = self._leads(slid, entry)
             if leading or self._window.promise == "remember":
-                return *self._prefilled(entry, back, leading), None  # what a plan would say
+                return *self._prefilled(slid, sliding, entry, back, leading), None  # what a plan would say
         note = self._serving(slid, entry) if self.uncertified and self.certificate is None else None
         if note is not None:
             change = slid.recall(entry.id, "patch", note) if back else slid.append(entry, "patch", note)
@@ -148,11 +148,10 @@ class Choosing(Holding):
         alone = not len(window) and entry.kind == "chunk" and self.runtime.executor.lead is None
         return alone and self._stored(entry)
 
-    def _prefilled(self, entry: Entry, back: bool, leading: bool) -> tuple[Window, Edits]:
-        slid, edits = self._slid(entry)
+    def _prefilled(self, slid: Window, sliding: Edits, entry: Entry, back: bool, leading: bool) -> tuple[Window, Edits]:
         how = "leading" if leading else "prefill"
         window, placing = slid.recall(entry.id, how) if back else slid.append(entry, how)
-        return window, (*edits, *placing)
+        return window, (*sliding, *placing)
 
     def _serving(self, window: Window, entry: Entry) -> PatchNote | None:
         """The stored patch of an entry that was formed behind what it will stand behind; None where there is none."""

@@ -131,7 +131,7 @@ class ChunkStore:
         """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            jobs = [job for chunk in all_of(Chunk, chunks) for job in self._jobs_of(chunk, encoding, ttl)]
+            jobs = [job for chunk in all_of(Chunk, chunks, "store") for job in self._jobs_of(chunk, encoding, ttl)]
             self._put([(name, make()) for name, make, _ in jobs])
 
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
@@ -262,14 +262,14 @@ class ChunkStore:
         """
         self.tenant_disk.expect_open()
         with self.counters.timed("put", "disk"):
-            each, expires = all_of(Patch, patches), self._expiry(ttl)
+            each, expires = all_of(Patch, patches, "store"), self._expiry(ttl)
             bases = self._bases_to_keep(each, expires)
             self._put([*bases, *((self.names.patch(patch), patch_blob(patch, expires)) for patch in each)])
 
     def put_patch_async(self, patch: Patch, *, ttl: Seconds | None = None) -> Ack:
         """Queues a patch, as `put_async` does a chunk; patches queued close together are committed together."""
         self.tenant_disk.expect_open()
-        (patch,), began, expires = all_of(Patch, [patch]), time.perf_counter(), self._expiry(ttl)
+        (patch,), began, expires = all_of(Patch, [patch], "store"), time.perf_counter(), self._expiry(ttl)
         bases = self._bases_to_keep([patch], expires)
         acks = [self._writer.add(name, lambda blob=blob: blob, blob.nbytes) for name, blob in bases]
         make = functools.partial(patch_blob, patch, expires)

@@ -446,7 +446,7 @@ def test_unknown_backbone_is_typed():
 
 def test_training_is_disclosed():
     """The recipe beside the weights goes into the results."""
-    assert run.training_of(run.MAIN)["recipe"]["window"] == 0.5
+    assert run.training_of(shipped(run.MAIN))["recipe"]["window"] == 0.5
 
 
 def test_questions_cover_every_kind():

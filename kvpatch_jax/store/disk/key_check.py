@@ -11,15 +11,15 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Iterator
 
 from ... import strict_json
 from ...errors import StoreCorruptError, StoreError, StoreKeyError, StoreVersionError
 from ..format.encryption import is_sealed
 from ..format.naming import is_object
-from ..io.files import NotRegularError, publish_once, read_small, replace_file, typed_errors
+from ..io.files import NotRegularError, read_small, typed_errors
 from .directory import reading
+from .root_config import publish_setting, replace_setting
 
 NAME, COPY = "KEY", "KEY.copy"
 _LARGEST = 1 << 12
@@ -59,27 +59,17 @@ def check_key(root: str, space: str, check: str | None, note: bool = False) -> N
         raise StoreKeyError(f"store {root}: opened with {what}; expected the one of this tenant's objects{damaged}")
     with contextlib.suppress(StoreError):  # a root that may only be read serves as it is
         if plain != known:
-            _replace(root, f"{space}/{NAME}", known.encode())
+            replace_setting(root, f"{space}/{NAME}", known.encode())
         if copy != known:
-            _replace(root, f"{space}/{COPY}", _copy_text(known))
+            replace_setting(root, f"{space}/{COPY}", _copy_text(known))
 
 
 def _publish(root: str, space: str, check: str) -> None:
     """Writes the files for the first time; of several writers one wins, and those of other keys fail."""
-    with typed_errors(f"store {root}: open"):
-        publish_once(root, f"{space}/{NAME}", check.encode(), _temporary())
-        if _read(root, f"{space}/{NAME}") != check:
-            raise StoreKeyError(f"store {root}: opened with another key; expected the one of this tenant's objects")
-        publish_once(root, f"{space}/{COPY}", _copy_text(check), _temporary())
-
-
-def _replace(root: str, path: str, text: bytes) -> None:
-    with typed_errors(f"store {root}: write {path}"):
-        replace_file(root, path, text, _temporary())
-
-
-def _temporary() -> str:
-    return f"tmp/settings-{secrets.token_hex(8)}"
+    publish_setting(root, f"{space}/{NAME}", check.encode())
+    if _read(root, f"{space}/{NAME}") != check:
+        raise StoreKeyError(f"store {root}: opened with another key; expected the one of this tenant's objects")
+    publish_setting(root, f"{space}/{COPY}", _copy_text(check))
 
 
 def _read(root: str, path: str) -> str | None:

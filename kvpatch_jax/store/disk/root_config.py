@@ -60,7 +60,7 @@ def names_secret(root: str, given: bytes | None) -> bytes:
 
 def note_secret(root: str, secret: bytes) -> None:
     """Writes the secret of a root's names, unless it has one. Raises StoreError."""
-    _publish_once(root, SECRETS[0], secret_text(secret))
+    publish_setting(root, SECRETS[0], secret_text(secret))
     find_secret(root)  # which writes it a second time
 
 
@@ -101,14 +101,14 @@ def find_secret(folder: str, *, mend: bool = True) -> bytes | None:
     for name, each in zip(SECRETS, found, strict=True) if mend else ():
         if each is None or not (each.summed or each.newer):
             with contextlib.suppress(StoreError):  # a root that may only be read serves as it is
-                _replace(folder, name, secret)
+                replace_setting(folder, name, secret_text(secret))
     return secret
 
 
 def put_secret(root: str, secret: bytes) -> None:
     """Writes the secret of a root in place of files that cannot be read. Raises StoreError."""
     for name in SECRETS:
-        _replace(root, name, secret)
+        replace_setting(root, name, secret_text(secret))
 
 
 def holds_objects(root: str) -> bool:
@@ -166,16 +166,17 @@ def _is_ours(tree: dict[str, Any]) -> bool:
     return set(tree) == {"version", "secret", "digest"} and tree["digest"] == digest
 
 
-def _replace(root: str, name: str, secret: bytes) -> None:
-    with typed_errors(f"store {root}: write {name}"):
-        replace_file(root, name, secret_text(secret), _temporary())
+def replace_setting(root: str, path: str, text: bytes) -> None:
+    """Writes a small file of a root, or replaces it, whole and durable. Raises StoreError."""
+    with typed_errors(f"store {root}: write {path}"):
+        replace_file(root, path, text, _temporary())
 
 
 def _temporary() -> str:
     return f"tmp/settings-{secrets.token_hex(8)}"
 
 
-def _publish_once(root: str, relative: str, text: bytes) -> None:
+def publish_setting(root: str, relative: str, text: bytes) -> None:
     """Writes a small file, whole and durable, unless it exists."""
     with typed_errors(f"store {root}: open"):
         publish_once(root, relative, text, _temporary())

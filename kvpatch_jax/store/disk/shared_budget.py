@@ -9,10 +9,10 @@ anything of others beside it; so it is of what older versions put.
 
 import contextlib
 import os
-import secrets
 
 from ...errors import StoreCorruptError, StoreError
-from ..io.files import folder, read_small, replace_file, typed_errors
+from ..io.files import folder, read_small, typed_errors
+from .root_config import replace_setting
 
 _NAME, _LARGEST = "BUDGET", 64
 
@@ -29,7 +29,7 @@ def note_budget(root: str, space: str, disk: int | None) -> None:
         else:
             with folder(root, space, make=True):
                 pass
-            replace_file(root, path, b"%d\n" % disk, f"tmp/settings-{secrets.token_hex(8)}")
+            replace_setting(root, path, b"%d\n" % disk)
 
 
 def shared_budget(root: str, space: str, disk: int) -> int | None:

@@ -67,9 +67,8 @@ class Writer:
         self._newest: dict[str, _Job] = {}  # by path, until it is durable or failed
         self._bytes = self._busy = 0
         self._batch: list[_Job] = []
-        self._outcomes: collections.deque[tuple[_Job, BaseException | None]] = (
-            collections.deque()
-        )  # whose futures are not set yet
+        # Whose futures are not set yet.
+        self._outcomes: collections.deque[tuple[_Job, BaseException | None]] = collections.deque()
         self._errors: list[BaseException] = []
         self._closed = self._ended = False
         self._changed = threading.Condition()
