@@ -47,26 +47,44 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
-from . import ops as ops
-from . import rope as rope
 from .backbone import Backbone, Tokens, joined
-from .canonical import conditioned, make_chunk
-from .chunk import Chunk
-from .compress import keep_layers, quantise, truncate
-from .content import Text
-from .layout import Channel, KVLayout, relocate, to_engine, to_local, to_phase_free
-from .orbit import accumulate, orbit_patch
-from .patch import apply_patch, form_patch, removal_patch
-from .patch_metadata import Patch, PatchMetadata
-from .provenance import Antecedent
-from .readout import attention_with_lse, empty_readout, merge_readouts
-from .rope import Rope
-from .update import correction_patch, update_patch
+from .cache import Antecedent, Chunk, Patch, PatchMetadata, Text
+from .core import (
+    Channel,
+    KVLayout,
+    Rope,
+    attention_with_lse,
+    empty_readout,
+    merge_readouts,
+    relocate,
+    to_engine,
+    to_local,
+    to_phase_free,
+)
+from .core import ops as ops
+from .core import rope as rope
+from .patching import (
+    accumulate,
+    apply_patch,
+    conditioned,
+    correction_patch,
+    form_patch,
+    keep_layers,
+    make_chunk,
+    orbit_patch,
+    quantise,
+    removal_patch,
+    truncate,
+    update_patch,
+)
 
 if TYPE_CHECKING:
-    from . import deficit, engines, plan, pool, repair, session, store, window
+    from . import batch, plan, pool, repair, session, store, traces, window
+    from .batch import answer_batch
+    from .core import deficit
     from .plan import Certificate
-    from .session import Session, Sessions, answer_batch
+    from .pool import engines
+    from .session import Session, Sessions
     from .store import ChunkStore
     from .window import Window
 
@@ -90,6 +108,7 @@ __all__ = [
     "answer_batch",
     "apply_patch",
     "attention_with_lse",
+    "batch",
     "conditioned",
     "correction_patch",
     "deficit",
@@ -115,26 +134,38 @@ __all__ = [
     "to_engine",
     "to_local",
     "to_phase_free",
+    "traces",
     "truncate",
     "update_patch",
     "window",
 ]
 
 # Loaded when first used: the store needs POSIX file locks and cryptography, pool and repair are not everybody's.
-_LAZY_MODULES = ("deficit", "engines", "plan", "pool", "repair", "session", "store", "window")
+_LAZY_MODULES = {
+    "batch": "batch",
+    "deficit": "core.deficit",
+    "engines": "pool.engines",
+    "plan": "plan",
+    "pool": "pool",
+    "repair": "repair",
+    "session": "session",
+    "store": "store",
+    "traces": "traces",
+    "window": "window",
+}
 _LAZY_CLASSES = {
     "Certificate": "plan",
     "ChunkStore": "store",
     "Session": "session",
     "Sessions": "session",
     "Window": "window",
-    "answer_batch": "session",
+    "answer_batch": "batch",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
-        return importlib.import_module(f".{name}", __name__)
+        return importlib.import_module(f".{_LAZY_MODULES[name]}", __name__)
     if name in _LAZY_CLASSES:
         return getattr(importlib.import_module(f".{_LAZY_CLASSES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; expected one of {', '.join(__all__)}")

@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from .backbone import Tokens
-from .chunk import AnyArray
-from .paging import NO_PAGE, Paged, Pool
+from .core import NO_PAGE, AnyArray, Paged, Pool
 
 
 class Draws(NamedTuple):

@@ -15,11 +15,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from .chunk import AnyArray
+from .core import AnyArray, EngineKV, KVLayout, Paged, Start, check_paged, expect_frame
 from .errors import InputError, LayoutError, PositionError, ShapeError
-from .frames import EngineKV, expect_frame
-from .layout import KVLayout, Start
-from .paging import Paged, check_paged
 
 KV = Mapping[str, Array]
 Context = KV | Paged

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from .errors import ConfigError, InputError
-from .kinds import is_whole
+from .utils.kinds import is_whole
 
 MOST_STEPS = 1 << 30
 """Tokens of an answer: with what stands in front its positions are int32."""
@@ -51,7 +51,7 @@ class Sampling:
             raise ConfigError(f"top_k {self.top_k!r}; expected a whole number from 1 on, or None for all tokens")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """What a stream yields: the next token of each row and, with a tokenizer, the text that it completes.
 
     ids [B]: a row that ended repeats its last token. texts: of each row; empty while a character's bytes are not all

@@ -1,8 +1,8 @@
 """Flax backbones. `load(directory)` reads any supported Hugging Face checkpoint directory."""
 
-from kvpatch_jax.buckets import Buckets as Buckets
-from kvpatch_jax.sampling import Piece as Piece
+from kvpatch_jax.core import Buckets as Buckets
 from kvpatch_jax.sampling import Sampling as Sampling
+from kvpatch_jax.sampling import TextPiece as TextPiece
 
 from .backbone import ModelBackbone as ModelBackbone
 from .directory import load as load

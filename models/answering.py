@@ -12,10 +12,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import Tokens, check_cached, check_tokens
+from kvpatch_jax.core import KVLayout, Paged, held_arrays
 from kvpatch_jax.errors import InputError, ShapeError
-from kvpatch_jax.layout import KVLayout
-from kvpatch_jax.paging import Paged, held_arrays
-from kvpatch_jax.sampling import Piece, Sampling
+from kvpatch_jax.sampling import Sampling, TextPiece
 from pallas_kernels.splice import check_slots
 
 from .forward import Forward
@@ -120,6 +119,6 @@ class Answering:
 
     def answer_pieces(
         self, blocks: Iterator[Int[np.ndarray, "1 n"]], steps: int, stop: Sequence[int]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextPiece]:
         """Yields one answer's tokens as `stream` does, each with the text that it completes."""
         return pieces_of(blocks, self.tokenizer, 1, steps, stop)

@@ -15,22 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kvpatch_jax.backbone import (
-    Context,
-    ForwardCosts,
-    Logits,
-    Output,
-    Tokens,
-    check_behind,
-    check_cached,
-    check_tokens,
-)
-from kvpatch_jax.buckets import Buckets
+from kvpatch_jax.backbone import Context, ForwardCosts, Logits, Output, Tokens, check_behind, check_cached, check_tokens
+from kvpatch_jax.core import Buckets, KVLayout, Paged, PhaseFreeKV, check_positions
 from kvpatch_jax.errors import InputError, ShapeError
-from kvpatch_jax.frames import PhaseFreeKV
-from kvpatch_jax.layout import KVLayout
-from kvpatch_jax.paging import Paged
-from kvpatch_jax.rope import check_positions
 
 from .answering import Answering
 from .decoder.costs import forward_costs

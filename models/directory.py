@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kvpatch_jax.buckets import Buckets
+from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.replacing import path_of
+from kvpatch_jax.utils.atomic_files import path_of
 
 from .backbone import ModelBackbone
 from .checkpoints import flatten_params, load_weights, same_tensors, save_weights, tensor_shapes

@@ -21,8 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.answers import AnswerRows, Draws
 from kvpatch_jax.backbone import KV, Context, Output, Step, Tokens
-from kvpatch_jax.layout import KVLayout, to_engine
-from kvpatch_jax.paging import Paged
+from kvpatch_jax.core import KVLayout, Paged, to_engine
 
 from .attention import Mask, as_mask
 from .attention.mask import NOWHERE

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from kvpatch_jax.argument_names import with_our_names
 from kvpatch_jax.backbone import Context, Tokens, check_tokens
-from kvpatch_jax.buckets import Buckets
+from kvpatch_jax.core import Buckets
 from kvpatch_jax.errors import InputError, NotFiniteError, ShapeError
-from kvpatch_jax.sampling import Piece, Sampling, check_steps
+from kvpatch_jax.sampling import Sampling, TextPiece, check_steps
+from kvpatch_jax.utils.argument_names import with_our_names
 
 from .forward import BLOCK, Forward, key_count
 from .sampling import REFUSED, Draw, draw_of
@@ -57,7 +57,7 @@ class TextPieces:
 
 def pieces_of(
     blocks: Iterator[Int[np.ndarray, "B n"]], tokenizer: Any, rows: int, steps: int, stops: Sequence[int]
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Yields the tokens of blocks one by one, each with the text that it completes (none without a tokenizer).
 
     Args:
@@ -76,7 +76,7 @@ def pieces_of(
                     text += pieces.rest()
                 found.append(text)
             ended |= ending
-            yield Piece(ids, tuple(found))
+            yield TextPiece(ids, tuple(found))
 
 
 def make_blocks(
@@ -207,7 +207,7 @@ class Generating:
         key: PRNGKeyArray | int | None = None,
         stop: Sequence[int] | None = None,
         lengths: Sequence[int] | Int[np.ndarray, " B"] | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextPiece]:
         """Continues as `generate` does, and yields each token as it is made.
 
             for piece in backbone.stream(tokens, 200):

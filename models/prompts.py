@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvpatch_jax.content import items_of, sort_of
+from kvpatch_jax.cache import items_of, sort_of
 from kvpatch_jax.errors import InputError
 
 from .families.family import Config, Family

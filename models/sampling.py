@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from kvpatch_jax.answers import Draws
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.kinds import expect_kind
 from kvpatch_jax.sampling import Sampling
+from kvpatch_jax.utils.kinds import expect_kind
 
 REFUSED = -1
 """The token of a row whose logits say nothing: one of them NaN or +infinity, or all of them -infinity."""

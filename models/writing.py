@@ -9,11 +9,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from kvpatch_jax.backbone import Context, Logits, Step, Tokens, check_cached, check_tokens
-from kvpatch_jax.buckets import Buckets
+from kvpatch_jax.core import DEFAULT, Buckets, EngineKV, KVLayout, Paged, held_arrays
 from kvpatch_jax.errors import ShapeError
-from kvpatch_jax.frames import EngineKV
-from kvpatch_jax.layout import KVLayout
-from kvpatch_jax.paging import DEFAULT, Paged, held_arrays
 from pallas_kernels.splice import check_slots
 
 from .forward import Forward, key_count

@@ -41,7 +41,7 @@ MEMORY = 4 << 30
 Given = dict[str, Any]
 
 
-class Candidate(NamedTuple):
+class TuningCandidate(NamedTuple):
     """One way of doing an operation: `call(given)`, or for `splice` `call(pool, given)`; what else it writes down."""
 
     name: str
@@ -115,7 +115,7 @@ def tune_case(operation: str, shape: RotateShape, rank: int, platform: str, repe
     return row if best.tokens is None else row | {"tokens": best.tokens}
 
 
-def candidates(operation: str, shape: RotateShape, rank: int, platform: str) -> Iterator[Candidate]:
+def candidates(operation: str, shape: RotateShape, rank: int, platform: str) -> Iterator[TuningCandidate]:
     """What is timed, the XLA path first; all give the same numbers."""
 
     def public(name: str) -> Callable[..., Array]:
@@ -130,12 +130,12 @@ def candidates(operation: str, shape: RotateShape, rank: int, platform: str) -> 
             return lambda given: rotate_patch_tpu.kernel(Operands(**given), None, **plan)
         return lambda pool, given: splice_tpu.kernel(pool, given["slots"], _operands(given), None, **plan)
 
-    yield Candidate("xla", "xla", None, public("xla"))
+    yield TuningCandidate("xla", "xla", None, public("xla"))
     if platform == "gpu":
-        yield Candidate("gpu", "gpu", None, public("gpu"))
+        yield TuningCandidate("gpu", "gpu", None, public("gpu"))
     if platform == "tpu" and (operation == "rotate_patch" or _spliced_by_tpu(shape, rank)):
         for tokens in CANDIDATES:
-            yield Candidate(str(tokens), "tpu", tokens, blocked(tokens))
+            yield TuningCandidate(str(tokens), "tpu", tokens, blocked(tokens))
 
 
 def _spliced_by_tpu(shape: RotateShape, rank: int) -> bool:
@@ -182,13 +182,15 @@ def _without_slots(given: Given) -> Given:
     return {name: value for name, value in given.items() if name != "slots"}
 
 
-def _program(operation: str, candidate: Candidate, shape: RotateShape, sets: Sequence[Given]) -> Callable[[], Any]:
+def _program(
+    operation: str, candidate: TuningCandidate, shape: RotateShape, sets: Sequence[Given]
+) -> Callable[[], Any]:
     if operation == "rotate_patch":
         return OverSets(candidate.call, [_without_slots(given) for given in sets])
     return ThroughPool(candidate.call, lambda: make_pool(shape, len(sets)), sets)
 
 
-def _first(operation: str, candidate: Candidate, shape: RotateShape, sets: Sequence[Given]) -> Array:
+def _first(operation: str, candidate: TuningCandidate, shape: RotateShape, sets: Sequence[Given]) -> Array:
     """The result for the first set alone."""
     program = _program(operation, candidate, shape, sets[:1])
     return program()[0] if operation == "rotate_patch" else program()

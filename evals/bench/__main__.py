@@ -11,19 +11,7 @@ from absl import app, flags
 from ..command_line import errors_as_one_line
 from ..console import quiet_backends
 from ..placement import suite as placement
-from . import (
-    backbones,
-    costs,
-    kernels,
-    needs,
-    patch,
-    sessions,
-    sizes,
-    store,
-    store_growth,
-    window,
-    window_pretrained,
-)
+from . import backbones, costs, kernels, needs, patch, sessions, sizes, store, store_growth, window, window_pretrained
 
 _SUITE = flags.DEFINE_enum(
     "suite",

@@ -30,7 +30,7 @@ from absl import logging
 from jaxtyping import Array
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.layout import to_engine
+from kvpatch_jax.core import to_engine
 from models import ModelBackbone, save
 
 from ..results.environment import environment

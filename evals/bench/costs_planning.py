@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvpatch_jax.backbone import ForwardCosts
-from kvpatch_jax.plan import Certificate, Certified, DeviceCosts, Goal, Plan, Rank, Stock, plan
-from kvpatch_jax.provenance import Antecedent, Member
+from kvpatch_jax.cache import Antecedent, Member
+from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, Goal, PatchInventory, Plan, RankChoice, plan
 from kvpatch_jax.window import Costs, Entry, PatchNote, Window
 
 BACKBONE = "f" * 64
@@ -33,7 +33,7 @@ def run(repeats: int, count: int = 256) -> list[dict[str, Any]]:
         Entry(f"page {number}", f"{number:032x}", 256, 256, "chunk", True, "text") for number in range(count + 1)
     ]
     whole, new = entries[:count], entries[count]
-    stock = Stock(BACKBONE)
+    stock = PatchInventory(BACKBONE)
     stock.add(*entries, *(_note(each, whole[:place]) for place, each in enumerate(whole)))
     devices, signed = DeviceCosts.assumed("cpu"), _certificate(count)
     empty = Window.empty(COSTS)
@@ -100,10 +100,10 @@ def _note(own: Entry, front: list[Entry]) -> PatchNote:
 def _certificate(count: int) -> Certificate:
     """Invented: nothing is served here."""
     rows = tuple(
-        Certified(point, rank, behind, promise, 0.1, 0.1, 0.1, kl, 0.95, 0.9, 1.0, 0.5, 0.01, 0.02, 40)
+        CertifiedLoss(point, rank, behind, promise, 0.1, 0.1, 0.1, kl, 0.95, 0.9, 1.0, 0.5, 0.01, 0.02, 40)
         for point, rank, kl in (("stored", 16, 0.5), ("bare", 0, 2.0))
         for behind in (0, count)
         for promise in ("remember", "forget")
     )
     about = ("invented", "2026-01-01", 0.95, 10, 10, count, 256 * (count + 1), "text", "nothing", True)
-    return Certificate(BACKBONE, *about, rows, Rank(16, "invented"))
+    return Certificate(BACKBONE, *about, rows, RankChoice(16, "invented"))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.layout import to_engine
+from kvpatch_jax.core import to_engine
 from models import ModelBackbone, load, save
 from models.checkpoints import filling
 from models.checkpoints.source import OpenFile

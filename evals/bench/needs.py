@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.session import PrivateRuntime
-from kvpatch_jax.session.checking import compared, prefilled_logits
-from kvpatch_jax.session.needs import UNCHANGED
-from kvpatch_jax.session.things import Embedded, embedded
+from kvpatch_jax.session import UNCHANGED, EmbeddedInput, PrivateRuntime, compared, embedded, prefilled_logits
 from models import Buckets, load
 
 from .. import small_task
@@ -86,7 +83,7 @@ def run(seed: int = 0, quick: bool = False, **_: Any) -> dict[str, Any]:
     }
 
 
-def _truth(backbone: Any, pieces: list[Embedded], question: Embedded) -> np.ndarray:
+def _truth(backbone: Any, pieces: list[EmbeddedInput], question: EmbeddedInput) -> np.ndarray:
     """Logits of the answer behind a prefill of pieces, one behind the other."""
     starts = np.cumsum([0, *(piece.span for piece in pieces)]).tolist()
     placed = list(zip(pieces, starts[:-1], strict=True))

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax import layout, ops, pool
+from kvpatch_jax import ops, pool
+from kvpatch_jax.core import layout
 
 from .timing import Turns, cpu_seconds, take_turns
 

@@ -13,8 +13,7 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import ForwardCosts
-from kvpatch_jax.layout import Channel, KVLayout
-from kvpatch_jax.rope import Rope
+from kvpatch_jax.core import Channel, KVLayout, Rope
 from kvpatch_jax.window import Costs, Edit, Entry, PagedExecutor, PatchNote, Window
 
 from ..results.rows import verdict

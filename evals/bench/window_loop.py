@@ -24,9 +24,8 @@ from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.canonical import one_behind_the_other
-from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, PatchNote, Window
-from kvpatch_jax.window.sources import padded_tokens
+from kvpatch_jax.patching import one_behind_the_other
+from kvpatch_jax.window import Costs, Edits, Entry, PagedExecutor, PatchNote, Window, padded_tokens
 from models import ModelBackbone
 
 from ..compilation import Compilations

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.buckets import Buckets
+from kvpatch_jax.core import Buckets
 from models import ModelBackbone, load
 
 from .. import small_task

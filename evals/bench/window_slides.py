@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.canonical import one_behind_the_other
+from kvpatch_jax.patching import one_behind_the_other
 
 from .window_oracle import Segment, banded_mask, history
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpatch_jax.plan.certificate import Certificate, Certified, CertifiedPlan
+from kvpatch_jax.plan import Certificate, CertifiedLoss, CertifiedPlan
 from models import ModelBackbone
 
 from ..probes.window.line import read_behind
@@ -162,7 +162,7 @@ def table(certificate: Certificate) -> str:
     return "\n".join(said)
 
 
-def _line(row: Certified) -> list[str]:
+def _line(row: CertifiedLoss) -> list[str]:
     eta = "–" if row.eta is None else f"{row.eta:.3f}"
     share = f"{row.coverage:.1%} [{row.coverage_low:.1%}, {row.coverage_high:.1%}]"
     rank = f"{row.rank} %" if row.point == "repair" else str(row.rank or "–")

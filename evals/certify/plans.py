@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.plan import Certificate, CertifiedPlan, DeviceCosts, Goal, Plan, Rates, Stock, plan
-from kvpatch_jax.provenance import Antecedent, Member
+from kvpatch_jax.cache import Antecedent, Member
+from kvpatch_jax.plan import Certificate, CertifiedPlan, DeviceCosts, Goal, PatchInventory, Plan, Rates, plan
 from kvpatch_jax.window import Costs, Entry, HostExecutor, Window
 from models import ModelBackbone
 
@@ -120,7 +120,7 @@ def planned_for(
     executor.provide(LEAD, tokens=lead.tokens, content=lead.chunk.content)
     executor.run(window, edits)
 
-    stock, front = Stock(backbone.fingerprint), [Member(LEAD, lead.chunk.content)]
+    stock, front = PatchInventory(backbone.fingerprint), [Member(LEAD, lead.chunk.content)]
     for place, piece in enumerate(windows.pieces, 1):
         stock.add(piece.chunk)
         executor.provide(piece.chunk.id, tokens=piece.tokens, content=piece.chunk.content)

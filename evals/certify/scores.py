@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.plan.certificate import Certified, CertifiedPlan, Rank
+from kvpatch_jax.plan import CertifiedLoss, CertifiedPlan, RankChoice
 
 from ..results import intervals
 
@@ -129,7 +129,7 @@ def covered(within: Bool[np.ndarray, " answers"], cluster: Int[np.ndarray, " ans
     return Share(share, max(0.0, min(middle - reach, share)), min(1.0, max(middle + reach, share)))
 
 
-def rows_of(scores: Scores, level: float) -> list[Certified]:
+def rows_of(scores: Scores, level: float) -> list[CertifiedLoss]:
     """A certified row for every way that was measured.
 
     Raises:
@@ -146,7 +146,7 @@ def rows_of(scores: Scores, level: float) -> list[Certified]:
         blind, _ = scores.of(("bare", 0, behind, promise))
         eta = intervals.eta(kl, blind, cluster).value
         rows.append(
-            Certified(
+            CertifiedLoss(
                 point=point,
                 rank=rank,
                 behind=behind,
@@ -167,7 +167,7 @@ def rows_of(scores: Scores, level: float) -> list[Certified]:
     return rows
 
 
-def recommend(scores: Scores, goal: float | None, level: float) -> Rank:
+def recommend(scores: Scores, goal: float | None, level: float) -> RankChoice:
     """The smallest rank of stored patches that is enough, by calibration windows alone, all chunks being patched.
 
     Enough is a bound of `goal` nats; without a goal, a share REMOVED of blind reuse's KL. Under both promises.
@@ -179,7 +179,7 @@ def recommend(scores: Scores, goal: float | None, level: float) -> Rank:
     blind = {key[3]: scores.of(("bare", 0, key[2], key[3]))[0][own] for key in keys}
     most = max(float(values.mean()) for values in blind.values())
     if goal is None and most < ALIKE:
-        return Rank(
+        return RankChoice(
             ranks[0], f"blind reuse alone loses {most:.2g} nats of an answer on average: hardly any patch is needed"
         )
     said = ""
@@ -198,8 +198,8 @@ def recommend(scores: Scores, goal: float | None, level: float) -> Rank:
             )
             enough = share >= REMOVED
         if enough:
-            return Rank(rank, f"the smallest at which, on calibration windows, {said}")
-    return Rank(ranks[-1], f"the largest that was measured, and not enough: {said}")
+            return RankChoice(rank, f"the smallest at which, on calibration windows, {said}")
+    return RankChoice(ranks[-1], f"the largest that was measured, and not enough: {said}")
 
 
 def plan_row(

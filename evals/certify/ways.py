@@ -13,8 +13,8 @@ import numpy as np
 
 import kvpatch_jax as kvp
 from kvpatch_jax import ops
-from kvpatch_jax.orbit import Accumulated, orders_of
-from kvpatch_jax.plan.certificate import Promise
+from kvpatch_jax.patching import Accumulated, orders_of
+from kvpatch_jax.plan import Promise
 from kvpatch_jax.repair import SplicedCache, cacheblend, fraction_to_count
 
 from ..probes.repair import leading

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvpatch_jax.backbone import ForwardCosts
-from kvpatch_jax.plan.schedule import Wanted
-from kvpatch_jax.session import Event, Trace
+from kvpatch_jax.plan import WindowRequest
+from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Costs, Entry, Window
 
 LEAD = 64
@@ -161,7 +161,7 @@ def drawn(kind: str, seed: int, steps: int = STEPS) -> Trace:
     return Trace(tuple(drawing.events), kind, parameters)
 
 
-def wanted_of(trace: Trace, costs: Costs, tokens: int = 576) -> list[Wanted]:
+def wanted_of(trace: Trace, costs: Costs, tokens: int = 576) -> list[WindowRequest]:
     """Lists what the windows of a trace want to read at each question, in order.
 
     Args:
@@ -176,7 +176,7 @@ def wanted_of(trace: Trace, costs: Costs, tokens: int = 576) -> list[Wanted]:
         window = windows.get(event.session, begin)
         if event.op == "ask":
             parent = parents.get(event.session)
-            found.append(Wanted(event.session, tuple(piece.entry for piece in window.pieces), parent))
+            found.append(WindowRequest(event.session, tuple(piece.entry for piece in window.pieces), parent))
         elif event.branch is not None:
             windows[event.branch], parents[event.branch] = window, event.session
         elif event.op == "close":
@@ -206,7 +206,7 @@ def _changed(window: Window, event: Event, tokens: int) -> Window:
     return window.append(entry)[0] if event.replaced is None else window.replace(event.replaced, entry)[0]
 
 
-def bytes_of_chunks(requests: Sequence[Wanted], costs: Costs) -> int:
+def bytes_of_chunks(requests: Sequence[WindowRequest], costs: Costs) -> int:
     """Bytes of the canonicals of all chunks that are wanted."""
     sizes = {entry.id: entry.tokens for request in requests for entry in request.pieces if entry.kind == "chunk"}
     return costs.kv_bytes * sum(sizes.values())

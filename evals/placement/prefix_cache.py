@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from kvpatch_jax.plan.schedule import Terms, Wanted
+from kvpatch_jax.plan import Terms, WindowRequest
 
 Path = tuple[str, ...]
 
 
 def serve_by_prefix(
-    requests: Sequence[Wanted], terms: Terms, *, budget: int | None, ordered: bool = False
+    requests: Sequence[WindowRequest], terms: Terms, *, budget: int | None, ordered: bool = False
 ) -> list[float]:
     """Serves a trace from a tree of exact KV, shared by all sessions; returns what each request's forwards take.
 
@@ -41,7 +41,7 @@ def serve_by_prefix(
     return took
 
 
-def _furthest(request: Wanted, tree: dict[Path, int], seen: Counter[str]) -> tuple[int, ...]:
+def _furthest(request: WindowRequest, tree: dict[Path, int], seen: Counter[str]) -> tuple[int, ...]:
     """The order that finds most tokens in the tree."""
     count = len(request.pieces)
     often = sorted(range(count), key=lambda piece: (-seen[request.pieces[piece].id], piece))

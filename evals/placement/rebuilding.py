@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.plan.cascade import Dependent, rebuild
+from kvpatch_jax.plan import Dependent, rebuild
 from models import Buckets, ModelBackbone, load
 
 from .. import small_task

@@ -10,9 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.plan.offline import optimum, schedule
-from kvpatch_jax.plan.schedule import ARRIVAL, LEAST_RECENT, ONLINE, ServedWindow, Terms, Wanted, replay, total
-from kvpatch_jax.session import Trace
+from kvpatch_jax.plan import (
+    ARRIVAL,
+    LEAST_RECENT,
+    ONLINE,
+    ServedWindow,
+    Terms,
+    WindowRequest,
+    optimum,
+    replay,
+    total,
+)
+from kvpatch_jax.plan.offline_schedule import schedule
+from kvpatch_jax.traces import Trace
 from kvpatch_jax.window import Entry
 
 from ..results.environment import environment
@@ -142,7 +152,7 @@ def against_the_optimum(seed: int, count: int) -> list[Row]:
                 pages = [
                     Entry(f"{page}", f"{page}", int(sizes[page]), int(sizes[page]), order_free=True) for page in chosen
                 ]
-                requests.append(Wanted(f"session {random.integers(2)}", (lead, *pages)))
+                requests.append(WindowRequest(f"session {random.integers(2)}", (lead, *pages)))
             # A larger share than elsewhere: below it nothing could be kept of so few pages.
             room = None if share is None else int(2 * share * bytes_of_chunks(requests, costs))
             terms = Terms(costs, room)

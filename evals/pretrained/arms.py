@@ -16,17 +16,21 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
-from kvpatch_jax.ops import flatten_heads
+from kvpatch_jax.core import flatten_heads
 from kvpatch_jax.repair import (
     SplicedCache,
+    deviation,
     first_k,
     fraction_to_count,
+    largest,
     layer_counts,
     layer_sensitivity,
+    live_tokens,
     oracle_delta,
+    read_slots,
+    recompute_tokens,
     vlcache,
 )
-from kvpatch_jax.repair._common import deviation, largest, live_tokens, read_slots, recompute_tokens
 from pallas_kernels import factorise
 
 from .attention import attention_shift, layers_of, read_and_look

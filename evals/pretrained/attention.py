@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.rope import rope_tables, rotate
+from kvpatch_jax.core import rope_tables, rotate
 
 
 def layers_of(backbone: Any) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvpatch_jax.chunk import AnyArray
-from kvpatch_jax.content import Text
+from kvpatch_jax.cache import Text
+from kvpatch_jax.core import AnyArray
 
 from .arms import Arms
 from .passages import Passages, placed

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from kvpatch_jax.content import Text
+from kvpatch_jax.cache import Text
 from kvpatch_jax.errors import InputError
 
 from ..bench.window_texts import documentation

@@ -18,8 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import rope_tables, rotate
 from kvpatch_jax.repair import fraction_to_count
-from kvpatch_jax.rope import rope_tables, rotate
 
 from ..results.costs import ArmCost
 from ..rules import RULES

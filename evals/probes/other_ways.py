@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvpatch_jax as kvp
-from kvpatch_jax.basis import fit_basis
-from kvpatch_jax.ops import flatten_heads
+from kvpatch_jax.core import flatten_heads
+from kvpatch_jax.patching import fit_basis
 from kvpatch_jax.repair import fraction_to_count, repair_everywhere
 from pallas_kernels import factorise
 

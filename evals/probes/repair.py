@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.chunk import AnyArray
+from kvpatch_jax.core import AnyArray
 from kvpatch_jax.repair import REPAIRS, SplicedCache, count_of_equal_bytes, fraction_to_count
 
 from ..results.costs import ChunkCosts, input_width

@@ -35,8 +35,8 @@ from jaxtyping import Bool, Int
 
 from kvpatch_jax import KVLayout, Patch
 from kvpatch_jax.backbone import ForwardCosts, Tokens
-from kvpatch_jax.ops import Quantised
-from kvpatch_jax.window.costs import ROTATION, adding_flops
+from kvpatch_jax.core import Quantised
+from kvpatch_jax.window import ROTATION, adding_flops
 
 REUSES = (1, 3, 10)
 NUMBER_BITS = 16

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from kvpatch_jax.rope import Rope
+from kvpatch_jax.core import Rope
 from models import FAMILIES
 from models.decoder.config import DecoderConfig
 from models.families.qwen2_5_vl import Qwen25VLConfig

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.ops import flatten_heads
+from kvpatch_jax.core import flatten_heads
 from kvpatch_jax.repair import SplicedCache
 from models import ModelBackbone
 

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.rope import Rope
 from models import FAMILIES
 from models.decoder.config import DecoderConfig
 from models.families.qwen2_5_vl import Qwen25VLConfig

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from kvpatch_jax.chunk_ids import content_digest
+from kvpatch_jax.cache import content_digest
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.session import Event, Trace
+from kvpatch_jax.traces import Event, Trace
 from models import ModelBackbone
 
 from .. import small_task

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvpatch_jax.session import Trace
+from kvpatch_jax.traces import Trace
 from kvpatch_jax.window import Costs
 from models import ModelBackbone
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpatch_jax.backbone import Tokens
 from kvpatch_jax.errors import TraceError
-from kvpatch_jax.session import Event, Trace
+from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Costs, Entry, Window
 from models import ModelBackbone
 

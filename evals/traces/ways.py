@@ -12,10 +12,22 @@ from jaxtyping import Array, Float
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.canonical import one_behind_the_other
-from kvpatch_jax.provenance import Member
-from kvpatch_jax.window import Costs, Edits, Entry, HostExecutor, PagedExecutor, PatchNote, PlacedPiece, Window
-from kvpatch_jax.window.arranging import KEEP, PREFILL, Service, arrange
+from kvpatch_jax.cache import Member
+from kvpatch_jax.patching import one_behind_the_other
+from kvpatch_jax.window import (
+    KEEP,
+    PREFILL,
+    Costs,
+    Edits,
+    Entry,
+    HostExecutor,
+    PagedExecutor,
+    PatchNote,
+    PlacedPiece,
+    ServingChoice,
+    Window,
+    arrange,
+)
 from models import ModelBackbone
 
 from ..bench.window_loop import PrefixCache, canonical_of
@@ -281,7 +293,7 @@ class Windows:
             return piece.state.kind == "bare"
         return stored and piece.state.kind == "patched" and piece.state.behind == window.target(piece.id).digest
 
-    def _service(self, window: Window, entry: Entry, stored: bool) -> Service:
+    def _service(self, window: Window, entry: Entry, stored: bool) -> ServingChoice:
         """How the policy serves a piece that comes in, or that cannot stay as it is."""
         target = window.target(entry.id)
         if self.stock is None or entry.kind == "text":
@@ -289,14 +301,14 @@ class Windows:
         leading = stored and self.shape.promise == "forget" and not target.members and self.stock.knows(entry)
         if self.policy == "blind" or leading:
             self.executor.provide(entry.id, chunk=self.stock.chunk(entry))
-            return Service("bare")
+            return ServingChoice("bare")
         patch = self.stock.patch(entry, target, self.rank) if stored else None
         self.hits += patch is not None
         self.misses += patch is None and bool(target.members)
         if patch is None:
             return PREFILL
         self.executor.provide(entry.id, chunk=self.stock.chunk(entry), patch=patch)
-        return Service("patch", PatchNote.of(patch))
+        return ServingChoice("patch", PatchNote.of(patch))
 
 
 def log_softmax(logits: Float[np.ndarray, " V"]) -> np.ndarray:

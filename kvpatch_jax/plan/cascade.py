@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import InputError, StalePatchError
 from ..window import Entry, PatchNote, PlacedPiece, Recompute, Window
-from .orders import Cost, Front
+from .piece_order import Cost, Front
 from .placement import NOTHING, Price, StoredPatches, flops_of, placing
 
 NODES = 50_000

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..backbone import Backbone
 from ..errors import CertificateError
-from ..replacing import path_of
+from ..utils.atomic_files import path_of
 from . import certificate_file
 
 Promise = Literal["remember", "forget"]
@@ -29,7 +29,7 @@ MOST_MODALITIES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Certified:
+class CertifiedLoss:
     """What was measured of one way of reuse. An answer is one question, or one continuation, behind one window.
 
     Attributes:
@@ -128,7 +128,7 @@ class CertifiedPlan:
         _in_order(what, self.coverage_low, self.coverage, self.coverage_high)
 
 
-class Rank(NamedTuple):
+class RankChoice(NamedTuple):
     """A rank, and why it."""
 
     rank: int
@@ -173,8 +173,8 @@ class Certificate:
     content: str
     asked: str
     disjoint: bool
-    rows: tuple[Certified, ...]
-    recommended: Rank
+    rows: tuple[CertifiedLoss, ...]
+    recommended: RankChoice
     plans: tuple[CertifiedPlan, ...] = ()
     spans: tuple[int, int] | None = None
     modalities: tuple[str, ...] | None = None
@@ -187,13 +187,13 @@ class Certificate:
         _number(self.level, "certificate: level", 0.0, 1.0)
         if not isinstance(self.disjoint, bool):
             raise CertificateError(f"certificate: disjoint {self.disjoint!r:.40}; expected True or False")
-        _rows(self.rows, Certified, 1)
+        _rows(self.rows, CertifiedLoss, 1)
         _rows(self.plans, CertifiedPlan, 0)
         keys = [row.key for row in self.rows]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
             raise CertificateError(f"certificate: two rows of {twice}; expected one")
-        if not isinstance(self.recommended, Rank):
+        if not isinstance(self.recommended, RankChoice):
             raise CertificateError(f"certificate: recommended {self.recommended!r:.40}; expected a Rank")
         for word in certificate_file.NEWER:
             value = getattr(self, word)
@@ -312,7 +312,7 @@ class Certificate:
         bounds = [self.bound(point, rank, behind=others, promise=promise) for point, rank in dict.fromkeys(approximate)]
         return None if None in bounds else max(bound for bound in bounds if bound is not None)
 
-    def row(self, point: str, rank: int = 0, *, behind: int = 0, promise: Promise = "forget") -> Certified | None:
+    def row(self, point: str, rank: int = 0, *, behind: int = 0, promise: Promise = "forget") -> CertifiedLoss | None:
         """The row of exactly this, or None."""
         return self._table.get((point, rank, behind, promise))
 
@@ -322,7 +322,7 @@ class Certificate:
         return self.recommended.rank
 
     @functools.cached_property
-    def _table(self) -> dict[tuple[str, int, int, str], Certified]:
+    def _table(self) -> dict[tuple[str, int, int, str], CertifiedLoss]:
         return {row.key: row for row in self.rows}
 
     @functools.cached_property
@@ -380,9 +380,9 @@ class Certificate:
             value = body.setdefault(word, None)
             body[word] = tuple(value) if isinstance(value, list) else value
         certificate_file.check_names(body, [field.name for field in dataclasses.fields(cls)], "certificate")
-        rows = tuple(certificate_file.built(Certified, values) for values in body.pop("rows"))
+        rows = tuple(certificate_file.built(CertifiedLoss, values) for values in body.pop("rows"))
         plans = tuple(certificate_file.built(CertifiedPlan, values) for values in body.pop("plans"))
-        recommended = certificate_file.built(Rank, body.pop("recommended"))
+        recommended = certificate_file.built(RankChoice, body.pop("recommended"))
         found = cls(rows=rows, plans=plans, recommended=recommended, **body)
         wanted = backbone if backbone is None or isinstance(backbone, str) else backbone.fingerprint
         if wanted is not None and found.backbone != wanted:

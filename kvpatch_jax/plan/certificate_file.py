@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import strict_json
 from ..errors import CertificateError
-from ..replacing import replace
+from ..utils import strict_json
+from ..utils.atomic_files import replace
 
 FORMAT = "kvpatch certificate"
 VERSION = 1

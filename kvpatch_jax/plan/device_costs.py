@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .. import strict_json
-from ..chunk_ids import digest_of
+from ..cache import digest_of
 from ..errors import PlanError
-from ..replacing import path_of, replace
-from ..window.edits import Edit, Rotate
+from ..utils import strict_json
+from ..utils.atomic_files import path_of, replace
+from ..window import Edit, Rotate
 
 FORMAT = "kvpatch_jax.device_costs"
 VERSION = 1

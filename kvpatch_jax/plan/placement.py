@@ -5,12 +5,10 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ..chunk import brief
+from ..cache import EXACT, Antecedent, Member, Patch, brief
 from ..errors import InputError
-from ..patch_metadata import Patch
-from ..provenance import EXACT, Antecedent, Member
 from ..window import ApplyPatch, Copy, Costs, Edit, Entry, Fetch, PatchNote, Prefill, Window
-from .orders import BEAM, EXHAUSTIVE, Cost, Forward, Front, Laid, Numbered, cheapest
+from .piece_order import BEAM, EXHAUSTIVE, Cost, Forward, Front, OrderProblem, PartialPlacement, cheapest
 
 Price = Callable[[Sequence[Edit]], Cost]
 """What edits cost, such as `DeviceCosts.seconds`."""
@@ -125,7 +123,7 @@ def place(
     forward = _forward(window.costs, price)
     pinned = [piece.entry for piece in lead]
 
-    best: tuple[tuple[Cost, Cost], Laid, bool, list[Entry], list[Entry]] | None = None
+    best: tuple[tuple[Cost, Cost], PartialPlacement, bool, list[Entry], list[Entry]] | None = None
     every = True
     for lost, left in _left_out(pinned, wanted, room, worth, exhaustive):
         if best is not None and lost >= best[0]:
@@ -145,7 +143,9 @@ def place(
     return _placement(laid, entries, left, len(lead), every and (room is None or movable <= exhaustive))
 
 
-def _placement(laid: Laid, entries: Sequence[Entry], left: Sequence[Entry], lead: int, every: bool) -> Placement:
+def _placement(
+    laid: PartialPlacement, entries: Sequence[Entry], left: Sequence[Entry], lead: int, every: bool
+) -> Placement:
     ids = [entries[piece].id for piece in laid.order]
     missed = {entries[piece].id for piece in laid.misses}
     runs = lambda place, id: (place < laid.ran and laid.order[place] != laid.led) or id in missed
@@ -240,7 +240,7 @@ def _greedily(free: Sequence[Entry], over: int, worth: Mapping[str, Cost] | None
     return tuple(entry for entry in free if entry in left)
 
 
-def _numbered(window: Window, entries: Sequence[Entry], stored: StoredPatches, price: Price) -> Numbered:
+def _numbered(window: Window, entries: Sequence[Entry], stored: StoredPatches, price: Price) -> OrderProblem:
     """The pieces by number; those of the window that are not wanted have numbers beyond."""
     number = {entry.id: place for place, entry in enumerate(entries)}
     held, exact = [], 0
@@ -268,7 +268,7 @@ def _numbered(window: Window, entries: Sequence[Entry], stored: StoredPatches, p
         for place, entry in enumerate(entries)
         if entry.id in stored.canonicals and entry.kind == "chunk"
     }
-    return Numbered(
+    return OrderProblem(
         tokens=tuple(entry.tokens for entry in entries),
         free=tuple(place >= window.lead and entry.order_free for place, entry in enumerate(entries)),
         held=tuple(held),

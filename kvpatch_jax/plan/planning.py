@@ -5,20 +5,16 @@ import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..chunk import brief
+from ..cache import brief
 from ..errors import CertificateError, PlanError
-from ..window.arranging import arrange
-from ..window.edits import Edits, Rotate
-from ..window.entry import Entry, Fidelity
-from ..window.executor import Executor
-from ..window.window import Window
+from ..window import Edits, Entry, Executor, Fidelity, Rotate, Window, arrange
 from .certificate import Certificate
-from .choosing import Bounds, Chooser, Chosen, Unknown
 from .device_costs import DeviceCosts
 from .goal import Goal
-from .menu import UNKNOWN, Menu, Option, Priced, Way, kept_point
-from .points import MEANING, Point
-from .stock import Stock
+from .inventory import PatchInventory
+from .operating_points import MEANING, Point
+from .option_solver import CertifiedBounds, OptionSelection, OptionSolver, Unknown
+from .serving_options import UNKNOWN, EditPricing, OptionTable, ServingOption, Way, kept_point
 
 
 class PlannedChunk(NamedTuple):
@@ -75,10 +71,10 @@ class Plan:
     seconds: float
     devices: DeviceCosts
     certificate: str | None
-    _menu: Menu
-    _chosen: Chosen
-    _stock: Stock
-    _bounds: Bounds
+    _menu: OptionTable
+    _chosen: OptionSelection
+    _stock: PatchInventory
+    _bounds: CertifiedBounds
     _known: Mapping[str, Way]
 
     @functools.cached_property
@@ -92,7 +88,7 @@ class Plan:
         return self._bounds.beyond
 
     @property
-    def _taken(self) -> list[Option]:
+    def _taken(self) -> list[ServingOption]:
         return self._chosen.options
 
     @functools.cached_property
@@ -125,7 +121,7 @@ class Plan:
         return {**held, **found}
 
     @functools.cached_property
-    def _options(self) -> list[list[Option]]:
+    def _options(self) -> list[list[ServingOption]]:
         """All ways of serving each piece, as they are to be had now."""
         return self._menu.options()
 
@@ -198,7 +194,7 @@ class Plan:
             why = "beyond the goal" if not self.goal.as_promised else "the goal is what the window promises"
         return f"not {self._named(best)}: {why}"
 
-    def _named(self, option: Option) -> str:
+    def _named(self, option: ServingOption) -> str:
         return f"{option.point} rank {option.rank}" if option.stocked is not None else option.point
 
     def __repr__(self) -> str:
@@ -207,11 +203,11 @@ class Plan:
         return f"Plan({counts}; {self.seconds:.3g} s, {self.bytes} bytes, {self.flops} FLOPs, KL {_bound(self.kl)})"
 
 
-def _took(option: Option) -> str:
+def _took(option: ServingOption) -> str:
     return f"{option.flops:.3g} FLOPs, {option.bytes:.3g} bytes, {option.seconds:.3g} s"
 
 
-def _lost(bound: float | None, option: Option) -> str:
+def _lost(bound: float | None, option: ServingOption) -> str:
     return "as promised" if option.way is None else f"KL {_bound(bound)}"
 
 
@@ -226,7 +222,7 @@ def plan(
     wanted: Sequence[Entry],
     goal: Goal | None = None,
     *,
-    stored: Stock,
+    stored: PatchInventory,
     certificate: Certificate | None = None,
     costs: DeviceCosts | None = None,
     uncertified: bool = False,
@@ -267,10 +263,10 @@ def plan(
     arranged = arrange(window, _entries(window, wanted))
     devices = costs or DeviceCosts.assumed()
     at_hand = None if executor is None and not stored.in_memory else _at_hand(arranged.window, stored, executor)
-    menu = Menu(
+    menu = OptionTable(
         arranged,
         stored,
-        Priced(arranged, devices, at_hand),
+        EditPricing(arranged, devices, at_hand),
         known=known or {},
         encoded=frozenset(encoded),
         forming=forming,
@@ -280,11 +276,11 @@ def plan(
     beyond = _beyond(certificate, arranged.window)
     while True:
         options = menu.options(promised)
-        bounds = Bounds(certificate, _promise(arranged.window), len(options), beyond)
+        bounds = CertifiedBounds(certificate, _promise(arranged.window), len(options), beyond)
         if promised:
-            chosen = Chosen([own[0] for own in options], 0.0, 0.0)
+            chosen = OptionSelection([own[0] for own in options], 0.0, 0.0)
         else:
-            chosen = _choose(Chooser(options, bounds), goal, uncertified, arranged.window)
+            chosen = _choose(OptionSolver(options, bounds), goal, uncertified, arranged.window)
         there, edits = arranged.serve([option.service for option in chosen.options], at_hand)
         if not menu.refuse_unseen(chosen.options, there):
             break
@@ -341,7 +337,7 @@ def _entries(window: Window, wanted: Any) -> list[Entry]:
 def _check(window: Any, stored: Any, certificate: Any) -> None:
     if not isinstance(window, Window):
         raise PlanError(f"plan: window {window!r:.80}; expected a Window")
-    if not isinstance(stored, Stock):
+    if not isinstance(stored, PatchInventory):
         raise PlanError(f"plan: stored {stored!r:.80}; expected a Stock, such as Stock.of(store, backbone)")
     if certificate is not None and not isinstance(certificate, Certificate):
         raise CertificateError(f"plan: certificate {certificate!r:.80}; expected Certificate.read(…), or None")
@@ -369,7 +365,7 @@ def _promise(window: Window) -> str:
     return window.promise if any(piece.fidelity == "survivor" for piece in window.pieces) else "forget"
 
 
-def _at_hand(window: Window, stored: Stock, executor: Executor | None):
+def _at_hand(window: Window, stored: PatchInventory, executor: Executor | None):
     """Whether a canonical or a patch needs no `Fetch`: the stock has it in memory, or the executor was given it."""
     places = window.places
 
@@ -390,7 +386,7 @@ def _at_hand(window: Window, stored: Stock, executor: Executor | None):
     return at_hand
 
 
-def _choose(chooser: Chooser, goal: Goal, uncertified: bool, window: Window) -> Chosen:
+def _choose(chooser: OptionSolver, goal: Goal, uncertified: bool, window: Window) -> OptionSelection:
     """The choice that meets a goal.
 
     Raises:
@@ -434,7 +430,7 @@ def _choose(chooser: Chooser, goal: Goal, uncertified: bool, window: Window) -> 
 
 
 def _planned(
-    window: Window, chosen: Chosen, edits: Edits, devices: DeviceCosts, bounds: Bounds
+    window: Window, chosen: OptionSelection, edits: Edits, devices: DeviceCosts, bounds: CertifiedBounds
 ) -> tuple[PlannedChunk, ...]:
     turning = next((edit.id for edit in edits if isinstance(edit, Rotate)), None)
     launch, tainted, made = devices.rates("Rotate").launch, False, []

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ..errors import InputError
-from ..window import Costs, Entry, Prefill
-from ..window.pieces import Promise
-from .orders import Cost, Front, Laid, Numbered, Order, cheapest, walk
+from ..window import Costs, Entry, Prefill, Promise
+from .piece_order import Cost, Front, Order, OrderProblem, PartialPlacement, cheapest, walk
 from .placement import Price, flops_of, note_of, placing
 
 StoredItem = tuple[str, tuple[str, ...]]
@@ -23,7 +22,7 @@ Admit = Literal["always", "again", "room", "useful"]
 Evict = Literal["first in", "least recent", "farthest"]
 
 
-class Wanted(NamedTuple):
+class WindowRequest(NamedTuple):
     """What one session wants to read: texts that lead, then pieces in order of arrival.
 
     A session that was forked begins with what its `parent` holds.
@@ -160,7 +159,7 @@ class ServedWindow(NamedTuple):
     stored: int
 
 
-class Resident(NamedTuple):
+class PoolContents(NamedTuple):
     """What a session's pool holds: ids in order, and how many of these are exact."""
 
     ids: tuple[str, ...] = ()
@@ -168,7 +167,7 @@ class Resident(NamedTuple):
 
 
 @dataclasses.dataclass
-class Shelf:
+class SimulatedStore:
     """The store while a trace is replayed."""
 
     terms: Terms
@@ -202,10 +201,10 @@ class Shelf:
             del self.items[item[0]]
 
 
-class Future:
+class RequestForecast:
     """When each item is wanted, in a trace whose orders are given."""
 
-    def __init__(self, requests: Sequence[Wanted], orders: Sequence[Order]):
+    def __init__(self, requests: Sequence[WindowRequest], orders: Sequence[Order]):
         """Takes the orders down."""
         self.wanted: dict[StoredItem, list[int]] = {}
         for at, (request, order) in enumerate(zip(requests, orders, strict=True)):
@@ -219,7 +218,7 @@ class Future:
 
 
 def replay(
-    requests: Sequence[Wanted],
+    requests: Sequence[WindowRequest],
     terms: Terms,
     policy: Policy = ONLINE,
     *,
@@ -242,8 +241,8 @@ def replay(
         raise InputError(f"replay: {len(orders)} orders; expected one for each of {len(requests)} requests")
     if orders is None and (policy.admit == "useful" or policy.evict == "farthest"):
         raise InputError(f"replay: {policy}; expected the orders of all requests, which it looks ahead in")
-    future = None if orders is None else Future(requests, orders)
-    shelf, residents, seen = Shelf(terms), dict[str, Resident](), Counter[str]()
+    future = None if orders is None else RequestForecast(requests, orders)
+    shelf, residents, seen = SimulatedStore(terms), dict[str, PoolContents](), Counter[str]()
     together: Counter[tuple[str, frozenset[str]]] = Counter()
     served = []
     for at, request in enumerate(requests):
@@ -266,15 +265,15 @@ def replay(
 
 
 def _laid(
-    request: Wanted,
-    resident: Resident,
-    shelf: Shelf,
+    request: WindowRequest,
+    resident: PoolContents,
+    shelf: SimulatedStore,
     policy: Policy,
     order: Order | None,
     front: Front | None,
     seen: Counter[str],
     together: Counter[tuple[str, frozenset[str]]],
-) -> tuple[Laid, Front]:
+) -> tuple[PartialPlacement, Front]:
     terms = shelf.terms
     if order is None and policy.order == "arrival":
         order = tuple(range(len(request.pieces)))
@@ -282,7 +281,7 @@ def _laid(
     often = lambda piece: (-seen[request.pieces[piece].id], piece)
     prefer = sorted(range(len(request.pieces)), key=often)
 
-    def laid(front: Front) -> Laid:
+    def laid(front: Front) -> PartialPlacement:
         if order is not None:
             return walk(pieces, order, terms.forward, front)
         return cheapest(pieces, terms.forward, front, prefer=prefer, exhaustive=7, beam=24)[0]
@@ -298,12 +297,12 @@ def _laid(
 
 
 def numbered(
-    request: Wanted,
-    resident: Resident,
+    request: WindowRequest,
+    resident: PoolContents,
     terms: Terms,
     items: dict[str, dict[tuple[str, ...], int]],
     order: Order | None = None,
-) -> Numbered:
+) -> OrderProblem:
     """The pieces of a request by number, with what a store has for them; for one order alone where it is given."""
     entries = request.pieces
     number = {entry.id: place for place, entry in enumerate(entries)}
@@ -323,7 +322,7 @@ def numbered(
             elif all(id in number for id in front):
                 price = terms.patch_price(entries[piece].tokens, False)
                 ordered[piece][tuple(number[id] for id in front)] = price
-    return Numbered(
+    return OrderProblem(
         tokens=tuple(entry.tokens for entry in entries),
         free=request.free,
         held=tuple(number.get(id, len(entries) + place) for place, id in enumerate(resident.ids)),
@@ -336,19 +335,19 @@ def numbered(
     )
 
 
-def held_by(request: Wanted, residents: dict[str, Resident]) -> Resident:
+def held_by(request: WindowRequest, residents: dict[str, PoolContents]) -> PoolContents:
     """What the pool holds for a session, or for the one that it was forked from."""
-    return residents.get(request.session) or residents.get(request.parent or "") or Resident()
+    return residents.get(request.session) or residents.get(request.parent or "") or PoolContents()
 
 
-def after(request: Wanted, laid: Laid, resident: Resident) -> Resident:
+def after(request: WindowRequest, laid: PartialPlacement, resident: PoolContents) -> PoolContents:
     """What the pool holds of a request that was served: all from the front that is not served by a patch."""
     ids = tuple(request.pieces[piece].id for piece in laid.order[: laid.ran])
     exact = next((at for at, (id, was) in enumerate(zip(ids, resident.ids, strict=False)) if id != was), len(ids))
-    return Resident(ids, len(ids) if laid.exact else min(exact, resident.exact))
+    return PoolContents(ids, len(ids) if laid.exact else min(exact, resident.exact))
 
 
-def at_hand(request: Wanted, laid: Laid) -> set[StoredItem]:
+def at_hand(request: WindowRequest, laid: PartialPlacement) -> set[StoredItem]:
     """Items that could be stored now: of chunks whose exact KV is at hand."""
     ids = tuple(request.pieces[piece].id for piece in laid.order[: laid.ran if laid.exact else 0])
     chunk = {entry.id for entry in request.pieces if entry.kind == "chunk"}
@@ -356,13 +355,13 @@ def at_hand(request: Wanted, laid: Laid) -> set[StoredItem]:
 
 
 def _admitted(
-    request: Wanted,
-    laid: Laid,
+    request: WindowRequest,
+    laid: PartialPlacement,
     policy: Policy,
     at: int,
-    future: Future | None,
+    future: RequestForecast | None,
     together: Counter[tuple[str, frozenset[str]]],
-    shelf: Shelf,
+    shelf: SimulatedStore,
 ) -> set[StoredItem]:
     """What a policy stores of what is at hand."""
     found = at_hand(request, laid)
@@ -374,7 +373,7 @@ def _admitted(
     return {(id, front) for id, front in found if together[id, frozenset(front)]}
 
 
-def _fits(request: Wanted, items: set[StoredItem], shelf: Shelf) -> bool:
+def _fits(request: WindowRequest, items: set[StoredItem], shelf: SimulatedStore) -> bool:
     """Whether items and their canonicals find room without anything leaving."""
     if shelf.terms.budget is None:
         return True
@@ -386,7 +385,7 @@ def _fits(request: Wanted, items: set[StoredItem], shelf: Shelf) -> bool:
     return shelf.bytes + more <= shelf.terms.budget
 
 
-def _store(request: Wanted, laid: Laid, wanted: set[StoredItem], shelf: Shelf) -> Cost:
+def _store(request: WindowRequest, laid: PartialPlacement, wanted: set[StoredItem], shelf: SimulatedStore) -> Cost:
     """Stores what is new, and the canonicals that it needs; returns what these took."""
     lead = request.lead_ids
     entries = {entry.id: entry for entry in request.pieces}
@@ -404,7 +403,7 @@ def _store(request: Wanted, laid: Laid, wanted: set[StoredItem], shelf: Shelf) -
     return took
 
 
-def _touch(request: Wanted, laid: Laid, shelf: Shelf, at: int) -> None:
+def _touch(request: WindowRequest, laid: PartialPlacement, shelf: SimulatedStore, at: int) -> None:
     """Notes what was used."""
     ids = tuple(request.pieces[piece].id for piece in laid.order)
     for place, id in enumerate(ids):
@@ -413,7 +412,9 @@ def _touch(request: Wanted, laid: Laid, shelf: Shelf, at: int) -> None:
                 shelf.used[id, front] = at
 
 
-def _evict(request: Wanted, shelf: Shelf, policy: Policy, at: int, future: Future | None) -> None:
+def _evict(
+    request: WindowRequest, shelf: SimulatedStore, policy: Policy, at: int, future: RequestForecast | None
+) -> None:
     """Gives items up until the budget holds."""
     budget, lead = shelf.terms.budget, request.lead_ids
     while budget is not None and shelf.bytes > budget:
@@ -423,7 +424,7 @@ def _evict(request: Wanted, shelf: Shelf, policy: Policy, at: int, future: Futur
         shelf.drop(min(loose, key=lambda item: _value(item, shelf, policy, at, future)), lead)
 
 
-def _value(item: StoredItem, shelf: Shelf, policy: Policy, at: int, future: Future | None) -> Cost:
+def _value(item: StoredItem, shelf: SimulatedStore, policy: Policy, at: int, future: RequestForecast | None) -> Cost:
     """What leaves first has least."""
     if policy.evict == "first in":
         return shelf.came[item]
@@ -434,11 +435,11 @@ def _value(item: StoredItem, shelf: Shelf, policy: Policy, at: int, future: Futu
 
 
 def _served(
-    request: Wanted,
-    laid: Laid,
+    request: WindowRequest,
+    laid: PartialPlacement,
     front: Front,
     terms: Terms,
-    resident: Resident,
+    resident: PoolContents,
     canonicals: Cost,
     stored: int,
 ) -> ServedWindow:

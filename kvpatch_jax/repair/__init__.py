@@ -11,7 +11,12 @@ from ._common import Repair as Repair
 from ._common import Repaired as Repaired
 from ._common import SplicedCache as SplicedCache
 from ._common import count_of_equal_bytes as count_of_equal_bytes
+from ._common import deviation as deviation
 from ._common import fraction_to_count as fraction_to_count
+from ._common import largest as largest
+from ._common import live_tokens as live_tokens
+from ._common import read_slots as read_slots
+from ._common import recompute_tokens as recompute_tokens
 from ._common import repair_everywhere as repair_everywhere
 from .cacheblend import Checked as Checked
 from .cacheblend import cacheblend as cacheblend

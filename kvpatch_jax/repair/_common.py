@@ -16,9 +16,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from ..backbone import KV, Backbone, Tokens
+from ..core import KVLayout, expect_frame
 from ..errors import InputError, RankError, ShapeError
-from ..frames import expect_frame
-from ..layout import KVLayout
 
 AnyArray = jax.Array | np.ndarray
 AT_ONCE = 16

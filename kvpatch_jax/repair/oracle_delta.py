@@ -5,8 +5,8 @@ question reads, and a choice by the question's own attention can do better with 
 """
 
 from ..backbone import Backbone
+from ..core import to_engine
 from ..errors import InputError
-from ..layout import to_engine
 from ._common import (
     Repaired,
     SplicedCache,

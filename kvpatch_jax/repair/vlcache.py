@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..backbone import KV, Backbone
+from ..core import KVLayout, to_engine
 from ..errors import InputError
-from ..layout import KVLayout, to_engine
 from ._common import Repaired, SplicedCache, check_splice, live_tokens, recompute_tokens, untouched
 
 

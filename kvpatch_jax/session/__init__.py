@@ -4,36 +4,32 @@
 writes down what happens in sessions, a `Trace` is what it wrote.
 """
 
+from .answer_retrieval import RetrievalQuery
 from .answers import Answer, Audit
-from .batch import BatchReport, answer_batch
-from .batch_file import read_answers
-from .batch_items import BatchItem
-from .events import Event
-from .looking import Looking
-from .needs import Needs, Without
+from .disposability import AblatedAnswer, DisposabilityReport
 from .runtime import PrivateRuntime, Runtime
 from .session import Session
 from .sessions import Sessions, SharedStats
 from .stats import Stats
-from .trace import Recorder, Trace
 
 __all__ = [
+    "AblatedAnswer",
     "Answer",
     "Audit",
-    "BatchItem",
-    "BatchReport",
-    "Event",
-    "Looking",
-    "Needs",
+    "DisposabilityReport",
     "PrivateRuntime",
-    "Recorder",
+    "RetrievalQuery",
     "Runtime",
     "Session",
     "Sessions",
     "SharedStats",
     "Stats",
-    "Trace",
-    "Without",
-    "answer_batch",
-    "read_answers",
 ]
+from .argument_checks import check_backbone as check_backbone
+from .argument_checks import check_rank as check_rank
+from .argument_checks import float_dtype as float_dtype
+from .disposability import UNCHANGED as UNCHANGED
+from .logit_comparison import compared as compared
+from .logit_comparison import prefilled_logits as prefilled_logits
+from .session_input import EmbeddedInput as EmbeddedInput
+from .session_input import embedded as embedded

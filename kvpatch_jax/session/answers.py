@@ -5,7 +5,7 @@ import threading
 from collections.abc import Generator, Iterator
 
 from ..errors import SessionClosedError
-from ..sampling import Piece
+from ..sampling import TextPiece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Answer:
       audit: what `audit=True` found, else None.
     """
 
-    def __init__(self, pieces: Generator[Piece, None, None], seed: int | None = None):
+    def __init__(self, pieces: Generator[TextPiece, None, None], seed: int | None = None):
         """Of pieces to come: the first is waited for, so that what is wrong with a question shows when it is asked."""
         self._pieces = pieces
         self._lock = threading.Lock()

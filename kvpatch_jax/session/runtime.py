@@ -13,12 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from ..backbone import Backbone, Tokens
-from ..compress import Rank
 from ..errors import PoolError, PoolLostError
-from ..sampling import Piece, Sampling
-from ..window import Edit, Former, Ledger, PagedExecutor, Window
-from ..window.sources import PatchStore
-from .given import float_dtype
+from ..patching import Rank
+from ..sampling import Sampling, TextPiece
+from ..window import Edit, Ledger, PagedExecutor, PatchFormer, PatchStore, Window
+from .argument_checks import float_dtype
 
 FIRST_PAGES = 256
 """Pages that a pool begins with which was given no size."""
@@ -51,7 +50,7 @@ class Runtime(Protocol):
         ...
 
     @property
-    def former(self) -> Former | None:
+    def former(self) -> PatchFormer | None:
         """Who forms patches of its prefills, or None."""
         ...
 
@@ -84,7 +83,7 @@ class Runtime(Protocol):
         sampling: Sampling,
         key: int | None,
         stop: Sequence[int] | None,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextPiece]:
         """Continues a question behind a window, token by token; closing the iterator ends the work.
 
         Once the first token is there the answer is what it is behind this window, whatever is run afterwards.
@@ -140,9 +139,9 @@ class PrivateRuntime:
         self._given: collections.Counter[str] = collections.Counter()
         dtype = float_dtype(dtype_of(backbone) if dtype is None else dtype, "session")
         self.executor = PagedExecutor(backbone, pages or FIRST_PAGES, page_size, dtype, store=store, **options)
-        self.former: Former | None = None
+        self.former: PatchFormer | None = None
         if store is not None:
-            self.former = Former(backbone, store, rank)
+            self.former = PatchFormer(backbone, store, rank)
             self.former.watch(self.executor)
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
@@ -211,7 +210,7 @@ class PrivateRuntime:
         sampling: Sampling,
         key: int | None,
         stop: Sequence[int] | None,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextPiece]:
         """See `Runtime.answer`."""
         with self._lock:
             how: dict[str, Any] = {"sampling": sampling, "key": key, "stop": stop}

@@ -9,26 +9,22 @@ from typing import Any
 import jax
 
 from ..backbone import Backbone
-from ..chunk import brief
-from ..compress import Rank
-from ..content import names_of
+from ..cache import brief, names_of
 from ..errors import SessionError
+from ..patching import Rank
 from ..plan import Certificate, DeviceCosts, Goal
-from ..sizes import Size, size_of
-from ..window import Costs, Edits, Window
-from ..window.entry import Fidelity, Kind
-from ..window.pieces import Promise
-from ..window.sources import PatchStore
+from ..traces import Op
+from ..utils.sizes import Size, size_of
+from ..window import Costs, Edits, Fidelity, Kind, PatchStore, Promise, Window
 from .answers import Answer
-from .chatting import framed
-from .choosing import check_certificate
-from .events import Op
-from .holding import Known, Owners, outliving_the_pool
-from .needs import Needing
-from .restoring import Restoring
+from .chat_frame import framed
+from .disposability import DisposabilityProbe
+from .piece_registry import PieceRecord, RuntimeRefCount, outliving_the_pool
+from .reuse_planner import check_certificate
 from .runtime import PAGE_SIZE, RANK, PrivateRuntime, Runtime
+from .session_checkpoint import Restoring
+from .session_input import LARGEST_IMAGE, SessionInput, thing_of
 from .stats import Stats
-from .things import LARGEST_IMAGE, Thing, thing_of
 
 SETTINGS = (
     *("certificate", "goal", "costs", "uncertified", "linker", "retriever"),
@@ -39,7 +35,7 @@ MEMORY = 512 << 20
 """Bytes that a session keeps of what has left, to bring it back without being given it again."""
 
 
-class Session(Needing, Restoring):
+class Session(DisposabilityProbe, Restoring):
     """What an agent sees: images, frames and texts, of which the last ones stay, and questions behind them.
 
         from pathlib import Path
@@ -141,9 +137,9 @@ class Session(Needing, Restoring):
             lead, around = framed(backbone, lead, around)
         if runtime is None:
             options: dict[str, Any] = {"pages": pages, "page_size": page_size, "dtype": dtype, "rank": rank}
-            owners = Owners(PrivateRuntime(backbone, store, **options), True)
+            owners = RuntimeRefCount(PrivateRuntime(backbone, store, **options), True)
         else:
-            owners = Owners(runtime, False)
+            owners = RuntimeRefCount(runtime, False)
         first = [] if lead is None or isinstance(lead, int) else list(lead) if _is_several(lead) else [lead]
         pinned = lead if isinstance(lead, int) else len(first) or None
         numbers = Costs.of(backbone, owners.runtime.executor.dtype)
@@ -159,7 +155,7 @@ class Session(Needing, Restoring):
             self.close()
             raise
 
-    def _set_up(self, name: str, owners: Owners, window: Window, keep: int | None, **how: Any) -> None:
+    def _set_up(self, name: str, owners: RuntimeRefCount, window: Window, keep: int | None, **how: Any) -> None:
         self.keep = keep
         for word in SETTINGS:
             setattr(self, word, how[word])
@@ -331,7 +327,7 @@ class Session(Needing, Restoring):
         branch._set_up(name, self._owners, window, self.keep, **how)
         branch._names, branch._used, branch._ways = dict(self._names), self._used.copy(), dict(self._ways)
         for id, known in self._known.items():
-            branch._known[id] = Known(known.entry, known.name, known.thing)
+            branch._known[id] = PieceRecord(known.entry, known.name, known.thing)
             if known.held is not None:
                 branch._hold(branch._known[id], known.held)
         return branch
@@ -378,13 +374,15 @@ class Session(Needing, Restoring):
     # -------------------------------------------------------------------------------------------------- inside
 
     @contextlib.contextmanager
-    def _coming_in(self, read: Thing, id: str | None, order_free: bool, kind: Kind | None = None) -> Iterator[Known]:
+    def _coming_in(
+        self, read: SessionInput, id: str | None, order_free: bool, kind: Kind | None = None
+    ) -> Iterator[PieceRecord]:
         """Names what comes in and holds it meanwhile: it is entered once it did, and let go of where that fails."""
         if kind is None:
             kind = "text" if read.textual and not order_free else "chunk"
         name, piece_id = self._names_for(read, id)
         tokens = self._embedded(read)
-        known = Known(tokens.entry(piece_id, read, kind, order_free), name, read)
+        known = PieceRecord(tokens.entry(piece_id, read, kind, order_free), name, read)
         self._hold(known, tokens)
         try:
             yield known
@@ -395,12 +393,12 @@ class Session(Needing, Restoring):
         self._counts.add("added")
         self._settled()
 
-    def _shows(self, read: Thing) -> Known | None:
+    def _shows(self, read: SessionInput) -> PieceRecord | None:
         """The last piece of the window that shows this; None where none does."""
         shown = [piece.entry.id for piece in self._window.pieces if piece.entry.content == read.content]
         return self._known[shown[-1]] if shown else None
 
-    def _bring_back(self, known: Known, read: Thing | None) -> str:
+    def _bring_back(self, known: PieceRecord, read: SessionInput | None) -> str:
         if known.thing is None:
             known.thing = read
         self._bring(known)
@@ -422,7 +420,7 @@ class Session(Needing, Restoring):
             return left
 
 
-def _text_of(read: Thing) -> dict[str, str]:
+def _text_of(read: SessionInput) -> dict[str, str]:
     """The text of a thing that is one, for those who watch."""
     return {"text": "".join(read.items)} if read.items and all(isinstance(item, str) for item in read.items) else {}
 

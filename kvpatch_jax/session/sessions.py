@@ -9,14 +9,13 @@ from typing import Any
 import jax
 
 from ..backbone import Backbone
-from ..compress import Rank
 from ..errors import InputError
-from ..window import Former, PagedExecutor
-from ..window.sources import PatchStore
-from .given import check_backbone, check_rank, float_dtype
+from ..patching import Rank
+from ..window import PagedExecutor, PatchFormer, PatchStore
+from .argument_checks import check_backbone, check_rank, float_dtype
 from .runtime import PAGE_SIZE, dtype_of
 from .session import Session
-from .shared import Shared
+from .shared_runtime import SharedRuntime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +98,9 @@ class Sessions:
         self.backbone, self.store = backbone, store
         former = None
         if store is not None:
-            former = Former(backbone, store, rank)
+            former = PatchFormer(backbone, store, rank)
         try:
-            self.shared = Shared(executor, former, batch=batch, waiting=waiting, timeout=timeout)
+            self.shared = SharedRuntime(executor, former, batch=batch, waiting=waiting, timeout=timeout)
         except BaseException:
             if former is not None:
                 former.close()

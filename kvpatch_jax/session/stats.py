@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from ..window import Drop, Edits, Formed, Ledger, Prefill, Recompute, Rotate, Window
+from ..window import Drop, Edits, FormerStats, Ledger, Prefill, Recompute, Rotate, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Stats:
     tokens_held: int = 0
     pages: int = 0
     free_pages: int = 0
-    formed: Formed | None = None
+    formed: FormerStats | None = None
 
     def __str__(self) -> str:
         served = ", ".join(f"{count} {word}" for word, count in self.fidelity.items()) or "empty"
@@ -64,7 +64,7 @@ class Stats:
         return "\n".join(lines)
 
 
-class Counts:
+class SessionCounters:
     """Counts as they grow."""
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from ..errors import StorePlatformError
 if importlib.util.find_spec("fcntl") is None:  # before anything below fails at it
     raise StorePlatformError("store: this system has no `fcntl`; expected a POSIX system, such as Linux or macOS")
 
-from ..chunk_ids import chunk_id as chunk_id
-from ..chunk_ids import encoder_id as encoder_id
+from ..cache import chunk_id as chunk_id
+from ..cache import encoder_id as encoder_id
 from .disk.budget import Budget as Budget
 from .disk.quarantine import QuarantineRestore as QuarantineRestore
 from .fetch import Fetched as Fetched
@@ -16,7 +16,7 @@ from .fetch import Miss as Miss
 from .fetch import Request as Request
 from .fetch import fetch as fetch
 from .format.naming import ENCODINGS as ENCODINGS
-from .format.naming import Served as Served
+from .format.naming import PatchKey as PatchKey
 from .libraries.dynamic import DynamicLibrary as DynamicLibrary
 from .libraries.dynamic import HeldReference as HeldReference
 from .libraries.entries import LibraryEntry as LibraryEntry
@@ -30,8 +30,8 @@ from .libraries.retriever import Retriever as Retriever
 from .libraries.retriever import pooled as pooled
 from .libraries.retriever import recall as recall
 from .libraries.static import StaticLibrary as StaticLibrary
-from .linker import Linked as Linked
 from .linker import LinkedChunk as LinkedChunk
+from .linker import LinkedPrompt as LinkedPrompt
 from .linker import Linker as Linker
 from .metrics import Statistics as Statistics
 from .metrics import StatisticsCollector as StatisticsCollector
@@ -42,8 +42,8 @@ from .snapshots.orbax_item import make_durable as make_durable
 from .snapshots.restore import load_snapshot as load_snapshot
 from .snapshots.save import save_snapshot as save_snapshot
 from .store import ChunkStore as ChunkStore
-from .tenants import Deleted as Deleted
-from .tiers.patience import Patience as Patience
-from .tiers.placement import LayerStream as LayerStream
+from .tenants import DeletionReport as DeletionReport
+from .tiers.device_placement import LayerStream as LayerStream
 from .tiers.remote import KeyValueStore as KeyValueStore
-from .tiers.remote import Remote as Remote
+from .tiers.remote import RemoteStore as RemoteStore
+from .tiers.retry_policy import RetryPolicy as RetryPolicy

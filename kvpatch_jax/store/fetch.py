@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..chunk import AnyArray, Chunk
-from ..content import fingerprint_of
+from ..cache import Chunk, fingerprint_of
+from ..core import AnyArray
 from ..errors import FetchError, InputError, StoreClosedError, StoreError
 from .format.naming import Encoding
 from .store import Ack, ChunkStore
-from .tiers.placement import Placement, place_chunk, placement_key
+from .tiers.device_placement import Placement, place_chunk, placement_key
 
 Source = Literal["store", "shared", "computed", "joined"]
 """Where a chunk came from: the store, the request's shared store, computing, or another thread that fetched it too."""

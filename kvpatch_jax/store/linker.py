@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ..content import Text, check_text, fingerprint_of
+from ..cache import Text, check_text, fingerprint_of
 from ..errors import UnknownReferenceError
 from .fetch import Request
 from .libraries.dynamic import DynamicLibrary
@@ -46,7 +46,7 @@ class LinkedChunk:
         return Request(self.id, self.backbone, item=item, expires=self.resource.expires, shared=self.store)
 
 
-class Linked:
+class LinkedPrompt:
     """A prompt with its references resolved. Versions of dynamic references are held, and chunks pinned, until `close`.
 
     Attributes:
@@ -75,7 +75,7 @@ class Linked:
         """Releases versions and pins. Closing twice is allowed."""
         self._stack.close()
 
-    def __enter__(self) -> "Linked":
+    def __enter__(self) -> "LinkedPrompt":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,7 +102,7 @@ class Linker:
     ):
         self.backbone, self.static, self.dynamic = fingerprint_of(backbone, "linker"), static, dynamic
 
-    def link(self, prompt: str) -> Linked:
+    def link(self, prompt: str) -> LinkedPrompt:
         """Splits a prompt into texts and chunks, in order. `references` has the syntax, and how to escape it.
 
         Raises:
@@ -114,9 +114,9 @@ class Linker:
             check_text(prompt, "linker: prompt")
         with contextlib.ExitStack() as stack:
             segments = [part if isinstance(part, str) else self._resolve(part, stack) for part in parts]
-            return Linked(tuple(segments), stack.pop_all())
+            return LinkedPrompt(tuple(segments), stack.pop_all())
 
-    def resolve(self, reference: str) -> Linked:
+    def resolve(self, reference: str) -> LinkedPrompt:
         """Links a prompt that is one reference, as a retriever gives it. Raises as `link`."""
         linked = self.link(reference)
         if len(linked.segments) == 1 and linked.chunks:

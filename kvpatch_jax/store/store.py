@@ -10,30 +10,29 @@ from typing import get_args
 
 import numpy as np
 
-from ..basis import Basis, check_in_basis
-from ..chunk import AnyArray, Chunk
+from ..cache import Chunk, Patch, PatchMetadata, check_is_chunk
+from ..core import AnyArray, KVLayout
 from ..errors import InputError, StoreReadOnlyError
-from ..kinds import all_of, expect_kind
-from ..layout import KVLayout
-from ..patch_metadata import Patch, PatchMetadata, check_is_chunk
-from ..replacing import path_of
-from ..sizes import Size, size_of
+from ..patching import Basis, check_in_basis
+from ..utils.atomic_files import path_of
+from ..utils.kinds import all_of, expect_kind
+from ..utils.sizes import Size, size_of
+from .antecedent_match import serving
 from .disk.budget import Budget, budget_of
 from .disk.quarantine import QuarantineRestore, purge, restore
 from .disk.tenant_disk import TenantDisk
 from .format.bases import basis_blobs, basis_id, basis_of, completed
 from .format.codec import chunk_blob, chunk_of, encoder_blob, encoder_of, patch_blob, patch_parts, with_encoder
 from .format.expiry import Seconds, checked_ttl, expires_at, is_before, later
-from .format.naming import Encoding, Name, Names, Served, part_of
+from .format.naming import Encoding, Name, ObjectNames, PatchKey, part_of
 from .format.objects import Blob
 from .io.per_root import shared
 from .metrics import Statistics
-from .serving import serving
-from .tenants import Deleted, delete_tenant
+from .tenants import DeletionReport, delete_tenant
+from .tiers.device_placement import LayerStream, Placement
 from .tiers.memory import CANONICAL, DERIVED, ENCODER, CacheEntry, Policy
-from .tiers.placement import LayerStream, Placement
 from .tiers.reader import TieredReader
-from .tiers.remote import Remote
+from .tiers.remote import RemoteStore
 from .tiers.remote_tier import RemoteTier
 from .tiers.write_order import Write, WriteOrder
 from .tiers.writer import Ack, Writer, joined
@@ -75,7 +74,7 @@ class ChunkStore:
         ttl: Seconds | None = None,
         policy: Policy = "lru",
         secret: bytes | None = None,
-        remote: Remote | None = None,
+        remote: RemoteStore | None = None,
         key: bytes | None = None,
         wipe: bool | None = None,
         queue: Size = 256 << 20,
@@ -84,7 +83,7 @@ class ChunkStore:
         self._ttl = checked_ttl(ttl, "store")
         if policy not in get_args(Policy):
             raise InputError(f"store: policy {policy!r:.80}; expected one of {get_args(Policy)}")
-        expect_kind(remote, (Remote, NoneType), "store: remote", "a KeyValueStore, or None")
+        expect_kind(remote, (RemoteStore, NoneType), "store: remote", "a KeyValueStore, or None")
         expect_kind(wipe, (bool, NoneType), "store: wipe", "True, False or None")
         expect_kind(clock, Callable, "store: clock", "a function that returns seconds since the epoch")
         room, budgets = size_of(queue, "store: queue"), budget_of(budget, "store: budget")
@@ -101,7 +100,7 @@ class ChunkStore:
         self._reader = TieredReader(self.tenant_disk, self._writer, self._remote, self.order, policy)
 
     @property
-    def names(self) -> Names:
+    def names(self) -> ObjectNames:
         """What this tenant's objects are called."""
         return self.tenant_disk.names
 
@@ -276,7 +275,7 @@ class ChunkStore:
         acks.append(self._writer.add(self.names.patch(patch), make, patch.nbytes))
         return self._timed(acks[0] if len(acks) == 1 else joined(acks), began)
 
-    def get_patches(self, served: Served | PatchMetadata) -> list[Patch]:
+    def get_patches(self, served: PatchKey | PatchMetadata) -> list[Patch]:
         """Reads every stored patch that serves this chunk, antecedent, base and frame, largest first.
 
         They may have any ranks, layers and dtypes, and an orbit patch any order of its antecedent. Left out are patches
@@ -289,7 +288,7 @@ class ChunkStore:
           InputError: what is neither.
         """
         self.tenant_disk.expect_open()
-        if not isinstance(served, Served | PatchMetadata):
+        if not isinstance(served, PatchKey | PatchMetadata):
             raise InputError(
                 f"store: get_patches of {served!r:.80}; expected what they are to serve: Served(chunk.id, "
                 "chunk.backbone, antecedent), or a patch's metadata"
@@ -374,7 +373,7 @@ class ChunkStore:
         self.tenant_disk.forget_usage()
         return restore(self.disk.root, self.names.tenant_name)
 
-    def delete_tenant(self) -> Deleted:
+    def delete_tenant(self) -> DeletionReport:
         """Deletes everything of this tenant, in every tier, quarantine and the remote store; see `tenants`.
 
         Queued puts are written first. The store remains usable. Other store objects of the tenant serve nothing of it

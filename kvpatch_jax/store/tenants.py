@@ -7,16 +7,16 @@ import time
 
 from .disk.directory import note_deletion
 from .disk.disk import Disk
+from .disk.partial_exports import WHOLE, sweep_unfinished
 from .disk.quarantine import purge
-from .disk.unfinished import WHOLE, sweep_unfinished
-from .format.naming import Names
+from .format.naming import ObjectNames
 from .io.files import folder, locked, remove, rename, typed_errors
-from .tiers.remote import Remote
+from .tiers.remote import RemoteStore
 from .tiers.remote_tier import delete_below
 
 
 @dataclasses.dataclass(frozen=True)
-class Deleted:
+class DeletionReport:
     """What a deletion found: objects and bytes on the disk, objects in quarantine, objects of the remote store."""
 
     objects: int
@@ -25,7 +25,7 @@ class Deleted:
     remote: int
 
 
-def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Deleted:
+def delete_tenant(disk: Disk, names: ObjectNames, remote: RemoteStore | None = None) -> DeletionReport:
     """Deletes all that a tenant has: remote objects, then those on the disk, in quarantine, and leftovers of dead
     writers and unfinished snapshots.
 
@@ -52,7 +52,7 @@ def delete_tenant(disk: Disk, names: Names, remote: Remote | None = None) -> Del
         for left in (tenant, WHOLE):  # a whole store's snapshot has the tenant's objects too
             sweep_unfinished(disk.root, left)
         finish(disk, f"{tenant}.")
-    return Deleted(len(entries), sum(entry.size for entry in entries), quarantined, beyond)
+    return DeletionReport(len(entries), sum(entry.size for entry in entries), quarantined, beyond)
 
 
 def _rename_away(disk: Disk, space: str, tenant: str) -> None:

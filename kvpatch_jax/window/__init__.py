@@ -6,34 +6,63 @@ and edits with exact costs; an executor runs them: `PagedExecutor` on a paged po
 
 from .costs import Costs
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Edits, Fetch, Prefill, Recompute, Rotate
-from .entry import Entry, PatchNote, PlacedPiece, State
+from .entry import Entry, PatchNote, PieceState, PlacedPiece
 from .host import HostExecutor
-from .ledger import Ledger, Tally
+from .ledger import CostEntry, Ledger
 from .paged import PagedExecutor
-from .traffic import Formed, Former
+from .patch_former import FormerStats, PatchFormer
 from .window import Window
 
 __all__ = [
     "ApplyPatch",
     "Compact",
     "Copy",
+    "CostEntry",
     "Costs",
     "Drop",
     "Edit",
     "Edits",
     "Entry",
     "Fetch",
-    "Formed",
-    "Former",
+    "FormerStats",
     "HostExecutor",
     "Ledger",
     "PagedExecutor",
+    "PatchFormer",
     "PatchNote",
+    "PieceState",
     "PlacedPiece",
     "Prefill",
     "Recompute",
     "Rotate",
-    "State",
-    "Tally",
     "Window",
 ]
+from .costs import ROTATION as ROTATION
+from .costs import adding_flops as adding_flops
+from .entry import LIMIT as LIMIT
+from .entry import Fidelity as Fidelity
+from .entry import Kind as Kind
+from .entry import tuple_of as tuple_of
+from .executor import Executor as Executor
+from .kv_snapshot import SIDES as SIDES
+from .kv_snapshot import PieceSnapshot as PieceSnapshot
+from .kv_snapshot import placed as placed
+from .kv_snapshot import taken as taken
+from .provenance_chain import chain_digest as chain_digest
+from .provenance_chain import chain_of as chain_of
+from .rearrangement import KEEP as KEEP
+from .rearrangement import PREFILL as PREFILL
+from .rearrangement import AtHand as AtHand
+from .rearrangement import Rearrangement as Rearrangement
+from .rearrangement import ServingChoice as ServingChoice
+from .rearrangement import arrange as arrange
+from .slot_table import ResidentPiece as ResidentPiece
+from .slot_table import all_slots as all_slots
+from .sources import PatchStore as PatchStore
+from .sources import asked_behind as asked_behind
+from .sources import bucket as bucket
+from .sources import padded_chunk as padded_chunk
+from .sources import padded_patch as padded_patch
+from .sources import padded_tokens as padded_tokens
+from .sources import stored as stored
+from .window_state import Promise as Promise

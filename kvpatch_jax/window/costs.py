@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..backbone import Backbone, ForwardCosts, seen_pairs
-from ..content import fingerprint_of
-from ..patch_metadata import Patch
+from ..cache import Patch, fingerprint_of
 
 ROTATION = 3
 """FLOPs per rotated number: two products and a sum."""

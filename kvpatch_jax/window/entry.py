@@ -12,12 +12,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..backbone import Tokens
-from ..chunk import Chunk, brief, content_of
-from ..chunk_ids import encoded
+from ..cache import EXACT, Antecedent, Chunk, Member, Patch, brief, content_of, encoded, patch_digest
+from ..core import Quantised, is_low_rank
 from ..errors import WindowError
-from ..ops import Quantised, is_low_rank
-from ..patch_metadata import Patch, patch_digest
-from ..provenance import EXACT, Antecedent, Member
 from .costs import adding_flops
 
 Kind = Literal["chunk", "text"]
@@ -122,7 +119,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class PieceState:
     """How an entry's KV was made.
 
     Attributes:
@@ -154,7 +151,7 @@ class State:
         return short_digest(f"state {self.kind} {self.behind} {self.pure} {self.base} {self.patch}")
 
     @classmethod
-    def conditioned(cls, behind: str, pure: bool) -> "State":
+    def conditioned(cls, behind: str, pure: bool) -> "PieceState":
         """The state of what was prefilled behind this.
 
         A window is linked with hundreds of them at a time: what has its default is left to the class, for setting the
@@ -165,10 +162,10 @@ class State:
         return made
 
 
-FRESH = State("conditioned")
+FRESH = PieceState("conditioned")
 """Of a piece that is prefilled where it stands; linking fills in behind what. Of one that is run again in its place
 `aside` says until then what it was."""
-BARE = State("bare")
+BARE = PieceState("bare")
 
 
 class PlacedPiece(NamedTuple):
@@ -189,8 +186,8 @@ class PlacedPiece(NamedTuple):
 
     entry: Entry
     start: int
-    state: State
-    aside: State | None = None
+    state: PieceState
+    aside: PieceState | None = None
     born: int = 0
     placed: int = 0
     front: str = ""
@@ -290,13 +287,13 @@ class PatchNote:
         return {}
 
     @functools.cached_property
-    def served(self) -> State:
+    def served(self) -> PieceState:
         """The state of a piece that this patch serves, with its digest computed once."""
         return self.state()
 
-    def state(self) -> State:
+    def state(self) -> PieceState:
         """The state of a piece that this patch serves."""
-        return State(
+        return PieceState(
             kind="patched",
             behind=self.antecedent.digest,
             patch=self.digest,

@@ -7,17 +7,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from ..backbone import Backbone, Output, Tokens, check_tokens
-from ..canonical import lead_digest, lead_tokens
-from ..chunk import AnyArray, Chunk, brief
+from ..cache import Chunk, Patch, brief
+from ..core import AnyArray, EngineKV, Paged
 from ..errors import InputError, NotFiniteError, WindowError
-from ..frames import EngineKV
-from ..paging import Paged
-from ..patch_metadata import Patch
+from ..patching import lead_digest, lead_tokens
+from .cost_meter import CostMeter
 from .edits import Edit
 from .entry import PlacedPiece
 from .ledger import Ledger
-from .measure import Meter
-from .sources import PatchStore, Sources, bucket, padded_tokens
+from .sources import PatchStore, PieceSources, bucket, padded_tokens
 from .window import Window
 
 Noticed = Callable[[Window, str, Tokens, int, Mapping[str, Array]], None]
@@ -30,7 +28,7 @@ Lead = Sequence[Any] | Tokens | None
 
 
 @runtime_checkable
-class Standing(Protocol):
+class ExecutorPiece(Protocol):
     """A piece as an executor holds it."""
 
     @property
@@ -64,8 +62,8 @@ class Executor:
         self.backbone, self.layout, self.store = backbone, backbone.layout, store
         self.buckets = getattr(backbone, "buckets", None) if padded else None
         self.lead = None if lead is None else lead_digest(backbone.fingerprint, lead_tokens(backbone, lead))
-        self.sources = Sources(self.buckets, backbone.fingerprint, padded, self.lead)
-        self.meter = Meter(backbone)
+        self.sources = PieceSources(self.buckets, backbone.fingerprint, padded, self.lead)
+        self.meter = CostMeter(backbone)
         self.formers: list[Noticed] = []
         self._current: dict[str, tuple[PlacedPiece, ...]] = {}
 
@@ -128,7 +126,7 @@ class Executor:
         """The window's KV, as a backbone reads it; None of an empty window."""
         raise NotImplementedError
 
-    def pieces(self, branch: str) -> Sequence[Standing]:
+    def pieces(self, branch: str) -> Sequence[ExecutorPiece]:
         """The pieces of a branch, in order."""
         raise NotImplementedError
 
@@ -216,7 +214,7 @@ class Executor:
         """A number of tokens rounded up to its bucket."""
         return bucket(self.buckets, size)
 
-    def check_holds(self, pieces: Sequence[Standing], window: Window) -> None:
+    def check_holds(self, pieces: Sequence[ExecutorPiece], window: Window) -> None:
         """Refuses a window that is not made of these pieces.
 
         Raises:

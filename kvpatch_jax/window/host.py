@@ -6,17 +6,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from .. import ops
 from ..backbone import Backbone, joined
-from ..chunk import AnyArray, Chunk, brief
+from ..cache import Chunk, Patch, brief
+from ..core import AnyArray, EngineKV, KVLayout, PhaseFreeKV, as_start, check_positions, ops, placed
 from ..errors import WindowError
-from ..forming import arrays_of
-from ..frames import EngineKV, PhaseFreeKV
-from ..layout import KVLayout, as_start, placed
-from ..patch import operator_call
-from ..patch_metadata import Patch
-from ..rope import check_positions
-from .dispatch import Added, plan
+from ..patching import arrays_of, operator_call
+from .edit_dispatch import PatchOperand, plan
 from .edits import Edit
 from .executor import Executor, Lead
 from .ledger import Ledger
@@ -188,7 +183,7 @@ class HostRun:
             self.executor.meter.turned("Rotate", held.kv, held.length, held.length)
 
     def splice(
-        self, kind: str, id: str, start: int, chunk: Chunk, added: Added | None = None, keep_aside: bool = False
+        self, kind: str, id: str, start: int, chunk: Chunk, added: PatchOperand | None = None, keep_aside: bool = False
     ) -> None:
         """Places a canonical, with a patch or without; a removal patch on the conditioned KV that is there."""
         patch, there = None if added is None else added.patch, self._own.get(id)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
-class Tally:
+class CostEntry:
     """What was executed of one kind.
 
     Attributes:
@@ -20,8 +20,8 @@ class Tally:
     padded_bytes: int = 0
     padded_flops: int = 0
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
+    def __add__(self, other: "CostEntry") -> "CostEntry":
+        return CostEntry(
             self.launches + other.launches,
             self.bytes + other.bytes,
             self.flops + other.flops,
@@ -29,23 +29,23 @@ class Tally:
             self.padded_flops + other.padded_flops,
         )
 
-    def __sub__(self, other: "Tally") -> "Tally":
-        return Tally(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
+    def __sub__(self, other: "CostEntry") -> "CostEntry":
+        return CostEntry(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(Tally))
+_FIELDS = tuple(field.name for field in dataclasses.fields(CostEntry))
 
 
 @dataclasses.dataclass(frozen=True)
-class Ledger(Mapping[str, Tally]):
+class Ledger(Mapping[str, CostEntry]):
     """Tallies by kind of edit, and of what is done beside edits ("question", "undo"): an immutable value.
 
     `after - before` is what happened between two ledgers.
     """
 
-    kinds: tuple[tuple[str, Tally], ...] = ()
+    kinds: tuple[tuple[str, CostEntry], ...] = ()
 
-    def __getitem__(self, kind: str) -> Tally:
+    def __getitem__(self, kind: str) -> CostEntry:
         return dict(self.kinds)[kind]
 
     def __iter__(self) -> Iterator[str]:
@@ -54,23 +54,23 @@ class Ledger(Mapping[str, Tally]):
     def __len__(self) -> int:
         return len(self.kinds)
 
-    def of(self, kind: str) -> Tally:
+    def of(self, kind: str) -> CostEntry:
         """The tally of a kind, empty where nothing of it was done."""
-        return dict(self.kinds).get(kind, Tally())
+        return dict(self.kinds).get(kind, CostEntry())
 
-    def add(self, kind: str, tally: Tally) -> "Ledger":
+    def add(self, kind: str, tally: CostEntry) -> "Ledger":
         """Counts something more of a kind."""
         kinds = dict(self.kinds)
         kinds[kind] = kinds[kind] + tally if kind in kinds else tally
         return Ledger(tuple(kinds.items()))
 
     def __sub__(self, earlier: "Ledger") -> "Ledger":
-        old, none = dict(earlier.kinds), Tally()
+        old, none = dict(earlier.kinds), CostEntry()
         changed = ((kind, tally) for kind, tally in self.kinds if old.get(kind) is not tally)
         left = ((kind, tally - old.get(kind, none)) for kind, tally in changed)
         return Ledger(tuple((kind, tally) for kind, tally in left if tally != none))
 
     @property
-    def total(self) -> Tally:
+    def total(self) -> CostEntry:
         """All kinds together."""
-        return sum((tally for _, tally in self.kinds), Tally())
+        return sum((tally for _, tally in self.kinds), CostEntry())

@@ -5,22 +5,21 @@ from collections.abc import Iterable, Sequence
 from jaxtyping import Array, Float
 
 from ..backbone import Tokens
-from ..frames import EngineKV, PhaseFreeKV
-from ..paging import Paged
-from .asking import Question
-from .books import packing
-from .dispatch import plan
+from ..core import EngineKV, Paged, PhaseFreeKV
+from .answer_decoding import adopt, grow
+from .cost_meter import row_bytes
+from .edit_dispatch import plan
+from .edit_transaction import EditTransaction
 from .edits import Compact, Edit
-from .growing import adopt, grow
+from .executor_pool import PoolExecutor
+from .fused_question import FusedQuestion
 from .ledger import Ledger
-from .measure import row_bytes
-from .pooled import Pooled
-from .running import Run
-from .warming import warm_up
+from .precompilation import warm_up
+from .slot_table import packing
 from .window import Window
 
 
-class PagedExecutor(Pooled):
+class PagedExecutor(PoolExecutor):
     """Executes the edits of windows on one paged pool, which the windows of one loop and its forks share.
 
     The pool is donated from launch to launch and never leaves the executor but inside the `Paged` that `context` gives,
@@ -32,7 +31,7 @@ class PagedExecutor(Pooled):
         executor.run(window, edits)
         answer = executor.generate(window, question, 32)
 
-    Attributes are those of `Pooled`, which allocates the pool.
+    Attributes are those of `PoolExecutor`, which allocates the pool.
     """
 
     # --------------------------------------------------------------------------------------------- edits
@@ -63,14 +62,14 @@ class PagedExecutor(Pooled):
         self, window: Window, edits: Sequence[Edit], tokens: Tokens, length: int | None = None
     ) -> Float[Array, "1 1 V"]:
         """See `Executor.ask`."""
-        question = Question(*self.question(window, tokens, length))
+        question = FusedQuestion(*self.question(window, tokens, length))
         self._run(window, edits, question)
         return self.prefill(window, tokens, length).logits if question.logits is None else question.logits
 
-    def _run(self, window: Window, edits: Sequence[Edit], question: Question | None = None) -> None:
+    def _run(self, window: Window, edits: Sequence[Edit], question: FusedQuestion | None = None) -> None:
         self.check_backbone(window)
         self.check_pool()
-        run = Run(self, window, question)
+        run = EditTransaction(self, window, question)
         if adopt(self, run, window, edits):
             self.check_holds(run.standing(), window)
         else:

@@ -16,10 +16,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import rotate_patch, splice
 
-from .. import ops
-from ..layout import KVLayout
-from ..paging import flat
-from ..rope import relocation_tables, rope_tables
+from ..core import KVLayout, flat, ops, relocation_tables, rope_tables
 
 Vectors = dict[str, Float[Array, "L P O _ _"]]
 Rows = dict[str, Float[Array, "L N _ _"]]

@@ -14,14 +14,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Num
 
 from ..backbone import Tokens, check_tokens
-from ..buckets import Buckets
-from ..chunk import AnyArray, Chunk, brief, content_of, trusted
+from ..cache import Antecedent, Chunk, Patch, PatchMetadata, brief, content_of, patch_digest, trusted
+from ..core import AnyArray, Buckets, KVLayout, PhaseFreeKV, Quantised, is_low_rank, on_device
 from ..errors import InputError, PatchMismatchError, ShapeError
-from ..frames import PhaseFreeKV
-from ..layout import KVLayout, on_device
-from ..ops import Quantised, is_low_rank
-from ..patch_metadata import Patch, PatchMetadata, patch_digest
-from ..provenance import Antecedent
 
 
 @runtime_checkable
@@ -46,7 +41,7 @@ class PatchStore(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Unit:
+class PieceSource:
     """What is known of one piece.
 
     Attributes:
@@ -159,7 +154,7 @@ def _of_tokens(patch: Patch, size: int, change: Callable[[AnyArray, int, int], A
     return Patch(factors, patch.metadata)
 
 
-class Sources:
+class PieceSources:
     """Everything given so far, by piece."""
 
     def __init__(self, buckets: Buckets | None, backbone: str, single: bool, lead: str | None = None):
@@ -169,10 +164,10 @@ class Sources:
           lead: digest of what canonicals were prefilled behind; None takes those of any.
         """
         self._buckets, self._backbone, self._single, self._lead = buckets, backbone, single, lead
-        self._units: dict[str, Unit] = {}
+        self._units: dict[str, PieceSource] = {}
 
-    def __getitem__(self, id: str) -> Unit:
-        return self._units.get(id, Unit())
+    def __getitem__(self, id: str) -> PieceSource:
+        return self._units.get(id, PieceSource())
 
     def __contains__(self, id: str) -> bool:
         return id in self._units
@@ -197,10 +192,10 @@ class Sources:
           InputError, ShapeError: what is no tokens, chunk or patch, or of another number of tokens than what is known.
           PatchMismatchError: a chunk or patch of another id, content or backbone.
         """
-        unit = self._units.get(id, Unit())
+        unit = self._units.get(id, PieceSource())
         content = content if chunk is None else content_of(chunk)
         if content is not None and unit.content not in (None, content):
-            unit = Unit()
+            unit = PieceSource()
         if content is not None:
             unit = dataclasses.replace(unit, content=content)
         if chunk is not None:
@@ -270,7 +265,7 @@ class Sources:
             raise PatchMismatchError(f"piece {brief(id)!r}: a chunk of content {chunk.content!r}; expected {content!r}")
         return chunk
 
-    def _with_chunk(self, id: str, unit: Unit, chunk: Chunk) -> Unit:
+    def _with_chunk(self, id: str, unit: PieceSource, chunk: Chunk) -> PieceSource:
         if chunk.id != id or chunk.backbone != self._backbone:
             raise PatchMismatchError(
                 f"provide: chunk {brief(chunk.id)!r} of backbone {chunk.backbone[:16]!r}; expected {brief(id)!r} of "
@@ -293,7 +288,7 @@ class Sources:
             hidden[layer] = jnp.asarray(host if host.ndim == 3 else host[None])
         return dataclasses.replace(unit, chunk=chunk, patches=patches, hidden=hidden)
 
-    def _with_tokens(self, id: str, unit: Unit, tokens: Tokens, length: int | None) -> Unit:
+    def _with_tokens(self, id: str, unit: PieceSource, tokens: Tokens, length: int | None) -> PieceSource:
         check_tokens(tokens, "provide")
         rows, given = tokens.embeddings.shape[:2]
         if self._single and rows != 1:
@@ -310,7 +305,7 @@ class Sources:
         padded = padded_tokens(tokens, max(given, bucket(self._buckets, length)))
         return dataclasses.replace(unit, tokens=padded, length=length)
 
-    def _length(self, id: str, unit: Unit) -> int:
+    def _length(self, id: str, unit: PieceSource) -> int:
         if unit.tokens is not None:
             return unit.length
         if unit.chunk is not None:

@@ -4,18 +4,18 @@ import dataclasses
 import secrets
 
 from ..backbone import Backbone
+from ..cache import Patch
 from ..errors import WindowError
-from ..patch_metadata import Patch
-from . import saved
-from .changes import WindowChanges
+from . import window_json
 from .costs import Costs
 from .edits import Copy, Drop, Edits, Recompute, in_order
-from .entry import BARE, FRESH, PatchNote, PlacedPiece, State, short_digest
-from .pieces import Gaps, Promise
+from .entry import BARE, FRESH, PatchNote, PieceState, PlacedPiece, short_digest
+from .window_operations import WindowOperations
+from .window_state import Gaps, Promise
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Window(WindowChanges):
+class Window(WindowOperations):
     """What a model is to read: chunks and texts at their places, and how each of them is served. An immutable value.
 
     It holds no arrays; an executor holds them, and runs the edits that every operation returns beside the new window.
@@ -64,7 +64,7 @@ class Window(WindowChanges):
 
     def to_json(self) -> str:
         """Writes the window as JSON, which says for which backbone and store it is."""
-        return saved.write(self)
+        return window_json.write(self)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, backbone: str | Backbone, store: str | None = None) -> "Window":
@@ -78,7 +78,7 @@ class Window(WindowChanges):
           WindowError: a window of another backbone, store or version; damage; or JSON that is no window.
         """
         fingerprint = backbone if isinstance(backbone, str) else backbone.fingerprint
-        return cls(**saved.read(text, fingerprint, store))
+        return cls(**window_json.read(text, fingerprint, store))
 
     # ---------------------------------------------------------------------------------------- how one is served
 
@@ -147,7 +147,7 @@ class Window(WindowChanges):
         changed = piece.run_again(self.clock + 1)
         if start_layer:
             told = short_digest(f"recompute {start_layer} {piece.state.digest} {piece.front}")
-            changed = changed._replace(state=State("conditioned", told), aside=None)
+            changed = changed._replace(state=PieceState("conditioned", told), aside=None)
         there = self._served(index, changed, clock=self.clock + 1)
         costs = self.costs.prefill(piece.entry.tokens, behind, start_layer)
         return there, (Recompute(id, start_layer, behind, **costs),)

@@ -20,7 +20,7 @@ LOWEST = -1e30
 """What a row's largest score is at least, so that a row which sees nothing gives zeros (as the dense form does)."""
 
 
-class Blocks(NamedTuple):
+class AttentionBlocks(NamedTuple):
     """Tokens per block of queries and of keys."""
 
     queries: int = 512
@@ -52,7 +52,7 @@ def blockwise(
     value: Float[Array, "B S K W"],
     mask: Mask,
     scale: float,
-    blocks: Blocks = Blocks(),  # noqa: B008
+    blocks: AttentionBlocks = AttentionBlocks(),  # noqa: B008
 ) -> Float[Array, "B T N W"]:
     """Computes what `dense` does, within rounding; memory grows with T + S.
 
@@ -62,7 +62,7 @@ def blockwise(
     S, K = key.shape[1:3]
     if T == 0 or S == 0:
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
-    blocks = Blocks(min(blocks.queries, T), min(blocks.keys, S))
+    blocks = AttentionBlocks(min(blocks.queries, T), min(blocks.keys, S))
     keys = _blocks_of_keys(key, value, mask, blocks.keys)
     allowed = None
     if mask.allowed is not None:
@@ -131,7 +131,9 @@ def _blocks_of_keys(key: Array, value: Array, mask: Mask, size: int) -> _Keys:
     return _Keys(heads(key), heads(value), numbers(mask.places_of_keys(key.shape[1]), NOWHERE), segments)
 
 
-def _blocks_of_queries(query: Array, mask: Mask, keys: _Keys, allowed: Array | None, blocks: Blocks) -> _Queries:
+def _blocks_of_queries(
+    query: Array, mask: Mask, keys: _Keys, allowed: Array | None, blocks: AttentionBlocks
+) -> _Queries:
     B, T, N, H = query.shape
     kv_heads, size = keys.key.shape[2], blocks.queries
     # Padding stands where the last query does, so that its block needs no more keys for it.
@@ -146,7 +148,7 @@ def _blocks_of_queries(query: Array, mask: Mask, keys: _Keys, allowed: Array | N
 
 
 def _needed(
-    mask: Mask, places: Array, segments: Array | None, keys: _Keys, allowed: Array | None, blocks: Blocks
+    mask: Mask, places: Array, segments: Array | None, keys: _Keys, allowed: Array | None, blocks: AttentionBlocks
 ) -> Bool[Array, "blocks_of_queries blocks_of_keys"]:
     """Which blocks of keys a block of queries looks at: False only where no query of it sees any key of them."""
     low, high = (reduce(places, axis=2)[:, None] for reduce in (jnp.min, jnp.max))  # [queries, 1, B]

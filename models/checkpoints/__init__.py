@@ -33,8 +33,8 @@ from .source import TensorInfo as TensorInfo
 from .source import TensorSource as TensorSource
 from .source import stored_tensor as stored_tensor
 from .views import WHOLE as WHOLE
-from .views import Piece as Piece
 from .views import Rule as Rule
+from .views import TensorSelection as TensorSelection
 from .views import ViewSource as ViewSource
 from .views import split_groups as split_groups
 from .views import split_rows as split_rows

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from .ggml import GgufSource, Header, find_gguf, read_config, read_header, tensor_places
+from .ggml import GgufHeader, GgufSource, find_gguf, read_config, read_header, tensor_places
 from .quantised import DequantisedSource, Quantisation, check_plain_tensors, find_quantisation
 from .safetensors_files import SafetensorsSource
 from .source import TensorSource
@@ -31,7 +31,7 @@ def open_source(directory: str | os.PathLike[str], dtype: DTypeLike = np.float32
     return open_safetensors(directory, find_quantisation(Path(directory)), dtype)
 
 
-def open_gguf(header: Header, config: Mapping[str, Any], dtype: DTypeLike) -> TensorSource:
+def open_gguf(header: GgufHeader, config: Mapping[str, Any], dtype: DTypeLike) -> TensorSource:
     """Opens the tensors of a GGUF file whose header, and the configuration that follows from it, were read.
 
     Raises:

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 
-from kvpatch_jax.extras import require
+from kvpatch_jax.utils.optional_packages import require
 
 Progress = bool | None
 """True draws a bar, False none; None draws one if stderr is a terminal and tqdm is installed."""

@@ -15,7 +15,7 @@ Rows = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TensorSelection:
     """What of a file's tensor is taken.
 
     Attributes:
@@ -28,26 +28,26 @@ class Piece:
     lead: bool = False
 
 
-WHOLE = Piece()
-Rule = tuple[str, Mapping[str, Piece]]
+WHOLE = TensorSelection()
+Rule = tuple[str, Mapping[str, TensorSelection]]
 """A regular expression of names in the file, and what each becomes: replacement → piece; nothing where it is unread."""
 
 
-def split_rows(**rows: int) -> dict[str, Piece]:
+def split_rows(**rows: int) -> dict[str, TensorSelection]:
     """Pieces that lie one behind the other on the first axis: name → rows."""
-    size, start, pieces = sum(rows.values()), 0, dict[str, Piece]()
+    size, start, pieces = sum(rows.values()), 0, dict[str, TensorSelection]()
     for name, count in rows.items():
-        pieces[name] = Piece(((start, start + count),), size)
+        pieces[name] = TensorSelection(((start, start + count),), size)
         start += count
     return pieces
 
 
-def split_groups(groups: int, **rows: int) -> dict[str, Piece]:
+def split_groups(groups: int, **rows: int) -> dict[str, TensorSelection]:
     """The same, repeated in every one of `groups`; each piece takes its rows of all of them."""
-    period, start, pieces = sum(rows.values()), 0, dict[str, Piece]()
+    period, start, pieces = sum(rows.values()), 0, dict[str, TensorSelection]()
     for name, count in rows.items():
         runs = tuple((group * period + start, group * period + start + count) for group in range(groups))
-        pieces[name] = Piece(runs, groups * period)
+        pieces[name] = TensorSelection(runs, groups * period)
         start += count
     return pieces
 
@@ -61,7 +61,7 @@ class ViewSource:
 
     def __init__(self, inner: TensorSource, rules: Sequence[Rule], note: str):
         self.origin, self._inner = f"{inner.origin} ({note})", inner
-        self._views: dict[str, tuple[str, Piece]] = {}
+        self._views: dict[str, tuple[str, TensorSelection]] = {}
         for name in inner.tensors:
             for target, piece in _targets(rules, name).items():
                 if target in self._views:
@@ -71,7 +71,7 @@ class ViewSource:
         self.tensors = {target: self._info(*view) for target, view in self._views.items()}
         self.unused = frozenset(target for target, (name, _) in self._views.items() if name in inner.unused)
 
-    def _info(self, name: str, piece: Piece) -> TensorInfo:
+    def _info(self, name: str, piece: TensorSelection) -> TensorInfo:
         info = self._inner.tensors[name]
         if piece.lead and info.shape[:1] != (1,):
             raise WeightsError(f"{self.origin}: tensor {name!r} has shape {info.shape}; expected a first axis of 1")
@@ -107,7 +107,7 @@ class ViewSource:
         return stored_tensor(self._inner, inner) if piece == WHOLE else None
 
 
-def _targets(rules: Sequence[Rule], name: str) -> dict[str, Piece]:
+def _targets(rules: Sequence[Rule], name: str) -> dict[str, TensorSelection]:
     for pattern, pieces in rules:
         match = re.fullmatch(pattern, name)
         if match is not None:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Int
 
-from kvpatch_jax.layout import KVLayout
-from kvpatch_jax.paging import Paged
+from kvpatch_jax.core import KVLayout, Paged
 
 KV = dict[str, Array]
 

@@ -3,9 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from kvpatch_jax.core import KVLayout, Rope
 from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.layout import KVLayout
-from kvpatch_jax.rope import Rope
 
 from .layers import ACTIVATIONS
 

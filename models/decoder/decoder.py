@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from kvpatch_jax.core import Paged, rope_tables, rotate
 from kvpatch_jax.errors import ShapeError
-from kvpatch_jax.paging import Paged
-from kvpatch_jax.rope import rope_tables, rotate
 
 from ..attention import Mask, as_mask
 from .attention import GroupedAttention, LatentAttention

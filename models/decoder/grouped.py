@@ -52,7 +52,7 @@ class ExpertWeights(NamedTuple):
     down: Array
 
 
-class Blocks(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """Pairs laid out in blocks of one expert each.
 
     tokens [M,rows]: each row's token, or numbers from T on, each once, where a block is not full.
@@ -205,7 +205,7 @@ def block_count(pairs: int, experts: int, rows: int) -> int:
     return (pairs - most) // rows + most
 
 
-def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], experts: int, rows: int) -> Blocks:
+def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], experts: int, rows: int) -> ExpertBlocks:
     """Sorts pairs by expert and pads each expert's to whole blocks."""
     T, X = index.shape
     count = block_count(T * X, experts, rows)
@@ -220,7 +220,7 @@ def lay_out_blocks(index: Int[Array, "T X"], weights: Float[Array, "T X"], exper
     scale = put(jnp.zeros(count * rows, weights.dtype), weights.reshape(-1)[order])
     expert = jnp.sum(ends <= jnp.arange(count)[:, None], axis=1)
     places = jnp.zeros_like(place).at[order].set(jnp.minimum(place, count * rows), unique_indices=True).reshape(T, X)
-    return Blocks(tokens, scale, jnp.minimum(expert, experts - 1), ends[-1], places)
+    return ExpertBlocks(tokens, scale, jnp.minimum(expert, experts - 1), ends[-1], places)
 
 
 def _blockwise(

@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kvpatch_jax.core import Rope, Scaling
 from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.rope import Rope
-from kvpatch_jax.scaling import Scaling
 
 from .config import DecoderConfig, ExpertConfig, LatentConfig
 

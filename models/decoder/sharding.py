@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from kvpatch_jax.core import KVLayout
 from kvpatch_jax.errors import ConfigError, WeightsError
-from kvpatch_jax.layout import KVLayout
 
 from ..checkpoints import Expected, ParamPath
 from .config import DecoderConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import WHOLE, Piece, Rule, read_table, split_groups, split_rows
+from ..checkpoints import WHOLE, Rule, TensorSelection, read_table, split_groups, split_rows
 from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
 from ..inputs.images import PictureConfig
@@ -110,7 +110,7 @@ def _internlm2_rules(config: ViTModelConfig) -> list[Rule]:
     ours = r"language_model.model.layers.\1"
     heads = {"q": text.heads // text.kv_heads, "k": 1, "v": 1}
     groups = split_groups(text.kv_heads, **{part: count * text.head_dim for part, count in heads.items()})
-    names: dict[str, tuple[str, Piece]] = {
+    names: dict[str, tuple[str, TensorSelection]] = {
         r"attention\.wo\.(\w+)": (r"self_attn.o_proj.\2", WHOLE),
         r"feed_forward\.w1\.(\w+)": (r"mlp.gate_proj.\2", WHOLE),
         r"feed_forward\.w3\.(\w+)": (r"mlp.up_proj.\2", WHOLE),

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpatch_jax.errors import ConfigError
 
-from ..checkpoints import WHOLE, Piece, Rule, read_table, split_rows
+from ..checkpoints import WHOLE, Rule, TensorSelection, read_table, split_rows
 from ..decoder.hf_config import need
 from ..decoder.known_keys import complete
 from ..inputs.images import CLIP_MEAN, CLIP_STD, PictureConfig
@@ -86,7 +86,7 @@ def _rules(config: ViTModelConfig, raw: Raw) -> Sequence[Rule]:
         (rf"{block}\.attn\.proj\.(\w+)", {rf"{ours}.self_attn.out_proj.\2": WHOLE}),
         (rf"{block}\.norm([12])\.(\w+)", {rf"{ours}.layer_norm\2.\3": WHOLE}),
         (rf"{block}\.mlp\.(.*)", {rf"{ours}.mlp.\2": WHOLE}),
-        (rf"{theirs}\.pos_embed", {f"{tower}.embeddings.position_embedding.weight": Piece(lead=True)}),
+        (rf"{theirs}\.pos_embed", {f"{tower}.embeddings.position_embedding.weight": TensorSelection(lead=True)}),
         (rf"{theirs}\.patch_embed\.proj\.(\w+)", {rf"{tower}.embeddings.patch_embedding.\1": WHOLE}),
         (rf"{theirs}\.norm\.(\w+)", {rf"{tower}.post_layernorm.\1": WHOLE}),
         (rf"{theirs}\.attn_pool\..*", {}),  # which the authors' forward leaves out too

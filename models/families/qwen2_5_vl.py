@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.rope import Rope
 
 from ..checkpoints import TensorEntry
 from ..decoder.config import DecoderConfig
@@ -26,15 +26,7 @@ from ..towers.qwen2_5 import Qwen25VisionConfig, Qwen25VisionTower, plan_patches
 from ..towers.weights import qwen2_5_vision_entries
 from . import namings
 from .family import Family, Shapes, Vision
-from .image_family import (
-    check_output_width,
-    one_size,
-    packed_plan,
-    pads_between_ends,
-    text_part,
-    vision_part,
-    whole,
-)
+from .image_family import check_output_width, one_size, packed_plan, pads_between_ends, text_part, vision_part, whole
 from .text_families import TEXT_TABLE, read_head_dim
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kvpatch_jax.backbone import KV, Output, Tokens
-from kvpatch_jax.buckets import Buckets
+from kvpatch_jax.core import Buckets
 
 from ..attention import Mask
 from .masks import causal_mask, without_padding

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpatch_jax.content import check_text, file_of, sort_of
+from kvpatch_jax.cache import check_text, file_of, sort_of
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.extras import require
+from kvpatch_jax.utils.optional_packages import require
 
 from ..checkpoints import read_table
 from .tokenizer_files import TOKENIZER_CONFIG_FILE

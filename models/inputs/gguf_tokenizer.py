@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.extras import require
+from kvpatch_jax.utils.optional_packages import require
 
 from .chat import ChatTemplate
 

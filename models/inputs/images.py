@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from kvpatch_jax.errors import ConfigError, ImageError, InputError
-from kvpatch_jax.extras import require
+from kvpatch_jax.utils.optional_packages import require
 
 from ..towers.projectors import best_resolution
 from .qwen_images import CONFIG_FILE, MAX_ASPECT_RATIO, ImageConfig, ImageSource, normalise, read_image, read_settings

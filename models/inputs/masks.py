@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kvpatch_jax.core import Paged
 from kvpatch_jax.errors import DtypeError, InputError, ShapeError
-from kvpatch_jax.paging import Paged
 
 from ..attention import Mask
 from ..attention.mask import NOWHERE

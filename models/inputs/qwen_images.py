@@ -17,9 +17,9 @@ import numpy as np
 from einops import repeat
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from kvpatch_jax.cache import ImageSource, decoded, over_white
 from kvpatch_jax.errors import ConfigError, ImageError
-from kvpatch_jax.extras import require
-from kvpatch_jax.images import ImageSource, decoded, over_white
+from kvpatch_jax.utils.optional_packages import require
 
 from ..checkpoints import read_table
 
@@ -218,7 +218,7 @@ def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H
     """One image as uint8 RGB [H, W, 3]; transparency is laid over white. `name` is what errors call it.
 
     Raises:
-      ImageError: as `kvpatch_jax.images.decoded`.
+      ImageError: as `kvpatch_jax.cache.images.decoded`.
     """
     return over_white(decoded(source, name))
 

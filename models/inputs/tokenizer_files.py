@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.extras import require
+from kvpatch_jax.utils.optional_packages import require
 
 from ..checkpoints import read_table
 

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kvpatch_jax.core import rotate
 from kvpatch_jax.errors import ShapeError
-from kvpatch_jax.rope import rotate
 
 from ..decoder.layers import Linear
 from .common import (

@@ -14,18 +14,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvpatch_jax.rope import rotate
+from kvpatch_jax.core import rotate
 
 from ..decoder.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm, in_blocks
-from .common import (
-    attend_segments,
-    axial_tables,
-    check_heads,
-    pad_segments,
-    patch_places,
-    scan_blocks,
-    segment_table,
-)
+from .common import attend_segments, axial_tables, check_heads, pad_segments, patch_places, scan_blocks, segment_table
 
 
 @dataclasses.dataclass(frozen=True)

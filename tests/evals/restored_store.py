@@ -13,7 +13,7 @@ from evals.run import QUESTIONS
 from evals.small_task import scenes
 from evals.trained import MAIN, shipped
 from kvpatch_jax import Chunk, Patch, apply_patch
-from kvpatch_jax.store import ChunkStore, Served, load_snapshot
+from kvpatch_jax.store import ChunkStore, PatchKey, load_snapshot
 from models import ModelBackbone, load
 
 TENANT, ANTECEDENT, SEED = "main", ("legends",), 5
@@ -45,7 +45,7 @@ def main(snapshot: str, root: str, output: str, folder: str) -> None:
     scene, questions = make_scene(backbone, Path(folder))
     with ChunkStore(root, tenant=TENANT) as store:
         page = store.get("page", backbone.fingerprint)
-        (patch,) = store.get_patches(Served("page", backbone.fingerprint, ANTECEDENT))
+        (patch,) = store.get_patches(PatchKey("page", backbone.fingerprint, ANTECEDENT))
         assert page is not None
         np.save(output, answers(scene, questions, page, patch))
 

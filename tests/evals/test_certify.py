@@ -18,7 +18,7 @@ import pytest
 from evals.certify import asking, certifying, expecting, journal, pages, plans, scores, ways, windows
 from evals.trained import MAIN, shipped
 from kvpatch_jax.errors import CertificateError, InputError
-from kvpatch_jax.plan.certificate import Certificate
+from kvpatch_jax.plan import Certificate
 from models import Buckets, load
 
 # --------------------------------------------------------------------------------------------------------- bounds

@@ -2,8 +2,8 @@
 
 from evals.placement.drawn import KINDS, drawn, released_costs, wanted_of
 from evals.placement.prefix_cache import serve_by_prefix
-from kvpatch_jax.plan.schedule import ONLINE, Terms, Wanted, replay, total
-from kvpatch_jax.session import Event, Trace
+from kvpatch_jax.plan import ONLINE, Terms, WindowRequest, replay, total
+from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Entry
 
 COSTS = released_costs()
@@ -42,7 +42,7 @@ def test_what_a_recorded_trace_wants_is_what_its_windows_hold():
 
 def test_a_prefix_cache_runs_from_the_first_piece_that_differs():
     a, b, c = entry("a", 10), entry("b", 20), entry("c", 30)
-    requests = [Wanted("one", (a, b, c)), Wanted("two", (a, c, b)), Wanted("one", (a, b, c))]
+    requests = [WindowRequest("one", (a, b, c)), WindowRequest("two", (a, c, b)), WindowRequest("one", (a, b, c))]
     terms = Terms(COSTS)
     whole, behind_a = terms.forward(60, 0), terms.forward(50, 10)
     assert serve_by_prefix(requests, terms, budget=None) == [whole, behind_a, 0]

@@ -13,15 +13,7 @@ from evals.bench.checkpoints import random_backbone, tiny_config
 from evals.pretrained.texts import Document
 from evals.reading import accuracy, document, fonts, pages, suite, training
 from evals.reading.pieces import GLYPHS, LETTERS, Pieces, drawn
-from evals.reading.tower import (
-    PICTURES,
-    Reader,
-    Tower,
-    load_tower,
-    model_config,
-    save_tower,
-    vision_config,
-)
+from evals.reading.tower import PICTURES, Reader, Tower, load_tower, model_config, save_tower, vision_config
 from kvpatch_jax.errors import ConfigError, InputError
 from models import save
 from models.inputs.images import process_smolvlm

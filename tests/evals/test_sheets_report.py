@@ -12,8 +12,8 @@ from evals.results.headline import headline_rows
 from evals.sheets_task import KINDS, report, suite
 from evals.sheets_task.arms import names_of
 from kvpatch_jax import KVLayout
+from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.rope import Rope
 
 ARMS = {
     "re-prefill": (1.0, 0.8, 0.0, 1.0),

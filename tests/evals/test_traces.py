@@ -13,9 +13,9 @@ from evals.traces.tracking import Asked, Closed, Contents, Forked, moments, shap
 from evals.traces.ways import Prompts, Windows, divergence
 from evals.trained import MAIN, shipped
 from kvpatch_jax.backbone import ForwardCosts, Tokens
-from kvpatch_jax.canonical import one_behind_the_other
 from kvpatch_jax.errors import InputError, TraceError
-from kvpatch_jax.session import Event, Trace
+from kvpatch_jax.patching import one_behind_the_other
+from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Costs
 from models import load
 

@@ -24,7 +24,7 @@ from evals.small_task.scenes import Answers, Scene
 from evals.small_task.training import Recipe
 from evals.trained import CONTROL, MAIN, backbone_names, shipped, shipped_names
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.layout import to_engine
+from kvpatch_jax.core import to_engine
 from models import load
 from models.checkpoints import flatten_params
 from models.families.family import with_dtype

@@ -34,9 +34,9 @@ from evals.small_task import KINDS, LEGENDS, VOCABULARY
 from evals.small_task.scenes import Answers
 from evals.trained import shipped
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.gate import pooled_canonical
-from kvpatch_jax.rope import Rope
+from kvpatch_jax.patching.gate import pooled_canonical
 from models import ModelBackbone, load
 
 LAYOUT = kvp.KVLayout.gqa(layers=2, kv_heads=1, head_dim=4, rope=Rope(1e4, 4))

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.serving.vllm import Settings
+from kvpatch_jax.serving.vllm import ConnectorConfig
 from kvpatch_jax.serving.vllm.layouts import CacheFormat
-from kvpatch_jax.serving.vllm.loading import WorkerSide
-from kvpatch_jax.serving.vllm.messages import Orders
-from kvpatch_jax.serving.vllm.scheduling import SchedulerSide
+from kvpatch_jax.serving.vllm.messages import StepCommands
+from kvpatch_jax.serving.vllm.scheduler_side import SchedulerSide
+from kvpatch_jax.serving.vllm.worker_side import WorkerSide
 from tests.arrays import placed
 
 TOKENS = list(range(100, 130))
@@ -76,7 +76,7 @@ def true_kv(tokens):
 @contextlib.contextmanager
 def sides_of(folder, dtype=np.float32, weights=None, **options):
     options = {"store": str(folder / "store"), "backbone": "tiny", "rank": 10, "uncertified": True, **options}
-    settings = Settings(**options)
+    settings = ConnectorConfig(**options)
     pool, worker = Pool(dtype), WorkerSide(settings, LAYOUT, PAGE, weights)
     worker.register(pool)
     scheduler = SchedulerSide(settings, PAGE, CacheFormat(LAYOUT, np.dtype(dtype)), weights=weights)
@@ -91,7 +91,7 @@ def matched_of(scheduler, request, computed=0):
         count = scheduler.matched(request, computed)
         if count is not None:
             return count
-        assert scheduler.orders(output_of({}, {}, {})) == Orders()
+        assert scheduler.orders(output_of({}, {}, {})) == StepCommands()
     raise AssertionError("its chunks are never read")
 
 

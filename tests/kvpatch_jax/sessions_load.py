@@ -11,7 +11,7 @@ from window_oracle import tokens_of
 
 from kvpatch_jax.sampling import Sampling
 from kvpatch_jax.session.sessions import Sessions
-from kvpatch_jax.session.shared import Shared
+from kvpatch_jax.session.shared_runtime import SharedRuntime
 from kvpatch_jax.window import Costs, Entry, Window
 
 PAGES, PAGE = 104, 8
@@ -40,7 +40,7 @@ class Agent:
       done: acts. said: what every answer was. first, between: seconds until first tokens, and between tokens.
     """
 
-    shared: Shared
+    shared: SharedRuntime
     number: int
     done: int = 0
     said: list[list[int]] = dataclasses.field(default_factory=list)
@@ -125,7 +125,7 @@ def on_threads(works: Any) -> None:
         list(threads.map(lambda work: work(), works))
 
 
-def expect_balanced(shared: Shared, branches: set[str]) -> None:
+def expect_balanced(shared: SharedRuntime, branches: set[str]) -> None:
     """No slot has an owner that is nobody's, and nobody is left but these branches."""
     books = shared.executor.books
     assert (books.owners() == books.allocator.counts).all()

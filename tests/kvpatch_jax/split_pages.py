@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax import engine_pages
 from kvpatch_jax.errors import KVPatchError
-from kvpatch_jax.serving.vllm import Segment, Settings, Step
-from kvpatch_jax.serving.vllm.loading import WorkerSide
-from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, slots_of
+from kvpatch_jax.pool import engine_pages
+from kvpatch_jax.serving.vllm import ChunkStep, ConnectorConfig, PromptSegment
+from kvpatch_jax.serving.vllm.messages import ChunkPayload, LoadCommand, StepCommands, slots_of
+from kvpatch_jax.serving.vllm.worker_side import WorkerSide
 
 LAYERS, PAGES, PAGE_SIZE, TOKENS, LENGTH, RANK = 2, 512, 8, 32, 27, 4
 SLOTS = np.random.default_rng(0).permutation(PAGES * PAGE_SIZE)[:TOKENS].astype(np.int32)
@@ -262,10 +262,10 @@ def connected() -> dict[str, bool]:
     zeros = np.zeros((LAYERS, PAGES, PAGE_SIZE, *row_of(case, case.devices)), jnp.dtype(case.dtype))
     runner = SimpleNamespace(kv_caches=placed(zeros, sharding_of(case.devices)))
     runner.requests = {"own": SimpleNamespace(mrope_positions=None)}
-    worker = WorkerSide(Settings(store="/nowhere", backbone="tiny"), layout, PAGE_SIZE)
+    worker = WorkerSide(ConnectorConfig(store="/nowhere", backbone="tiny"), layout, PAGE_SIZE)
     worker.register(runner)
-    segment = Segment("B", 0, TOKENS)
-    worker.load(Orders((Load("own", (Piece(Step(segment, "leading"), chunk),), 0, blocks),)))
+    segment = PromptSegment("B", 0, TOKENS)
+    worker.load(StepCommands((LoadCommand("own", (ChunkPayload(ChunkStep(segment, "leading"), chunk),), 0, blocks),)))
     formed = worker._rows(blocks, segment)
 
     slots = slots_of(blocks, PAGE_SIZE, 0, TOKENS)

@@ -15,10 +15,10 @@ import pytest
 
 import kvpatch_jax as kvp
 from evals import small_task
+from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
+from kvpatch_jax.batch.batch_file import AnswerFile
+from kvpatch_jax.batch.batch_items import listed, shard_of
 from kvpatch_jax.errors import ConfigError, InputError, StoreFullError
-from kvpatch_jax.session import BatchItem, answer_batch, read_answers
-from kvpatch_jax.session.batch_file import AnswerFile
-from kvpatch_jax.session.batch_items import listed, shard_of
 from kvpatch_jax.store import ChunkStore
 from models import ModelBackbone, load
 from tests.goldens.load import write_checkpoint
@@ -380,7 +380,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 sys.path.insert(0, "tests/kvpatch_jax")
 import test_answer_batch as own
-from kvpatch_jax.session import answer_batch, read_answers
+from kvpatch_jax.batch import answer_batch, read_answers
 from models import load
 
 out, directory = Path(sys.argv[1]), "evals/trained/qwen2_5_vl"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from operator_cases import chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import EXACT, Antecedent, Member, antecedent_of
 from kvpatch_jax.errors import InputError, PatchMismatchError, StalePatchError
-from kvpatch_jax.provenance import EXACT, Antecedent, Member, antecedent_of
 
 BARE = "bare:" + "0" * 32
 STATES = [EXACT, BARE, "bare:" + "1" * 32, "patched:" + "0" * 32]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch_jax import background
-from kvpatch_jax.background import JobQueue, start_thread
+from kvpatch_jax.utils import background
+from kvpatch_jax.utils.background import JobQueue, start_thread
 
 ENDING = Path(__file__).with_name("ending.py")
 

@@ -11,15 +11,14 @@ import pytest
 from operator_cases import chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.basis import Basis, check_in_basis, coefficients, fit_basis, with_basis
+from kvpatch_jax.cache import Antecedent, Member, patch_digest
 from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, RankError, ShapeError
-from kvpatch_jax.patch_metadata import patch_digest
-from kvpatch_jax.provenance import Antecedent, Member
-from kvpatch_jax.store import Budget, ChunkStore, Served
+from kvpatch_jax.patching import Basis, check_in_basis, coefficients, fit_basis, with_basis
+from kvpatch_jax.store import Budget, ChunkStore, PatchKey
 from kvpatch_jax.store.disk.eviction import make_room
 
 CHUNK = chunk_of("gqa", length=20)
-SERVED = Served(CHUNK.id, "tiny", ["A"])
+SERVED = PatchKey(CHUNK.id, "tiny", ["A"])
 
 
 def behind(seed: int, chunk: kvp.Chunk = CHUNK) -> dict:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import InputError, StalePatchError
-from kvpatch_jax.plan.cascade import Dependent, carried_out, cascade, dependents, rebuild
-from kvpatch_jax.plan.orders import Front
+from kvpatch_jax.plan import Dependent, rebuild
+from kvpatch_jax.plan.cascade import carried_out, cascade, dependents
+from kvpatch_jax.plan.piece_order import Front
 from kvpatch_jax.plan.placement import StoredPatches, note_of
-from kvpatch_jax.window import Entry, PatchNote, Window
-from kvpatch_jax.window.pieces import Promise
+from kvpatch_jax.window import Entry, PatchNote, Promise, Window
 from tests.kvpatch_jax.test_placement import COSTS, LEAD, chunk, patch_behind, started
 
 

@@ -14,13 +14,13 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import CertificateError
-from kvpatch_jax.plan.certificate import Certificate, Certified, CertifiedPlan, Rank
+from kvpatch_jax.plan import Certificate, CertifiedLoss, CertifiedPlan, RankChoice
 from kvpatch_jax.plan.certificate_file import LARGEST, digest_of
 
 BACKBONE = "0123456789abcdef" * 2
 
 
-def row(point: str = "stored", rank: int = 8, bound: float = 0.5, **more: Any) -> Certified:
+def row(point: str = "stored", rank: int = 8, bound: float = 0.5, **more: Any) -> CertifiedLoss:
     """A row of which only what is named matters."""
     given: dict[str, Any] = {
         "point": point,
@@ -39,10 +39,10 @@ def row(point: str = "stored", rank: int = 8, bound: float = 0.5, **more: Any) -
         "flips_high": 0.02,
         "answers": 100,
     }
-    return Certified(**given | more)
+    return CertifiedLoss(**given | more)
 
 
-def certificate(*rows: Certified, **more: Any) -> Certificate:
+def certificate(*rows: CertifiedLoss, **more: Any) -> Certificate:
     given: dict[str, Any] = {
         "backbone": BACKBONE,
         "model": "a model",
@@ -56,7 +56,7 @@ def certificate(*rows: Certified, **more: Any) -> Certificate:
         "asked": "ten questions",
         "disjoint": True,
         "rows": rows or (row(),),
-        "recommended": Rank(16, "it is enough"),
+        "recommended": RankChoice(16, "it is enough"),
     }
     return Certificate(**given | more)
 
@@ -292,8 +292,8 @@ def test_eta_may_be_undefined():
         ("chunks", 2.0),
         ("disjoint", 1),
         ("recommended", (16, "why")),
-        ("recommended", Rank(0, "why")),
-        ("recommended", Rank(16, "")),
+        ("recommended", RankChoice(0, "why")),
+        ("recommended", RankChoice(16, "")),
     ],
 )
 def test_a_certificate_of_nonsense_is_refused(unchecked, word, value):

@@ -16,11 +16,11 @@ from operator_cases import chunk_of, conditioned_of
 from PIL import Image
 
 import kvpatch_jax as kvp
-from kvpatch_jax.content import looks_like_a_file
+from kvpatch_jax.batch import BatchItem
+from kvpatch_jax.batch.batch_items import listed
+from kvpatch_jax.cache.content import looks_like_a_file
 from kvpatch_jax.errors import AmbiguousTextError, ImageError, InputError, KVPatchError
-from kvpatch_jax.session import BatchItem
-from kvpatch_jax.session.batch_items import listed
-from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, Request, Served, StaticLibrary, chunk_id, encoder_id
+from kvpatch_jax.store import ChunkStore, DynamicLibrary, Linker, PatchKey, Request, StaticLibrary, chunk_id, encoder_id
 from models import load
 from models.inputs.chat import images_of
 
@@ -359,7 +359,7 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
         lambda given: kvp.correction_patch(chunk, patch, conditioned, 4, given),
         lambda given: kvp.PatchMetadata("B", "canonical", given, "tiny", layout, (0,)),
         lambda given: kvp.PatchMetadata("B", "conditioned", ("a",), "tiny", layout, (0,), base_antecedent=given),
-        lambda given: Served("B", "tiny", given),
+        lambda given: PatchKey("B", "tiny", given),
     ):
         for given in ("abc", [chunk.kv], [1], 3):
             with pytest.raises(InputError, match=r"antecedent.*expected"):
@@ -389,7 +389,7 @@ def test_a_backbone_in_place_of_its_fingerprint_is_told(backbone, store, uncheck
         lambda given: store.stream("page", given),
         lambda given: store.delete("page", given),
         lambda given: store.put_encoder("page", given, np.ones((2, 3), np.float32)),
-        lambda given: store.get_patches(Served("page", given, ())),
+        lambda given: store.get_patches(PatchKey("page", given, ())),
         lambda given: Request("page", given),
         lambda given: Linker(given),
         lambda given: kvp.Chunk(**fields, backbone=given),

@@ -12,10 +12,10 @@ import pytest
 from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of, local_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax import layout as layout_module
 from kvpatch_jax import ops, rope
-from kvpatch_jax.patch_metadata import same_storage
-from kvpatch_jax.pool import jitted_splice
+from kvpatch_jax.cache import same_storage
+from kvpatch_jax.core import layout as layout_module
+from kvpatch_jax.pool.pool import jitted_splice
 from tests.arrays import placed
 
 LAYERS, TOKENS, HEADS, WIDTH, RANK = 3, 64, 2, 32, 4

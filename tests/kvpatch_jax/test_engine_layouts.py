@@ -17,8 +17,8 @@ import pytest
 from operator_cases import kv_of, local_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax import engine_pages, page_forms
 from kvpatch_jax.errors import InputError, LayoutError, ShapeError
+from kvpatch_jax.pool import engine_pages, page_format
 from tests.arrays import placed
 
 PAGES = 3
@@ -178,7 +178,7 @@ def test_a_live_pool_is_written_in_place(case):
     pages = tuple(jax.ShapeDtypeStruct((4096, *shape), case.dtype) for _ in range(case.layout.layers))
     chunk = chunk_of(case)
     row = shape[1:] if case.kind != "latent" else shape[2:]
-    form = page_forms.Form(case.kind, case.layout, row, case.packing if case.kind == "latent" else None)
+    form = page_format.PageFormat(case.kind, case.layout, row, case.packing if case.kind == "latent" else None)
     start = np.zeros(() if case.layout.rope.axes is None else 3, np.int32)
     slots, length = np.zeros(chunk.tokens, np.int32), np.int32(chunk.length)
     lowered = engine_pages.jitted_splice.lower(form, pages, slots, dict(chunk.kv), {}, chunk.local, start, length)

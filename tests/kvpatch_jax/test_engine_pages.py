@@ -9,8 +9,8 @@ import pytest
 from operator_cases import LAYOUTS, chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.engine_pages import jitted_turn
 from kvpatch_jax.errors import DtypeError, KernelSlotError, LayoutError, PoolError, PositionError, ShapeError
+from kvpatch_jax.pool.engine_pages import jitted_turn
 
 PAGES, PAGE_SIZE = 6, 8
 TOTAL = PAGES * PAGE_SIZE

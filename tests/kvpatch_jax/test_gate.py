@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from operator_cases import LAYOUTS, chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.errors import InputError, ShapeError
-from kvpatch_jax.gate import candidates, divergence, pooled_canonical, reuse_curve
-from kvpatch_jax.orbit import form_orbit, orders_of
-from kvpatch_jax.provenance import Antecedent, Member
+from kvpatch_jax.patching import divergence, orders_of, reuse_curve
+from kvpatch_jax.patching.gate import candidates, pooled_canonical
+from kvpatch_jax.patching.orbit import form_orbit
 
 BARE = "bare:" + "0" * 32
 CHUNK = chunk_of("gqa")

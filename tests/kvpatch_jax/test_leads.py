@@ -9,10 +9,10 @@ import pytest
 from operator_cases import chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import patch_digest
 from kvpatch_jax.errors import FetchError, InputError, PatchMismatchError, ShapeError
-from kvpatch_jax.orbit import prefilled_orders
-from kvpatch_jax.patch_metadata import patch_digest
-from kvpatch_jax.store import Budget, ChunkStore, Request, Served, fetch, load_snapshot, save_snapshot
+from kvpatch_jax.patching.orbit import prefilled_orders
+from kvpatch_jax.store import Budget, ChunkStore, PatchKey, Request, fetch, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.audit import totals, verify
 from kvpatch_jax.store.disk.eviction import make_room
 from kvpatch_jax.store.snapshots.array_entries import chunk_of_entry, entry_of_chunk
@@ -143,14 +143,14 @@ def test_patches_of_both_are_kept_apart(store):
     store.put_patches(patches)
     for chunk, patch in zip(chunks, patches, strict=True):
         store.put(chunk)
-        (found,) = store.get_patches(Served("page", "tiny", ["A"], lead=chunk.lead))
+        (found,) = store.get_patches(PatchKey("page", "tiny", ["A"], lead=chunk.lead))
         assert patch_digest(found) == patch_digest(patch)
         kvp.apply_patch(chunk, found, 0, ["A"])
     store.put_patches([kvp.form_patch(chunks[1], conditioned_of(chunks[1]), 2, [chunk_of("gqa", id="A", content="c")])])
     store.put(chunk_of("gqa", id="A", content="other"))  # alone: not what stood in front, behind the lead
-    assert len(store.get_patches(Served("page", "tiny", ["A"], lead=DIGEST))) == 2
+    assert len(store.get_patches(PatchKey("page", "tiny", ["A"], lead=DIGEST))) == 2
     store.put(chunk_of("gqa", id="A", content="other", lead=DIGEST))
-    assert len(store.get_patches(Served("page", "tiny", ["A"], lead=DIGEST))) == 1
+    assert len(store.get_patches(PatchKey("page", "tiny", ["A"], lead=DIGEST))) == 1
 
 
 def test_fetching_asks_for_one_lead(store):

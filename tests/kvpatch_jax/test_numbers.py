@@ -10,8 +10,8 @@ import pytest
 from operator_cases import chunk_of, conditioned_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.core.rope import _inverse_frequencies
 from kvpatch_jax.errors import NotFiniteError
-from kvpatch_jax.rope import _inverse_frequencies
 from tests.arrays import placed
 
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)

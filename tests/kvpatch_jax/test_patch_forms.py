@@ -10,8 +10,8 @@ import pytest
 from operator_cases import LAYOUTS, chunk_of, conditioned_of, kv_of
 
 import kvpatch_jax as kvp
+from kvpatch_jax.core import Quantised
 from kvpatch_jax.errors import InputError, LayoutError, PatchMismatchError, RankError, ShapeError
-from kvpatch_jax.ops import Quantised
 
 A = ("A1", "A2")
 

@@ -8,10 +8,9 @@ import pytest
 
 from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.errors import InputError, StalePatchError
-from kvpatch_jax.plan.orders import Front, Numbered, cheapest, walk
+from kvpatch_jax.plan.piece_order import Front, OrderProblem, cheapest, walk
 from kvpatch_jax.plan.placement import StoredPatches, note_of, place
-from kvpatch_jax.window import Costs, Entry, PatchNote, Prefill, Window
-from kvpatch_jax.window.pieces import Promise
+from kvpatch_jax.window import Costs, Entry, PatchNote, Prefill, Promise, Window
 
 COSTS = Costs("a backbone", 4, 512, 256, 128, ForwardCosts((1000,) * 4, (7,) * 4, (0,) * 4, 10))
 LEAD = Entry("lead", "system", 5, 5, "text")
@@ -234,7 +233,9 @@ def test_the_beam_is_near_what_trying_all_gives():
             for at in range(7):
                 if rng.random() < 0.5:
                     ordered[other[at]][other[:at]] = 1.0
-        pieces = Numbered(tuple(int(each) for each in rng.integers(3, 30, 7)), (True,) * 7, line[:3], 3, tuple(ordered))
+        pieces = OrderProblem(
+            tuple(int(each) for each in rng.integers(3, 30, 7)), (True,) * 7, line[:3], 3, tuple(ordered)
+        )
         best, proved = cheapest(pieces, forward)
         near, looked = cheapest(pieces, forward, exhaustive=0, beam=8)
         assert proved

@@ -17,9 +17,9 @@ from window_oracle import added
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import ForwardCosts
+from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.errors import CertificateError, PlanError, WindowError
-from kvpatch_jax.plan import Certificate, Certified, DeviceCosts, Goal, Rank, Rates, Stock, plan
-from kvpatch_jax.provenance import Antecedent, Member
+from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, Goal, PatchInventory, RankChoice, Rates, plan
 from kvpatch_jax.window import Costs, Drop, Entry, PatchNote, Rotate, Window
 
 BACKBONE = "f" * 64
@@ -45,13 +45,15 @@ def certificate(
 ) -> Certificate:
     """Rows of these bounds, for 0, 1, … other approximate chunks."""
     rows = tuple(
-        Certified(point, rank, behind, promise, kl / 3, kl / 4, kl / 2, kl, 0.95, 0.9, 1.0, 0.5, flips / 2, flips, 40)
+        CertifiedLoss(
+            point, rank, behind, promise, kl / 3, kl / 4, kl / 2, kl, 0.95, 0.9, 1.0, 0.5, flips / 2, flips, 40
+        )
         for (point, rank), known in bounds.items()
         for behind, kl in enumerate(known)
         for promise in ("forget", "remember")
     )
     texts = ("invented", "2026-11-22", 0.95, 10, 10, 12, 999, "texts", "questions", True)
-    return Certificate(backbone, *texts, rows, Rank(4, "invented"))
+    return Certificate(backbone, *texts, rows, RankChoice(4, "invented"))
 
 
 def filled(count: int, **options: Any) -> Window:
@@ -61,8 +63,8 @@ def filled(count: int, **options: Any) -> Window:
     return window
 
 
-def stocked(entries: list[Entry], ranks: dict[str, list[int]], bare: set[str]) -> Stock:
-    stock = Stock(BACKBONE)
+def stocked(entries: list[Entry], ranks: dict[str, list[int]], bare: set[str]) -> PatchInventory:
+    stock = PatchInventory(BACKBONE)
     for place, each in enumerate(entries):
         stock.add(*(note(each, entries[:place], rank) for rank in ranks.get(each.id, [])))
         if each.id in bare or ranks.get(each.id):
@@ -75,7 +77,7 @@ def stocked(entries: list[Entry], ranks: dict[str, list[int]], bare: set[str]) -
 rows = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=5).map(sorted)
 
 
-def every_choice(planned: Any, stock: Stock, entries: list[Entry]) -> list[list[Any]]:
+def every_choice(planned: Any, stock: PatchInventory, entries: list[Entry]) -> list[list[Any]]:
     """All ways of serving all pieces, from the stock: (point, rank, seconds, bytes)."""
     menus = []
     for place, each in enumerate(entries):
@@ -184,7 +186,7 @@ def test_plans_after_plans_hold_what_they_say(data: st.DataObject, promise: str)
     )
     for _ in range(4):
         chosen = data.draw(st.lists(st.sampled_from(entries[1:]), unique=True, min_size=1))
-        stock = Stock(BACKBONE)
+        stock = PatchInventory(BACKBONE)
         stock.add(*entries)
         front = [entries[0], *chosen]
         for place, each in enumerate(front):
@@ -212,7 +214,7 @@ def test_plans_run_on_executors_and_cost_what_they_said():
         drill.append(id)
     drill.evict("c1", "c2", "c3")
     window, model = drill.window, drill.model
-    stock = Stock.of(None, drill.backbone)
+    stock = PatchInventory.of(None, drill.backbone)
     front = [piece.entry for piece in window.pieces]
     wanted = [*front, *(drill.make(id) for id in ("c1", "c2", "c5"))]
 
@@ -297,7 +299,7 @@ def test_a_store_is_asked_and_its_patches_are_fetched():
             members=made.metadata.behind.sorted().members,
         ),
     )
-    stock = Stock.of(shelf, drill.backbone)
+    stock = PatchInventory.of(shelf, drill.backbone)
     stock.freeze()
     assert plan(drill.window, wanted, stored=stock, uncertified=True).chunks[-1].point == "prefill"
     shelf.put_patches([orbit])
@@ -328,7 +330,7 @@ def test_an_updated_patch_serves_behind_the_changed_antecedent():
     out = drill.model.run(drill.make("c2") and drill.tokens["c2"], start).kv
     conditioned = {name: np.asarray(value)[:, 0] for name, value in out.items()}
     correction = kvp.correction_patch(drill.chunks["c2"], old, conditioned, 4, drill.window.target())
-    stock = Stock.of(None, drill.backbone)
+    stock = PatchInventory.of(None, drill.backbone)
     stock.add(drill.chunks["c2"], old)
     wanted = [*(piece.entry for piece in drill.window.pieces), drill.make("c2")]
     quick = DeviceCosts("a desk", None, {"Prefill": Rates(1.0)})
@@ -349,7 +351,7 @@ def test_an_updated_patch_serves_behind_the_changed_antecedent():
 def test_stale_and_uncertified_reuse_is_refused_unless_told_otherwise():
     entries = [entry(number, 50) for number in range(4)]
     window, _ = plan_and_window(entries[:2])
-    stock = Stock(BACKBONE)
+    stock = PatchInventory(BACKBONE)
     stock.add(*entries, note(entries[2], entries[:2]), note(entries[3], [entries[1]]))
     wanted = entries
     points = lambda planned: [chunk.point for chunk in planned.chunks]
@@ -388,20 +390,20 @@ def test_stale_and_uncertified_reuse_is_refused_unless_told_otherwise():
     with pytest.raises(CertificateError, match="backbone"):
         ask(certificate=certificate({("stored", 4): [0.2]}, backbone="e" * 64))
     with pytest.raises(PlanError, match="stock of backbone"):
-        plan(window, wanted, stored=Stock("e" * 64))
+        plan(window, wanted, stored=PatchInventory("e" * 64))
     with pytest.raises(WindowError, match="twice"):
         plan(window, [*wanted, wanted[0]], stored=stock)
 
 
 def plan_and_window(entries: list[Entry]) -> tuple[Window, Any]:
-    planned = plan(Window.empty(COSTS), entries, stored=Stock(BACKBONE), costs=DEVICES)
+    planned = plan(Window.empty(COSTS), entries, stored=PatchInventory(BACKBONE), costs=DEVICES)
     return planned.window, planned
 
 
 def test_a_patch_that_went_stale_in_the_window_is_not_kept():
     """An image is put in front of one that a patch serves: nothing says how far that is off, so it is run again."""
     entries = [entry(number, 50) for number in range(4)]
-    stock = Stock(BACKBONE)
+    stock = PatchInventory(BACKBONE)
     stock.add(*entries, note(entries[2], entries[:2]))
     signed = certificate({("stored", 4): [0.2] * 4})
     ask = lambda window, wanted, **options: plan(
@@ -430,7 +432,9 @@ def test_a_certificate_bounds_no_window_whose_first_tokens_have_left():
     for lead, point in ((1, "survivor"), (0, "prefill")):
         window, _ = filled(4, promise="forget", lead=lead).evict("c1" if lead else "c0")
         entries = [piece.entry for piece in window.pieces]
-        planned = plan(window, entries, Goal(kl=0.5), stored=Stock(BACKBONE), costs=DEVICES, certificate=signed)
+        planned = plan(
+            window, entries, Goal(kl=0.5), stored=PatchInventory(BACKBONE), costs=DEVICES, certificate=signed
+        )
         assert planned.chunks[-1].point == point
         assert planned.beyond == (None if lead else "window whose first tokens have left; certified with them pinned")
 
@@ -447,10 +451,10 @@ def test_what_was_made_behind_something_approximate_is_never_as_promised():
     for each in (window, window.fork("side")[0], read):
         assert [each.fidelity(id) for id in each.ids] == ["exact", "approximate", "approximate"]
         entries = [piece.entry for piece in each.pieces]
-        planned = plan(each, entries, stored=Stock(BACKBONE), costs=DEVICES)
+        planned = plan(each, entries, stored=PatchInventory(BACKBONE), costs=DEVICES)
         assert [chunk.point for chunk in planned.chunks] == ["leading", "prefill", "prefill"]
         assert planned.window.as_promised
-        kept = plan(each, entries, stored=Stock(BACKBONE), costs=DEVICES, uncertified=True)
+        kept = plan(each, entries, stored=PatchInventory(BACKBONE), costs=DEVICES, uncertified=True)
         assert (kept.kl, kept.as_promised) == (None, False)
         assert [chunk.point for chunk in kept.chunks] == ["leading", "kept", "kept"]
         assert [chunk.kl for chunk in kept.chunks] == [0, None, None]
@@ -462,7 +466,7 @@ def test_a_survivor_is_run_again_where_one_in_front_of_it_becomes_another():
     window, _ = window.condition("c2", note(entry(2), [entry(0)]), allow_stale=True)
     assert window.fidelity("c3") == "survivor", "its KV is its own"
     entries = [piece.entry for piece in window.pieces]
-    planned = plan(window, entries, stored=Stock(BACKBONE), costs=DEVICES)
+    planned = plan(window, entries, stored=PatchInventory(BACKBONE), costs=DEVICES)
     assert [chunk.point for chunk in planned.chunks] == ["leading", "prefill", "prefill"]
     assert planned.as_promised
     assert planned.window.as_promised
@@ -478,7 +482,7 @@ def test_a_patch_is_aimed_at_the_survivor_that_a_bare_piece_goes_back_to():
     behind = PatchNote("behind the survivor", "c3", "content 3", "canonical", kept.target(), None, False, 4, 40, 6)
     signed = certificate({("stored", 4): [0.2] * 4})
     for patch, point in ((note(entry(3), entries[:2]), "prefill"), (behind, "stored")):
-        stock = Stock(BACKBONE)
+        stock = PatchInventory(BACKBONE)
         stock.add(entries[2], patch)
         slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0), "Recompute": Rates(flop=1.0)})
         planned = plan(window, entries, Goal(kl=0.5), stored=stock, costs=slow, certificate=signed)
@@ -487,7 +491,7 @@ def test_a_patch_is_aimed_at_the_survivor_that_a_bare_piece_goes_back_to():
 
 def test_a_certificate_bounds_no_window_beyond_those_that_it_was_measured_on():
     entries = [entry(number) for number in range(5)]
-    stock = Stock(BACKBONE)
+    stock = PatchInventory(BACKBONE)
     for place, each in enumerate(entries):
         stock.add(each, note(each, entries[:place]))
     signed = dataclasses.replace(certificate({("stored", 4): [0.2] * 5}), spans=(5, 7), modalities=("text",))
@@ -518,7 +522,7 @@ def test_a_certificate_bounds_no_window_beyond_those_that_it_was_measured_on():
 def test_what_is_known_of_a_piece_bounds_it_no_longer_where_something_else_stands_in_front():
     """Prefilled behind a patch, it lost what that lost; of what it has not seen, or should have forgotten, more."""
     entries = [entry(number, 50) for number in range(5)]
-    stock = Stock(BACKBONE)
+    stock = PatchInventory(BACKBONE)
     stock.add(*entries, note(entries[1], entries[:1]))
     signed = certificate({("stored", 4): [0.2] * 5})
     for promise, without in (("remember", 0.2), ("forget", 0.0)):
@@ -538,7 +542,7 @@ def test_what_is_known_of_a_piece_bounds_it_no_longer_where_something_else_stand
 def test_a_patch_is_kept_only_where_none_in_front_of_it_becomes_another():
     """The worse one is run again, and forgets what has left: the better one was formed behind what remembered it."""
     window = filled(2)
-    stock = Stock(BACKBONE)
+    stock = PatchInventory(BACKBONE)
     for number, rank in ((2, 2), (3, 8)):
         front = window.target()
         patch = PatchNote(f"{number}", f"c{number}", f"content {number}", "canonical", front, None, False, rank, 9, 9)
@@ -553,20 +557,22 @@ def test_a_patch_is_kept_only_where_none_in_front_of_it_becomes_another():
 
 def test_other_points_have_their_names():
     entries = [entry(number, 50) for number in range(3)]
-    fresh = plan(Window.empty(COSTS), entries, stored=Stock(BACKBONE), costs=DEVICES, forming=True, encoded={"c2"})
+    fresh = plan(
+        Window.empty(COSTS), entries, stored=PatchInventory(BACKBONE), costs=DEVICES, forming=True, encoded={"c2"}
+    )
     assert [chunk.point for chunk in fresh.chunks] == ["prefill", "fresh", "encoded"]
     text = Entry("said", None, 4, 4)
-    told = plan(fresh.window, [*entries, text], stored=Stock(BACKBONE), costs=DEVICES)
+    told = plan(fresh.window, [*entries, text], stored=PatchInventory(BACKBONE), costs=DEVICES)
     assert told.chunks[-1].point == "prefill"
     bare, _ = told.window.bare("c2")
-    back = plan(bare, [*entries, text], stored=Stock(BACKBONE), costs=DEVICES)
+    back = plan(bare, [*entries, text], stored=PatchInventory(BACKBONE), costs=DEVICES)
     assert back.chunks[2].fidelity == "exact"
     assert [type(edit).__name__ for edit in back.edits] == ["Copy"]
     assert "→ survivor" in back.menu("c2")[0]
     forgets = filled(4, promise="forget")
     slid, _ = forgets.evict("c1")
     left = [piece.entry for piece in slid.pieces]
-    assert [chunk.point for chunk in plan(slid, left, stored=Stock(BACKBONE), costs=DEVICES).chunks] == [
+    assert [chunk.point for chunk in plan(slid, left, stored=PatchInventory(BACKBONE), costs=DEVICES).chunks] == [
         "leading",
         "prefill",
         "prefill",
@@ -575,7 +581,7 @@ def test_other_points_have_their_names():
         slid,
         left,
         Goal(kl=1.0),
-        stored=Stock(BACKBONE),
+        stored=PatchInventory(BACKBONE),
         costs=DEVICES,
         certificate=certificate({("survivor", 0): [0.4] * 3}),
     )
@@ -615,7 +621,8 @@ def test_device_costs_are_kept_and_damage_is_noticed(tmp_path: Path):
     assert not guess.measured
     assert guess.about.startswith("assumed")
     assert (
-        "assumed on NVIDIA H200" in plan(Window.empty(COSTS), [entry(0)], stored=Stock(BACKBONE), costs=guess).explain()
+        "assumed on NVIDIA H200"
+        in plan(Window.empty(COSTS), [entry(0)], stored=PatchInventory(BACKBONE), costs=guess).explain()
     )
     with pytest.raises(PlanError, match="expected one of"):
         DeviceCosts("x", None, {"Teleport": Rates()})

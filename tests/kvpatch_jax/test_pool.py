@@ -97,7 +97,7 @@ def test_blind_and_kept_layers_and_engine_frame(padded: bool):
 
 
 def test_splicing_compiles_once_and_donates():
-    from kvpatch_jax.pool import jitted_splice
+    from kvpatch_jax.pool.pool import jitted_splice
 
     jitted_splice.clear_cache()
     for seed, length in ((0, 24), (1, 20)):
@@ -313,7 +313,7 @@ def latent_pool(layout: kvp.KVLayout) -> dict:
 
 @pytest.mark.parametrize("implementation", ["xla", "tpu"])
 def test_a_padded_pool_of_latents_by_every_implementation(implementation: str, monkeypatch):
-    from kvpatch_jax.pool import jitted_splice
+    from kvpatch_jax.pool.pool import jitted_splice
     from pallas_kernels.splice import api
 
     module, name = ("reference", "splice") if implementation == "tpu" else ("tpu", "kernel")

@@ -100,7 +100,7 @@ def test_content_that_was_given_stays():
 
 def test_content_costs_no_pass_where_it_was_given(monkeypatch):
     """And applying never computes it: what is not known is not asked for."""
-    import kvpatch_jax.chunk as module
+    import kvpatch_jax.cache.chunk as module
 
     chunk = chunk_of("gqa")
     patch = form(chunk)

@@ -19,14 +19,15 @@ from kvpatch_jax.repair import (
     cacheblend,
     check_by_layer,
     count_of_equal_bytes,
+    deviation,
     first_k,
     fraction_to_count,
+    largest,
     layer_counts,
     layer_sensitivity,
     oracle_delta,
     vlcache,
 )
-from kvpatch_jax.repair._common import deviation, largest
 from models.backbone import ModelBackbone
 from models.families.family import parameters
 from models.families.qwen2_5_vl import Qwen25VL, Qwen25VLConfig, nnx

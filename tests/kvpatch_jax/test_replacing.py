@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch_jax import strict_json
 from kvpatch_jax.errors import PlanError
 from kvpatch_jax.plan.device_costs import DeviceCosts
-from kvpatch_jax.replacing import replace
+from kvpatch_jax.utils import strict_json
+from kvpatch_jax.utils.atomic_files import replace
 
 
 def test_many_who_replace_one_file_leave_one_of_theirs_whole(tmp_path: Path):

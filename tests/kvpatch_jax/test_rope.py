@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvpatch_jax as kvp
+from kvpatch_jax.core import check_positions, relocation_tables
 from kvpatch_jax.errors import LayoutError, PositionError, RopeRegimeError
-from kvpatch_jax.rope import check_positions, relocation_tables
 
 BAR = 2e-6
 TABLES = jax.jit(kvp.rope.rope_tables, static_argnums=0)

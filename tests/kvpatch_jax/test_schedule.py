@@ -7,20 +7,23 @@ import numpy as np
 import pytest
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.plan.offline import optimum, schedule
-from kvpatch_jax.plan.schedule import ARRIVAL, LEAST_RECENT, OFFLINE, ONLINE, Policy, Terms, Wanted, replay, total
+from kvpatch_jax.plan import ARRIVAL, LEAST_RECENT, ONLINE, Terms, WindowRequest, optimum, replay, total
+from kvpatch_jax.plan.offline_schedule import schedule
+from kvpatch_jax.plan.schedule import OFFLINE, Policy
 from kvpatch_jax.window import Entry
 from tests.kvpatch_jax.test_placement import COSTS, LEAD, chunk
 
 
-def trace(rng: np.random.Generator, count: int, size: int, names: str = "abcd", sessions: int = 1) -> list[Wanted]:
+def trace(
+    rng: np.random.Generator, count: int, size: int, names: str = "abcd", sessions: int = 1
+) -> list[WindowRequest]:
     """Requests for some chunks each, in whatever order."""
     sizes = {name: int(rng.integers(20, 60)) for name in names}
     found = []
     for _ in range(count):
         chosen = rng.permutation(list(names))[:size]
         pieces = (LEAD, *(chunk(str(name), sizes[str(name)]) for name in chosen))
-        found.append(Wanted(f"session {rng.integers(sessions)}", pieces))
+        found.append(WindowRequest(f"session {rng.integers(sessions)}", pieces))
     return found
 
 
@@ -28,7 +31,7 @@ def forward(tokens: int, behind: int) -> int:
     return COSTS.prefill(tokens, behind)["flops"]
 
 
-def by_hand(requests: list[Wanted], terms: Terms) -> float:
+def by_hand(requests: list[WindowRequest], terms: Terms) -> float:
     """The least cost over every order, every way of running and every set of items kept, without any shortcut."""
     patch = lambda entry: terms.patch_price(entry.tokens, False)
     bare = lambda entry: terms.patch_price(entry.tokens, True)
@@ -118,8 +121,12 @@ def test_offline_is_near_the_optimum_and_online_not_below_it(budget: int | None,
 def test_a_set_that_comes_back_in_another_order_costs_no_forward():
     names = [chunk(name, 40) for name in "abc"]
     others = [chunk(name, 40) for name in "xyz"]
-    requests = [Wanted("one", (LEAD, *names)), Wanted("two", (LEAD, *names[::-1])), Wanted("one", (LEAD, *others))]
-    requests.append(Wanted("one", (LEAD, names[1], names[0], names[2])))
+    requests = [
+        WindowRequest("one", (LEAD, *names)),
+        WindowRequest("two", (LEAD, *names[::-1])),
+        WindowRequest("one", (LEAD, *others)),
+    ]
+    requests.append(WindowRequest("one", (LEAD, names[1], names[0], names[2])))
     terms = Terms(COSTS, rank=2)
     served = replay(requests, terms, Policy(admit="always"))
     lead = forward(LEAD.tokens, 0)
@@ -147,7 +154,7 @@ def test_what_is_stored_stays_within_the_budget_and_a_patch_with_its_canonical()
 @pytest.mark.usefixtures("unchecked")
 def test_a_window_that_slides_keeps_its_survivors_where_it_remembers():
     every = [chunk(f"{number}", 20, free=False) for number in range(6)]
-    requests = [Wanted("one", (LEAD, *every[at : at + 3])) for at in range(4)]
+    requests = [WindowRequest("one", (LEAD, *every[at : at + 3])) for at in range(4)]
     remember = replay(requests, Terms(COSTS, promise="remember"), ONLINE)
     assert [each.survivors for each in remember] == [0, 60, 60, 60]
     assert all(each.forming - each.canonicals == forward(20, 45) for each in remember[1:])
@@ -159,7 +166,11 @@ def test_a_window_that_slides_keeps_its_survivors_where_it_remembers():
 @pytest.mark.usefixtures("unchecked")
 def test_a_fork_begins_with_what_its_parent_holds():
     a, b, c = (chunk(name, 20) for name in "abc")
-    requests = [Wanted("one", (LEAD, a)), Wanted("one/x", (LEAD, a, b), "one"), Wanted("one/y", (LEAD, a, c), "one")]
+    requests = [
+        WindowRequest("one", (LEAD, a)),
+        WindowRequest("one/x", (LEAD, a, b), "one"),
+        WindowRequest("one/y", (LEAD, a, c), "one"),
+    ]
     served = replay(requests, Terms(COSTS), Policy("arrival", "again"))
     assert [each.forming for each in served[1:]] == [forward(20, 25)] * 2
     alone = replay([request._replace(parent=None) for request in requests], Terms(COSTS), Policy("arrival", "again"))
@@ -176,5 +187,5 @@ def test_bad_traces_are_refused(unchecked):
         optimum(requests, Terms(COSTS), states=0)
     assert replay([], Terms(COSTS)) == []
     assert total([]) == 0
-    text = Wanted("one", (LEAD, Entry("more", None, 3, 3, "text")))
+    text = WindowRequest("one", (LEAD, Entry("more", None, 3, 3, "text")))
     assert replay([text], Terms(COSTS))[0].forming == forward(8, 0)

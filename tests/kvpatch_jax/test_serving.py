@@ -15,18 +15,24 @@ from serving_sides import LAYOUT, PAGE, TOKENS, matched_of, output_of, request_o
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import ConfigError, InputError, PoolError, PositionError
-from kvpatch_jax.plan import Certificate, Certified, Rank
-from kvpatch_jax.plan.goal import DEFAULT_KL
-from kvpatch_jax.serving.vllm import Asked, Feature, Settings, parallel, plan_request, segments_of
+from kvpatch_jax.plan import DEFAULT_KL, Certificate, CertifiedLoss, RankChoice
+from kvpatch_jax.serving.vllm import ConnectorConfig, PromptFeature, RequestOptions, parallel, plan_request, segments_of
 from kvpatch_jax.serving.vllm.layouts import check_model, layout_of
-from kvpatch_jax.serving.vllm.loading import WorkerSide
-from kvpatch_jax.serving.vllm.messages import Load, Orders, Piece, Save, blocks_from, slots_of
-from kvpatch_jax.serving.vllm.planning import Step, StockedPatch
-from kvpatch_jax.store.format.naming import Served
+from kvpatch_jax.serving.vllm.messages import (
+    ChunkPayload,
+    LoadCommand,
+    SaveCommand,
+    StepCommands,
+    blocks_from,
+    slots_of,
+)
+from kvpatch_jax.serving.vllm.request_plan import ChunkStep, StockedPatch
+from kvpatch_jax.serving.vllm.worker_side import WorkerSide
+from kvpatch_jax.store.format.naming import PatchKey
 from tests.arrays import placed
 
 ENDS = (8, 18, 24)
-SETTINGS = Settings(store="/nowhere", backbone="tiny")
+SETTINGS = ConnectorConfig(store="/nowhere", backbone="tiny")
 
 
 class Shelf:
@@ -43,11 +49,13 @@ class Shelf:
 
 
 def certificate_of(*rows):
-    made = [Certified(*row[:3], "forget", 0.0, 0.0, 0.0, row[3], 1.0, 1.0, 1.0, None, 0.0, row[4], 10) for row in rows]
+    made = [
+        CertifiedLoss(*row[:3], "forget", 0.0, 0.0, 0.0, row[3], 1.0, 1.0, 1.0, None, 0.0, row[4], 10) for row in rows
+    ]
     given = {"backbone": "tiny", "model": "m", "made": "2026-01-01", "level": 0.95, "calibration": 30, "held_out": 30}
     given |= {"chunks": 3, "tokens": 99, "content": "c", "asked": "a", "disjoint": True}
     given |= {"modalities": ("text",)}
-    return Certificate(**given, rows=tuple(made), recommended=Rank(4, "r"))
+    return Certificate(**given, rows=tuple(made), recommended=RankChoice(4, "r"))
 
 
 ROWS = [("stored", 4, behind, 0.01 * (behind + 1), 0.1) for behind in (0, 1, 2)]
@@ -72,14 +80,14 @@ def test_chunks_are_named_by_what_they_hold_and_not_by_where():
     assert moved[1].id == second.id
     assert (second.begin, second.end) == (8, 18)
     assert len({first.id, second.id, segments_of("other", TOKENS, ends=ENDS)[0].id}) == 3
-    named = lambda name, ends=(6,): segments_of("tiny", [9] * 8, [Feature(name, 2, 3)], ends)[0].id
+    named = lambda name, ends=(6,): segments_of("tiny", [9] * 8, [PromptFeature(name, 2, 3)], ends)[0].id
     assert named("cat") != named("dog")
     assert named("cat") != segments_of("tiny", [9] * 8, ends=(6,))[0].id
 
 
 def test_images_are_chunks_with_the_tokens_around_them():
     tokens = [7, 7, 1, 3, 3, 2, 1, 3, 3, 2, 8]
-    features = [Feature("b", 7, 2), Feature("a", 3, 2)]
+    features = [PromptFeature("b", 7, 2), PromptFeature("a", 3, 2)]
     ends = lambda **more: [own.end for own in segments_of("tiny", tokens, features, **more)]
     assert ends(frame=(1, 2)) == [2, 6, 10]
     assert ends() == [3, 5, 7, 9]
@@ -92,17 +100,17 @@ def test_images_are_chunks_with_the_tokens_around_them():
 
 
 def test_exact_requests_get_the_leading_chunk_and_no_salt(segments, shelf):
-    planned = plan_request(segments, shelf, SETTINGS, Asked(), certificate_of(*ROWS))
-    assert planned.steps == (Step(segments[0], "leading"),)
+    planned = plan_request(segments, shelf, SETTINGS, RequestOptions(), certificate_of(*ROWS))
+    assert planned.steps == (ChunkStep(segments[0], "leading"),)
     assert (planned.matched, planned.exact, planned.kl) == (8, True, 0.0)
     assert planned.why == "what stands behind another chunk is approximate"
-    assert planned.salt(SETTINGS, Asked(), None) is None
-    assert planned.salt(SETTINGS, Asked(), "own") == "own"
-    assert plan_request(segments, Shelf([segments[1].id]), SETTINGS, Asked()).matched == 0
+    assert planned.salt(SETTINGS, RequestOptions(), None) is None
+    assert planned.salt(SETTINGS, RequestOptions(), "own") == "own"
+    assert plan_request(segments, Shelf([segments[1].id]), SETTINGS, RequestOptions()).matched == 0
 
 
 def test_a_prompt_beyond_what_was_measured_is_served_exactly(segments, shelf):
-    asked, certificate = Asked(policy="approximate", kl=0.1), certificate_of(*ROWS)
+    asked, certificate = RequestOptions(policy="approximate", kl=0.1), certificate_of(*ROWS)
     within = plan_request(segments, shelf, SETTINGS, asked, certificate)
     assert (within.matched, within.kl) == (18, 0.02)
     assert [segment.span for segment in segments] == [8, 10, 6]
@@ -117,13 +125,15 @@ def test_a_prompt_beyond_what_was_measured_is_served_exactly(segments, shelf):
         assert said in beyond.why
     far = [*segments[:2], segments[2]._replace(end=400_020)]
     assert plan_request(far, shelf, SETTINGS, asked, certificate).exact
-    images = segments_of("tiny", TOKENS, [Feature("a", 9, 4), Feature("b", 18, 2), Feature("c", 21, 2)], ENDS)
+    images = segments_of(
+        "tiny", TOKENS, [PromptFeature("a", 9, 4), PromptFeature("b", 18, 2), PromptFeature("c", 21, 2)], ENDS
+    )
     assert [(own.modality, own.span) for own in images] == [("text", 8), ("image", None), ("images", None)]
 
 
 def test_the_certificate_decides_how_far_an_approximate_prompt_is_matched(segments, shelf):
-    asked = lambda policy="approximate", **more: Asked(policy=policy, **more)
-    generous = Settings(store="s", backbone="tiny", most_kl=10.0)
+    asked = lambda policy="approximate", **more: RequestOptions(policy=policy, **more)
+    generous = ConnectorConfig(store="s", backbone="tiny", most_kl=10.0)
     plan = lambda own, rows=ROWS, settings=generous: plan_request(
         segments, shelf, settings, own, certificate_of(*rows) if rows else None
     )
@@ -140,7 +150,7 @@ def test_the_certificate_decides_how_far_an_approximate_prompt_is_matched(segmen
     assert "chunk 3 of 3 is not certified" in within.why
     assert plan(asked(kl=0.015)).matched == 8
     assert plan(asked(kl=0.1, flips=0.05)).matched == 8
-    assert plan(asked(), settings=Settings(store="s", backbone="tiny", most_kl=0.1)).matched == 18
+    assert plan(asked(), settings=ConnectorConfig(store="s", backbone="tiny", most_kl=0.1)).matched == 18
     assert plan(asked(), rows=None).matched == 8
 
 
@@ -148,10 +158,13 @@ def test_blind_reuse_happens_by_its_name_alone(segments, shelf):
     """An operator that says no bound has one, and a request that says "approximate" is never served beyond it."""
 
     def plan(policy, rows=ROWS, **more):
-        settings, certificate = Settings(store="s", backbone="tiny", **more), certificate_of(*rows) if rows else None
-        return plan_request(segments, shelf, settings, Asked(policy=policy), certificate)
+        settings, certificate = (
+            ConnectorConfig(store="s", backbone="tiny", **more),
+            certificate_of(*rows) if rows else None,
+        )
+        return plan_request(segments, shelf, settings, RequestOptions(policy=policy), certificate)
 
-    assert Settings(store="s", backbone="tiny").most_kl == DEFAULT_KL == 0.05
+    assert ConnectorConfig(store="s", backbone="tiny").most_kl == DEFAULT_KL == 0.05
     certified = plan("approximate")
     assert (certified.matched, certified.kl) == (18, 0.02), "the bare chunk would lose 5 nats"
     assert "chunk 3 of 3 is not certified within 0.05 nats" in certified.why
@@ -179,16 +192,16 @@ def test_a_request_for_blind_reuse_that_is_not_allowed_is_served_plainly(tmp_pat
 def test_a_bound_is_a_finite_number_from_0_on(unchecked, bound):
     for name in ("kl", "flips"):
         with pytest.raises(InputError, match=f"kv_transfer_params: {name}"):
-            Asked.read({"kvpatch": {name: bound}})
+            RequestOptions.read({"kvpatch": {name: bound}})
     for name in ("most_kl", "patience"):
         with pytest.raises(ConfigError, match=f"connector: {name}"):
-            Settings.read({"store": "s", "backbone": "b", name: bound})
+            ConnectorConfig.read({"store": "s", "backbone": "b", name: bound})
 
 
 def test_every_approximate_plan_has_a_salt_of_its_own(segments, shelf):
-    loose = Settings(store="s", backbone="tiny", uncertified=True)
+    loose = ConnectorConfig(store="s", backbone="tiny", uncertified=True)
     first, second = (own.id for own in segments[:2])
-    asked = Asked(policy="blind")
+    asked = RequestOptions(policy="blind")
     plans = [
         plan_request(segments, shelf, loose, asked),
         plan_request(segments, Shelf([first, second], shelf.kept), loose, asked),
@@ -196,7 +209,7 @@ def test_every_approximate_plan_has_a_salt_of_its_own(segments, shelf):
         plan_request(segments, Shelf([first, second], {(second, (first,)): [StockedPatch("cc", 4)]}), loose, asked),
     ]
     assert not any(own.exact for own in plans)
-    other = Asked(policy="blind", tenant="other")
+    other = RequestOptions(policy="blind", tenant="other")
     salts = [own.salt(loose, asked, None) for own in plans]
     salts += [plans[0].salt(loose, asked, "own"), plans[0].salt(loose, other, None)]
     assert len(set(salts)) == len(salts)
@@ -205,19 +218,19 @@ def test_every_approximate_plan_has_a_salt_of_its_own(segments, shelf):
 
 
 def test_settings_and_parameters_are_read_strictly(unchecked):
-    assert Asked.read(None) is None
-    assert Asked.read({"do_remote_prefill": True}) is None
-    assert Asked.read({"kvpatch": {"segments": [3, 9], "kl": 0.1}}) == Asked(segments=(3, 9), kl=0.1)
+    assert RequestOptions.read(None) is None
+    assert RequestOptions.read({"do_remote_prefill": True}) is None
+    assert RequestOptions.read({"kvpatch": {"segments": [3, 9], "kl": 0.1}}) == RequestOptions(segments=(3, 9), kl=0.1)
     blind = {"policy": "blind"}
-    assert Asked.read({"kvpatch": blind}) == Asked(policy="blind")
+    assert RequestOptions.read({"kvpatch": blind}) == RequestOptions(policy="blind")
     refused = [{"policy": "any"}, {"segments": [9, 3]}, {"segments": 3}, {"kl": -1}, {"tenant": ""}, {"rank": 3}]
     for given in (*refused, {**blind, "kl": 0.1}, {**blind, "flips": 0.1}):
         with pytest.raises(InputError, match="kv_transfer_params"):
-            Asked.read({"kvpatch": given})
-    assert Settings.read({"store": "s", "backbone": "b", "image_frame": [1, 2]}).image_frame == (1, 2)
+            RequestOptions.read({"kvpatch": given})
+    assert ConnectorConfig.read({"store": "s", "backbone": "b", "image_frame": [1, 2]}).image_frame == (1, 2)
     for given in ({}, {"store": "s"}, {"store": "s", "backbone": "b", "rnak": 3}, {"store": "s", "backbone": ""}):
         with pytest.raises(ConfigError, match="connector"):
-            Settings.read(given)
+            ConnectorConfig.read(given)
 
 
 def test_slots_of_blocks():
@@ -308,7 +321,7 @@ def test_a_leading_chunk_of_a_bfloat16_pool_has_the_engines_bits(tmp_path):
         first, second = segments_of("tiny", TOKENS, ends=[8, 18])
         kept = store.get(first.id, "tiny").kv
         assert [kept[name].dtype for name in "kv"] == [jnp.float32, jnp.bfloat16]
-        (patch,) = store.get_patches(Served(chunk=second.id, backbone="tiny", antecedent=(first.id,)))
+        (patch,) = store.get_patches(PatchKey(chunk=second.id, backbone="tiny", antecedent=(first.id,)))
         assert {leaf.dtype for leaf in jax.tree.leaves(patch.factors)} == {np.dtype(jnp.bfloat16)}
 
         found = served(sides, "again", {"segments": [8]}, blocks=(19, 0, 18, 1, 17, 2, 16, 15))
@@ -380,7 +393,7 @@ def test_what_is_not_asked_for_or_cannot_be_planned_is_left_alone(sides):
         assert request.block_hashes == ["early"]
         assert sides.scheduler.finished(request) is None
     assert sides.scheduler.counts["refused"] == 2
-    assert sides.scheduler.orders(output_of({"any": 30}, {"any": 0}, {})) == Orders()
+    assert sides.scheduler.orders(output_of({"any": 30}, {"any": 0}, {})) == StepCommands()
 
 
 def test_a_chunk_elsewhere_than_the_engine_counted_is_not_written(sides):
@@ -388,15 +401,15 @@ def test_a_chunk_elsewhere_than_the_engine_counted_is_not_written(sides):
     served(sides, "forms", {"segments": [8]})
     (segment,) = segments_of("tiny", TOKENS, ends=[8])
     chunk = sides.worker.stores.of("default").get(segment.id, "tiny")
-    piece = Piece(Step(segment._replace(begin=1, end=10), "leading"), chunk)
-    load = Load("there", (piece,), 0, (3, 4, 5))
+    piece = ChunkPayload(ChunkStep(segment._replace(begin=1, end=10), "leading"), chunk)
+    load = LoadCommand("there", (piece,), 0, (3, 4, 5))
     planned = request_of("there", {"kvpatch": {"segments": [8, 18]}})
     sides.scheduler.arrived(planned)
     sides.scheduler.allocated(planned, (3, 4), matched_of(sides.scheduler, planned))
     sides.pool.requests["there"] = SimpleNamespace(mrope_positions=None)
     before = [np.asarray(own) for own in sides.pool.kv_caches]
-    sides.worker.load(Orders((load,)))
-    saves = Orders(saves=(Save("there", "default", (segment,), (0,), (5, 6)),))
+    sides.worker.load(StepCommands((load,)))
+    saves = StepCommands(saves=(SaveCommand("there", "default", (segment,), (0,), (5, 6)),))
     sides.worker.save(saves)
     failed = sides.worker.take_failed()
     assert failed == {3, 4, 5}
@@ -411,7 +424,7 @@ def test_under_mrope_a_chunk_starts_where_the_engine_counted_it(tmp_path):
     """A text token, an image of 2 by 3 patches and a text token, behind five texts and behind another image."""
     rope = kvp.Rope(1e4, 64, sections=(8, 12, 12), angles="float32")
     layout = kvp.KVLayout.gqa(2, 1, 64, rope)
-    settings = Settings(store=str(tmp_path), backbone="tiny")
+    settings = ConnectorConfig(store=str(tmp_path), backbone="tiny")
     worker = WorkerSide(settings, layout, PAGE)
     grid = [(1, 1 + row, 1 + column) for row in range(2) for column in range(3)]
     local = np.array([(0, 0, 0), *grid, (4, 4, 4)], np.float32)
@@ -427,7 +440,7 @@ def test_under_mrope_a_chunk_starts_where_the_engine_counted_it(tmp_path):
 
 
 def test_a_pool_of_another_form_is_refused(unchecked, tmp_path):
-    worker = WorkerSide(Settings(store=str(tmp_path), backbone="tiny"), LAYOUT, PAGE)
+    worker = WorkerSide(ConnectorConfig(store=str(tmp_path), backbone="tiny"), LAYOUT, PAGE)
     for pages, words in (
         ([jnp.zeros((20, PAGE, 1, 1, 128))], "2 layers|1 layers"),
         ([jnp.zeros((20, 8, 1, 1, 128))] * 2, "8 tokens"),
@@ -530,7 +543,7 @@ def test_a_patch_of_another_canonical_is_not_stored(sides):
     served(sides, "patch", {"segments": [8, 18]})
     first, second = segments_of("tiny", TOKENS, ends=[8, 18])
     store = sides.worker.stores.of("default")
-    served_front = Served(chunk=second.id, backbone="tiny", antecedent=(first.id,))
+    served_front = PatchKey(chunk=second.id, backbone="tiny", antecedent=(first.id,))
     (patch,) = store.get_patches(served_front)
     store.delete(second.id, "tiny")
     served(sides, "second again", {"segments": [10]}, TOKENS[8:])

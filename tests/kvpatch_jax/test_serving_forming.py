@@ -9,7 +9,7 @@ import jax
 import pytest
 from serving_sides import LAYOUT, TOKENS, served, sides_of
 
-from kvpatch_jax.serving.vllm.messages import Orders, Save
+from kvpatch_jax.serving.vllm.messages import SaveCommand, StepCommands
 from kvpatch_jax.serving.vllm.segments import segments_of
 from kvpatch_jax.store import ChunkStore
 
@@ -45,7 +45,7 @@ def live_bytes():
 def saves_of(sides, name, ends, wanted, blocks=tuple(range(8)), tokens=TOKENS):
     """What a step leaves to be saved of a prompt."""
     sides.pool.prefill(name, tokens, blocks)
-    return Orders(saves=(Save(name, "default", segments_of("tiny", tokens, ends=ends), wanted, blocks),))
+    return StepCommands(saves=(SaveCommand(name, "default", segments_of("tiny", tokens, ends=ends), wanted, blocks),))
 
 
 def test_what_waits_to_be_formed_holds_the_rows_that_are_wanted(sides, writing):

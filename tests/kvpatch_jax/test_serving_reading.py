@@ -12,10 +12,11 @@ import pytest
 from serving_sides import TOKENS, matched_of, output_of, request_of, served, sides_of
 
 from kvpatch_jax.errors import StoreClosedError, StoreIOError
-from kvpatch_jax.serving.vllm import Settings, ahead, segments_of, stores
-from kvpatch_jax.serving.vllm.ahead import Ahead
-from kvpatch_jax.serving.vllm.messages import Orders
-from kvpatch_jax.serving.vllm.stores import Looked, Stores
+from kvpatch_jax.serving.vllm import ConnectorConfig, segments_of, stores
+from kvpatch_jax.serving.vllm import prefetcher as ahead
+from kvpatch_jax.serving.vllm.messages import StepCommands
+from kvpatch_jax.serving.vllm.prefetcher import Prefetcher
+from kvpatch_jax.serving.vllm.stores import StoreCatalog, Stores
 
 
 @pytest.fixture
@@ -30,8 +31,8 @@ def held(sides, monkeypatch):
     served(sides, "first", {"segments": [8]})
     served(sides, "second", {"segments": [10]}, TOKENS[8:])
     served(sides, "patch", {"segments": [8, 18]})
-    gate, read = threading.Event(), Looked.has_canonical
-    monkeypatch.setattr(Looked, "has_canonical", lambda self, id: gate.wait(60) and read(self, id))
+    gate, read = threading.Event(), StoreCatalog.has_canonical
+    monkeypatch.setattr(StoreCatalog, "has_canonical", lambda self, id: gate.wait(60) and read(self, id))
     yield gate
     gate.set()
 
@@ -45,7 +46,7 @@ def test_while_a_requests_chunks_are_read_others_are_served(sides, held):
     scheduler.arrived(plain)
     assert scheduler.matched(slow, 0) is None
     assert scheduler.matched(plain, 0) == 0
-    assert scheduler.orders(output_of({"plain": 30}, {"plain": 0}, {})) == Orders()
+    assert scheduler.orders(output_of({"plain": 30}, {"plain": 0}, {})) == StepCommands()
     assert time.monotonic() - began < 30, "the gate would have held it for 60 s"
     assert slow.cache_salt is None
     held.set()
@@ -82,7 +83,7 @@ def test_a_store_that_does_not_answer_costs_a_plain_prefill(sides, held):
     assert scheduler.counts["unread"] == 1
     assert request.block_hashes == ["early"]
     output = output_of({"late": 30}, {"late": 0}, {"late": tuple(range(8))})
-    assert scheduler.orders(output) == Orders(), "that store is not asked for anything else either"
+    assert scheduler.orders(output) == StepCommands(), "that store is not asked for anything else either"
     assert scheduler.finished(request)["kvpatch"]["why"] == "its chunks could not be read"
 
 
@@ -128,7 +129,7 @@ def test_requests_that_are_abandoned_while_they_are_read_hang_nobody_else(sides,
 @pytest.fixture
 def reading():
     """One thread that reads, for one request at once of eight held; the clock that it looks at."""
-    made = Ahead(1, 8, 0.5)
+    made = Prefetcher(1, 8, 0.5)
     yield made
     made.close()
 
@@ -164,7 +165,7 @@ def test_patience_counts_waiting(reading, monkeypatch):
 
 def test_where_what_was_read_is_not_placed_the_next_is_given_up():
     """The engine has no room for eight requests: a ninth is served plainly in time, and no thread was at fault."""
-    reading, most = Ahead(2, 8, 0.05), 8
+    reading, most = Prefetcher(2, 8, 0.05), 8
     for number in range(most):
         reading.add(str(number), lambda: "made")
     while not all(reading.is_ready(str(number)) for number in range(most)):
@@ -189,7 +190,7 @@ def test_where_what_was_read_is_not_placed_the_next_is_given_up():
 
 def test_of_two_requests_of_one_id_the_newer_ones_work_is_taken():
     """Added again while the older is at work, which ends last."""
-    reading, begun, go = Ahead(2, 8, 60.0), threading.Event(), threading.Event()
+    reading, begun, go = Prefetcher(2, 8, 60.0), threading.Event(), threading.Event()
     reading.add("own", lambda: (begun.set(), go.wait(60), "old")[-1])
     begun.wait(60)
     reading.add("own", lambda: "new")
@@ -255,7 +256,7 @@ def test_a_thread_that_cannot_be_started_costs_one_request(reading, monkeypatch)
 
 def test_what_waits_when_it_is_closed_is_not_begun():
     before = set(threading.enumerate())
-    reading, hang, first, begun = Ahead(1, 8, 60.0), threading.Event(), threading.Event(), []
+    reading, hang, first, begun = Prefetcher(1, 8, 60.0), threading.Event(), threading.Event(), []
     reading.add("first", lambda: (first.set(), hang.wait(60)))
     first.wait(60)
     (thread,) = set(threading.enumerate()) - before
@@ -285,7 +286,7 @@ def test_a_store_that_hangs_while_it_is_opened_holds_up_no_other(tmp_path, monke
             errors.append(error)
 
     monkeypatch.setattr(stores, "ChunkStore", opening)
-    own = Stores(Settings(store=str(tmp_path), backbone="tiny"))
+    own = Stores(ConnectorConfig(store=str(tmp_path), backbone="tiny"))
     thread = threading.Thread(target=asks, daemon=True)
     thread.start()
     begun.wait(60)
@@ -300,7 +301,7 @@ def test_a_store_that_hangs_while_it_is_opened_holds_up_no_other(tmp_path, monke
 
 def test_a_store_that_is_in_use_is_not_closed_for_others(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "MOST_TENANTS", 2)
-    own = Stores(Settings(store=str(tmp_path), backbone="tiny"))
+    own = Stores(ConnectorConfig(store=str(tmp_path), backbone="tiny"))
     one = own.of("one")
     assert own.of("two") is own.of("two")
     own.of("three")
@@ -327,7 +328,7 @@ from types import SimpleNamespace
 import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.serving.vllm import Segment, Settings
-from kvpatch_jax.serving.vllm.ahead import Ahead
+from kvpatch_jax.serving.vllm.prefetcher import Ahead
 from kvpatch_jax.serving.vllm.forming import ChunkFormer, FormingTask
 ahead, reading, writing = Ahead(2, 8, 60.0), threading.Event(), threading.Event()
 hang = lambda event: (event.set(), threading.Event().wait())
@@ -351,7 +352,7 @@ def test_what_was_read_is_held_by_its_request_alone():
     class Read:
         pass
 
-    ahead = Ahead(1, 2, 60.0)
+    ahead = Prefetcher(1, 2, 60.0)
     ahead.add("own", Read)
     while not ahead.ready(1.0):
         pass
@@ -395,13 +396,13 @@ def test_the_engines_loop_touches_no_store(sides, monkeypatch):
     for own in (reads_none, abandoned):
         scheduler.arrived(own)
         scheduler.finished(own)
-    monkeypatch.setattr(Looked, "has_canonical", lambda self, id: 1 / 0)
+    monkeypatch.setattr(StoreCatalog, "has_canonical", lambda self, id: 1 / 0)
     unread = request_of("unread", {"kvpatch": ask})
     scheduler.arrived(unread)
     assert matched_of(scheduler, unread) == 0
     scheduler.allocated(unread, tuple(range(8)), 0)
     blocks = {"unread": tuple(range(8))}
-    assert scheduler.orders(output_of({"unread": 30}, {"unread": 0}, blocks)) == Orders()
+    assert scheduler.orders(output_of({"unread": 30}, {"unread": 0}, blocks)) == StepCommands()
     scheduler.finished(unread)
     assert {name for name, _ in asked} == {"of", "has", "served", "formed"}
     assert not [name for name, in_loop in asked if in_loop]
@@ -432,7 +433,7 @@ def test_a_request_that_reads_no_cache_is_formed_of(sides):
     sides.scheduler.allocated(request, blocks, 0)
     while not sides.scheduler._ahead.ready(1.0):
         pass
-    assert sides.scheduler.orders(output_of({}, {}, {})) == Orders()
+    assert sides.scheduler.orders(output_of({}, {}, {})) == StepCommands()
     sides.pool.prefill("own", TOKENS, blocks)
     (save,) = sides.scheduler.orders(output_of({"own": 30}, {"own": 0}, {"own": blocks})).saves
     assert save.wanted == (0,)
@@ -445,13 +446,13 @@ def test_a_request_that_is_gone_is_not_salted_when_its_chunks_come(sides, held):
     scheduler.arrived(request)
     assert scheduler.finished(request)["kvpatch"]["matched"] == 0
     held.set()
-    assert scheduler.orders(output_of({}, {}, {})) == Orders()
+    assert scheduler.orders(output_of({}, {}, {})) == StepCommands()
     assert request.cache_salt is None
     assert "gone" not in scheduler._tracked
 
 
 def test_whatever_reading_raises_the_request_is_served_plainly(sides, monkeypatch):
-    monkeypatch.setattr(Looked, "has_canonical", lambda self, id: 1 / 0)
+    monkeypatch.setattr(StoreCatalog, "has_canonical", lambda self, id: 1 / 0)
     request = request_of("own", {"kvpatch": {"segments": [8]}})
     sides.scheduler.arrived(request)
     assert matched_of(sides.scheduler, request) == 0

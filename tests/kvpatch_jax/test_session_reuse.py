@@ -12,10 +12,10 @@ from session_cases import QUESTION, image_of, reader
 from window_oracle import tiny
 
 import kvpatch_jax as kvp
-from kvpatch_jax.chunk_ids import chunk_id
+from kvpatch_jax.cache import chunk_id
 from kvpatch_jax.errors import InputError, SessionError, UnknownReferenceError, WindowError
-from kvpatch_jax.plan import Certificate, Certified, DeviceCosts, Goal, Rank, Rates
-from kvpatch_jax.session import Looking
+from kvpatch_jax.plan import Certificate, CertifiedLoss, DeviceCosts, Goal, RankChoice, Rates
+from kvpatch_jax.session import RetrievalQuery
 from kvpatch_jax.store.libraries.retriever import ExactRetriever
 from kvpatch_jax.store.libraries.static import StaticLibrary
 from kvpatch_jax.store.linker import Linker
@@ -138,10 +138,10 @@ def test_a_stored_patch_serves_what_comes_back_where_that_is_allowed(backbone, s
 
 
 def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, store):
-    row = Certified("stored", 4, 0, "forget", 0.0, 0.0, 0.0, 0.01, 0.95, 0.9, 1.0, 0.5, 0.0, 0.0, 40)
+    row = CertifiedLoss("stored", 4, 0, "forget", 0.0, 0.0, 0.0, 0.01, 0.95, 0.9, 1.0, 0.5, 0.0, 0.0, 40)
     texts = ("tiny", "2026-11-22", 0.95, 20, 20, 3, 99, "images", "questions", True)
     rows = (row, dataclasses.replace(row, promise="remember"))
-    signed = Certificate(backbone.fingerprint, *texts, rows, Rank(4, "invented"), (), (1, 9), ("image",))
+    signed = Certificate(backbone.fingerprint, *texts, rows, RankChoice(4, "invented"), (), (1, 9), ("image",))
     slow = DeviceCosts("slow", None, {"Prefill": Rates(flop=1.0)})
     for certificate, point, said in (
         (signed, "stored", None),
@@ -291,9 +291,9 @@ def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path)
             with pytest.raises(UnknownReferenceError):
                 session.ask("w7 IMAGE#C")
 
-            seen: list[Looking] = []
+            seen: list[RetrievalQuery] = []
 
-            def find(looking: Looking) -> list[str]:
+            def find(looking: RetrievalQuery) -> list[str]:
                 seen.append(looking)
                 assert looking.hidden(1).shape == looking.vector.shape
                 return ["IMAGE#A"] if len(looking.ids) == 2 else []

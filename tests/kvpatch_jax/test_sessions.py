@@ -36,11 +36,10 @@ from kvpatch_jax.errors import (
     WindowError,
 )
 from kvpatch_jax.sampling import Sampling
-from kvpatch_jax.session.batching import row_bucket
-from kvpatch_jax.session.turns import Line, Turns
+from kvpatch_jax.session.decode_batch import row_bucket
+from kvpatch_jax.session.fair_lock import FairLock, WaitQueue
 from kvpatch_jax.store import ChunkStore
-from kvpatch_jax.window import Entry
-from kvpatch_jax.window.books import Held
+from kvpatch_jax.window import Entry, ResidentPiece
 
 SLOW = pytest.mark.slow
 OTHERS = [pytest.param(name, marks=SLOW) for name in ("mrope", "mla", "window", "experts")]
@@ -72,7 +71,7 @@ def hog(sessions, pages: int):
     with sessions.shared.locked():
         books = executor.books.copy()
         slots = books.allocate((books.allocator.free_pages - pages) * size, True, "hog")
-        books.put("hog", Held("all", None, slots, np.zeros(len(slots), np.float32), 0))
+        books.put("hog", ResidentPiece("all", None, slots, np.zeros(len(slots), np.float32), 0))
         executor.books = books
     yield
     sessions.shared.release("hog")
@@ -351,7 +350,7 @@ def test_in_a_forked_process_nothing_waits_for_ever(sessions, monkeypatch):
 
 
 def test_turns_are_taken_in_the_order_of_asking():
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def take(name: str, first: bool = False) -> threading.Thread:
         def work() -> None:
@@ -378,7 +377,7 @@ def test_turns_are_taken_in_the_order_of_asking():
         thread.join()
     assert order == ["driver", "a", "b", "c"]
     assert not turns.held
-    line = Line(turns)
+    line = WaitQueue(turns)
     with turns:
         place = line.enter()
         with pytest.raises(SessionBusyError, match="tea"):

@@ -11,9 +11,9 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, KVPatchError
-from kvpatch_jax.sizes import size_of
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot
 from kvpatch_jax.store.cli.main import main
+from kvpatch_jax.utils.sizes import size_of
 
 NONE = (math.nan, math.inf, -math.inf, -1, "-1 GB", True, False, 1.5, "", " ", "GB", "ten", "1 XB", "1e9", "1.5.2 GB")
 NONE += ("1 iB", "10 G B", "9" * 5000 + "GB", 10**400, None, [], {}, b"1GB", 1 << 62, "5000 PB")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpatch_jax.backbone import ForwardCosts
+from kvpatch_jax.batch import BatchItem, answer_batch, read_answers
 from kvpatch_jax.errors import (
     CertificateError,
     DtypeError,
@@ -21,9 +22,10 @@ from kvpatch_jax.errors import (
     SessionError,
     TraceError,
 )
-from kvpatch_jax.plan import Certificate, DeviceCosts, Goal, Stock, plan
-from kvpatch_jax.pool import SlotAllocator
-from kvpatch_jax.session import BatchItem, Event, Recorder, Session, Sessions, Trace, answer_batch, read_answers, saving
+from kvpatch_jax.plan import Certificate, DeviceCosts, Goal, PatchInventory, plan
+from kvpatch_jax.pool.pool import SlotAllocator
+from kvpatch_jax.session import Session, Sessions, session_file
+from kvpatch_jax.traces import Event, Recorder, Trace
 from kvpatch_jax.window import Costs, Entry, Window
 
 BACKBONE = "f" * 64
@@ -59,14 +61,20 @@ pytestmark = pytest.mark.usefixtures("unchecked")
     ],
 )
 def test_a_plan_of_nonsense_is_refused(changed: dict[str, Any], said: str):
-    given = {"window": WINDOW, "wanted": [ENTRY], "goal": None, "stored": Stock(BACKBONE), "costs": DEVICES} | changed
+    given = {
+        "window": WINDOW,
+        "wanted": [ENTRY],
+        "goal": None,
+        "stored": PatchInventory(BACKBONE),
+        "costs": DEVICES,
+    } | changed
     first = [given.pop(word) for word in ("window", "wanted", "goal")]
     with pytest.raises(CertificateError if "certificate" in changed else PlanError, match=said + ".*expected"):
         plan(*first, **given)
 
 
 def test_what_can_be_gone_through_once_is_planned():
-    given = {"stored": Stock(BACKBONE), "costs": DEVICES}
+    given = {"stored": PatchInventory(BACKBONE), "costs": DEVICES}
     assert [chunk.id for chunk in plan(WINDOW, (each for each in [ENTRY]), **given).chunks] == ["a"]
     assert not plan(WINDOW, [], **given).edits
 
@@ -89,7 +97,7 @@ def test_what_names_no_file_is_refused(path: Any):
         lambda: Recorder(path),
         lambda: read_answers(path),
         lambda: answer_batch(READER, None, [BatchItem(["r1"], "t2")], out=path),
-        lambda: saving.read(path),
+        lambda: session_file.read(path),
     ]
     for make in makers:
         with pytest.raises(KVPatchError, match="expected a file's name"):
@@ -97,11 +105,11 @@ def test_what_names_no_file_is_refused(path: Any):
 
 
 def test_a_stock_and_device_costs_say_what_they_are_of():
-    for make in (lambda: Stock(3), lambda: Stock.of(None, 3), lambda: DeviceCosts.assumed(3)):
+    for make in (lambda: PatchInventory(3), lambda: PatchInventory.of(None, 3), lambda: DeviceCosts.assumed(3)):
         with pytest.raises(PlanError, match="3; expected"):
             make()
     with pytest.raises(PlanError, match=r"store 'a folder'; expected a kvpatch_jax\.ChunkStore"):
-        Stock.of("a folder", READER)
+        PatchInventory.of("a folder", READER)
 
 
 def test_a_recorder_refuses_a_clock_that_is_none_and_survives_one_that_runs_back(tmp_path: Path):

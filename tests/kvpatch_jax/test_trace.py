@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from kvpatch_jax.errors import TraceError
-from kvpatch_jax.session import Event, Recorder, Trace
-from kvpatch_jax.session.trace import LINE
+from kvpatch_jax.traces import Event, Recorder, Trace
+from kvpatch_jax.traces.trace import LINE
 
 HEADER = {"format": "kvpatch_jax.trace", "version": 1, "kind": "test", "parameters": {}}
 ADD = {"at": 0.5, "session": "a", "op": "add", "chunk": "one", "tokens": 3, "span": 3}

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import ForwardCosts, Tokens
+from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.errors import PatchMismatchError, StalePatchError, WindowError
-from kvpatch_jax.provenance import Antecedent, Member
 from kvpatch_jax.window import Compact, Copy, Costs, Drop, Entry, Fetch, PatchNote, Prefill, Recompute, Rotate, Window
-from kvpatch_jax.window.saved import digest_of_body
+from kvpatch_jax.window.window_json import digest_of_body
 
 COSTS = Costs("fingerprint", 2, 96, 32, 8, ForwardCosts((1000, 1000), (40, 40), (0, 0), 5000))
 LEAD = Entry("system", None, 18, 18, "text")

@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch_jax.backbone import ForwardCosts
+from kvpatch_jax.cache import Antecedent
 from kvpatch_jax.errors import PatchMismatchError, StalePatchError, WindowError
-from kvpatch_jax.provenance import Antecedent
 from kvpatch_jax.window import (
+    KEEP,
+    PREFILL,
     Compact,
     Copy,
     Costs,
@@ -20,9 +22,10 @@ from kvpatch_jax.window import (
     Prefill,
     Recompute,
     Rotate,
+    ServingChoice,
     Window,
+    arrange,
 )
-from kvpatch_jax.window.arranging import KEEP, PREFILL, Service, arrange
 
 COSTS = Costs("f" * 64, 4, 512, 256, 32, ForwardCosts((7, 9, 7, 9), (3, 5, 3, 5), (0, 12, 0, 12), 11))
 
@@ -40,7 +43,9 @@ def note(entry: Entry, behind: Antecedent, orbit: bool = False) -> PatchNote:
     )
 
 
-def one_by_one(window: Window, entries: list[Entry], services: list[Any]) -> tuple[Window, list[Any], list[Service]]:
+def one_by_one(
+    window: Window, entries: list[Entry], services: list[Any]
+) -> tuple[Window, list[Any], list[ServingChoice]]:
     """What `arrange` must come to, by operations alone. A service "patch" takes the note of what stands in front."""
     wanted, edits, told = {each.id: each for each in entries}, [], []
     gone = [piece.id for piece in window.pieces if wanted.get(piece.id) != piece.entry]
@@ -70,11 +75,11 @@ def one_by_one(window: Window, entries: list[Entry], services: list[Any]) -> tup
                 changed = window.condition(each.id, patch)
             elif how == "bare":
                 changed = window.bare(each.id)
-            told.append(KEEP if how == "keep" else Service(how, patch))
+            told.append(KEEP if how == "keep" else ServingChoice(how, patch))
         else:
             how = "prefill" if how == "keep" else how
             changed = placed(window, each, how, patch, behind)
-            told.append(Service(how, patch))
+            told.append(ServingChoice(how, patch))
         window, more = changed
         edits += more
     return window, edits, told
@@ -194,18 +199,22 @@ def test_patches_are_checked_as_everywhere():
     right, stale = note(entry(1), window.target()), note(entry(1), window.target("c2"))
     foreign = note(entry(5), window.target())
     orbit = note(entry(1), window.target(), orbit=True)
-    for service in (Service("patch", right), Service("patch", orbit), Service("patch", stale, allow_stale=True)):
+    for service in (
+        ServingChoice("patch", right),
+        ServingChoice("patch", orbit),
+        ServingChoice("patch", stale, allow_stale=True),
+    ):
         there, edits = arranged.serve([KEEP, KEEP, service])
         assert there.fidelity("c1") == "approximate"
         assert [type(each).__name__ for each in edits] == ["Fetch", "Fetch", "ApplyPatch"]
     with pytest.raises(StalePatchError, match="c1"):
-        arranged.serve([KEEP, KEEP, Service("patch", stale)])
+        arranged.serve([KEEP, KEEP, ServingChoice("patch", stale)])
     with pytest.raises(PatchMismatchError, match="c5"):
-        arranged.serve([KEEP, KEEP, Service("patch", foreign, allow_stale=True)])
+        arranged.serve([KEEP, KEEP, ServingChoice("patch", foreign, allow_stale=True)])
     removal = PatchNote("d", "c1", right.content, "conditioned", right.antecedent, right.antecedent, False, 4, 9, 9)
     with pytest.raises(PatchMismatchError, match="comes in"):
-        arranged.serve([KEEP, KEEP, Service("patch", removal)])
-    for service in (KEEP, Service("patch"), Service("restore"), Service("bare", right)):
+        arranged.serve([KEEP, KEEP, ServingChoice("patch", removal)])
+    for service in (KEEP, ServingChoice("patch"), ServingChoice("restore"), ServingChoice("bare", right)):
         with pytest.raises(WindowError):
             arranged.serve([KEEP, KEEP, service])
 
@@ -223,8 +232,8 @@ def test_a_survivor_that_is_run_again_is_another_one_to_those_behind():
     after = note(entry(3), there.target())
     arranged = arrange(window, entries)
     with pytest.raises(StalePatchError):
-        arranged.serve([KEEP, PREFILL, Service("patch", before)])
-    assert arranged.serve([KEEP, PREFILL, Service("patch", after)])[0].start("c3") == there.next_start
+        arranged.serve([KEEP, PREFILL, ServingChoice("patch", before)])
+    assert arranged.serve([KEEP, PREFILL, ServingChoice("patch", after)])[0].start("c3") == there.next_start
 
 
 def test_what_is_aside_is_restored():
@@ -233,6 +242,6 @@ def test_what_is_aside_is_restored():
         window, _ = window.append(entry(number))
     bare, _ = window.bare("c2")
     entries = [piece.entry for piece in window.pieces]
-    there, edits = arrange(bare, entries).serve([KEEP, KEEP, Service("restore")])
+    there, edits = arrange(bare, entries).serve([KEEP, KEEP, ServingChoice("restore")])
     assert there.pieces == window.pieces
     assert edits == (Copy("c2", "conditioned", None, **COSTS.copy(entries[2].tokens)),)

@@ -11,8 +11,8 @@ from window_oracle import rows_of, tokens_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, NotFiniteError, PatchMismatchError, PoolError, ShapeError, WindowError
-from kvpatch_jax.window import Costs, Entry, HostExecutor, PagedExecutor, Rotate, Window
-from kvpatch_jax.window.sources import grown, padded_chunk
+from kvpatch_jax.window import Costs, Entry, HostExecutor, PagedExecutor, Rotate, Window, padded_chunk
+from kvpatch_jax.window.sources import grown
 
 
 class Breaking:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import ForwardCosts
-from kvpatch_jax.plan import Stock, plan
+from kvpatch_jax.plan import PatchInventory, plan
 from kvpatch_jax.window import (
     ApplyPatch,
     Copy,
@@ -327,7 +327,7 @@ def test_no_piece_is_ever_called_truer_than_it_is():
             for piece, expected in zip(both.window.pieces, true, strict=True):
                 claims[piece.fidelity] += 1
                 wrong[piece.fidelity, expected] += piece.fidelity != expected
-        planned = plan(both.window, [p.entry for p in both.window.pieces], stored=Stock("fingerprint"))
+        planned = plan(both.window, [p.entry for p in both.window.pieces], stored=PatchInventory("fingerprint"))
         assert planned.as_promised
         if both.window.promise == "remember" or both.window.gaps == "close":  # where places stay free nothing is exact
             unlike += not planned.window.as_promised

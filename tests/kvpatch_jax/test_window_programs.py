@@ -8,7 +8,7 @@ import pytest
 from window_oracle import tiny
 
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.window import Costs, Entry, Former, PagedExecutor, Window
+from kvpatch_jax.window import Costs, Entry, PagedExecutor, PatchFormer, Window
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 LENGTHS = (9, 10, 11, 12, 13, 14, 15, 16, 17, 18)
@@ -59,7 +59,7 @@ def embedded(backbone, length: int):
 def loop(executor: PagedExecutor, lengths, shelf: Shelf, prefix: str = "") -> None:
     """Slides, appends, asks; brings what left back by the patch that its prefill gave."""
     backbone, window = executor.backbone, Window.empty(Costs.of(executor.backbone, jnp.float32))
-    with Former(backbone, shelf, 4) as former:
+    with PatchFormer(backbone, shelf, 4) as former:
         former.watch(executor)
         for step, length in enumerate(lengths):
             id = f"{prefix}{step}"

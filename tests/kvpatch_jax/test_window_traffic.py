@@ -12,7 +12,7 @@ from window_oracle import rows_of, tokens_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError, PatchMismatchError, ShapeError
-from kvpatch_jax.window import Costs, Entry, Former, PagedExecutor, Window
+from kvpatch_jax.window import Costs, Entry, PagedExecutor, PatchFormer, Window
 
 
 class Shelf:
@@ -53,9 +53,9 @@ def counting_of(backbone):
     return counting
 
 
-def loop_of(shelf: Shelf, rank: int = 8, **options) -> tuple[Drill, Former, Any]:
+def loop_of(shelf: Shelf, rank: int = 8, **options) -> tuple[Drill, PatchFormer, Any]:
     drill, counting = Drill("gqa", host=False), counting_of(backbone_of("gqa"))
-    former = Former(counting, shelf, rank, **options)
+    former = PatchFormer(counting, shelf, rank, **options)
     former.watch(drill.paged)
     drill.paged.store = shelf
     return drill, former, counting
@@ -144,7 +144,7 @@ def test_canonicals_behind_a_lead_are_formed_stored_and_fetched_as_such():
     window = Window.empty(Costs.of(counting, np.float32))
     with pytest.raises(ShapeError):
         PagedExecutor(counting, 12, 8, lead=front.take(0, 0))
-    with Former(backbone_of("gqa"), shelf, 8, lead=front) as former:
+    with PatchFormer(backbone_of("gqa"), shelf, 8, lead=front) as former:
         with pytest.raises(InputError, match="expected the same"):
             former.watch(PagedExecutor(counting, 1, 8))
         former.warm_up([5])
@@ -215,9 +215,9 @@ def test_texts_and_strangers_are_left_alone():
     assert "c1" in str(former.errors[0])
     assert counting.forwards == 0
     with pytest.raises(InputError, match="pending"):
-        Former(counting, shelf, 4, pending=0)
+        PatchFormer(counting, shelf, 4, pending=0)
     with pytest.raises(InputError, match="expected the same"):
-        Former(backbone_of("mla"), shelf, 4).watch(drill.paged)
+        PatchFormer(backbone_of("mla"), shelf, 4).watch(drill.paged)
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_a_store_on_the_disk_recalls_what_traffic_formed(tmp_path):
     with kvp.ChunkStore(tmp_path / "store") as store:
         drill = Drill("gqa", host=False)
         drill.paged.store = store
-        with Former(drill.backbone, store, 8) as former:
+        with PatchFormer(drill.backbone, store, 8) as former:
             former.watch(drill.paged)
             for id in ("c0", "c1", "c2"):
                 drill.append(id)

@@ -7,7 +7,7 @@ from window_drill import BAR, Drill
 from window_oracle import tokens_of
 
 import kvpatch_jax as kvp
-from kvpatch_jax.plan import Stock, plan
+from kvpatch_jax.plan import PatchInventory, plan
 
 
 def distances(drill: Drill) -> list[float]:
@@ -52,7 +52,7 @@ def test_what_was_prefilled_behind_something_approximate_stays_approximate_when_
     assert [drill.window.fidelity("c3") for drill in (true, served)] == ["survivor", "approximate"]
     assert [drill.window.as_promised for drill in (true, served)] == [True, False]
     entries = [piece.entry for piece in served.window.pieces]
-    stock = Stock(served.backbone.fingerprint)
+    stock = PatchInventory(served.backbone.fingerprint)
     assert plan(served.window, entries, stored=stock, uncertified=True).kl is None
     assert [chunk.point for chunk in plan(served.window, entries, stored=stock).chunks] == ["leading", "prefill"]
 

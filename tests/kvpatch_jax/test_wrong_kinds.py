@@ -15,9 +15,9 @@ from session_cases import image_of, reader
 import kvpatch_jax as kvp
 import models
 from kvpatch_jax import store as stores
+from kvpatch_jax.batch import BatchItem
 from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, StalePatchError
-from kvpatch_jax.session import BatchItem
-from kvpatch_jax.store import ChunkStore, Served
+from kvpatch_jax.store import ChunkStore, PatchKey
 from kvpatch_jax.store.cli.main import main
 
 WRONG = (None, 5, -1, True, "", "x", b"x", [], {}, (1, 2), [None], math.nan, 1.5, 10**400, Path("none/there"), object())
@@ -94,7 +94,7 @@ def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
         "get_patches": (store.get_patches, {"served": patch.metadata}),
         "put_basis": (store.put_basis, {"basis": None}),
         "get_basis": (store.get_basis, {"digest": "a", "layout": chunk.layout, "backbone": "b"}),
-        "Served": (lambda **given: store.get_patches(Served(**given)), served),
+        "Served": (lambda **given: store.get_patches(PatchKey(**given)), served),
         "StaticLibrary": (stores.StaticLibrary, {"store": store, "quota": 1, "ttl": None}),
         "DynamicLibrary": (stores.DynamicLibrary, {"store": store}),
         "library.put": (library.put, entry),
@@ -108,7 +108,7 @@ def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
         "save_snapshot": (stores.save_snapshot, {"root": "store", "directory": "snapshot"}),
         "load_snapshot": (stores.load_snapshot, {"directory": "none", "root": "new", "tenant": "a", "budget": None}),
         "KeyValueStore": (stores.KeyValueStore, {"spec": {"driver": "memory"}, "patience": None}),
-        "Patience": (stores.Patience, {"timeout": 1.0, "tries": 3}),
+        "RetryPolicy": (stores.RetryPolicy, {"timeout": 1.0, "tries": 3}),
         "add": (retriever.add, {"id": "a", "vector": np.ones(3)}),
         "search": (retriever.search, {"query": np.ones(3), "k": 1}),
         "pooled": (stores.pooled, {"output": np.ones((2, 3))}),
@@ -199,7 +199,7 @@ def test_another_librarys_name_of_an_argument_is_answered_with_ours(backbone, na
 def test_a_field_of_a_batch_that_others_call_otherwise_is_answered_with_ours(backbone, tmp_path: Path):
     items = [{"front": [], "question": [3], "max_tokens": 8}, BatchItem([], [3], steps=1)]
     kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
-    (line, _) = kvp.session.read_answers(tmp_path / "answers.jsonl")
+    (line, _) = kvp.batch.read_answers(tmp_path / "answers.jsonl")
     assert line["message"] == "item: field 'max_tokens'; expected 'steps'"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import models
 from evals.bench.released_configs import RELEASED
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.paging import Paged
+from kvpatch_jax.core import Paged
 from models.attention import using
 from models.families.family import abstract, placeholders
 from models.forward import Forward

@@ -25,8 +25,8 @@ from safetensors.numpy import save_file
 
 from kvpatch_jax import apply_patch, form_patch, joined, make_chunk
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import WeightsError
-from kvpatch_jax.layout import to_engine
 from models import FAMILIES, ModelBackbone, load, save
 from models.checkpoints import StoredTensor, flatten_params, reading, tensor_shapes
 from models.decoder.config import ExpertConfig

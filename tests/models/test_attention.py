@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvpatch_jax.errors import KernelUnavailableError, ShapeError
 from models.attention import Mask, attention, dispatch, what_runs
-from models.attention.blockwise import Blocks, blockwise
+from models.attention.blockwise import AttentionBlocks, blockwise
 from models.attention.dense import dense
 from models.attention.mask import NOWHERE
 from pallas_kernels import preferring
@@ -23,7 +23,7 @@ from tests.tolerances import FUNCTION, assert_within, mean_bound, rounding_bound
 
 ROWS, QUERIES, KEYS = 2, 13, 22
 SCALE = 0.31
-BLOCKS = Blocks(4, 8)
+BLOCKS = AttentionBlocks(4, 8)
 HEADS = {"mha": (3, 3, 8, 8), "gqa": (6, 2, 8, 8), "latent": (4, 1, 12, 8)}
 """Query heads, KV heads, width of keys, width of values."""
 
@@ -56,7 +56,7 @@ def seen_by(mask: Mask, rows: int, queries: int, keys: int) -> np.ndarray:
 
 
 def expected(
-    query: Any, key: Any, value: Any, seen: np.ndarray, blocks: Blocks = BLOCKS
+    query: Any, key: Any, value: Any, seen: np.ndarray, blocks: AttentionBlocks = BLOCKS
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention in float64, a query at a time, zeros where nothing is seen; and how far float32 may be from it.
 
@@ -193,7 +193,7 @@ def test_every_size(data):
     if data.draw(st.booleans()):
         mask = dataclasses.replace(mask, query_segments=numbers(-1, 3, T), key_segments=numbers(-1, 3, S))
     arrays = drawn((B, T, S), (K * G, K, H, W), size(0, 2**31), dtype)
-    blocks = Blocks(size(1, 16), size(1, 16))
+    blocks = AttentionBlocks(size(1, 16), size(1, 16))
     truth, bound = expected(*arrays, seen_by(mask, B, T, S), blocks)
     found = found_blockwise(*arrays, mask, blocks)
     assert_within(found, truth, bound if dtype == "float32" else np.full_like(bound, 3e-2))

@@ -13,8 +13,9 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.backbone import Backbone, Tokens
+from kvpatch_jax.core import to_engine
+from kvpatch_jax.core.layout import relocate
 from kvpatch_jax.errors import ConfigError, ImageError, InputError, ShapeError, WeightsError
-from kvpatch_jax.layout import relocate, to_engine
 from models import load, save
 from models.checkpoints import flatten_params
 from tests.goldens.load import golden_arrays

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.layout import to_engine
 from models import Buckets, load
 from tests.goldens.load import write_checkpoint
 from tests.goldens.load_text import write_text_checkpoint

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from kvpatch_jax.core import Rope
 from kvpatch_jax.errors import ConfigError
-from kvpatch_jax.rope import Rope
 from models.attention import Mask
 from models.checkpoints import flatten_params, load_weights, save_weights
 from models.decoder.attention import LatentAttention

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.bench.checkpoints import LARGE, random_backbone
+from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError, InputError, NotFiniteError, ShapeError
-from kvpatch_jax.layout import to_engine
-from models import Piece, Sampling, load, pad_rows
+from models import Sampling, TextPiece, load, pad_rows
 from models.decoder import stacks
 from models.decoder.cached import written_into
 from models.forward import BLOCK
@@ -47,7 +47,7 @@ def test_a_stream_makes_the_tokens_of_generate(backbone, tokens, drawn):
     calls = (backbone.programs.begin, backbone.programs.advance)
     sizes = [call._cache_size() for call in calls]
     pieces = list(backbone.stream(tokens, STEPS, stop=(), **WARM))
-    assert all(isinstance(piece, Piece) and piece.texts == () and piece.text == "" for piece in pieces)
+    assert all(isinstance(piece, TextPiece) and piece.texts == () and piece.text == "" for piece in pieces)
     assert np.array_equal(np.stack([piece.ids for piece in pieces], axis=1), drawn)
     assert np.array_equal(backbone.generate(tokens, 12, stop=(), **WARM), drawn[:, :12])  # fewer steps, one key
     assert not np.array_equal(backbone.generate(tokens, STEPS, stop=(), **WARM | {"key": 12}), drawn)

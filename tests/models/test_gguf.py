@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from kvpatch_jax.core import Scaling
 from kvpatch_jax.errors import ConfigError, InputError, KVPatchError, MissingExtraError, WeightsError
-from kvpatch_jax.scaling import Scaling
 from models import load
 from models.checkpoints import flatten_params, open_source
 from models.checkpoints.ggml import read_config, read_header

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import ConfigError, InputError
-from kvpatch_jax.layout import to_engine
 from models import load, save
 from models.families.registry import IMAGE_FAMILIES
 from models.inputs.images import kimi_size

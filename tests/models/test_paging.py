@@ -11,6 +11,7 @@ import pytest
 
 import kvpatch_jax as kvp
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import NO_PAGE, Paged, PhaseFreeKV
 from kvpatch_jax.errors import (
     DtypeError,
     FrameError,
@@ -20,8 +21,6 @@ from kvpatch_jax.errors import (
     PositionError,
     ShapeError,
 )
-from kvpatch_jax.frames import PhaseFreeKV
-from kvpatch_jax.paging import NO_PAGE, Paged
 from models import Buckets, load
 from tests.goldens.load_text import write_text_checkpoint
 

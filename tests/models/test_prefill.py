@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.layout import to_engine
 from models import load
 from tests.goldens.load_text import text_arrays, write_text_checkpoint
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpatch_jax.layout import to_engine
+from kvpatch_jax.core import to_engine
 from models import load
 from tests.goldens.load import golden_arrays, write_checkpoint
 

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvpatch_jax.backbone import Tokens
+from kvpatch_jax.core import to_engine
 from kvpatch_jax.errors import DtypeError, InputError, WeightsError
-from kvpatch_jax.layout import to_engine
 from models import load, save
 from models.inputs.positions import PositionConfig, get_rope_positions
 from tests.goldens.load import golden_arrays, write_checkpoint

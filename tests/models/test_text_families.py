@@ -15,10 +15,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvpatch_jax.backbone import Tokens
-from kvpatch_jax.chunk import Chunk
+from kvpatch_jax.cache import Chunk
+from kvpatch_jax.core import to_engine
+from kvpatch_jax.core.layout import relocate
 from kvpatch_jax.errors import ConfigError, InputError, PatchMismatchError, RopeRegimeError, WeightsError
-from kvpatch_jax.layout import relocate, to_engine
-from kvpatch_jax.patch import apply_patch, form_patch
+from kvpatch_jax.patching import apply_patch, form_patch
 from models import load, save
 from models.checkpoints import flatten_params
 from tests.goldens.load_text import text_arrays, text_config, text_families, write_text_checkpoint

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvpatch_jax.layout import to_engine
+from kvpatch_jax.core import to_engine
 from models import Buckets, load, save
 from tests.goldens.load_text import text_arrays, write_text_checkpoint
 

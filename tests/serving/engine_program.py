@@ -19,10 +19,10 @@ import rig_engine
 import tiny_model
 from rig_engine import Engine, compared
 
-from kvpatch_jax.serving.vllm import planning
+from kvpatch_jax.serving.vllm import request_plan
 from kvpatch_jax.serving.vllm.messages import slots_of
 from kvpatch_jax.serving.vllm.segments import segments_of
-from kvpatch_jax.serving.vllm.stores import Looked
+from kvpatch_jax.serving.vllm.stores import StoreCatalog
 from kvpatch_jax.store import ChunkStore
 
 STEPS, NAME = 40, "tiny"
@@ -55,11 +55,11 @@ def forms(engine):
     found["plain_after_bare"] = compared(engine.one(PROMPT, fresh=False), reference)
     found["bare_again"] = compared(engine.one(PROMPT, fresh=False, tenant="blind", **ask), reference)
 
-    salt = planning.RequestPlan.salt
-    planning.RequestPlan.salt = lambda self, settings, asked, own: own
+    salt = request_plan.RequestPlan.salt
+    request_plan.RequestPlan.salt = lambda self, settings, asked, own: own
     engine.one(PROMPT, tenant="blind", **ask)
     found["plain_after_bare_without_salt"] = compared(engine.one(PROMPT, fresh=False), reference)
-    planning.RequestPlan.salt = salt
+    request_plan.RequestPlan.salt = salt
     return {**found, "first_layer": first_layer(engine), "pages": pages(engine), "ahead": ahead(engine, reference)}
 
 
@@ -96,7 +96,7 @@ def second_chunk(engine, **ask):
 
 def ahead(engine, reference):
     """A store that is slow to read: a plain request that comes behind one of chunks is answered before it."""
-    read, finished, done = Looked.has_canonical, engine.scheduler.finished, {}
+    read, finished, done = StoreCatalog.has_canonical, engine.scheduler.finished, {}
 
     def slow(self, id):
         time.sleep(SLOW)
@@ -106,13 +106,13 @@ def ahead(engine, reference):
         done["plain" if request.kv_transfer_params is None else "chunks"] = time.perf_counter() - began
         return finished(request)
 
-    Looked.has_canonical, engine.scheduler.finished = slow, noting
+    StoreCatalog.has_canonical, engine.scheduler.finished = slow, noting
     ask = {"segments": ENDS, "tenant": "full", "policy": "blind", "save": False}
     before, began = engine.scheduler.counts["asked_again"], time.perf_counter()
     answers = engine.ask(PROMPT, PROMPT, each=[ask, {}])
     asked_again = engine.scheduler.counts["asked_again"] - before
     engine.abandon(PROMPT, **ask)
-    Looked.has_canonical, engine.scheduler.finished = read, finished
+    StoreCatalog.has_canonical, engine.scheduler.finished = read, finished
     return {
         "seconds_of_a_read": SLOW,
         "seconds": done,

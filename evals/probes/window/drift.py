@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.gate import divergence
+from kvpatch_jax.patching import divergence
 
 from ... import small_task
 from ...small_task import KINDS, LEGENDS, Contexts
@@ -194,7 +194,7 @@ def _note(
 
 
 def antecedent_divergence(before: Line, now: Line) -> np.ndarray:
-    """Computes how far the images in front moved, [B], as a gate would see it: `kvpatch_jax.gate.divergence`.
+    """Computes how far the images in front moved, [B], as a gate would see it: `kvpatch_jax.patching.gate.divergence`.
 
     Each image is one vector, its canonical's channels without phase averaged over tokens.
     """
@@ -207,7 +207,7 @@ def antecedent_divergence(before: Line, now: Line) -> np.ndarray:
 
 
 def pooled_rows(image: Image) -> np.ndarray:
-    """Averages a batch of canonicals over tokens, [B, D], as `kvpatch_jax.gate.pooled_canonical` does one."""
+    """Averages a batch of canonicals over tokens, [B, D], as `kvpatch_jax.patching.gate.pooled_canonical` does one."""
     still = [channel.name for channel in image.chunk.layout.channels if not channel.rotates]
     means = [np.asarray(image.chunk.kv[name], np.float32).mean(axis=2) for name in still]
     return np.concatenate([np.moveaxis(mean, 1, 0).reshape(mean.shape[1], -1) for mean in means], axis=1)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvpatch_jax.gate import reuse_curve
+from kvpatch_jax.patching import reuse_curve
 
 from ...results import intervals
 from ..results_table import ResultsTable

@@ -244,7 +244,7 @@ def bucket(backbone: ModelBackbone, size: int) -> int:
 
 
 def _one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
-    """Joins tokens as `kvpatch_jax.canonical.one_behind_the_other` does, but on the host, which compiles nothing."""
+    """Joins tokens as `kvpatch_jax.patching.one_behind_the_other` does, but on the host, which compiles nothing."""
     arrays = [on_host(part) for part in parts]
     known = [part.deepstack for part in arrays if part.deepstack is not None]
     if known:

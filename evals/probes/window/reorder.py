@@ -3,7 +3,7 @@
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.orbit import Accumulated, orders_of
+from kvpatch_jax.patching import Accumulated, orders_of
 
 from ... import small_task
 from ...small_task import LEGENDS

@@ -9,8 +9,17 @@ work on the pool's arrays; `parallel` says which engines of several devices are 
 imports vllm (extra `vllm`).
 """
 
-from .planning import RequestPlan, Step, plan_request
-from .segments import Feature, Segment, segments_of
-from .settings import Asked, Settings
+from .request_plan import ChunkStep, RequestPlan, plan_request
+from .segments import PromptFeature, PromptSegment, segments_of
+from .settings import ConnectorConfig, RequestOptions
 
-__all__ = ["Asked", "Feature", "RequestPlan", "Segment", "Settings", "Step", "plan_request", "segments_of"]
+__all__ = [
+    "ChunkStep",
+    "ConnectorConfig",
+    "PromptFeature",
+    "PromptSegment",
+    "RequestOptions",
+    "RequestPlan",
+    "plan_request",
+    "segments_of",
+]

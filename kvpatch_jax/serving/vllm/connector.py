@@ -17,23 +17,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: igno
 )
 
 from ...errors import ConfigError
-from ...plan.certificate import Certificate
+from ...plan import Certificate
 from .layouts import CacheFormat, check_model, layout_of
-from .loading import WorkerSide
-from .messages import Orders
+from .messages import StepCommands
 from .parallel import check_parallel
-from .scheduling import SchedulerSide
-from .settings import Settings
+from .scheduler_side import SchedulerSide
+from .settings import ConnectorConfig
 from .weights import weights_digest
+from .worker_side import WorkerSide
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class OrdersMetadata(KVConnectorMetadata):
+class StepCommandsMetadata(KVConnectorMetadata):
     """Orders, as the engine carries them."""
 
-    orders: Orders = dataclasses.field(default_factory=Orders)
+    orders: StepCommands = dataclasses.field(default_factory=StepCommands)
 
 
 class KVPatchConnector(KVConnectorBase_V1):
@@ -54,7 +54,10 @@ class KVPatchConnector(KVConnectorBase_V1):
             _check_async(transfer.kv_load_failure_policy)
         groups = 1 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
         check_parallel(vllm_config.parallel_config, getattr(vllm_config, "sharding_config", None), groups)
-        settings, page_size = Settings.read(transfer.kv_connector_extra_config), vllm_config.cache_config.block_size
+        settings, page_size = (
+            ConnectorConfig.read(transfer.kv_connector_extra_config),
+            vllm_config.cache_config.block_size,
+        )
         self.failures: collections.Counter[str] = collections.Counter()
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
@@ -107,10 +110,10 @@ class KVPatchConnector(KVConnectorBase_V1):
         allocated = lambda: self._scheduler.allocated(request, ids, num_external_tokens)
         self._guarded("update_state_after_alloc", allocated, lose)
 
-    def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> StepCommandsMetadata:
         """Hands the orders over."""
         orders = lambda: self._scheduler.orders(scheduler_output)
-        return OrdersMetadata(self._guarded("build_connector_meta", orders, self._scheduler.promised))
+        return StepCommandsMetadata(self._guarded("build_connector_meta", orders, self._scheduler.promised))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Hears of blocks that were not loaded, and has nobody else find them before they are computed."""
@@ -175,9 +178,9 @@ class KVPatchConnector(KVConnectorBase_V1):
         return self.worker_side
 
     @property
-    def _orders(self) -> Orders:
+    def _orders(self) -> StepCommands:
         found = self._get_connector_metadata()
-        assert isinstance(found, OrdersMetadata)
+        assert isinstance(found, StepCommandsMetadata)
         return found.orders
 
 

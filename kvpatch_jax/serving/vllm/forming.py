@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from ...background import start_thread
-from ...chunk import Chunk
+from ...cache import Chunk
+from ...core import EngineKV, KVLayout, to_phase_free
 from ...errors import InputError
-from ...frames import EngineKV
-from ...layout import KVLayout, to_phase_free
-from ...patch import form_patch
+from ...patching import form_patch
+from ...utils.background import start_thread
 from .layouts import CacheFormat
-from .segments import Segment
-from .settings import Settings
+from .segments import PromptSegment
+from .settings import ConnectorConfig
 from .stores import Stores
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class FormingTask(NamedTuple):
     """
 
     tenant: str
-    segment: Segment
+    segment: PromptSegment
     front: tuple[str, ...]
     positions: Int[np.ndarray, "*positions"]
 
@@ -72,7 +71,7 @@ class ChunkFormer:
     more of them than `Settings.pending_bytes`.
     """
 
-    def __init__(self, settings: Settings, layout: KVLayout, stores: Stores):
+    def __init__(self, settings: ConnectorConfig, layout: KVLayout, stores: Stores):
         """Starts no thread before something is added."""
         self.settings, self.layout, self.stores = settings, layout, stores
         self.counts: collections.Counter[str] = collections.Counter()
@@ -82,7 +81,7 @@ class ChunkFormer:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def add(self, tasks: Sequence[FormingTask], read: Callable[[Segment], ChunkKV], token_bytes: int) -> None:
+    def add(self, tasks: Sequence[FormingTask], read: Callable[[PromptSegment], ChunkKV], token_bytes: int) -> None:
         """Queues what one prefill left. What there is no room for is not read; it is counted. Called by one thread.
 
         Args:

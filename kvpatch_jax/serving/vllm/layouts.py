@@ -6,14 +6,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ... import engines
-from ...chunk import Chunk
-from ...engine_pages import check_dtype
+from ...cache import Chunk, Patch, check_factor_shapes, check_stamp, same_storage
+from ...core import KVLayout, Rope, Scaling
 from ...errors import ConfigError, InputError, LayoutError, PatchMismatchError, PositionError
-from ...layout import KVLayout
-from ...patch_metadata import Patch, check_factor_shapes, check_stamp, same_storage
-from ...rope import Rope
-from ...scaling import Scaling
+from ...pool import check_dtype, engines
 
 FAMILIES = (
     "LlamaForCausalLM",

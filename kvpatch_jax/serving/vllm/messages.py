@@ -6,22 +6,21 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from ...chunk import Chunk
+from ...cache import Chunk, Patch
 from ...errors import PoolError
-from ...patch_metadata import Patch
-from .planning import Step
-from .segments import Segment
+from .request_plan import ChunkStep
+from .segments import PromptSegment
 
 
-class Piece(NamedTuple):
+class ChunkPayload(NamedTuple):
     """A step, and what it places: read and verified when the request was planned."""
 
-    step: Step
+    step: ChunkStep
     chunk: Chunk
     patch: Patch | None = None
 
 
-class Load(NamedTuple):
+class LoadCommand(NamedTuple):
     """Chunks to be written into an engine's blocks before its next forward.
 
     Attributes:
@@ -30,7 +29,7 @@ class Load(NamedTuple):
     """
 
     request: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkPayload, ...]
     first: int
     blocks: tuple[int, ...]
 
@@ -40,7 +39,7 @@ class Load(NamedTuple):
         return self.pieces[-1].step.segment.end
 
 
-class Save(NamedTuple):
+class SaveCommand(NamedTuple):
     """Chunks whose KV stands in an engine's blocks as its own exact prefill left it.
 
     Attributes:
@@ -50,21 +49,21 @@ class Save(NamedTuple):
 
     request: str
     tenant: str
-    segments: tuple[Segment, ...]
+    segments: tuple[PromptSegment, ...]
     wanted: tuple[int, ...]
     blocks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Orders:
+class StepCommands:
     """What one step of the engine is to load and save.
 
     Attributes:
       lost: blocks that the engine counts on and nobody will fill; it is told so behind the step, and computes them.
     """
 
-    loads: tuple[Load, ...] = ()
-    saves: tuple[Save, ...] = ()
+    loads: tuple[LoadCommand, ...] = ()
+    saves: tuple[SaveCommand, ...] = ()
     lost: frozenset[int] = frozenset()
 
 

@@ -5,11 +5,11 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...chunk_ids import chunk_id
+from ...cache import chunk_id
 from ...errors import InputError
 
 
-class Feature(NamedTuple):
+class PromptFeature(NamedTuple):
     """An image (or other input of a tower) of a prompt.
 
     Attributes:
@@ -26,7 +26,7 @@ class Feature(NamedTuple):
         return self.offset + self.length
 
 
-class Segment(NamedTuple):
+class PromptSegment(NamedTuple):
     """A chunk of a prompt: tokens from `begin` up to `end`, named by them and by the images among them.
 
     Attributes:
@@ -47,10 +47,10 @@ class Segment(NamedTuple):
 def segments_of(
     backbone: str,
     tokens: Sequence[int],
-    features: Sequence[Feature] = (),
+    features: Sequence[PromptFeature] = (),
     ends: Sequence[int] | None = None,
     frame: tuple[int, int] | None = None,
-) -> tuple[Segment, ...]:
+) -> tuple[PromptSegment, ...]:
     """Divides a prompt into chunks; what is behind the last one is the question, at least a token.
 
     A name is a digest of the tokens and of the images' names and places among them, so that whoever declares ends
@@ -77,11 +77,11 @@ def segments_of(
         own = [list(each._replace(offset=each.offset - begin)) for each in ordered if begin <= each.offset < end]
         content = [list(tokens[begin:end])] + ([json.dumps(own).encode()] if own else [])
         modality = ("text", "image")[len(own)] if len(own) < 2 else "images"
-        segments.append(Segment(chunk_id(backbone, *content), begin, end, modality))
+        segments.append(PromptSegment(chunk_id(backbone, *content), begin, end, modality))
     return tuple(segments)
 
 
-def _around(tokens: Sequence[int], features: Sequence[Feature], frame: tuple[int, int] | None) -> list[int]:
+def _around(tokens: Sequence[int], features: Sequence[PromptFeature], frame: tuple[int, int] | None) -> list[int]:
     """Ends around each image, and of the text in front of it."""
     ends: list[int] = []
     for feature in features:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ...errors import ConfigError, InputError
-from ...plan.goal import DEFAULT_KL
+from ...plan import DEFAULT_KL
 
 Policy = Literal["exact", "approximate", "blind"]
 LONGEST = 86_400.0
@@ -14,7 +14,7 @@ LONGEST = 86_400.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ConnectorConfig:
     """An operator's settings: `kv_connector_extra_config` of the engine.
 
     Attributes:
@@ -73,10 +73,10 @@ class Settings:
         }
         for name, fits in wanted.items():
             if not fits:
-                raise ConfigError(f"connector: {name} {getattr(self, name)!r:.80}; expected as `Settings` says")
+                raise ConfigError(f"connector: {name} {getattr(self, name)!r:.80}; expected as `ConnectorConfig` says")
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> "Settings":
+    def read(cls, given: Mapping[str, Any]) -> "ConnectorConfig":
         """Reads `kv_connector_extra_config`. Raises as the class."""
         known = {field.name for field in dataclasses.fields(cls)}
         missing = {"store", "backbone"} - given.keys()
@@ -90,7 +90,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class RequestOptions:
     """What one request asks for: its `kv_transfer_params`.
 
     Attributes:
@@ -127,10 +127,12 @@ class Asked:
         }
         for name, fits in wanted.items():
             if not fits:
-                raise InputError(f"kv_transfer_params: {name} {getattr(self, name)!r:.80}; expected as `Asked` says")
+                raise InputError(
+                    f"kv_transfer_params: {name} {getattr(self, name)!r:.80}; expected as `RequestOptions` says"
+                )
 
     @classmethod
-    def read(cls, given: Any) -> "Asked | None":
+    def read(cls, given: Any) -> "RequestOptions | None":
         """Reads the part `"kvpatch"` of `kv_transfer_params`; None where there is none. Raises as the class.
 
         Args:

@@ -7,17 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...chunk import Chunk
+from ...cache import Chunk, Patch
 from ...errors import KVPatchError, StoreClosedError
-from ...patch_metadata import Patch
 from ...store import ChunkStore
-from ...store.format.naming import Served
-from ...window.entry import PatchNote
+from ...store.format.naming import PatchKey
+from ...window import PatchNote
 from .layouts import CacheFormat
-from .messages import Piece
-from .planning import Step, StockedPatch
-from .segments import Segment
-from .settings import Settings
+from .messages import ChunkPayload
+from .request_plan import ChunkStep, StockedPatch
+from .segments import PromptSegment
+from .settings import ConnectorConfig
 from .weights import expect_weights
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ MOST_TENANTS = 64
 class Stores:
     """One tenant's store for each name. Any number of threads may ask."""
 
-    def __init__(self, settings: Settings, weights: str | None = None):
+    def __init__(self, settings: ConnectorConfig, weights: str | None = None):
         """Opens nothing yet.
 
         Args:
@@ -94,7 +93,7 @@ class Stores:
 
     def served(self, tenant: str, id: str, front: tuple[str, ...]) -> list[tuple[StockedPatch, Patch]]:
         """A chunk's patches that were formed behind exactly these, with their notes."""
-        found = self.of(tenant).get_patches(Served(chunk=id, backbone=self.settings.backbone, antecedent=front))
+        found = self.of(tenant).get_patches(PatchKey(chunk=id, backbone=self.settings.backbone, antecedent=front))
         notes = [(PatchNote.of(patch), patch) for patch in found]
         return [(StockedPatch(note.digest, note.rank), patch) for note, patch in notes if note.rank]
 
@@ -110,7 +109,7 @@ def _close(store: ChunkStore) -> None:
         logger.warning("kvpatch: a store was not closed: %s", error)
 
 
-class Looked:
+class StoreCatalog:
     """What one tenant's store has, as `planning.Stored`: what is said to be there was read, verified and is held.
 
     So nothing that is planned can be gone, turn out damaged, or not fit the engine's pool, once the engine has counted
@@ -120,7 +119,7 @@ class Looked:
       unfit: why chunks and patches that are stored under these names count as not stored.
     """
 
-    def __init__(self, stores: Stores, tenant: str, cache: CacheFormat, segments: Sequence[Segment]):
+    def __init__(self, stores: Stores, tenant: str, cache: CacheFormat, segments: Sequence[PromptSegment]):
         """Holds nothing yet.
 
         Args:
@@ -162,11 +161,11 @@ class Looked:
             return False
         return True
 
-    def held(self, steps: Sequence[Step]) -> tuple[Piece, ...]:
+    def held(self, steps: Sequence[ChunkStep]) -> tuple[ChunkPayload, ...]:
         """What steps place, in order."""
         pieces = []
         for step in steps:
             chunk = self._chunks[step.segment.id]
             assert chunk is not None
-            pieces.append(Piece(step, chunk, None if step.patch is None else self._patches[step.patch]))
+            pieces.append(ChunkPayload(step, chunk, None if step.patch is None else self._patches[step.patch]))
         return tuple(pieces)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...chunk_ids import digest_of, encoded
+from ...cache import digest_of, encoded
 from ...errors import StoreFullError, StoreReadOnlyError, WeightsError
 from ...store import ChunkStore
 from ...store.format.codec import encoder_blob

@@ -134,7 +134,7 @@ def names_in(disk: Disk, below: str, tenant: str) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verified:
+class VerificationReport:
     """Result of `verify`; each list holds paths.
 
     Attributes:
@@ -158,7 +158,7 @@ class Verified:
 
 def verify(
     disk: Disk, below: Sequence[str] = ALL, progress: ObjectProgress = _quiet, *, certain: bool = False
-) -> Verified:
+) -> VerificationReport:
     """Reads every object and entry below some folders, and moves those that are not whole to quarantine.
 
     Args:
@@ -171,7 +171,7 @@ def verify(
         paths[verdict].append(entry.path)
         nbytes += entry.size if verdict in ("good", "unopened") else 0
     lists = (sorted(paths[verdict]) for verdict in ("bad", "left", "unreadable", "newer"))
-    return Verified(len(paths["good"]), nbytes, len(paths["unopened"]), *lists)
+    return VerificationReport(len(paths["good"]), nbytes, len(paths["unopened"]), *lists)
 
 
 def _verdict(disk: Disk, entry: DirectoryEntry, certain: bool) -> Verdict:

@@ -14,11 +14,11 @@ from ..disk.budget import Budget
 from ..disk.disk import Disk
 from ..disk.eviction import collect, make_room
 from ..disk.key_check import check_key
+from ..disk.partial_exports import sweep_unfinished
 from ..disk.root_config import names_secret, read_secret
-from ..disk.unfinished import sweep_unfinished
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm
-from ..format.naming import Names, is_object, name_at
+from ..format.naming import ObjectNames, is_object, name_at
 from ..libraries.dynamic import drop_old_versions
 from ..snapshots.manifest import Progress, Summary
 from ..snapshots.restore import load_snapshot
@@ -92,11 +92,11 @@ def _disk(options: Options) -> Disk:
     return disk
 
 
-def _names(options: Options, disk: Disk) -> Names:
+def _names(options: Options, disk: Disk) -> ObjectNames:
     if not options.tenant:
         raise InputError("no tenant; expected --tenant")
     given = options.secret
-    return Names(options.tenant, read_secret(disk.root) if given is None else names_secret(disk.root, given))
+    return ObjectNames(options.tenant, read_secret(disk.root) if given is None else names_secret(disk.root, given))
 
 
 def _below(options: Options, disk: Disk) -> tuple[str, str]:

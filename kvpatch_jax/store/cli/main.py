@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...errors import InputError, KVPatchError
-from ...sizes import size_of
+from ...utils.sizes import size_of
 from ..disk.directory import DirectoryEntry
 from .commands import COMMANDS, Options, Outcome
 

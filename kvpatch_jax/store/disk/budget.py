@@ -3,7 +3,7 @@
 import dataclasses
 
 from ...errors import InputError
-from ...sizes import Size, size_of
+from ...utils.sizes import Size, size_of
 from .quarantine import BYTES as QUARANTINE_BYTES
 
 

@@ -25,7 +25,7 @@ from ..format.encryption import Encryption, Plain, Read, open_object
 from ..format.expiry import expiry_mtime, expiry_test, mtime_agrees
 from ..format.header import OPENING_BYTES, Header, opening_crc, parse_header
 from ..format.naming import Name
-from ..format.objects import Arrays, Blob, Found, Version, check_name, read_header, read_leaves
+from ..format.objects import Arrays, Blob, VerifiedObject, Version, check_name, read_header, read_leaves
 from ..io.files import (
     Identity,
     ReadInto,
@@ -47,20 +47,11 @@ from ..io.files import (
 from ..io.per_root import shared
 from .counters import Counters
 from .damage_rate import DamageRate
-from .directory import (
-    DirectoryEntry,
-    NameState,
-    Still,
-    directory_entry,
-    name_state,
-    note_deletion,
-    removing,
-    scan,
-)
+from .directory import DirectoryEntry, NameState, Still, directory_entry, name_state, note_deletion, removing, scan
+from .object_writer import LinkSource, ObjectWriter
 from .quarantine import BYTES as QUARANTINE_BYTES
 from .quarantine import keep_within, reason_text
 from .recent_use import RecentUse
-from .writing import Elsewhere, ObjectWriter
 
 _KNOWN = 256
 _LARGEST_KNOWN = 64 << 10
@@ -133,7 +124,7 @@ class Disk:
         with typed_errors("store: delete"), locked(f"{self.root}/names.lock", shared=False) as lock:
             note_deletion(lock)
 
-    def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], copy: bool) -> int:
+    def add_all(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], copy: bool) -> int:
         """Adds groups of objects under names that are free, all or none, as `ObjectWriter.add_all`. How many."""
         return self.writer.add_all(groups, copy)
 
@@ -143,7 +134,7 @@ class Disk:
 
     # ----------------------------------------------------------------------------------------------- reading
 
-    def get(self, name: Name) -> Found | None:
+    def get(self, name: Name) -> VerifiedObject | None:
         """Reads an object whole and verifies every byte. None where it is absent, expired, unreadable or damaged.
 
         One that is damaged in the same way twice is moved to quarantine. A failing read (EIO) may pass and leaves the
@@ -165,7 +156,7 @@ class Disk:
                 return None
             self._touch(fd)
             self.counters.add("get_bytes", header.size)
-            return Found(header, arrays, identity_of(fd))
+            return VerifiedObject(header, arrays, identity_of(fd))
 
     @contextlib.contextmanager
     def reading(self, name: Name, *, noatime: bool = False) -> Iterator[tuple[Header, Read] | None]:

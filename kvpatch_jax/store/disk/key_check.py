@@ -13,8 +13,8 @@ import json
 import os
 from collections.abc import Iterator
 
-from ... import strict_json
 from ...errors import StoreCorruptError, StoreError, StoreKeyError, StoreVersionError
+from ...utils import strict_json
 from ..format.encryption import is_sealed
 from ..format.naming import is_object
 from ..io.files import NotRegularError, read_small, typed_errors

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from ...chunk import Chunk
+from ...cache import Chunk
 from ...errors import StoreClosedError, StoreError
 from ..format.buffers import Buffers
 from ..format.encryption import AesGcm, Plain
 from ..format.expiry import Seconds
-from ..format.naming import Name, Names
+from ..format.naming import Name, ObjectNames
 from ..format.objects import Blob, file_size
 from ..io.thread_pool import tell_of_forks
 from .budget import Budget
@@ -26,11 +26,11 @@ from .directory import NameState
 from .disk import Disk
 from .eviction import collect, make_room
 from .key_check import check_key
+from .object_writer import LinkSource
+from .partial_exports import sweep_unfinished
 from .root_config import names_secret
 from .shared_budget import note_budget, shared_budget
-from .unfinished import sweep_unfinished
 from .version_floor import Floors
-from .writing import Elsewhere
 
 
 class TenantDisk:
@@ -69,7 +69,7 @@ class TenantDisk:
         buffers = Buffers(wipe=key is not None if wipe is None else wipe)
         encryption = Plain() if key is None else AesGcm(key, tenant, buffers)
         self.disk = Disk(os.fspath(root), self.counters, buffers, clock, encryption, self.budget.quarantine)
-        self.names = Names(tenant, names_secret(self.disk.root, secret))
+        self.names = ObjectNames(tenant, names_secret(self.disk.root, secret))
         check_key(self.disk.root, self.names.space, encryption.check)
 
         self._pins: collections.Counter[str] = collections.Counter()
@@ -128,7 +128,7 @@ class TenantDisk:
         self.make_room(functools.partial(file_size, blob, name.file))
         self._note_written(self.disk.copy(name, blob, before))
 
-    def add(self, groups: Iterable[Sequence[tuple[Name, Blob | Elsewhere]]], need: int, *, copy: bool = False) -> int:
+    def add(self, groups: Iterable[Sequence[tuple[Name, Blob | LinkSource]]], need: int, *, copy: bool = False) -> int:
         """Adds objects from elsewhere to the disk, each only where nothing has its name yet: all of them or none.
 
         Args:
@@ -147,7 +147,7 @@ class TenantDisk:
         self.make_room(lambda: need)
         floors, noted = Floors(self.disk), dict[str, int]()
 
-        def coming() -> Iterator[list[tuple[Name, Blob | Elsewhere]]]:
+        def coming() -> Iterator[list[tuple[Name, Blob | LinkSource]]]:
             for group in groups:
                 floors.admit(group, noted)
                 yield [(name, self.sealed(name, item) if isinstance(item, Blob) else item) for name, item in group]

@@ -26,7 +26,7 @@ from ..format.objects import Blob, check_name, read_header
 from ..io.files import Identity, ReadInto, identity, open_regular
 from .directory import reading
 from .disk import Disk
-from .writing import Elsewhere
+from .object_writer import LinkSource
 
 _LEAF = np.zeros(1, np.uint8)  # an object has at least one byte
 
@@ -156,7 +156,7 @@ class Floors:
                     numbers = {key: number for key, number in floor.numbers.items() if key not in keys}
                     self._write(folder, self._raised(floor, numbers, max([floor.base, *gone])))
 
-    def admit(self, coming: Sequence[tuple[Name, Blob | Elsewhere]], noted: dict[str, int]) -> None:
+    def admit(self, coming: Sequence[tuple[Name, Blob | LinkSource]], noted: dict[str, int]) -> None:
         """Sets floors to entries that the owner imports, which may be older than what was there.
 
         Args:
@@ -174,7 +174,7 @@ class Floors:
             floor = self.of(folder) or self._found(folder)
             self._write(folder, self._raised(floor, {**floor.numbers, **numbers}, floor.base))
 
-    def _body(self, item: Blob | Elsewhere) -> Mapping[str, Any]:
+    def _body(self, item: Blob | LinkSource) -> Mapping[str, Any]:
         if isinstance(item, Blob):
             return item.body
         with reading(*item) as (fd, header):

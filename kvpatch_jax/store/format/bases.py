@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ...basis import Basis, coefficients, with_basis
+from ...cache import Patch
+from ...core import KVLayout
 from ...errors import KVPatchError
-from ...layout import KVLayout
-from ...patch_metadata import Patch
+from ...patching import Basis, coefficients, with_basis
 from .codec import Parts, encoder_blob, patch_of
 from .objects import Blob
 

@@ -9,15 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...chunk import Chunk, trusted
+from ...cache import Chunk, Member, Patch, PatchMetadata, check_factors, trusted
+from ...core import Channel, KVLayout, PhaseFreeKV, Quantised, Rope, Scaling, is_low_rank
 from ...errors import KVPatchError, ShapeError, StoreCorruptError, StoreVersionError
-from ...frames import PhaseFreeKV
-from ...layout import Channel, KVLayout
-from ...ops import Quantised, is_low_rank
-from ...patch_metadata import Patch, PatchMetadata, check_factors
-from ...provenance import Member
-from ...rope import Rope
-from ...scaling import Scaling
 from .compatibility import expect_fields, expect_known
 from .header import DTYPES, MALFORMED, dtype_word
 from .naming import Encoding

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from ...chunk_ids import encoded
+from ...cache import encoded
 from ...errors import InputError, StoreCorruptError, StoreKeyError, StoreVersionError
 from ..io.files import ReadInto, read_into
 from .buffers import Buffers

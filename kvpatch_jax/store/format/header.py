@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ... import strict_json
 from ...errors import DtypeError, InputError, StoreCorruptError
+from ...utils import strict_json
 from .compatibility import expect_known
 
 try:

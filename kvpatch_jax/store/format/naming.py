@@ -13,12 +13,21 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from ...chunk_ids import digest_of, encoded
-from ...content import fingerprint_of
+from ...cache import (
+    EXACT,
+    Antecedent,
+    Base,
+    Behind,
+    Member,
+    Patch,
+    PatchMetadata,
+    antecedent_of,
+    digest_of,
+    encoded,
+    fingerprint_of,
+)
+from ...core import PatchFrame
 from ...errors import InputError, StoreCorruptError
-from ...ops import PatchFrame
-from ...patch_metadata import Base, Patch, PatchMetadata
-from ...provenance import EXACT, Antecedent, Behind, Member, antecedent_of
 
 Encoding = Literal["bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2"]
 ENCODINGS: tuple[str, ...] = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -101,7 +110,7 @@ def name_at(path: str) -> Name:
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
+class PatchKey:
     """What a patch serves: the fields of its `PatchMetadata` that say so, with the same meaning. It does not print ids.
 
     Attributes:
@@ -152,7 +161,7 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
+class ObjectNames:
     """The names of one tenant's objects.
 
     Attributes:
@@ -233,7 +242,7 @@ class Names:
         served = self.patches(patch.metadata)
         return dataclasses.replace(served, file=f"{served.file}{self._name(20, 'form', form)}.safetensors")
 
-    def patches(self, metadata: Served | PatchMetadata) -> Name:
+    def patches(self, metadata: PatchKey | PatchMetadata) -> Name:
         """Returns the common prefix of all patches that serve the same, whatever their ranks, layers and dtypes.
 
         And whatever the contents of those in front, which are compared where both are known. What stood behind exact

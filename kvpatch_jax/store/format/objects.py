@@ -81,7 +81,7 @@ class Version:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Found:
+class VerifiedObject:
     """An object read from the disk, verified. `arrays` are read-only views of one buffer; `file` is where they were,
     None for one that comes from elsewhere."""
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
-class Forked(Protocol):
+class ForkGuard(Protocol):
     """An object with threads or locks of its own."""
 
     def forked(self) -> None:
@@ -20,7 +20,7 @@ class Forked(Protocol):
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def tell_of_forks(owner: Forked) -> None:
+def tell_of_forks(owner: ForkGuard) -> None:
     """Calls `owner.forked` in every process that is forked while the owner lives."""
     _living.add(owner)
 

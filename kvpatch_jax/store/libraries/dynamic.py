@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from ...chunk import AnyArray, Chunk
+from ...cache import Chunk
+from ...core import AnyArray
 from ...errors import StoreReadOnlyError
 from ..disk.disk import Disk
 from ..disk.tenant_disk import TenantStore

@@ -16,16 +16,24 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ...chunk import AnyArray, Chunk
-from ...chunk_ids import chunk_id, content_digest, encoded
-from ...content import Text, check_text, sort_of
+from ...cache import (
+    Chunk,
+    Text,
+    check_is_chunk,
+    check_text,
+    chunk_id,
+    content_digest,
+    decoded,
+    encoded,
+    is_encoded,
+    sort_of,
+)
+from ...core import AnyArray
 from ...errors import InputError, NotFiniteError, StoreCorruptError, StoreVersionError
-from ...images import decoded, is_encoded
-from ...patch_metadata import check_is_chunk
 from ..disk.version_floor import number_of
 from ..format.compatibility import expect_known
 from ..format.header import MALFORMED, Header
-from ..format.naming import Name, Names
+from ..format.naming import Name, ObjectNames
 from ..format.objects import Blob
 from .references import KINDS, Kind, Reference, check_name
 from .retriever import as_vector
@@ -271,7 +279,7 @@ def resource_of(body: Mapping[str, Any], arrays: Mapping[str, np.ndarray], expir
     return Resource(reference, content, body["digest"], body["metadata"], arrays.get("vector"), expires, chunk)
 
 
-def entry_name(names: Names, body: Mapping[str, Any]) -> Name:
+def entry_name(names: ObjectNames, body: Mapping[str, Any]) -> Name:
     """Derives the name of a tenant's entry from its body. Raises StoreCorruptError as `check_body`."""
     check_body(body)
     library = "static" if body["version"] is None else "dynamic"

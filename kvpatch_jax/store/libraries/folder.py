@@ -17,7 +17,7 @@ from ..format.naming import Name, name_at
 from ..format.objects import Arrays, Blob
 from ..io.files import locked, make_directories, typed_errors
 from .entries import LibraryEntry, Resource, check_body, check_resource, entry_of_header, resource_of
-from .folder_index import FolderIndex, Seen
+from .folder_index import CachedEntry, FolderIndex
 from .references import Reference
 
 
@@ -220,7 +220,7 @@ class LibraryFolder:
         self._floors.removed(gone)
         return len(gone)
 
-    def _current(self, seen: Seen | None) -> LibraryEntry | None:
+    def _current(self, seen: CachedEntry | None) -> LibraryEntry | None:
         """The entry of a file, unless it has expired, or had been replaced or deleted and was put back."""
         entry = None if seen is None else seen.entry
         if entry is None or not _lives(entry, self.disk.clock()):
@@ -229,20 +229,20 @@ class LibraryFolder:
             return entry
         return entry if _is_last(entry, self._floors.of(os.path.dirname(entry.path))) else None
 
-    def _look(self, file: DirectoryEntry) -> Seen:
+    def _look(self, file: DirectoryEntry) -> CachedEntry:
         name = name_at(file.path)
         with self.disk.reading(name, noatime=True) as opening:
             if opening is not None:
                 try:
-                    return Seen(file.file, opening[0].expires, entry_of_header(opening[0], file.path))
+                    return CachedEntry(file.file, opening[0].expires, entry_of_header(opening[0], file.path))
                 except StoreVersionError:
                     self.disk.counters.add("newer")
                 except StoreCorruptError as error:
                     describe = lambda header, _: entry_of_header(header, file.path)
                     entry = self.disk.build_again(name, file.file, error, describe)
                     if entry is not None:
-                        return Seen(file.file, entry.expires, entry)
-        return Seen(file.file, self.disk.expires(file.path), None)
+                        return CachedEntry(file.file, entry.expires, entry)
+        return CachedEntry(file.file, self.disk.expires(file.path), None)
 
 
 def _check(header: Header, arrays: Arrays) -> tuple[Header, Arrays]:

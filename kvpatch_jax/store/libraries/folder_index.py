@@ -18,7 +18,7 @@ fractions of a second."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class CachedEntry:
     """A file as it was last read; `entry` is None where it had expired or could not be read."""
 
     file: Identity
@@ -32,7 +32,7 @@ class _Folder:
 
     mark: Identity
     settled: bool
-    entries: dict[str, Seen]
+    entries: dict[str, CachedEntry]
 
 
 class FolderIndex:
@@ -42,22 +42,22 @@ class FolderIndex:
       look: reads a file's header.
     """
 
-    def __init__(self, disk: Disk, folder: str, look: Callable[[DirectoryEntry], Seen]):
+    def __init__(self, disk: Disk, folder: str, look: Callable[[DirectoryEntry], CachedEntry]):
         self._disk, self._folder, self._look = disk, folder, look
         self._folders: dict[str, _Folder] = {}
         self._lock = threading.Lock()
         self._nbytes = 0
         self._chunks: collections.Counter[tuple[str, str]] = collections.Counter()
         self._expiring: dict[str, float] = {}
-        self._entries: dict[str, Seen] = {}
+        self._entries: dict[str, CachedEntry] = {}
 
-    def refresh(self) -> dict[str, Seen]:
+    def refresh(self) -> dict[str, CachedEntry]:
         """Reads what changed. Returns all entries by path, as a copy. Raises StoreError."""
         with self._lock:
             self._refresh()
             return dict(self._entries)
 
-    def look(self, path: str = "") -> tuple[Seen | None, int, dict[str, float]]:
+    def look(self, path: str = "") -> tuple[CachedEntry | None, int, dict[str, float]]:
         """Refreshes. Returns one entry, the bytes of all, and expiry times by path. Raises StoreError."""
         with self._lock:
             self._refresh()
@@ -95,7 +95,7 @@ class FolderIndex:
 
     def _read(self, path: str, mark: Identity, settled: bool) -> None:
         before = self._folders[path].entries if path in self._folders else {}
-        now: dict[str, Seen] = {}
+        now: dict[str, CachedEntry] = {}
         for entry in self._disk.scan(path):
             seen = before.get(entry.path)
             if seen is None or seen.file != entry.file or seen.entry is None:
@@ -108,7 +108,7 @@ class FolderIndex:
         readable = all(seen.entry is not None for seen in now.values())
         self._folders[path] = _Folder(mark, settled and readable, now)
 
-    def _note(self, path: str, seen: Seen) -> None:
+    def _note(self, path: str, seen: CachedEntry) -> None:
         self._entries[path] = seen
         if seen.expires is not None:
             self._expiring[path] = seen.expires

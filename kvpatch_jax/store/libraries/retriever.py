@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from ...chunk import AnyArray
+from ...core import AnyArray
 from ...errors import InputError, NotFiniteError, ShapeError
 
 Vector = Float[AnyArray, " D"]

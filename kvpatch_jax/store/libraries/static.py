@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from ...chunk import AnyArray, Chunk
-from ...content import fingerprint_of, names_of
+from ...cache import Chunk, fingerprint_of, names_of
+from ...core import AnyArray
 from ...errors import InputError
-from ...sizes import Size, size_of
+from ...utils.sizes import Size, size_of
 from ..disk.tenant_disk import TenantStore
 from ..format.expiry import Seconds, checked_ttl, expires_at
 from ..format.objects import file_size

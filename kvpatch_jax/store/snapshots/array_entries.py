@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
-from ...checksum import bits_of, mixed
-from ...chunk import AnyArray, Chunk
+from ...cache import Chunk, bits_of, mixed
+from ...core import AnyArray
 from ...errors import StoreCorruptError, StoreVersionError
 from ..format.codec import CHUNK_FIELDS, chunk_body, content_in, decode, layout_of, lead_in, unchecked_chunk
 from ..format.compatibility import expect_known

@@ -15,14 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from ...basis import Basis
-from ...chunk import AnyArray, Chunk
+from ...cache import Chunk, Patch
+from ...core import AnyArray, KVLayout
 from ...errors import InputError, StoreCorruptError, StoreSnapshotError, StoreVersionError
-from ...layout import KVLayout
-from ...patch_metadata import Patch
+from ...patching import Basis
 from ..disk.disk import Disk
+from ..disk.partial_exports import new_directory
 from ..disk.tenant_disk import TenantDisk, TenantStore
-from ..disk.unfinished import new_directory
 from ..format.bases import basis_id, basis_of, completed
 from ..format.codec import encoder_blob, patch_blob, patch_parts
 from ..format.header import MALFORMED
@@ -30,9 +29,9 @@ from ..format.naming import Encoding, name_at, part_of
 from ..format.objects import blob_of, file_size
 from ..io.files import make_private, sync_file_system, typed_errors
 from ..libraries.entries import Resource, check_resource, resource_of
-from ..tiers.placement import Placement
+from ..tiers.device_placement import Placement
 from .array_entries import ArrayEntry, blob_of_entry, chunk_of_entry, entry_of, entry_of_chunk, outline
-from .import_rules import Incoming, import_objects, library_bytes, name_of
+from .import_rules import ImportCandidate, import_objects, library_bytes, name_of
 from .manifest import Progress, Summary, read_list, write_list
 from .multihost import ProcessGroup
 from .orbax_arrays import load_entries, read_abouts, save_entries
@@ -44,7 +43,7 @@ _PART_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Loaded:
+class ExportContents:
     """What an export holds.
 
     Attributes:
@@ -130,7 +129,7 @@ def _made_private(path: str) -> Iterator[str]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def load_arrays(directory: str | os.PathLike[str], placement: Placement | None = None) -> Loaded:
+def load_arrays(directory: str | os.PathLike[str], placement: Placement | None = None) -> ExportContents:
     """Loads what `save_arrays` or `export_arrays` saved, each array verified where it came to lie.
 
     In a job of several processes all of them call this; how many saved does not matter.
@@ -163,7 +162,7 @@ def load_arrays(directory: str | os.PathLike[str], placement: Placement | None =
         return basis_of(digest, layout, backbone, directions)
 
     patches = completed(found, basis)
-    return Loaded(
+    return ExportContents(
         tuple(chunk for encoding, chunk in canonicals if encoding is None),
         tuple((encoding, chunk) for encoding, chunk in canonicals if encoding is not None),
         tuple(patches),
@@ -251,10 +250,10 @@ def import_arrays(
     """
     _expect_one_process("import_arrays")
     load = functools.lru_cache(maxsize=1)(load_entries)  # one checkpoint is in memory at a time
-    batches: list[list[Incoming]] = []
+    batches: list[list[ImportCandidate]] = []
     found = 0
     for part in reversed(_parts(os.fspath(directory))):  # entries were exported first, and come in last
-        batch: list[Incoming] = []
+        batch: list[ImportCandidate] = []
         for index, about in enumerate(read_abouts(part)):
             found += 1
             if about["expires"] is None or store.tenant_disk.clock() < about["expires"]:
@@ -269,13 +268,13 @@ def import_arrays(
     return Summary(added, nbytes, found - added)
 
 
-def _incoming(tenant_disk: TenantDisk, entry: ArrayEntry) -> Incoming:
+def _incoming(tenant_disk: TenantDisk, entry: ArrayEntry) -> ImportCandidate:
     """Names an object of an export by its outline, and computes its size in the store."""
     about = entry.about
     name = name_of(tenant_disk.names, about["kind"], about["part"], about["body"], entry.host)
     blob = blob_of_entry(entry)
     counted = library_bytes(tenant_disk, name, blob)
-    return Incoming(name, file_size(blob, name.file), lambda: blob, library_bytes=counted)
+    return ImportCandidate(name, file_size(blob, name.file), lambda: blob, library_bytes=counted)
 
 
 def _expect_one_process(what: str) -> None:

@@ -16,12 +16,12 @@ import numpy as np
 from ...errors import StoreCorruptError, StoreVersionError
 from ..disk.disk import Disk
 from ..disk.key_check import check_key
+from ..disk.object_writer import LinkSource
 from ..disk.tenant_disk import TenantDisk
-from ..disk.writing import Elsewhere
 from ..format.codec import lead_in, patch_of, patch_parts
 from ..format.compatibility import expect_known
 from ..format.header import MALFORMED
-from ..format.naming import ENCODINGS, Name, Names, encoding_in
+from ..format.naming import ENCODINGS, Name, ObjectNames, encoding_in
 from ..format.objects import Blob, file_size
 from ..io.files import open_regular, typed_errors
 from ..libraries.entries import chunk_bytes, entry_name
@@ -33,7 +33,7 @@ _GROUP, _GROUP_BYTES = 64, 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Incoming:
+class ImportCandidate:
     """An object on its way in, verified.
 
     Attributes:
@@ -47,15 +47,15 @@ class Incoming:
 
     name: Name
     nbytes: int
-    load: Callable[[], Blob | Elsewhere]
-    source: Elsewhere | None = None
+    load: Callable[[], Blob | LinkSource]
+    source: LinkSource | None = None
     key_check: str | None = None
     library_bytes: int = 0
 
 
 def import_objects(
     tenant_disk: TenantDisk,
-    batches: Sequence[Sequence[Incoming]],
+    batches: Sequence[Sequence[ImportCandidate]],
     *,
     copy: bool = False,
     progress: Progress | None = None,
@@ -76,7 +76,7 @@ def import_objects(
     """
     disk = tenant_disk.disk
     with _changing_libraries(disk, [each.name for batch in batches for each in batch]) as has_reference:
-        coming: list[Incoming] = []
+        coming: list[ImportCandidate] = []
         for batch in batches:
             chunks = [each for each in batch if each.name.kind != "entry"]
             entries = [each for each in batch if each.name.kind == "entry"]
@@ -97,9 +97,11 @@ def import_objects(
     return added, sum(each.nbytes for each in coming)
 
 
-def _groups(coming: Sequence[Incoming], progress: Progress | None) -> Iterator[list[tuple[Name, Blob | Elsewhere]]]:
+def _groups(
+    coming: Sequence[ImportCandidate], progress: Progress | None
+) -> Iterator[list[tuple[Name, Blob | LinkSource]]]:
     """Loads objects when their turn comes, in groups for one commit each."""
-    group: list[tuple[Name, Blob | Elsewhere]] = []
+    group: list[tuple[Name, Blob | LinkSource]] = []
     total, done, begun = sum(each.nbytes for each in coming), 0, 0
     for number, each in enumerate(coming, 1):
         group.append((each.name, each.load()))
@@ -111,7 +113,7 @@ def _groups(coming: Sequence[Incoming], progress: Progress | None) -> Iterator[l
                 progress(done, total)
 
 
-def _is_there(disk: Disk, name: Name, source: Elsewhere | None = None) -> bool:
+def _is_there(disk: Disk, name: Name, source: LinkSource | None = None) -> bool:
     """Whether the store has a whole object of that name, or `source` under it.
 
     A damaged one goes to quarantine, one that has expired is deleted, and one that a later version wrote stays. Raises
@@ -164,7 +166,9 @@ def _changing_libraries(disk: Disk, names: Iterable[Name]) -> Iterator[Callable[
         yield has_reference
 
 
-def name_of(names: Names, kind: str, part: str, body: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Name:
+def name_of(
+    names: ObjectNames, kind: str, part: str, body: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> Name:
     """Names a tenant's object by what it says about itself.
 
     Args:

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from ...chunk import AnyArray
+from ...core import AnyArray
 from ...errors import StoreCorruptError, StoreFullError, StoreIOError, StoreSnapshotError
 from ..format.buffers import expect_memory
 from ..format.header import MALFORMED
 from ..io.files import typed_errors
-from ..tiers.placement import Placement, target_of
+from ..tiers.device_placement import Placement, target_of
 from .array_entries import ArrayEntry, check_about, check_entry, empty_array, nbytes_of, specs_of
 from .multihost import ProcessGroup
 

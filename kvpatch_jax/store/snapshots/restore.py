@@ -12,13 +12,13 @@ import re
 import time
 
 from ...errors import InputError, StoreCorruptError, StoreSnapshotError, StoreVersionError
-from ...replacing import path_of
-from ...sizes import Size
+from ...utils.atomic_files import path_of
+from ...utils.sizes import Size
 from ..disk.budget import Budget, budget_of
 from ..disk.directory import reading
 from ..disk.disk import Disk
+from ..disk.object_writer import LinkSource
 from ..disk.tenant_disk import TenantDisk, TenantStore
-from ..disk.writing import Elsewhere
 from ..format.buffers import Buffers
 from ..format.encryption import decrypted, is_sealed
 from ..format.header import Header
@@ -26,7 +26,7 @@ from ..format.naming import name_at, part_of
 from ..format.objects import Blob, blob_of, read_leaves
 from ..io.files import typed_errors
 from ..libraries.entries import check_resource
-from .import_rules import Incoming, import_objects, is_counted, library_bytes, name_of
+from .import_rules import ImportCandidate, import_objects, is_counted, library_bytes, name_of
 from .manifest import MANIFEST, Manifest, ManifestEntry, Progress, Summary, header_crc, read_manifest
 from .snapshot_secret import adopt_secret, check_secret, of_tenant, snapshot_secret
 
@@ -112,14 +112,14 @@ def _verified(
     tenant_disk: TenantDisk | None,
     skip_damaged: bool,
     progress: Progress | None,
-) -> tuple[list[Incoming], int]:
+) -> tuple[list[ImportCandidate], int]:
     """Verifies every byte of a snapshot. Returns the objects that may come in, and how many did not verify.
 
     Args:
       tenant_disk: where they go. None keeps all names, and decrypts nothing.
     """
     buffers = Buffers()
-    coming: list[Incoming] = []
+    coming: list[ImportCandidate] = []
     bad: list[str] = []
     total, done = sum(entry.size for entry in manifest.objects), 0
     for entry in manifest.objects:
@@ -142,9 +142,9 @@ def _verified(
 
 def _incoming(
     directory: str, entry: ManifestEntry, tenant_disk: TenantDisk | None, buffers: Buffers
-) -> Incoming | None:
+) -> ImportCandidate | None:
     """Verifies one object and names it as the store will. None: it is expired."""
-    source, name = Elsewhere(directory, entry.path), name_at(entry.path)
+    source, name = LinkSource(directory, entry.path), name_at(entry.path)
     with reading(*source) as (fd, header):
         if header.size != entry.size or header_crc(fd, header) != entry.crc:
             raise StoreCorruptError(f"object: header of other bytes than {MANIFEST} says; expected {entry.crc:08x}")
@@ -153,7 +153,7 @@ def _incoming(
     if header.expires is not None and clock() >= header.expires:
         return None
 
-    unchanged = Incoming(name, entry.size, lambda: source, source, _key_check(header))
+    unchanged = ImportCandidate(name, entry.size, lambda: source, source, _key_check(header))
     if tenant_disk is None:
         return unchanged
     names, encryption = tenant_disk.names, tenant_disk.disk.encryption
@@ -170,7 +170,7 @@ def _incoming(
     if name.path == entry.path and is_sealed(header) == keyed:
         return dataclasses.replace(unchanged, library_bytes=library_bytes(tenant_disk, name, blob, entry.size))
     again = functools.partial(_read_again, tenant_disk.disk, source)
-    return Incoming(name, entry.size, again, source, library_bytes=library_bytes(tenant_disk, name, blob))
+    return ImportCandidate(name, entry.size, again, source, library_bytes=library_bytes(tenant_disk, name, blob))
 
 
 def _key_check(header: Header) -> str | None:
@@ -181,7 +181,7 @@ def _key_check(header: Header) -> str | None:
     return check
 
 
-def _read_again(disk: Disk, source: Elsewhere) -> Blob:
+def _read_again(disk: Disk, source: LinkSource) -> Blob:
     """Reads an object that gets another name or encryption, once it is its turn: not all are in memory at a time."""
     try:
         with typed_errors("snapshot: read"), reading(*source) as (fd, header):
@@ -193,6 +193,8 @@ def _read_again(disk: Disk, source: Elsewhere) -> Blob:
         ) from error
 
 
-def _added(tenant_disk: TenantDisk, manifest: Manifest, coming: list[Incoming], damaged: int, copy: bool) -> Summary:
+def _added(
+    tenant_disk: TenantDisk, manifest: Manifest, coming: list[ImportCandidate], damaged: int, copy: bool
+) -> Summary:
     added, nbytes = import_objects(tenant_disk, [coming], copy=copy)
     return Summary(added, nbytes, len(manifest.objects) - damaged - added, damaged)

@@ -11,14 +11,14 @@ import os
 from collections.abc import Iterable, Iterator
 
 from ...errors import InputError, StoreCorruptError, StoreIOError, StoreVersionError
-from ...replacing import path_of
+from ...utils.atomic_files import path_of
 from ..disk.directory import DirectoryEntry, reading
 from ..disk.disk import Disk
+from ..disk.partial_exports import WHOLE, new_directory
 from ..disk.root_config import SECRETS, find_secret, read_secret, secret_digest, secret_text
 from ..disk.tenant_disk import TenantStore
-from ..disk.unfinished import WHOLE, new_directory
 from ..format.buffers import expect_memory
-from ..format.naming import Names, name_at
+from ..format.naming import ObjectNames, name_at
 from ..format.objects import read_leaves
 from ..io.files import (
     NotRegularError,
@@ -62,7 +62,7 @@ def save_snapshot(
     directory = str(path_of(directory, "snapshot: directory", InputError, "a directory's name"))
     if not os.path.isdir(f"{root}/obj"):
         raise StoreIOError(f"store {root}: no objects there; expected a store")
-    names = None if tenant is None else Names(tenant, read_secret(root) if secret is None else secret)
+    names = None if tenant is None else ObjectNames(tenant, read_secret(root) if secret is None else secret)
     with new_directory(directory, root, WHOLE if names is None else names.tenant_name) as unfinished:
         return write_snapshot(Disk(root), names, unfinished, copy=copy, progress=progress)
 
@@ -81,7 +81,7 @@ def save_objects(
 
 
 def write_snapshot(
-    disk: Disk, names: Names | None, directory: str, *, copy: bool = False, progress: Progress | None = None
+    disk: Disk, names: ObjectNames | None, directory: str, *, copy: bool = False, progress: Progress | None = None
 ) -> Summary:
     """Fills an empty directory with a tenant's objects and libraries, or all tenants'; durable when this returns.
 

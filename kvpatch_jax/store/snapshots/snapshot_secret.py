@@ -5,7 +5,7 @@ import os
 from ...errors import StoreCorruptError, StoreSnapshotError
 from ..disk.disk import Disk
 from ..disk.root_config import SECRETS, find_secret, holds_objects, put_secret, secret_digest
-from ..format.naming import Names, name_at
+from ..format.naming import ObjectNames, name_at
 from .manifest import MANIFEST, UNTOLD, Manifest
 
 
@@ -40,7 +40,7 @@ def of_tenant(directory: str, manifest: Manifest, tenant: str, given: bytes | No
         return manifest
     secret = snapshot_secret(directory, manifest, given) or given
     assert secret is not None
-    names = Names(tenant, secret)
+    names = ObjectNames(tenant, secret)
     own = (f"{names.space}/", f"{names.libraries}/")
     return Manifest("tenant", tuple(entry for entry in manifest.objects if entry.path.startswith(own)))
 

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
-from ...chunk import Chunk
+from ...cache import Chunk
 from ...errors import StoreCorruptError, StoreError, StoreVersionError
 from ..disk.directory import NameState
 from ..disk.tenant_disk import TenantDisk
 from ..format.codec import chunk_of, content_in, memory_of
 from ..format.naming import Name, part_of, unreduced_part
-from ..format.objects import Blob, Found, planned_header
+from ..format.objects import Blob, VerifiedObject, planned_header
+from .device_placement import LayerStream, Placement, place_chunk, placement_key
 from .memory import CANONICAL, CacheEntry, MemoryTier, Policy
-from .placement import LayerStream, Placement, place_chunk, placement_key
-from .remote_tier import Arriving, RemoteTier
+from .remote_tier import PendingObject, RemoteTier
 from .write_order import Write, WriteOrder
 from .writer import Writer
 
@@ -203,7 +203,7 @@ class TieredReader:
         self._counters.add("misses" if tier == "none" else f"{tier}_hits")
         self._counters.observe("get", tier, time.perf_counter() - began)
 
-    def _built[T](self, name: Name, found: Found, build: Build[T], rank: int) -> CacheEntry[T] | None:
+    def _built[T](self, name: Name, found: VerifiedObject, build: Build[T], rank: int) -> CacheEntry[T] | None:
         header = found.header
         try:
             value = build(header.body, found.arrays)
@@ -231,15 +231,15 @@ class TieredReader:
         finally:
             self._order.end(write)
 
-    def _from_remote(self, copy: _Copy) -> Found | None:
+    def _from_remote(self, copy: _Copy) -> VerifiedObject | None:
         arriving = copy.remote.open(copy.write.name)
         arrays = None if arriving is None else arriving.whole()
         if arriving is None or arrays is None:
             return None
         self._keep(copy, arriving)
-        return Found(arriving.header, arrays)
+        return VerifiedObject(arriving.header, arrays)
 
-    def _keep(self, copy: _Copy, arriving: Arriving) -> None:
+    def _keep(self, copy: _Copy, arriving: PendingObject) -> None:
         """Writes a remote object to the disk, if every leaf of it has come, there is room, and nothing newer is.
 
         What a later version of the library put there stays, too.

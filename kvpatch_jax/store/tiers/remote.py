@@ -19,7 +19,7 @@ from ..format.encryption import Read
 from ..format.header import PAGE, Header, Leaf, header_length, parse_header
 from ..format.naming import Name
 from ..format.objects import Blob, blob_bytes, check_name, padded, take_leaves
-from .patience import Circuit, Patience
+from .retry_policy import CircuitBreaker, RetryPolicy
 
 _LASTING = re.compile(
     "(NOT_FOUND|INVALID_ARGUMENT|PERMISSION_DENIED|UNAUTHENTICATED|FAILED_PRECONDITION|UNIMPLEMENTED|DATA_LOSS)\\b"
@@ -51,7 +51,7 @@ class _TensorStoreThreads:
 _threads = _TensorStoreThreads()
 
 
-class Stored(NamedTuple):
+class RemoteObject(NamedTuple):
     """An opened object of a remote store.
 
     Attributes:
@@ -65,14 +65,14 @@ class Stored(NamedTuple):
 
 
 @runtime_checkable
-class Remote(Protocol):
+class RemoteStore(Protocol):
     """A store of objects beyond this machine. Called from several threads."""
 
     def put(self, name: Name, blob: Blob) -> None:
         """Writes an object, durably when it returns. Raises StoreError."""
         ...
 
-    def open(self, name: Name) -> Stored | None:
+    def open(self, name: Name) -> RemoteObject | None:
         """Opens an object; None where it is absent, or was expired and therefore deleted.
 
         Raises StoreCorruptError where it does not verify, StoreVersionError where a later version wrote it (it is left
@@ -103,7 +103,7 @@ def _typed(what: str) -> Iterator[None]:
 
 
 class KeyValueStore:
-    """A `Remote` over any TensorStore key-value driver: `file`, `memory`, `gcs`, `s3`, …
+    """A `RemoteStore` over any TensorStore key-value driver: `file`, `memory`, `gcs`, `s3`, …
 
     What it acknowledges is as durable as the driver makes it. Reads are verified as those of the disk. An expired
     object is deleted when it is read, unless another was put in its place meanwhile. A damaged one is not, for the
@@ -125,17 +125,17 @@ class KeyValueStore:
         *,
         context: Any = None,
         clock: Callable[[], float] = time.time,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
     ):
         import tensorstore
 
         if not isinstance(spec, str | Mapping | tensorstore.KvStore.Spec):
             raise InputError(f"remote store: spec {spec!r:.80}; expected a mapping with a driver, or a URL")
-        if patience is not None and not isinstance(patience, Patience):
+        if patience is not None and not isinstance(patience, RetryPolicy):
             raise InputError(f"remote store: patience {patience!r:.80}; expected a Patience, or None")
         self._clock = clock
         self._range = tensorstore.KvStore.KeyRange
-        self._circuit = Circuit(Patience() if patience is None else patience)
+        self._circuit = CircuitBreaker(RetryPolicy() if patience is None else patience)
         self._values = self._ask("open", lambda: tensorstore.KvStore.open(spec, context=context))
 
     def _ask(self, what: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
@@ -166,7 +166,7 @@ class KeyValueStore:
         data = blob_bytes(blob, name.file)
         self._ask("put", lambda: self._values.write(name.path, data), len(data))
 
-    def open(self, name: Name) -> Stored | None:
+    def open(self, name: Name) -> RemoteObject | None:
         """Opens an object; None where it is absent or expired. Raises as `Remote.open`."""
         opening = self._ask("get", lambda: self._values.read(name.path, byte_range=slice(0, PAGE)))
         if opening.state != "value":
@@ -176,7 +176,7 @@ class KeyValueStore:
         header = parse_header(raw, None)
         check_name(header, name.file)
         if header.expires is None or self._clock() < header.expires:
-            return Stored(header, functools.partial(self._leaves, name.path, version, header))
+            return RemoteObject(header, functools.partial(self._leaves, name.path, version, header))
         with contextlib.suppress(StoreIOError):  # whoever reads it next tries again
             self.drop(name.path, version)
         return None

@@ -18,7 +18,7 @@ from ..format.header import Header
 from ..format.naming import Name, name_at
 from ..format.objects import Blob, blob_of
 from ..io.thread_pool import ThreadPool
-from .remote import Remote
+from .remote import RemoteStore
 
 _callers = ThreadPool(8, "kvpatch-remote")
 
@@ -30,7 +30,7 @@ def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     return [job.result() for job in jobs]
 
 
-def delete_below(remote: Remote, prefix: str) -> int:
+def delete_below(remote: RemoteStore, prefix: str) -> int:
     """Deletes every object whose path begins with a prefix. Returns how many.
 
     Raises:
@@ -42,7 +42,7 @@ def delete_below(remote: Remote, prefix: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Arriving:
+class PendingObject:
     """An object of a remote store that is being read.
 
     Attributes:
@@ -79,7 +79,7 @@ class RemoteTier:
     the library wrote as `newer`.
     """
 
-    def __init__(self, remote: Remote, counters: Counters, encryption: Encryption):
+    def __init__(self, remote: RemoteStore, counters: Counters, encryption: Encryption):
         self.remote, self._counters, self._encryption = remote, counters, encryption
 
     @contextlib.contextmanager
@@ -112,7 +112,7 @@ class RemoteTier:
         with self._counted():
             at_once((lambda name=name, blob=blob: self.remote.put(name, blob)) for name, blob in items)
 
-    def open(self, name: Name) -> Arriving | None:
+    def open(self, name: Name) -> PendingObject | None:
         """Opens an object; None where there is none that can be read, or the service fails. Raises StoreKeyError.
 
         Its `read` raises StoreCorruptError and StoreIOError.
@@ -145,7 +145,7 @@ class RemoteTier:
                 kept.clear()  # none of it is to be kept on the disk
                 raise
 
-        return Arriving(header, read, found.header, kept)
+        return PendingObject(header, read, found.header, kept)
 
     @contextlib.contextmanager
     def _missed(self) -> Iterator[None]:

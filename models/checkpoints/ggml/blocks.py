@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from kvpatch_jax.errors import WeightsError
-from kvpatch_jax.extras import require
+from kvpatch_jax.utils.optional_packages import require
 
 _PLAIN = {
     0: ("F32", np.dtype(np.float32)),

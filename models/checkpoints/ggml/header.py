@@ -39,7 +39,7 @@ class GgufTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """What a GGUF file says of itself. `metadata` has texts, numbers, and lists of them."""
 
     path: Path
@@ -64,7 +64,7 @@ def find_gguf(checkpoint: Path) -> Path | None:
     return found[0] if found else None
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
+def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     """Reads the header of a GGUF file; its tensors are not looked at.
 
     Raises:
@@ -93,7 +93,7 @@ class _Reader:
     def __init__(self, path: Path, data: memoryview):
         self._path, self._data, self._at = path, data, len(_MAGIC)
 
-    def header(self) -> Header:
+    def header(self) -> GgufHeader:
         version = self._number("I")
         if version not in _VERSIONS:
             swapped = " (its bytes are swapped)" if version & 0xFFFF == 0 else ""
@@ -109,7 +109,7 @@ class _Reader:
                 raise WeightsError(f"{self._path} has metadata {key!r} twice; expected it once")
             metadata[key] = self._value(key)
         found = [self._tensor() for _ in range(count)]
-        return Header(self._path, metadata, self._placed(metadata, found))
+        return GgufHeader(self._path, metadata, self._placed(metadata, found))
 
     def _placed(self, metadata: Mapping[str, Any], found: list[tuple[str, tuple[int, ...], int, int]]) -> Any:
         alignment = metadata.get("general.alignment", 32)

@@ -12,8 +12,8 @@ import numpy as np
 from kvpatch_jax.errors import ConfigError, WeightsError
 
 from ..source import OpenFile
-from .header import Header
-from .source import Place
+from .header import GgufHeader
+from .source import TensorLocation
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -68,7 +68,7 @@ _FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def read_config(header: Header) -> dict[str, Any]:
+def read_config(header: GgufHeader) -> dict[str, Any]:
     """Makes `config.json` of the metadata.
 
     Raises:
@@ -120,7 +120,7 @@ def read_config(header: Header) -> dict[str, Any]:
     return config
 
 
-def _check_sizes(header: Header, config: Mapping[str, Any]) -> None:
+def _check_sizes(header: GgufHeader, config: Mapping[str, Any]) -> None:
     """Refuses sizes that the first tensors do not have, before anything is made of them."""
     width = config["hidden_size"]
     wanted: dict[str, tuple[int, ...]] = {
@@ -183,7 +183,7 @@ class _Table:
             )
 
 
-def _scaling(header: Header, table: _Table, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _scaling(header: GgufHeader, table: _Table, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """`rope_scaling`: of the metadata, or what the tensor of factors (Llama 3) was computed from."""
     kind = table.get("rope.scaling.type") or "none"
     if _FACTORS in header.tensors:
@@ -202,7 +202,7 @@ def _scaling(header: Header, table: _Table, config: Mapping[str, Any]) -> dict[s
     return scaling
 
 
-def _factor_scaling(header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
+def _factor_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
     """The scaling that gives the file's factors (what each frequency is divided by): Llama 3's, or the factors."""
     stored, half = header.tensors[_FACTORS], config["head_dim"] // 2
     if stored.kind != 0 or stored.shape != (half,):
@@ -231,24 +231,24 @@ def _llama3_factors(theta: float, width: int, factor: float) -> np.ndarray:
     return np.where(waves < original / high, 1.0, np.where(waves > original / low, factor, smooth))
 
 
-def tensor_places(header: Header, config: Mapping[str, Any]) -> dict[str, Place]:
+def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, TensorLocation]:
     """Hugging Face's names of a file's tensors, and where they lie. Names that are not known stay, to be told."""
     pairs = {}
     if config["model_type"] == "llama":  # llama.cpp rotates neighbours there
         heads = config["num_attention_heads"]
         pairs = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
-    places: dict[str, Place] = {}
+    places: dict[str, TensorLocation] = {}
     for name in header.tensors:
         found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
         layer, part, end = found.groups() if found else ("", "", "")
         if name in _TOP:
-            places[_TOP[name]] = Place(name)
+            places[_TOP[name]] = TensorLocation(name)
         elif part in _LAYER:
-            places[f"model.layers.{int(layer)}.{_LAYER[part]}.{end}"] = Place(name, heads=pairs.get(part, 0))
+            places[f"model.layers.{int(layer)}.{_LAYER[part]}.{end}"] = TensorLocation(name, heads=pairs.get(part, 0))
         elif part in _EXPERTS and header.tensors[name].shape[:1]:
             for number in range(header.tensors[name].shape[0]):
                 ours = f"model.layers.{int(layer)}.mlp.experts.{number}.{_EXPERTS[part]}.{end}"
-                places[ours] = Place(name, index=number)
+                places[ours] = TensorLocation(name, index=number)
         elif name != _FACTORS:
-            places[name] = Place(name)
+            places[name] = TensorLocation(name)
     return places

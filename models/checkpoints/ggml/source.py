@@ -12,14 +12,14 @@ from kvpatch_jax.errors import WeightsError
 
 from ..source import NUMPY_TYPES, OpenFile, Slices, StoredTensor, TensorInfo, whole_region
 from .blocks import BlockType, block_type
-from .header import GgufTensor, Header
+from .header import GgufHeader, GgufTensor
 
 _PIECE = 1 << 18  # values dequantised at once
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor of the model lies in a file.
 
     Attributes:
@@ -46,7 +46,7 @@ class GgufSource:
 
     unused: frozenset[str] = frozenset()
 
-    def __init__(self, header: Header, places: Mapping[str, Place], dtype: DTypeLike = np.float32):
+    def __init__(self, header: GgufHeader, places: Mapping[str, TensorLocation], dtype: DTypeLike = np.float32):
         self.origin, self._header, self._places = str(header.path), header, dict(places)
         self._file = OpenFile(header.path)
         self._dtype = np.dtype(jnp.dtype(dtype))
@@ -122,7 +122,7 @@ class GgufSource:
                 f"{self.origin} is damaged or cut short: tensor {name!r} ends at byte {stop} of {self._file.size}"
             )
 
-    def _info(self, place: Place) -> TensorInfo:
+    def _info(self, place: TensorLocation) -> TensorInfo:
         stored = self._header.tensors[place.name]
         shape = stored.shape if place.index is None else stored.shape[1:]
         if place.heads and (not shape or shape[0] % (2 * place.heads)):

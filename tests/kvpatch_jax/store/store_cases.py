@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvpatch_jax as kvp
-from kvpatch_jax.provenance import antecedent_of
+from kvpatch_jax.cache import antecedent_of
 from kvpatch_jax.store import ChunkStore
 from kvpatch_jax.store.format.codec import unchecked_chunk
 from kvpatch_jax.store.format.naming import Name

@@ -19,18 +19,9 @@ import numpy as np
 from store_cases import BACKBONE, host_chunk, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.errors import StoreFullError, StoreUnreachableError
-from kvpatch_jax.provenance import Antecedent, Member
-from kvpatch_jax.store import (
-    Budget,
-    ChunkStore,
-    KeyValueStore,
-    Request,
-    Served,
-    StaticLibrary,
-    fetch,
-    load_snapshot,
-)
+from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, PatchKey, Request, StaticLibrary, fetch, load_snapshot
 from kvpatch_jax.store.disk.directory import Removal, Still
 from kvpatch_jax.store.disk.eviction import make_room
 
@@ -69,7 +60,7 @@ def form(root: str, worker: int, steps: int, **more: object) -> None:
     found: list[kvp.Patch] = []
     for _ in range(steps):
         store.put_patches([patch])
-        found = store.get_patches(Served("page", BACKBONE, behind))
+        found = store.get_patches(PatchKey("page", BACKBONE, behind))
         say(len(found), all(each.metadata.behind.difference(behind) is None for each in found))
 
 

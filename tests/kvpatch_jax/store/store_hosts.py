@@ -24,13 +24,7 @@ from orbax.checkpoint import v1 as ocp
 from store_cases import BACKBONE, chunk_of, patch_of, same, same_chunk
 
 import kvpatch_jax as kvp
-from kvpatch_jax.errors import (
-    InputError,
-    StoreCorruptError,
-    StoreFullError,
-    StoreIOError,
-    StoreSnapshotError,
-)
+from kvpatch_jax.errors import InputError, StoreCorruptError, StoreFullError, StoreIOError, StoreSnapshotError
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, StoreItem
 from kvpatch_jax.store.snapshots import orbax_arrays, orbax_item
 from kvpatch_jax.store.snapshots.arrays import export_arrays, import_arrays, load_arrays, save_arrays

@@ -26,7 +26,7 @@ from kvpatch_jax.errors import (
     StoreIOError,
     StoreReadOnlyError,
 )
-from kvpatch_jax.store import Budget, ChunkStore, Served
+from kvpatch_jax.store import Budget, ChunkStore, PatchKey
 from kvpatch_jax.store.io.files import identity
 
 NO_MEMORY = Budget(host=0)
@@ -68,7 +68,7 @@ def test_another_store_object_and_other_tenants(store: ChunkStore):
     store.put_patches([patch, patch_of(chunk, rank=1), patch_of(chunk, ("other",))])
     with ChunkStore(store.disk.root) as again, ChunkStore(store.disk.root, tenant="two") as other:
         assert same_chunk(again.get("B", BACKBONE), chunk)
-        found = again.get_patches(Served("B", BACKBONE, ("A",)))
+        found = again.get_patches(PatchKey("B", BACKBONE, ("A",)))
         assert [each.ranks["k"] for each in found] == [2, 1]
         assert found[0].metadata == patch.metadata
         assert other.get("B", BACKBONE) is None

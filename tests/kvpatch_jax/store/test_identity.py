@@ -10,7 +10,7 @@ import pytest
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, name_of, patch_of, same_chunk
 
 from kvpatch_jax.store import Budget, ChunkStore, StaticLibrary, load_snapshot, save_snapshot
-from kvpatch_jax.store.disk.disk import Elsewhere
+from kvpatch_jax.store.disk.disk import LinkSource
 from kvpatch_jax.store.disk.eviction import collect, make_room
 
 NO_MEMORY = Budget(host=0)
@@ -167,7 +167,7 @@ def test_a_failing_restore_takes_back_only_what_it_added(tmp_path: Path, store: 
         name = name_of(into, chunk)
 
         def groups():
-            yield [(name, Elsewhere(str(path.parent), path.name))]
+            yield [(name, LinkSource(str(path.parent), path.name))]
             kept = chunk_of(seed=4)
             replaced_with_its_inode(file_of(into, chunk), lambda: into.put(kept))
             raise RuntimeError("the next group cannot be read")
@@ -186,7 +186,7 @@ def test_a_failing_restore_takes_back_what_was_read_or_linked_meanwhile(tmp_path
     with ChunkStore(tmp_path / "into", budget=NO_MEMORY, secret=store.names.secret) as into:
 
         def groups():
-            yield [(name_of(into, chunk), Elsewhere(str(path.parent), path.name))]
+            yield [(name_of(into, chunk), LinkSource(str(path.parent), path.name))]
             assert into.get("B", BACKBONE) is not None
             save_snapshot(into.disk.root, tmp_path / "again", tenant="default", secret=store.names.secret)
             raise RuntimeError("the next group cannot be read")

@@ -11,7 +11,7 @@ from store_cases import BACKBONE, chunk_of, host_chunk, patch_of, same_chunk
 
 from kvpatch_jax.errors import StoreIOError
 from kvpatch_jax.store import Budget, ChunkStore
-from kvpatch_jax.store.disk import writing
+from kvpatch_jax.store.disk import object_writer
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_put_of_1100_objects_needs_few_descriptors(tmp_path: Path, few_descrip
 
 def test_a_put_that_fails_halfway_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     chunks = [chunk_of(f"B{number}", number, tokens=2) for number in range(10)]
-    monkeypatch.setattr(writing, "GROUP", 4)
+    monkeypatch.setattr(object_writer, "GROUP", 4)
     with ChunkStore(tmp_path, budget=Budget(host=0, disk=1 << 20)) as store:
         store.put(chunk_of("before"))
         opening, names = os.open, set[str]()

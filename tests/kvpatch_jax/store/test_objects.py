@@ -19,8 +19,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from store_cases import AXES, LAYOUT, MLA, chunk_of, patch_of, same, same_chunk
 
+from kvpatch_jax.core import Quantised
+from kvpatch_jax.core.ops import quantise_int8
 from kvpatch_jax.errors import DtypeError, InputError, StoreCorruptError, StoreVersionError
-from kvpatch_jax.ops import Quantised, quantise_int8
 from kvpatch_jax.store import Budget, ChunkStore
 from kvpatch_jax.store.format import objects
 from kvpatch_jax.store.format.buffers import Buffers

@@ -15,9 +15,9 @@ import tensorstore
 from store_cases import BACKBONE, chunk_of, name_of, patch_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, StoreCorruptError, StoreIOError, StoreUnreachableError
-from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Patience, Request, fetch
+from kvpatch_jax.store import Budget, ChunkStore, KeyValueStore, Request, RetryPolicy, fetch
 from kvpatch_jax.store.cli.main import main
-from kvpatch_jax.store.tiers.patience import Circuit
+from kvpatch_jax.store.tiers.retry_policy import CircuitBreaker
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -221,7 +221,7 @@ def take_all(listening: socket.socket, stack: contextlib.ExitStack) -> None:
 def unanswering(url: str, **patience: Any) -> KeyValueStore:
     credentials = {"type": "anonymous"}
     bucket = {"driver": "s3", "bucket": "bucket", "path": "store/", "endpoint": url, "aws_region": "nowhere"}
-    return KeyValueStore({**bucket, "aws_credentials": credentials}, patience=Patience(**patience))
+    return KeyValueStore({**bucket, "aws_credentials": credentials}, patience=RetryPolicy(**patience))
 
 
 def test_a_service_that_does_not_answer_is_a_miss_within_seconds_and_then_at_once(endpoint: str, tmp_path: Path):
@@ -286,7 +286,7 @@ class Flaky:
 
 
 def test_what_passes_is_tried_again_and_what_does_not_is_not(tmp_path: Path):
-    remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context(), patience=Patience(pause=0.001))
+    remote = KeyValueStore({"driver": "memory"}, context=tensorstore.Context(), patience=RetryPolicy(pause=0.001))
     values = remote._values
     with machine(tmp_path / "one", remote) as one, machine(tmp_path / "two", remote) as two:
         remote._values = flaky = Flaky(values, 2)
@@ -303,8 +303,8 @@ def test_what_passes_is_tried_again_and_what_does_not_is_not(tmp_path: Path):
 
 def test_after_failures_in_a_row_one_caller_tries_for_all():
     now = [0.0]
-    patience = Patience(timeout=1, tries=1, failures=3, rest=10)
-    circuit = Circuit(patience, clock=lambda: now[0], sleep=lambda _: None)
+    patience = RetryPolicy(timeout=1, tries=1, failures=3, rest=10)
+    circuit = CircuitBreaker(patience, clock=lambda: now[0], sleep=lambda _: None)
 
     def fail(_: float) -> None:
         raise StoreUnreachableError("no")
@@ -340,7 +340,9 @@ def test_pauses_grow_and_differ_and_a_deadline_ends_the_tries():
         pauses.append(seconds)
         now[0] += seconds
 
-    circuit = Circuit(Patience(tries=50, pause=1, deadline=20, failures=100), clock=lambda: now[0], sleep=sleep)
+    circuit = CircuitBreaker(
+        RetryPolicy(tries=50, pause=1, deadline=20, failures=100), clock=lambda: now[0], sleep=sleep
+    )
     limits = []
 
     def fail(seconds: float) -> None:
@@ -372,7 +374,7 @@ NO_PATIENCE = [
 @pytest.mark.parametrize("wrong", NO_PATIENCE)
 def test_patience_refuses_what_is_not_above_0(wrong: dict[str, Any], unchecked: None):
     with pytest.raises(InputError, match="expected finite numbers above 0"):
-        Patience(**wrong)
+        RetryPolicy(**wrong)
 
 
 def test_gc_deletes_what_expired_beyond(tmp_path: Path, capsys):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from store_cases import BACKBONE, PYTHON, child_environment, chunk_of, file_of, patch_of, place_of, same, same_chunk
 
 from kvpatch_jax.errors import InputError, StoreFullError, StoreIOError, StoreKeyError, StoreSnapshotError
-from kvpatch_jax.store import Budget, ChunkStore, Served, load_snapshot, save_snapshot
+from kvpatch_jax.store import Budget, ChunkStore, PatchKey, load_snapshot, save_snapshot
 from kvpatch_jax.store.snapshots.save import save_objects
 
-SERVED = Served("B", BACKBONE, ("A",))
+SERVED = PatchKey("B", BACKBONE, ("A",))
 KEY = b"one key of the store, 32 bytes at least"
 
 

@@ -11,10 +11,10 @@ from store_cases import chunk_of, patch_of
 
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.store import Served, chunk_id, encoder_id
-from kvpatch_jax.store.format.naming import Names
+from kvpatch_jax.store import PatchKey, chunk_id, encoder_id
+from kvpatch_jax.store.format.naming import ObjectNames
 
-NAMES = Names("one", b"s" * 32)
+NAMES = ObjectNames("one", b"s" * 32)
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
 
 
@@ -49,8 +49,8 @@ def test_bad_content_is_refused(unchecked: None):
         lambda: chunk_id("model"),
         lambda: chunk_id("model", np.asarray(["a"])),
         lambda: encoder_id("model", {}),
-        lambda: Names("", b"s" * 32),
-        lambda: Names("one", b"short"),
+        lambda: ObjectNames("", b"s" * 32),
+        lambda: ObjectNames("one", b"short"),
         lambda: NAMES.canonical("model", "B", "int3"),
     ):
         with pytest.raises(InputError, match="expected"):
@@ -58,7 +58,7 @@ def test_bad_content_is_refused(unchecked: None):
 
 
 def test_names_are_keyed_by_tenant_and_secret():
-    others = [Names("two", b"s" * 32), Names("one", b"t" * 32), Names("one", b"s" * 64)]
+    others = [ObjectNames("two", b"s" * 32), ObjectNames("one", b"t" * 32), ObjectNames("one", b"s" * 64)]
     places = [names.canonical("model", "B") for names in (NAMES, *others)]
     assert len({place.path for place in places}) == len({place.chunk for place in places}) == 4
     assert NAMES.canonical("model", "B") == places[0]
@@ -77,7 +77,7 @@ def test_a_patch_is_named_by_what_it_serves_and_its_form():
     assert NAMES.patch(orbit) == NAMES.patch(turned_orbit)
     different = [patch, orbit, turned, fewer, smaller, removal]
     assert len({NAMES.patch(each).file for each in different}) == len(different)
-    served = NAMES.patches(Served("B", "tiny", ("A1", "A2")))
+    served = NAMES.patches(PatchKey("B", "tiny", ("A1", "A2")))
     begins = [NAMES.patch(each).file.startswith(served.file) for each in different]
     assert begins == [True, False, False, True, True, False]
     assert all(NAMES.patch(each).chunk == NAMES.canonical("tiny", "B").chunk for each in different)

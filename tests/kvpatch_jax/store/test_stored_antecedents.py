@@ -10,17 +10,16 @@ from store_child import BEHIND
 from store_processes import processes, wait_until
 
 import kvpatch_jax as kvp
+from kvpatch_jax.cache import Antecedent, Behind, Member, patch_digest
 from kvpatch_jax.errors import StalePatchError, StoreCorruptError
-from kvpatch_jax.patch_metadata import patch_digest
-from kvpatch_jax.provenance import Antecedent, Behind, Member
-from kvpatch_jax.store import ChunkStore, Served, load_snapshot, save_snapshot
+from kvpatch_jax.store import ChunkStore, PatchKey, load_snapshot, save_snapshot
 from kvpatch_jax.store.cli.audit import verify
 from kvpatch_jax.store.format import codec
-from kvpatch_jax.store.format.naming import Names
+from kvpatch_jax.store.format.naming import ObjectNames
 from kvpatch_jax.store.snapshots.array_entries import blob_of_entry, entry_of
 from kvpatch_jax.store.snapshots.import_rules import name_of
 
-NAMES = Names("one", b"s" * 32)
+NAMES = ObjectNames("one", b"s" * 32)
 BLIND = "bare:" + "0" * 32
 EXACT_ONE, EXACT_TWO, BLIND_ONE = BEHIND[1], BEHIND[2], BEHIND[3]
 
@@ -33,7 +32,7 @@ def store(tmp_path):
 
 def seeds(store: ChunkStore, antecedent: Behind, **more) -> set[int]:
     """Which of the patches of `filled` are served."""
-    found = store.get_patches(Served("page", BACKBONE, antecedent, **more))
+    found = store.get_patches(PatchKey("page", BACKBONE, antecedent, **more))
     drawn = {patch_digest(patch_of(chunk_of("page"), each, seed=seed)): seed for seed, each in enumerate(BEHIND)}
     return {drawn[patch_digest(patch)] for patch in found}
 
@@ -60,8 +59,8 @@ def test_names_from_before_ways_of_serving_were_known_stay():
         metadata = dataclasses.replace(patch.metadata, **change)
         file = NAMES.patch(kvp.Patch(patch.factors, metadata)).file
         assert file.endswith(f".p.{word}.b2244a7a4a71a1cfd9f7537b7d4229505b839d0a.safetensors")
-        fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(Served)}
-        assert NAMES.patches(Served(**fields)) == NAMES.patches(metadata)
+        fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(PatchKey)}
+        assert NAMES.patches(PatchKey(**fields)) == NAMES.patches(metadata)
     assert patch_digest(patch) == "53cd38b94b7dad9d3f1a6d1811a79a69"  # what stored corrections name
 
 
@@ -114,7 +113,7 @@ def test_the_base_counts_too(store):
 
     store.put_patches([removal(each, seed) for seed, each in enumerate(BEHIND)])
     for place, each in enumerate(BEHIND[1:], 1):
-        found = store.get_patches(Served("page", BACKBONE, ("B",), base="conditioned", base_antecedent=each))
+        found = store.get_patches(PatchKey("page", BACKBONE, ("B",), base="conditioned", base_antecedent=each))
         assert {patch.metadata.base_behind for patch in found} == {BEHIND[place]} | (
             {BEHIND[0]} if place in (1, 2) else set()
         )
@@ -122,7 +121,7 @@ def test_the_base_counts_too(store):
 
 def test_what_comes_back_is_refused_where_it_does_not_belong(filled):
     page = chunk_of("page")
-    (blind,) = filled.get_patches(Served("page", BACKBONE, BLIND_ONE))
+    (blind,) = filled.get_patches(PatchKey("page", BACKBONE, BLIND_ONE))
     with pytest.raises(StalePatchError, match=r"'A' as it was served 'bare:0+'; expected it served 'exact'"):
         kvp.apply_patch(page, blind, 0, ["A"])
     kvp.apply_patch(page, blind, 0, BLIND_ONE)

@@ -21,7 +21,15 @@ from hypothesis import strategies as st
 from store_cases import BACKBONE, chunk_of, file_of, name_of, patch_of, place_of, same_chunk
 
 from kvpatch_jax.errors import StoreCorruptError, StoreError, StoreFullError, StoreIOError
-from kvpatch_jax.store import Budget, ChunkStore, DynamicLibrary, KeyValueStore, Served, StaticLibrary, prometheus_text
+from kvpatch_jax.store import (
+    Budget,
+    ChunkStore,
+    DynamicLibrary,
+    KeyValueStore,
+    PatchKey,
+    StaticLibrary,
+    prometheus_text,
+)
 from kvpatch_jax.store.cli.audit import listing, totals, verify
 from kvpatch_jax.store.cli.main import main
 from kvpatch_jax.store.snapshots.restore import load_objects
@@ -269,7 +277,7 @@ def act(store: ChunkStore, what: str, id: str) -> object:
         "contains": lambda: store.contains(id, BACKBONE),
         "put": lambda: store.put(chunk),
         "patch": lambda: store.put_patches([patch_of(chunk)]),
-        "patches": lambda: len(store.get_patches(Served(id, BACKBONE, ("A",)))),
+        "patches": lambda: len(store.get_patches(PatchKey(id, BACKBONE, ("A",)))),
         "encoder": lambda: store.get_encoder(id, BACKBONE) is None,
         "delete": lambda: store.delete(id, BACKBONE),
         "spoil": lambda: spoil(store, id),
@@ -414,7 +422,7 @@ def provoke(root: Path, key: bytes | None) -> tuple[list[object], list[BaseExcep
             patch.metadata.__class__.__name__,
             store.disk,
         ]
-        shown += [Served("cat.png", "b", ("before.png",), base_antecedent=("secret text",)), store.statistics()]
+        shown += [PatchKey("cat.png", "b", ("before.png",), base_antecedent=("secret text",)), store.statistics()]
         shown += [
             prometheus_text(store.statistics()),
             list(listing(store.disk)),

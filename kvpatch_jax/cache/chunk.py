@@ -1,0 +1,217 @@
+"""A chunk: one semantic unit prefilled alone, kept position-free. A host container around bare arrays.
+
+The arrays (`kv`, `local`, `encoder`, `hidden`) travel bare into jitted code; `Chunk` itself never does, so that an id
+is never part of a compiled program.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Num
+
+from ..core import AnyArray, KVLayout, PhaseFreeKV, check_positions, expect_frame, extent
+from ..errors import InputError, NotFiniteError, PositionError, ShapeError
+from ..utils.kinds import expect_kind, is_whole
+from .checksum import examine
+from .content import fingerprint_of
+
+COMPUTED = "kv:"
+"""What a content begins with that was computed from kv."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Chunk:
+    """The canonical KV of one unit, with what is needed to place it anywhere.
+
+    Attributes:
+      kv: {channel: [L, T, K, H]}, phase-free, in the storage dtype. T may be padded beyond `length`. A batch of chunks
+        that share everything else, as an evaluation has it, is {channel: [L, B, T, K, H]}; stores do not take one.
+      local: positions relative to the chunk's start, [T] or [T, A]; float32, may be fractional.
+      span: how far the next chunk's start moves (under M-RoPE the largest extent, not the token count).
+      length: tokens that are not padding, 1 ≤ length ≤ T.
+      id: the chunk's name; patches carry it in their metadata.
+      layout: of kv.
+      backbone: fingerprint of the model that made it.
+      encoder: the tower's output, [n, E, D] as `Backbone.encode` gives it, or None.
+      hidden: the residual stream at some layers' inputs, {layer: [T, D]} ([B, T, D] of a batch), or None.
+      content: a digest of what the chunk shows, by which two chunks of one id are told apart; who makes it from inputs
+        gives theirs. None takes a checksum of kv, "kv:…", computed in the pass that looks for NaN, and again wherever
+        a chunk is made of this one's fields. It finds mistakes and not forgeries. A digest that was given is believed.
+      lead: the digest of what the chunk was prefilled behind (`canonical.lead_digest`), such as a system prompt that
+        never leaves; None for a chunk that was prefilled alone. Another lead is another canonical.
+
+    NumPy arrays that could still be written to are copied; what changes in them later does not change the chunk.
+
+    Raises:
+      FrameError: kv that was turned. LayoutError, ShapeError, DtypeError: kv does not fit the layout.
+      PositionError: local or span out of range. NotFiniteError: NaN or infinity in kv.
+      InputError: length out of range, an empty id or content, or no fingerprint.
+    """
+
+    kv: Mapping[str, Float[AnyArray, "L *B T _ _"]]
+    local: Num[AnyArray, " T"] | Num[AnyArray, "T A"]
+    span: int
+    length: int
+    id: str
+    layout: KVLayout
+    backbone: str
+    encoder: Float[AnyArray, "..."] | None = None
+    hidden: Mapping[int, Float[AnyArray, "*B T D"]] | None = None
+    content: str | None = None
+    lead: str | None = None
+
+    def __post_init__(self) -> None:
+        expect_kind(self.layout, KVLayout, "chunk: layout", "a KVLayout, such as `backbone.layout`")
+        expect_kind(self.local, AnyArray, "chunk: local", "an array of positions", PositionError)
+        for word in ("content", "lead"):
+            expect_kind(getattr(self, word), str | None, f"chunk: {word}", "a digest, or None")
+        expect_frame(self.kv, f"chunk {self.id!r}", "phase_free")
+        self.layout.check(self.kv, f"chunk {self.id!r}")
+        shape = self.kv[self.layout.names[0]].shape
+        if len(shape) not in (4, 5):
+            raise ShapeError(f"chunk {self.id!r}: kv of shape {shape}; expected [L, T, K, H] or [L, B, T, K, H]")
+        tokens = shape[-3]
+        if not self.id:
+            raise InputError(f"chunk: id {self.id!r}; expected a name")
+        fingerprint_of(self.backbone, f"chunk {self.id!r}")
+        if not is_whole(self.length, 1) or self.length > tokens:
+            raise InputError(f"chunk {self.id!r}: length {self.length}; expected 1 to {tokens}")
+        axes = self.layout.rope.axes
+        expected = (tokens,) if axes is None else (tokens, axes)
+        if self.local.shape != expected:
+            raise PositionError(f"chunk {self.id!r}: local positions {self.local.shape}; expected {expected}")
+        if not is_whole(self.span, 0):
+            raise PositionError(f"chunk {self.id!r}: span {self.span!r:.80}; expected a whole number from 0")
+        check_positions(self.layout.rope, self.local, np.zeros((), np.int32))
+        if "" in (self.content, self.lead):
+            raise InputError(
+                f"chunk {self.id!r}: content {self.content!r}, lead {self.lead!r}; expected a digest each, or None"
+            )
+        self._settle()
+
+    def _settle(self) -> None:
+        """Looks at every number once, and takes hold of what could change."""
+        for word in ("kv", "local", "encoder", "hidden"):
+            object.__setattr__(self, word, _kept(getattr(self, word)))
+        object.__setattr__(self, "kv", PhaseFreeKV(self.kv))
+        computed, finite = _examined(self)
+        if not finite:
+            check_finite(self.kv, f"chunk {self.id!r}")
+        if self.content is None or self.content.startswith(COMPUTED):
+            object.__setattr__(self, "content", COMPUTED + computed)
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{name} {list(value.shape)} {value.dtype}" for name, value in self.kv.items())
+        return (
+            f"Chunk({brief(self.id)!r}, {self.length} tokens, span {self.span}: {kinds}, "
+            f"backbone {self.backbone[:16]!r}, content {self.content!r:.24}"
+            f"{'' if self.lead is None else f', behind the lead {self.lead[:12]}…'})"
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Padded number of tokens, T."""
+        return self.kv[self.layout.names[0]].shape[-3]
+
+    @property
+    def batch(self) -> int | None:
+        """How many chunks kv holds, B; None for one chunk without a batch axis."""
+        shape = self.kv[self.layout.names[0]].shape
+        return shape[1] if len(shape) == 5 else None
+
+    @functools.cached_property
+    def places(self) -> str:
+        """A digest of the local positions of its tokens, whatever their dtype: 16 hexadecimal digits."""
+        positions = np.ascontiguousarray(np.asarray(self.local)[: self.length], np.float32)
+        return hashlib.blake2b(positions.tobytes(), digest_size=8).hexdigest()
+
+    @functools.cached_property
+    def extent(self) -> tuple[float, float]:
+        """The least and the greatest local position, on the host, where every placing is checked."""
+        return extent(self.local)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of kv."""
+        return sum(int(value.nbytes) for value in self.kv.values())
+
+    def pad(self, tokens: int) -> "Chunk":
+        """Pads T by zeros to `tokens`, so that chunks of unequal length share one program.
+
+        Raises:
+          ShapeError: `tokens` below T.
+        """
+        more = tokens - self.tokens
+        if more < 0:
+            raise ShapeError(f"chunk {self.id!r}: pad to {tokens}; expected at least {self.tokens}")
+
+        def grow(value: AnyArray, axis: int) -> Array:
+            widths = [(0, 0)] * value.ndim
+            widths[axis] = (0, more)
+            return jnp.pad(jnp.asarray(value), widths)
+
+        hidden = None if self.hidden is None else {layer: grow(value, -2) for layer, value in self.hidden.items()}
+        kv = {name: grow(value, -3) for name, value in self.kv.items()}
+        return trusted(self, kv=PhaseFreeKV(kv), local=grow(self.local, 0), hidden=hidden)
+
+
+def _kept(value: Any) -> Any:
+    """The same arrays, copied where somebody could still write to them; mappings are copied, not their arrays."""
+    if isinstance(value, Mapping):
+        return {key: _kept(each) for key, each in value.items()}
+    owner = value
+    while isinstance(owner, np.ndarray) and not owner.flags.writeable:
+        owner = owner.base
+    if not isinstance(owner, np.ndarray):
+        return value
+    copy = np.array(value)
+    copy.flags.writeable = False
+    return copy
+
+
+def brief(id: str) -> str:
+    """Shortens an id for people to read: the 64 digits of a digest to the first 12."""
+    return id if len(id) <= 24 else f"{id[:12]}…"
+
+
+def trusted(chunk: Chunk, **changes: Any) -> Chunk:
+    """Copies a chunk with some fields changed, of the same content, whose values are not looked at again."""
+    copy = object.__new__(Chunk)
+    for field in dataclasses.fields(Chunk):
+        object.__setattr__(copy, field.name, changes.get(field.name, getattr(chunk, field.name)))
+    return copy
+
+
+def _examined(chunk: Chunk) -> tuple[str, bool]:
+    """A checksum of a chunk's kv and whether it is finite; of a batch with tokens in front, as `examine` has them."""
+    kv = chunk.kv if chunk.batch is None else {name: jnp.moveaxis(value, 1, 2) for name, value in chunk.kv.items()}
+    return examine(kv, chunk.length)
+
+
+def content_of(chunk: Chunk) -> str:
+    """Returns a chunk's content; where it came without one (from a store) it is computed now, and kept."""
+    if chunk.content is None:
+        object.__setattr__(chunk, "content", COMPUTED + _examined(chunk)[0])
+    assert chunk.content is not None
+    return chunk.content
+
+
+@jax.jit
+def _not_finite(values: list[Num[AnyArray, "..."]]) -> list[Array]:
+    """Counts what is NaN or infinite in each array: one program for all of them, and no mask is written out."""
+    return [jnp.sum(~jnp.isfinite(value), dtype=jnp.uint32) for value in values]
+
+
+def check_finite(values: Mapping[str, Num[AnyArray, "..."]] | list[tuple[str, AnyArray]], what: str) -> None:
+    """Raises NotFiniteError, naming the first channel that holds NaN or infinity."""
+    named = list(values.items()) if isinstance(values, Mapping) else values
+    counts = jax.device_get(_not_finite([value for _, value in named]))
+    for (name, _), count in zip(named, counts, strict=True):
+        if count:
+            raise NotFiniteError(f"{what}[{name!r}]: {count} values are NaN or infinite; expected finite values")

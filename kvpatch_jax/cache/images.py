@@ -1,0 +1,156 @@
+"""One form for an image, however it is given: the pixels that it holds, uint8 RGB, with alpha where something shows
+through. Ids are taken over this form, and preprocessing begins with it, so that a file, a PIL image and an array of the
+same pixels are the same image.
+"""
+
+import io
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import UInt8
+
+from ..errors import ImageError
+from ..utils.optional_packages import require
+
+ImageSource = Any
+"""A path (`os.PathLike`), an encoded file's bytes, a PIL image, or uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]."""
+
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
+
+
+def is_encoded(content: bytes) -> bool:
+    """Whether bytes begin as an encoded image does."""
+    return content.startswith(_MAGIC)
+
+
+def is_pixels(value: Any) -> bool:
+    """Whether an array has the dtype and shape of an image's pixels."""
+    array = isinstance(value, np.ndarray | jax.Array) and value.dtype == np.uint8
+    return array and (value.ndim == 2 or (value.ndim == 3 and value.shape[-1] in (1, 3, 4)))
+
+
+def decoded(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W C"]:
+    """Reads an image to its pixels: RGB [H, W, 3], or RGBA [H, W, 4] where a pixel is not opaque.
+
+    A file's EXIF orientation is applied; a PIL image is taken as it is. Greys, palettes, CMYK and the other modes of
+    8 bits a value become RGB as Pillow converts them. `name` is what errors call the image.
+
+    Raises:
+      ImageError: a file that is not there, is not an image or is cut short; more than 8 bits a value; an array of
+      another kind; an empty image.
+    """
+    if isinstance(source, np.ndarray | jax.Array):
+        image = _of_array(np.asarray(source), name)
+    elif isinstance(source, bytes):
+        image = _of_file(io.BytesIO(source), name)
+    elif isinstance(source, str | os.PathLike):
+        image = _of_file(Path(source), name)
+    else:
+        image = _of_pil(source, name)
+    if image.size == 0:
+        raise ImageError(f"{name} is empty: {image.shape[0]}×{image.shape[1]} pixels")
+    opaque = image.shape[-1] == 4 and bool((image[..., 3] == 255).all())
+    return np.ascontiguousarray(image[..., :3]) if opaque else image
+
+
+def expect_small(source: ImageSource, most: int, name: str = "image") -> None:
+    """Refuses an image of more bytes than `most`, as a file or as pixels, before its pixels are read.
+
+    Raises:
+      ImageError: one that is too large, a path that is no regular file, or a file whose size cannot be told.
+    """
+    if isinstance(source, os.PathLike):
+        name = os.fspath(source)
+        try:
+            told = os.stat(source)
+        except (OSError, ValueError) as error:
+            raise ImageError(f"{name!r:.300} is not there ({error}); expected an image file") from error
+        if not stat.S_ISREG(told.st_mode):
+            raise ImageError(f"{name!r:.300} is no regular file; expected an image file")
+        _expect_bytes(told.st_size, most, name, "of its file")
+        _expect_bytes(_pixel_bytes(source, name), most, name, "of its pixels")
+    elif isinstance(source, bytes):
+        _expect_bytes(len(source), most, name, "of its file")
+        _expect_bytes(_pixel_bytes(io.BytesIO(source), name), most, name, "of its pixels")
+    elif hasattr(source, "getbands"):
+        _expect_bytes(source.width * source.height * 3, most, name, "of its pixels")
+    elif hasattr(source, "nbytes"):
+        _expect_bytes(source.nbytes, most, name, "of its pixels")
+
+
+def _expect_bytes(found: int, most: int, name: str, what: str) -> None:
+    if found > most:
+        raise ImageError(f"{name!r:.300}: {found} bytes {what}; expected at most {most}")
+
+
+def _pixel_bytes(file: Any, name: str) -> int:
+    """Bytes of a file's pixels as RGB, by its header."""
+    Image = require("PIL.Image", "Pillow")
+    try:
+        with Image.open(file) as image:
+            return image.width * image.height * 3
+    except Image.UnidentifiedImageError as error:
+        raise ImageError(f"{name!r:.300} is not an image file that Pillow knows") from error
+    except _unreadable(Image) as error:
+        raise ImageError(f"{name!r:.300} is damaged or cut short: {error}") from error
+
+
+def _unreadable(Image: Any) -> tuple[type[BaseException], ...]:
+    """What Pillow raises of files that are no images after all, warnings too where they are errors."""
+    bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+    return (OSError, SyntaxError, ValueError, EOFError, struct.error, *bombs)
+
+
+def _of_file(file: Any, name: str) -> np.ndarray:
+    Image, ImageOps = require("PIL.Image", "Pillow"), require("PIL.ImageOps", "Pillow")
+    try:
+        with Image.open(file) as image:
+            image.load()
+            turned = ImageOps.exif_transpose(image)
+    except FileNotFoundError as error:
+        raise ImageError(f"{name} is not there; expected an image file") from error
+    except Image.UnidentifiedImageError as error:
+        raise ImageError(f"{name} is not an image file that Pillow knows") from error
+    except _unreadable(Image) as error:
+        raise ImageError(f"{name} is damaged or cut short: {error}") from error
+    return _of_pil(turned, name)
+
+
+def _of_pil(source: Any, name: str) -> np.ndarray:
+    if not hasattr(source, "getbands"):  # as `content.sort_of` tells a PIL image, without Pillow
+        raise ImageError(f"{name} is a {type(source).__name__}; expected a path, a PIL image or a uint8 array")
+    if 0 in source.size:
+        raise ImageError(f"{name} is empty: {source.height}×{source.width} pixels")
+    if source.mode.startswith(("I", "F")):
+        raise ImageError(
+            f"{name} has mode {source.mode}, more than 8 bits a value; Pillow would clip it: rescale it first"
+        )
+    try:
+        alpha = "A" in source.getbands() or source.info.get("transparency") is not None
+        return np.array(source.convert("RGBA" if alpha else "RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ImageError(f"{name} (mode {source.mode}) cannot be read as RGB: {error}") from error
+
+
+def _of_array(array: np.ndarray, name: str) -> np.ndarray:
+    if not is_pixels(array):
+        wanted = "expected uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]; normalised values go through patchify"
+        raise ImageError(f"{name} is {array.dtype} {list(array.shape)}; {wanted}")
+    if array.ndim == 2:
+        array = array[..., None]
+    return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
+
+
+def over_white(image: UInt8[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:
+    """Lays pixels over white where they are not opaque: RGB from RGB or RGBA."""
+    if image.shape[-1] == 3:
+        return image
+    Image = require("PIL.Image", "Pillow")
+    pixels = Image.fromarray(image, "RGBA")
+    white = Image.new("RGBA", pixels.size, (255, 255, 255, 255))
+    return np.array(Image.alpha_composite(white, pixels).convert("RGB"))

@@ -1,0 +1,36 @@
+"""Buckets: the few sizes that lengths are padded to, so that other lengths in a bucket compile nothing anew."""
+
+import dataclasses
+
+from ..errors import ConfigError
+from ..utils.kinds import is_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Sizes to pad to: powers of two up to `smallest`, then `steps` sizes per doubling.
+
+    Four steps waste at most a fifth of a bucket. `smallest` / `steps` must be a multiple of the patches that a tower
+    merges (4 or 1).
+
+    Raises:
+      ConfigError: sizes that are not powers of two, or steps too fine for the smallest size.
+    """
+
+    smallest: int = 64
+    steps: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("smallest", "steps"):
+            value = getattr(self, name)
+            if not is_whole(value, 1) or value & (value - 1):
+                raise ConfigError(f"bucket {name} {value!r:.80}; expected a power of two")
+        if self.smallest % (4 * self.steps):
+            raise ConfigError(f"bucket smallest {self.smallest}; expected a multiple of 4 · steps ({4 * self.steps})")
+
+    def round_up(self, size: int) -> int:
+        """The smallest bucket that holds `size` (0 holds nothing)."""
+        if size <= self.smallest:
+            return 0 if size == 0 else 1 << (size - 1).bit_length()
+        step = (1 << ((size - 1).bit_length() - 1)) // self.steps
+        return -(-size // step) * step

@@ -1,0 +1,340 @@
+"""What a backbone caches: channels, their widths, which carry rotary phase, and the three frames of keys.
+
+Frames: *phase-free* (keys before RoPE, after bias and qk-norm: what is stored and patched), *local* (rotated to
+positions counted from the chunk's own start) and *engine* (rotated to their place in the sequence). Only channels that
+rotate differ between frames. Kamera §3, "one mechanism for MLA, GQA and MHA".
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Num
+
+from ..errors import DtypeError, LayoutError, PositionError, ShapeError
+from ..utils.kinds import expect_kind, is_whole
+from .frames import EngineKV, LocalKV, PhaseFreeKV, expect_frame
+from .frames import Frame as Frame
+from .rope import POSITION_LIMIT, Angles, Rope, check_positions, extent, relocation_tables, rope_tables, rotate
+
+AnyArray = jax.Array | np.ndarray
+KV = Mapping[str, Float[AnyArray, "..."]]
+Positions = Num[AnyArray, "..."]
+Start = Int[AnyArray, "..."] | int | np.integer | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """One cached tensor per layer: `heads` vectors of `width` per token, the first `rotary` entries carrying phase."""
+
+    name: str
+    heads: int
+    width: int
+    rotary: int = 0
+
+    def __post_init__(self) -> None:
+        whole = all(is_whole(number, 0) for number in (self.heads, self.width, self.rotary))
+        if not whole or self.heads < 1 or self.width < 1 or not 0 <= self.rotary <= self.width:
+            raise LayoutError(
+                f"channel {self.name!r}: heads {self.heads}, width {self.width}, rotary {self.rotary}; expected "
+                "positive heads and width, and rotary at most the width"
+            )
+
+    @property
+    def features(self) -> int:
+        """Numbers per token and layer, F = K·H."""
+        return self.heads * self.width
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any of it carries rotary phase."""
+        return self.rotary > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class KVLayout:
+    """The channels of a backbone, in order. Hashable; a static argument under jit. Build with gqa, mha or mla."""
+
+    kind: Literal["gqa", "mha", "mla"]
+    layers: int
+    channels: tuple[Channel, ...]
+    rope: Rope
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.layers, 1):
+            raise LayoutError(f"layout: layers {self.layers!r:.80}; expected a whole number from 1")
+        expect_kind(self.rope, Rope, "layout: rope", "a Rope", LayoutError)
+        expect_kind(self.channels, tuple, "layout: channels", "a tuple of Channel", LayoutError)
+        for channel in self.channels:
+            expect_kind(channel, Channel, "layout: channels", "each a Channel", LayoutError)
+        if len({channel.name for channel in self.channels}) != len(self.channels) or not self.channels:
+            raise LayoutError(f"layout: channels {[c.name for c in self.channels]}; expected distinct names")
+        for channel in self.channels:
+            if channel.rotates and (channel.rotary != self.rope.dim or channel.width != self.rope.head_width):
+                raise LayoutError(
+                    f"layout: channel {channel.name!r} is {channel.width} wide and rotates {channel.rotary}; expected "
+                    f"the rope's {self.rope.head_width} and {self.rope.dim}"
+                )
+
+    @classmethod
+    def gqa(cls, layers: int, kv_heads: int, head_dim: int, rope: Rope) -> "KVLayout":
+        """Describes grouped-query attention: channels k (rotates) and v, [L, T, kv_heads, head_dim] each.
+
+        Raises:
+          LayoutError: a rope that does not fit `head_dim`.
+        """
+        channels = (Channel("k", kv_heads, head_dim, rope.dim), Channel("v", kv_heads, head_dim))
+        return cls("gqa", layers, channels, rope)
+
+    @classmethod
+    def mha(cls, layers: int, heads: int, head_dim: int, rope: Rope) -> "KVLayout":
+        """Describes multi-head attention: as gqa, with one KV head per query head."""
+        return dataclasses.replace(cls.gqa(layers, heads, head_dim, rope), kind="mha")
+
+    @classmethod
+    def mla(cls, layers: int, latent: int = 512, rope_dim: int = 64, *, rope: Rope) -> "KVLayout":
+        """Describes latent attention: ckv (post-norm latent, no phase) and kpe (decoupled key, rotates), one head.
+
+        Raises:
+          LayoutError: a rope whose dim is not `rope_dim`.
+        """
+        return cls("mla", layers, (Channel("ckv", 1, latent), Channel("kpe", 1, rope_dim, rope.dim)), rope)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Channel names, in order."""
+        return tuple(channel.name for channel in self.channels)
+
+    def channel(self, name: str) -> Channel:
+        """Finds the channel called `name`.
+
+        Raises:
+          LayoutError: no such channel.
+        """
+        for channel in self.channels:
+            if channel.name == name:
+                return channel
+        raise LayoutError(f"layout: no channel {name!r}; expected one of {self.names}")
+
+    def with_angles(self, angles: Angles | None) -> "KVLayout":
+        """Replaces the rope's `angles` ("exact" or "float32"); None leaves them as they are."""
+        if angles is None or angles == self.rope.angles:
+            return self
+        return dataclasses.replace(self, rope=dataclasses.replace(self.rope, angles=angles))
+
+    def bytes_per_token(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
+        """Counts the bytes that one token takes, all layers and channels."""
+        return self.layers * sum(channel.features for channel in self.channels) * jnp.dtype(dtype).itemsize
+
+    def check(self, kv: KV, what: str = "kv") -> None:
+        """Refuses a kv pytree that is not {channel: float [L, ..., T, K, H]} of this layout.
+
+        Raises:
+          LayoutError: other channels. ShapeError: other shapes. DtypeError: not floating point.
+        """
+        expect_kind(kv, Mapping, what, "{channel: array}", LayoutError)
+        if set(kv) != set(self.names):
+            raise LayoutError(f"{what}: channels {sorted(kv)}; expected {sorted(self.names)}")
+        middle = None
+        for channel in self.channels:
+            value = kv[channel.name]
+            if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+                raise LayoutError(f"{what}[{channel.name!r}]: a {type(value).__name__}; expected an array")
+            if not jnp.issubdtype(value.dtype, jnp.floating):
+                raise DtypeError(f"{what}[{channel.name!r}]: dtype {value.dtype}; expected a floating-point dtype")
+            shape = value.shape
+            if len(shape) < 4 or shape[0] != self.layers or shape[-2:] != (channel.heads, channel.width):
+                raise ShapeError(
+                    f"{what}[{channel.name!r}]: shape {shape}; expected [{self.layers}, ..., T, {channel.heads}, "
+                    f"{channel.width}]"
+                )
+            if middle is not None and shape[1:-2] != middle:
+                raise ShapeError(f"{what}[{channel.name!r}]: shape {shape}; expected {middle} between layers and heads")
+            middle = shape[1:-2]
+
+
+def as_start(rope: Rope, start: Start) -> Int[AnyArray, "..."]:
+    """Turns a start into an int32 array: a scalar, or [..., A] with sections (a scalar becomes one per axis).
+
+    Raises:
+      PositionError: not an integer, or not one per axis.
+    """
+    if not isinstance(start, jax.Array):
+        given = np.asarray(start)
+        if not np.issubdtype(given.dtype, np.integer) or max(map(abs, extent(given))) >= POSITION_LIMIT:
+            raise PositionError(f"start {start!r}; expected integers below 2**30 in magnitude")
+        start = given.astype(np.int32)
+    elif not jnp.issubdtype(start.dtype, jnp.integer):
+        raise PositionError(f"start of dtype {start.dtype}; expected int32")
+    elif start.dtype != jnp.int32:
+        # What int32 does not hold would be wrapped.
+        check_positions(rope, start, np.zeros((), np.int32))
+    if rope.axes is not None and start.ndim == 0:
+        return (np if isinstance(start, np.ndarray) else jnp).broadcast_to(start, (rope.axes,)).astype(jnp.int32)
+    if rope.axes is not None and start.shape[-1] != rope.axes:
+        raise PositionError(f"start of shape {start.shape}; expected a scalar or [..., {rope.axes}]")
+    return start.astype(jnp.int32)
+
+
+def chunk_start(rope: Rope, start: Start, batch: int | None, what: str) -> Int[AnyArray, "..."]:
+    """Checks the start of one chunk, a scalar or [A] with sections, or of a batch, also one for each: int32.
+
+    Raises:
+      PositionError: as `as_start`, or another number of starts.
+    """
+    place = as_start(rope, start)
+    one = () if rope.axes is None else (rope.axes,)
+    if place.shape == one or (batch is not None and place.shape == (batch, *one)):
+        return place
+    several = "" if batch is None else f", or the same for each of {batch} chunks"
+    raise PositionError(
+        f"{what}: start of shape {place.shape}; expected a scalar, or one per axis of the rope{several}"
+    )
+
+
+def check_places(layout: KVLayout, kv: KV, local: Positions, start: Int[AnyArray, "..."]) -> None:
+    """Refuses positions that are not one per token, or starts that are not one per sequence of kv [L, ..., T, K, H].
+
+    Raises:
+      PositionError: either; they would be broadcast over tokens or layers.
+    """
+    if not hasattr(local, "shape"):
+        raise PositionError(f"local positions: a {type(local).__name__}; expected an array, such as `chunk.local`")
+    shape, axes = kv[layout.names[0]].shape, layout.rope.axes
+    batch, tokens = shape[1:-3], shape[-3]
+    places = local.shape if axes is None else local.shape[:-1]
+    if not places or places[-1] != tokens:
+        raise PositionError(f"local positions of shape {local.shape}; expected one for each of {tokens} tokens")
+    for what, found in (("start", start.shape if axes is None else start.shape[:-1]), ("local", places[:-1])):
+        if len(found) > len(batch):
+            raise PositionError(f"{what} of shape {found}; expected one for each of {batch} sequences, or one for all")
+
+
+def _place(layout: KVLayout, kv: dict[str, Array], local: Array, start: Array, back: bool) -> dict[str, Array]:
+    cos, sin = rope_tables(layout.rope, local, start)
+    scale = layout.rope.attention_scaling
+    return {
+        name: rotate(value, cos, -sin if back else sin, layout.rope.cached, 1.0 / scale if back else scale)
+        for name, value in kv.items()
+    }
+
+
+jitted_place = jax.jit(_place, static_argnames=("layout", "back"))
+"""Rotation of the channels that carry phase, compiled once per layout and shape, so that it always rounds alike."""
+
+
+def _relocate(layout: KVLayout, kv: dict[str, Array], old: Array, new: Array) -> dict[str, Array]:
+    cos, sin = relocation_tables(layout.rope, old, new)
+    return {name: rotate(value, cos, sin, layout.rope.cached) for name, value in kv.items()}
+
+
+jitted_relocate = jax.jit(_relocate, static_argnames=("layout",))
+"""One rotation from old to new positions of the channels that carry phase, compiled once per layout and shape."""
+
+
+def on_device(value: AnyArray) -> Array:
+    """Turns NumPy arrays into jax arrays; jax arrays pass, which `jnp.asarray` takes 30 µs to find out."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def _turning(layout: KVLayout, kv: KV) -> dict[str, Array]:
+    return {channel.name: on_device(kv[channel.name]) for channel in layout.channels if channel.rotates}
+
+
+def _with_still(layout: KVLayout, turned: dict[str, Array], kv: KV) -> dict[str, Array]:
+    """All channels, in order: those that were turned, and the others as they were."""
+    return {name: turned[name] if name in turned else on_device(kv[name]) for name in layout.names}
+
+
+def placed(layout: KVLayout, kv: KV, local: Positions, start: AnyArray, back: bool = False) -> dict[str, Array]:
+    """Runs `to_engine`, or with `back` `to_phase_free`, on what was checked already; start is from `as_start`."""
+    turned = jitted_place(layout, _turning(layout, kv), local, start, back=back)
+    return _with_still(layout, turned, kv)
+
+
+def _checked(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool) -> dict[str, Array]:
+    expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `chunk.layout`", LayoutError)
+    layout.check(kv)
+    start = as_start(layout.rope, start)
+    check_places(layout, kv, local, start)
+    check_positions(layout.rope, local, start)
+    return placed(layout, kv, local, start, back)
+
+
+def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> EngineKV:
+    """Turns phase-free keys to the engine frame: R(start + local), times the rope's attention scaling.
+
+    Args:
+      layout: static.
+      kv: {channel: [L, ..., T, K, H]}, phase-free.
+      local: positions relative to start, [..., T] or [..., T, A].
+      start: int32, a scalar or one per axis; traced under jit.
+
+    Returns:
+      {channel: [L, ..., T, K, H]}, of the same shapes and dtypes; channels without phase are returned as they are.
+
+    Raises:
+      LayoutError, ShapeError, DtypeError, PositionError, RopeRegimeError: see their own words. FrameError: kv that was
+      turned already.
+    """
+    expect_frame(kv, "to_engine", "phase_free")
+    return EngineKV(_checked(layout, kv, local, start, False))
+
+
+def to_local(layout: KVLayout, kv: KV, local: Positions) -> LocalKV:
+    """Turns phase-free keys to the local frame, which a query turned by R(−start) reads: `to_engine` at start 0."""
+    return LocalKV(to_engine(layout, kv, local, 0))
+
+
+def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) -> PhaseFreeKV:
+    """Turns keys of the engine frame (at start 0: local frame) back: inverts `to_engine`, attention scaling included.
+
+    The result has kv's dtype. Keys that an engine cached in bfloat16 are rounded again by that, and once more where
+    they are placed: given in float32, they come back bit by bit (`engines.splice_ragged` takes such chunks).
+
+    Raises:
+      As `to_engine`. FrameError: kv that is phase-free already.
+    """
+    expect_frame(kv, "to_phase_free", "engine", "local")
+    return PhaseFreeKV(_checked(layout, kv, local, start, True))
+
+
+def relocate(layout: KVLayout, kv: KV, old: Positions | Start, new: Positions | Start) -> EngineKV:
+    """Moves engine-frame keys from `old` to `new` in one rotation. For caches that we did not make.
+
+    Args:
+      layout: its rope should have that engine's `angles`.
+      kv: {channel: [L, ..., T, K, H]}, keys already rotated.
+      old, new: each a start (a scalar, or one per axis: [A]) or full positions ([..., T], or [..., T, A] with
+        sections). Two starts turn every token alike. The axes may move by unequal offsets.
+
+    Returns:
+      kv as before; no attention scaling is applied, for the keys carry it already.
+
+    Raises:
+      PositionError: a position that is not finite, or from 2³⁰ on. FrameError: kv that is phase-free. Else as
+      `to_engine`.
+    """
+    expect_kind(layout, KVLayout, "layout", "a KVLayout, such as `backbone.layout`", LayoutError)
+    expect_frame(kv, "relocate", "engine", "local")
+    layout.check(kv)
+    turned = jitted_relocate(layout, _turning(layout, kv), _side(layout.rope, old), _side(layout.rope, new))
+    return EngineKV(_with_still(layout, turned, kv))
+
+
+def _side(rope: Rope, positions: Positions | Start) -> AnyArray:
+    """A start or full positions, checked as they were given, as `relocation_tables` takes them."""
+    array = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    if array.dtype.kind not in "iuf" or not array.size:
+        raise PositionError(f"relocate: positions {positions!r:.80}; expected numbers, a start or one for each token")
+    check_positions(rope, array, np.zeros((), np.int32))
+    array = array.astype(np.int32 if jnp.issubdtype(array.dtype, jnp.integer) else np.float32)
+    if rope.axes is None:
+        return array[None] if array.ndim == 0 else array
+    if array.ndim > 1:
+        return array
+    numbers = np if isinstance(array, np.ndarray) else jnp
+    return numbers.broadcast_to(array, (rope.axes,))[None, :]

@@ -1,0 +1,342 @@
+"""Rotary position embeddings: frequencies, cached layout, sections, and cosines that stay right at far positions.
+
+A rope says which angle every rotary pair of a cached key turns by at a position. Two ways of making the angle:
+
+* ``angles="exact"``: right to float32 rounding at any int32 position, without 64-bit arithmetic on the device. A
+  frequency is kept as a 64-bit fixed-point fraction of a turn (made on the host in float64), and position × frequency
+  is taken modulo one turn in wrapping uint32 arithmetic, so nothing is lost however far the position is.
+* ``angles="float32"``: float32(position) · float32(frequency), as the original engines compute it (off by 0.06 in the
+  cosine at position 1 000 000), for parity with them and for caches that they made. The frequency is
+  1 / theta ** (arange(0, dim, 2) / dim) with each step rounded to float32, the power correctly; torch's own float32
+  power may be off by its last bit, by CPU.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels import rotate_patch
+
+from ..errors import LayoutError, PositionError
+from ..utils.kinds import expect_kind, is_whole
+from .scaling import Scaling as Scaling
+
+Angles = Literal["exact", "float32"]
+
+POSITION_LIMIT = 2**30
+"""Positions are refused, where they are concrete, from this magnitude on."""
+
+_TURN = 2.0 * math.pi
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """A rotary embedding as the *cached* keys carry it. Hashable; a static argument under jit.
+
+    Attributes:
+      theta: base of the frequencies.
+      dim: number of channels that rotate, R (even).
+      cached: how a rotary pair lies in the cached key: "half" (i, i + R/2) or "pairs" (2i, 2i + 1). This is the layout
+        of the cache, not of the checkpoint: DeepSeek-V3 and Kimi read pairs but cache halves.
+      sections: for M-RoPE, how many frequencies each axis (time, height, width) takes; they sum to R/2.
+      order: "blocked" (Qwen2.5-VL: the first section's frequencies, then the next) or "interleaved" (Qwen3-VL).
+      width: head width where it is larger than `dim`; only the first `dim` channels rotate.
+      scaling: frequency scaling, or None.
+      angles: "exact" or "float32".
+
+    Raises:
+      LayoutError: odd `dim`, sections that do not sum to dim // 2, unknown words, `width` below `dim`.
+      RopeRegimeError: a length-dependent scaling that is not pinned to one regime.
+    """
+
+    theta: float | int
+    dim: int
+    cached: Literal["half", "pairs"] = "half"
+    sections: tuple[int, ...] | None = None
+    order: Literal["blocked", "interleaved"] = "blocked"
+    width: int | None = None
+    scaling: Scaling | None = None
+    angles: Angles = "exact"
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.dim, 2) or self.dim % 2:
+            raise LayoutError(f"rope: dim {self.dim!r:.80}; expected a positive even number")
+        if not isinstance(self.theta, int | float) or isinstance(self.theta, bool) or not self.theta > 0:
+            raise LayoutError(f"rope: theta {self.theta!r:.80}; expected a positive number")
+        for name, value, words in (
+            ("cached", self.cached, ("half", "pairs")),
+            ("order", self.order, ("blocked", "interleaved")),
+            ("angles", self.angles, ("exact", "float32")),
+        ):
+            if value not in words:
+                raise LayoutError(f"rope: {name} {value!r}; expected one of {words}")
+        if self.width is not None and not is_whole(self.width, self.dim):
+            raise LayoutError(f"rope: width {self.width}; expected at least dim {self.dim}")
+        if self.sections is not None:
+            if not isinstance(self.sections, tuple | list) or not all(is_whole(each, 0) for each in self.sections):
+                raise LayoutError(f"rope: sections {self.sections!r:.80}; expected whole numbers, or None")
+            object.__setattr__(self, "sections", tuple(int(section) for section in self.sections))
+            if sum(self.sections) != self.dim // 2 or min(self.sections) < 0:
+                raise LayoutError(
+                    f"rope: sections {self.sections} sum to {sum(self.sections)}; expected dim // 2 = {self.dim // 2}"
+                )
+        if self.scaling is not None:
+            expect_kind(self.scaling, Scaling, "rope: scaling", "a Scaling, or None", LayoutError)
+            self.scaling.check(self.dim)
+
+    @property
+    def axes(self) -> int | None:
+        """Number of position axes; None for a plain one-dimensional rope."""
+        return None if self.sections is None else len(self.sections)
+
+    @property
+    def head_width(self) -> int:
+        """Width of a cached key head, H ≥ dim."""
+        return self.dim if self.width is None else self.width
+
+    @property
+    def attention_scaling(self) -> float:
+        """What engines multiply cosine and sine by (YaRN, longrope). Relocation never applies it."""
+        return 1.0 if self.scaling is None else self.scaling.attention_scaling
+
+    @property
+    def inverse_frequencies(self) -> np.ndarray:
+        """Radians per position, float64 [R/2], scaling included."""
+        return _inverse_frequencies(self, np.float64)
+
+    @property
+    def axis_of_frequency(self) -> np.ndarray:
+        """Which axis each frequency follows, int [R/2]; zeros without sections."""
+        axis = np.zeros(self.dim // 2, np.int32)
+        if self.sections is None:
+            return axis
+        if self.order == "blocked":
+            return np.repeat(np.arange(len(self.sections), dtype=np.int32), self.sections)
+        step = len(self.sections)
+        for index in range(1, step):
+            axis[index : step * self.sections[index] : step] = index
+        return axis
+
+
+@functools.lru_cache(maxsize=256)
+def _inverse_frequencies(rope: Rope, dtype: type) -> np.ndarray:
+    # The engines' recipe in float32: exponent, power and reciprocal are rounded, each for itself.
+    exponent = (np.arange(0, rope.dim, 2, dtype=dtype) / dtype(rope.dim)).astype(np.float64)
+    theta = rope.theta if rope.scaling is None else rope.scaling.theta(rope.theta, rope.dim)
+    plain = dtype(1.0) / (np.float64(theta) ** exponent).astype(dtype)
+    if rope.scaling is not None:
+        plain = rope.scaling.apply(plain, rope.theta, rope.dim)
+    plain = np.asarray(plain, dtype)
+    plain.flags.writeable = False
+    return plain
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed_point(rope: Rope) -> tuple[np.ndarray, np.ndarray]:
+    """Turns per position as a 64-bit fraction: high and low words, uint32 [R/2]."""
+    turns = _inverse_frequencies(rope, np.float64) / _TURN
+    fractions = [int((float(turn) % 1.0) * 2.0**64) for turn in turns]
+    high = np.array([fraction >> 32 for fraction in fractions], np.uint32)
+    low = np.array([fraction & 0xFFFFFFFF for fraction in fractions], np.uint32)
+    return high, low
+
+
+def _whole_and_fraction(local: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array | None]:
+    """start + local as an int32 and what is left over, float32 in [0, 1); None for integer positions."""
+    if jnp.issubdtype(local.dtype, jnp.integer):
+        return start.astype(jnp.int32) + local.astype(jnp.int32), None
+    local = local.astype(jnp.float32)
+    floor = jnp.floor(local)
+    return start.astype(jnp.int32) + floor.astype(jnp.int32), local - floor
+
+
+def _by_frequency(rope: Rope, position: Num[Array, "..."]) -> Num[Array, "..."]:
+    """[..., T] or [..., T, A] → [..., T, R/2] (or [..., T, 1] without sections): each frequency's own axis."""
+    if rope.axes is None:
+        return position[..., None]
+    axis = rope.axis_of_frequency
+    chosen = jnp.broadcast_to(position[..., :1], (*position.shape[:-1], axis.size))
+    for index in range(1, rope.axes):
+        chosen = jnp.where(axis == index, position[..., index : index + 1], chosen)
+    return chosen
+
+
+def _phase(rope: Rope, whole: Int[Array, "..."]) -> Array:
+    """whole · frequency modulo one turn, in units of 2⁻³² turn, uint32; off by at most 3 units."""
+    high, low = (jnp.asarray(word) for word in _fixed_point(rope))
+    size = jnp.abs(whole).astype(jnp.uint32)
+    size_high, size_low = size >> 16, size & 0xFFFF
+    low_high, low_low = low >> 16, low & 0xFFFF
+    carried = size_high * low_high + ((size_high * low_low) >> 16) + ((size_low * low_high) >> 16)
+    phase = size * high + carried
+    return jnp.where(whole < 0, jnp.uint32(0) - phase, phase)
+
+
+def _cos_sin_of_phase(phase: Array, extra: Array | None) -> tuple[Array, Array]:
+    """Cosine and sine of a uint32 phase plus `extra` radians, reduced to an eighth of a turn first."""
+    quadrant = (phase + jnp.uint32(1 << 29)) >> 30
+    rest = (phase - (quadrant << 30)).astype(jnp.int32)
+    angle = rest.astype(jnp.float32) * np.float32(_TURN * 2.0**-32)
+    if extra is not None:
+        angle = angle + extra
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    odd, back = (quadrant & 1) == 1, quadrant >= 2
+    new_cos, new_sin = jnp.where(odd, -sin, cos), jnp.where(odd, cos, sin)
+    return jnp.where(back, -new_cos, new_cos), jnp.where(back, -new_sin, new_sin)
+
+
+def _place(rope: Rope, local: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array]:
+    """Aligns local [..., T] or [..., T, A] with a start that is a scalar, one per axis, or batched likewise."""
+    axes = rope.axes
+    if axes is None:
+        if start.ndim:
+            start = start[..., None]
+    else:
+        if local.ndim == 0 or local.shape[-1] != axes:
+            raise PositionError(f"rope: positions of shape {local.shape}; expected [..., T, {axes}] for {axes} axes")
+        if start.ndim:
+            if start.shape[-1] != axes:
+                raise PositionError(f"rope: start of shape {start.shape}; expected a scalar or [..., {axes}]")
+            start = start[..., None, :]
+    if local.ndim < (1 if axes is None else 2):
+        raise PositionError(f"rope: positions of shape {local.shape}; expected [..., T{'' if axes is None else ', A'}]")
+    return local, start
+
+
+def rope_tables(
+    rope: Rope, positions: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."] | int | np.integer = 0
+) -> tuple[Float[Array, "*batch T half"], Float[Array, "*batch T half"]]:
+    """Computes cosines and sines at start + positions, float32, without the attention scaling.
+
+    Args:
+      rope: static.
+      positions: int or float [..., T] ([..., T, A] with sections); may be fractional; may be traced.
+      start: int32, a scalar, one per axis [A], or batched ([...] or [..., A]); may be traced.
+
+    Returns:
+      cos, sin [..., T, R/2], right to about 2e-7 under ``angles="exact"`` at every int32 position.
+
+    Raises:
+      PositionError: shapes that the rope does not take, or integers beyond int32.
+    """
+    return _tables(rope, _held(positions), start if isinstance(start, jax.Array) else np.asarray(start, np.int32))
+
+
+# Inlined where the caller is traced; called eagerly it is one program in place of thirty.
+@functools.partial(jax.jit, static_argnames=("rope",), inline=True)
+def _tables(rope: Rope, positions: Num[Array, "..."], start: Int[Array, "..."]) -> tuple[Array, Array]:
+    local, start = _place(rope, positions, start.astype(jnp.int32))
+    if rope.angles == "float32":
+        absolute = start.astype(jnp.float32) + local.astype(jnp.float32)
+        return _made_once(*_engine_cos_sin(rope, absolute))
+    whole, fraction = _whole_and_fraction(local, start)
+    extra = None if fraction is None else _radians(rope, fraction)
+    return _made_once(*_cos_sin_of_phase(_phase(rope, _by_frequency(rope, whole)), extra))
+
+
+def _held(positions: Num[Array | np.ndarray, "..."]) -> Array:
+    """Positions on the device; integers that int32 does not hold are refused, for jax would wrap them."""
+    if isinstance(positions, np.ndarray) and positions.dtype.kind in "iu" and positions.dtype.itemsize >= 4:
+        least, greatest = extent(positions)
+        if greatest >= 2**31 or least < -(2**31):
+            raise PositionError(f"rope: positions from {least:.0f} to {greatest:.0f}; expected int32")
+    return jnp.asarray(positions)
+
+
+def _made_once(cos: Array, sin: Array) -> tuple[Array, Array]:
+    """Tables as they are, but on a CPU behind a barrier.
+
+    There XLA fuses what they are made by into the loop over layers and heads that reads them, and computes each cosine
+    again for every one of these. Programs for other platforms are as without it.
+    """
+    barrier = lambda *tables: jax.lax.optimization_barrier(tables)
+    return jax.lax.platform_dependent(cos, sin, cpu=barrier, default=lambda *tables: tables)
+
+
+def _radians(rope: Rope, fraction: Array) -> Array:
+    return _by_frequency(rope, fraction) * jnp.asarray(_inverse_frequencies(rope, np.float64).astype(np.float32))
+
+
+def _engine_cos_sin(rope: Rope, absolute: Array) -> tuple[Array, Array]:
+    angle = _by_frequency(rope, absolute) * jnp.asarray(_inverse_frequencies(rope, np.float32))
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def relocation_tables(
+    rope: Rope, old: Num[Array | np.ndarray, "..."], new: Num[Array | np.ndarray, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Computes cosines and sines of R(new) · R(old)⁻¹, float32, in one go.
+
+    `old` and `new` are positions as `rope_tables` takes them, and broadcast against each other. Exact angles are
+    subtracted modulo a turn before the cosine is taken, so the error is that of one rotation; with ``"float32"`` the
+    two angles are the engine's own.
+    """
+    none = jnp.zeros((), jnp.int32)
+    old, _ = _place(rope, _held(old), none)
+    new, _ = _place(rope, _held(new), none)
+    if rope.angles == "float32":
+        cos_old, sin_old = _engine_cos_sin(rope, old.astype(jnp.float32))
+        cos_new, sin_new = _engine_cos_sin(rope, new.astype(jnp.float32))
+        return _made_once(cos_new * cos_old + sin_new * sin_old, sin_new * cos_old - cos_new * sin_old)
+    (whole_old, part_old), (whole_new, part_new) = _whole_and_fraction(old, none), _whole_and_fraction(new, none)
+    phase = _phase(rope, _by_frequency(rope, whole_new)) - _phase(rope, _by_frequency(rope, whole_old))
+    if part_old is None and part_new is None:
+        return _made_once(*_cos_sin_of_phase(phase, None))
+    difference = (0.0 if part_new is None else part_new) - (0.0 if part_old is None else part_old)
+    return _made_once(*_cos_sin_of_phase(phase, _radians(rope, jnp.asarray(difference))))
+
+
+def rotate(
+    x: Float[Array, "*leading T K H"],
+    cos: Float[Array, "..."],
+    sin: Float[Array, "..."],
+    cached: Literal["half", "pairs"] = "half",
+    scale: float = 1.0,
+) -> Float[Array, "*leading T K H"]:
+    """Rotates the first R channels of x by the given cosines and sines, in float32; the result has x's dtype.
+
+    Args:
+      x: queries or keys, any leading dimensions.
+      cos, sin: [..., T, R/2], broadcast over x's leading dimensions (x [B, T, K, H] takes cos [B, T, R/2] or [T, R/2]).
+      cached: "half" or "pairs".
+      scale: multiplies what is rotated, for engines whose keys carry an attention scaling.
+    """
+    return rotate_patch(x, cos, sin, layout=cached, scale=scale)
+
+
+def extent(positions: Num[Array | np.ndarray, "..."]) -> tuple[float, float]:
+    """Finds the least and the greatest of concrete positions; NaN for both where one is NaN, (0, 0) of none."""
+    values = np.asarray(positions)
+    return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+
+
+def check_positions(rope: Rope, local: Num[Array | np.ndarray, "..."], start: Int[Array | np.ndarray, "..."]) -> None:
+    """Refuses, where values are concrete, positions out of range or outside a pinned regime.
+
+    Raises:
+      PositionError: not finite, or |start + local| ≥ 2³⁰.
+      RopeRegimeError: beyond what a pinned length-dependent scaling serves.
+    """
+    if not isinstance(local, Tracer) and local.size:
+        check_extent(rope, extent(local), start)
+
+
+def check_extent(rope: Rope, local: tuple[float, float], start: Int[Array | np.ndarray, "..."]) -> None:
+    """Checks positions whose `extent` is known, as `check_positions` does."""
+    if isinstance(start, Tracer):
+        return
+    if not np.isfinite(local).all():
+        raise PositionError("rope: a position is not finite; expected finite positions")
+    least, greatest = extent(start)
+    farthest = max(-local[0], local[1]) + max(-least, greatest)
+    if farthest >= POSITION_LIMIT:
+        raise PositionError(f"rope: position of magnitude {farthest:.0f}; expected below {POSITION_LIMIT}")
+    if rope.scaling is not None:
+        rope.scaling.check_reach(local[1] + greatest)

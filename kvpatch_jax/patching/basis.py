@@ -1,0 +1,216 @@
+"""A basis that all patches of a backbone share: the directions of many deficits. Kamera §4.
+
+A deficit's directions belong to the model more than to the chunk, so that of a patch only the coefficients u need be
+kept: T·M numbers instead of M·(T + F). The basis is kept once, under its digest.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..cache import Behind, Chunk, Patch, PatchMetadata, antecedent_of, examine, fingerprint_of, same_storage
+from ..core import AnyArray, Factors, KVLayout, is_low_rank, ops, value_of
+from ..errors import InputError, PatchMismatchError, RankError, ShapeError
+from .compress import Rank, finite_factors
+from .form import KVArrays, arrays_of, check_conditioned, check_layers, factor_dtype, metadata_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Basis:
+    """Directions of deficits, by channel, that the patches of one backbone share.
+
+    Attributes:
+      directions: {channel: [L, M, F]}, phase-free; each layer's rows orthonormal, the strongest first.
+      layout, backbone: of the deficits.
+
+    Raises:
+      LayoutError: a channel that the layout does not have. ShapeError: directions that do not fit it.
+    """
+
+    directions: Mapping[str, Float[AnyArray, "L M F"]]
+    layout: KVLayout
+    backbone: str
+
+    def __post_init__(self) -> None:
+        fingerprint_of(self.backbone, "basis")
+        for name, value in self.directions.items():
+            wanted, shape = self.layout.channel(name).features, value.shape
+            if len(shape) != 3 or (shape[0], shape[2]) != (self.layout.layers, wanted) or not 1 <= shape[1] <= wanted:
+                raise ShapeError(f"basis: {name!r} of shape {shape}; expected [{self.layout.layers}, M, {wanted}]")
+
+    def __repr__(self) -> str:
+        return f"Basis({self.ranks}, backbone {self.backbone[:16]!r}, {self.digest})"
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """How many directions each channel has."""
+        return {name: value.shape[1] for name, value in self.directions.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the directions."""
+        return sum(int(value.nbytes) for value in self.directions.values())
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What patches call it by: 32 hexadecimal digits over the bits of the directions and the backbone."""
+        known = sorted(self.directions.items())
+        found = [f"{name}\0{examine({name: value}, value.shape[1])[0]}" for name, value in known]
+        return hashlib.blake2b("\0".join([self.backbone, *found]).encode(), digest_size=16).hexdigest()
+
+    def rows(self, name: str, layers: tuple[int, ...], rank: int) -> AnyArray:
+        """The first `rank` directions of some layers, [L', M, F]: the array itself where that is all of it."""
+        value = self.directions[name]
+        if len(layers) < self.layout.layers:
+            value = value[np.asarray(layers)]
+        return value if rank == value.shape[1] else value[:, :rank]
+
+
+def fit_basis(
+    pairs: Iterable[tuple[Chunk, KVArrays]], rank: Rank, *, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Basis:
+    """Finds the directions that many deficits share: the eigenvectors of Σ ΔᵀΔ in each layer and channel.
+
+    Holds F·F float32 numbers for each layer and channel while it runs, and one deficit at a time.
+
+    Args:
+      pairs: chunks of one backbone, each with its conditioned KV. Items that a patch is to be tested on stay out.
+      rank: directions for every channel, or per channel (0, or leaving one out: none).
+
+    Raises:
+      InputError: no pairs. PatchMismatchError: chunks of several backbones. RankError: a rank below 1, or beyond a
+      channel's features. LayoutError: a channel that is not there. Else as `form_patch` of `conditioned`.
+    """
+    first: Chunk | None = None
+    sums: dict[str, Array] = {}
+    for chunk, conditioned in pairs:
+        check_conditioned(chunk, conditioned)
+        first = first or chunk
+        _check_same_model(first.backbone, first.layout, chunk)
+        delta = ops.deficit(arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
+        for name, value in delta.items():
+            sums[name] = sums.get(name, 0.0) + _jitted_gram(value)
+    if first is None:
+        raise InputError("basis: no deficits; expected some chunks, each with its conditioned KV")
+
+    wanted = {name: int(rank.get(name, 0) if isinstance(rank, Mapping) else rank) for name in first.layout.names}
+    for name in rank if isinstance(rank, Mapping) else ():
+        first.layout.channel(name)
+    directions = {}
+    for name, size in wanted.items():
+        features = first.layout.channel(name).features
+        if isinstance(rank, Mapping) and size == 0:
+            continue
+        if not 1 <= size <= features:
+            raise RankError(f"basis: rank {size} for channel {name!r}; expected 1 to {features}")
+        vectors = jnp.linalg.eigh(sums[name])[1]  # columns, the weakest first
+        directions[name] = jnp.swapaxes(vectors[..., ::-1][..., :size], -1, -2).astype(dtype)
+    return Basis(directions, first.layout, first.backbone)
+
+
+def _gram(delta: Array) -> Array:
+    flat = ops.flatten_heads(delta)
+    flat = flat.reshape(flat.shape[0], -1, flat.shape[-1])
+    return jnp.einsum("ltf,ltg->lfg", flat, flat, precision=jax.lax.Precision.HIGHEST)
+
+
+_jitted_gram = jax.jit(_gram)
+
+
+def form_in_basis(
+    chunk: Chunk,
+    conditioned: KVArrays,
+    basis: Basis,
+    antecedent: Behind,
+    rank: int | None = None,
+    *,
+    layers: Iterable[int] | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> Patch:
+    """Forms the patch of a chunk in a shared basis: coefficients of KV(B|A) − KV(B|∅), and no directions of its own.
+
+    It is applied as any other. `Patch.nbytes` leaves out the basis, which the metadata names.
+
+    Args:
+      chunk, conditioned, antecedent, layers, dtype: as in `form_patch`; dtype is that of the coefficients.
+      rank: how many of the directions, the strongest first; None for all.
+
+    Raises:
+      PatchMismatchError: a basis of another backbone or layout. RankError: a rank below 1. ShapeError: a batch of
+      chunks. Else as `form_patch`.
+    """
+    check_conditioned(chunk, conditioned)
+    behind = antecedent_of(antecedent)
+    _check_same_model(basis.backbone, basis.layout, chunk)
+    if chunk.batch is not None:
+        raise ShapeError(f"basis: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+    if rank is not None and rank < 1:
+        raise RankError(f"basis: rank {rank}; expected at least 1, or None")
+    kept = check_layers(layers, chunk.layout.layers)
+    delta = ops.deficit(arrays_of(conditioned), arrays_of(chunk.kv), jnp.int32(chunk.length))
+
+    factors: Factors = {}
+    for name, have in basis.ranks.items():
+        v = jnp.asarray(basis.rows(name, kept, have if rank is None else min(rank, have)))
+        flat = ops.flatten_heads(delta[name])[np.asarray(kept)]
+        u = jnp.einsum("ltf,lmf->ltm", flat, v.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        factors[name] = (ops.stored(u, factor_dtype(chunk, dtype), -2), v)
+    metadata = metadata_of(chunk, "canonical", behind, layers=kept, basis=basis.digest)
+    return Patch(finite_factors(factors, f"factors of chunk {chunk.id!r}"), metadata)
+
+
+def _check_same_model(backbone: str, layout: KVLayout, chunk: Chunk) -> None:
+    if chunk.backbone != backbone:
+        raise PatchMismatchError(f"basis: backbone {backbone!r}; expected {chunk.backbone!r}, that of {chunk.id!r}")
+    if not same_storage(layout, chunk.layout):
+        raise PatchMismatchError(f"basis: layout {layout}; expected {chunk.layout}")
+
+
+def coefficients(patch: Patch) -> dict[str, Any]:
+    """Returns what a patch in a basis has of its own: u by channel."""
+    return {name: factors[0] for name, factors in patch.factors.items() if is_low_rank(factors)}  # pyright: ignore
+
+
+def with_basis(own: Mapping[str, Any], metadata: PatchMetadata, basis: Basis) -> Patch:
+    """Makes the patch of coefficients that were kept without their basis.
+
+    Args:
+      own: u by channel, as `coefficients` gives them. metadata: of the patch.
+
+    Raises:
+      PatchMismatchError: another basis than the metadata names. ShapeError: coefficients of more directions.
+    """
+    if metadata.basis != basis.digest:
+        raise PatchMismatchError(
+            f"patch of chunk {metadata.chunk!r}: formed in basis {metadata.basis}; expected {basis.digest}"
+        )
+    factors: dict[str, Any] = {}
+    for name, u in own.items():
+        rank = (u.values if isinstance(u, ops.Quantised) else u).shape[-1]
+        if rank > basis.ranks.get(name, 0):
+            raise ShapeError(f"patch: {rank} directions of {name!r}; expected at most {basis.ranks.get(name, 0)}")
+        factors[name] = (jax.tree.map(jnp.asarray, u), jnp.asarray(basis.rows(name, metadata.layers, rank)))
+    return Patch(factors, metadata)
+
+
+def check_in_basis(patch: Patch, basis: Basis) -> None:
+    """Refuses a patch whose directions are not those of a basis: another one, or changed since.
+
+    Raises:
+      PatchMismatchError.
+    """
+    wanted = with_basis(coefficients(patch), patch.metadata, basis)
+    for name, factors in patch.factors.items():
+        own, other = (value_of(each[1]) for each in (factors, wanted.factors[name]))  # pyright: ignore
+        if own is not other and not np.array_equal(np.asarray(own), np.asarray(other)):
+            raise PatchMismatchError(
+                f"patch of chunk {patch.metadata.chunk!r}: directions of {name!r} that are not those of basis "
+                f"{basis.digest}; expected them as they were formed"
+            )

@@ -1,0 +1,191 @@
+"""Chunks and conditioned KV, made with a backbone: a unit prefilled alone, behind a lead, or behind other units."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Num
+
+from ..backbone import Backbone, Tokens, check_is_backbone, check_tokens
+from ..cache import Chunk, chunk_id, digest_of, encoded, items_of, one_form
+from ..core import AnyArray, PhaseFreeKV
+from ..errors import InputError, ShapeError
+from ..utils.kinds import expect_kind
+
+
+def make_chunk(
+    backbone: Backbone,
+    items: Sequence[Any],
+    id: str | None = None,
+    *,
+    encoder: Num[AnyArray, "n E D"] | None = None,
+    keep_encoder: bool = False,
+    lead: Sequence[Any] | Tokens | None = None,
+) -> Chunk:
+    """Prefills one unit alone and keeps its KV position-free: the canonical.
+
+    Args:
+      items: texts and images as `backbone.prepare` takes them; an image brings its start and end tokens along.
+      id: the chunk's name, which its patches carry; None: `chunk_id` of the items, as libraries and the linker name the
+        same content.
+      encoder: the tower's output for these items, as `backbone.encode`, `Chunk.encoder` or a store's `Miss.encoder()`
+        gives it; the tower does not run again.
+      keep_encoder: leaves the tower's output in the chunk, so that a store keeps it when the KV is evicted.
+      lead: what stands in front of every chunk and never leaves, such as the system prompt, as items or `Tokens`. The
+        unit is then prefilled behind it, and the lead's digest is part of its content and of its default id.
+
+    Returns:
+      A Chunk of one unpadded row, whose content is the items' digest; its positions count from its own start, and its
+      span is one more than the largest of them.
+
+    Raises:
+      ImageError, InputError: as `prepare`, and `encoder` of another prompt. NotFiniteError: the forward gave NaN or
+      infinity.
+    """
+    check_is_backbone(backbone, "make_chunk")
+    items = [one_form(item) for item in items_of(items, "make_chunk")]
+    content = chunk_id(backbone.fingerprint, *items)
+    front = None if lead is None else lead_tokens(backbone, lead)
+    digest = None if front is None else lead_digest(backbone.fingerprint, front)
+    if digest is not None:
+        content = digest_of([b"chunk behind a lead", encoded(content), encoded(digest)])
+    prompt = backbone.prepare(items)
+    if encoder is None and keep_encoder:
+        encoder = backbone.encode(**prompt)
+    tokens = backbone.embed(**prompt) if encoder is None else backbone.embed(**prompt, features=encoder)
+    local = np.asarray(tokens.positions)[0]
+    kv = backbone.prefill(tokens).kv if front is None else conditioned(backbone, [tokens], lead=front)[0]
+    return Chunk(
+        kv={name: value[:, 0] for name, value in kv.items()},
+        local=local,
+        span=int(local.max()) + 1,
+        length=len(local),
+        id=content if id is None else id,
+        layout=backbone.layout,
+        backbone=backbone.fingerprint,
+        encoder=encoder if keep_encoder else None,
+        content=content,
+        lead=digest,
+    )
+
+
+def lead_digest(backbone: str, tokens: Tokens) -> str:
+    """Digests what chunks are prefilled behind, whether it was given as items or as tokens: 32 hexadecimal digits.
+
+    Args:
+      backbone: the fingerprint. tokens: one row.
+    """
+    deepstack = [] if tokens.deepstack is None else [np.asarray(tokens.deepstack)]
+    fields = [b"lead", encoded(backbone), np.asarray(tokens.positions, np.float32).tobytes()]
+    for value in (np.asarray(tokens.embeddings), *deepstack):
+        fields += [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
+    return digest_of(fields, size=16)
+
+
+def lead_tokens(backbone: Backbone, lead: Sequence[Any] | Tokens) -> Tokens:
+    """Embeds what chunks are to be prefilled behind, one row; tokens pass.
+
+    Raises:
+      ImageError, InputError: as `prepare`. ShapeError: no tokens, or not one row.
+    """
+    if not isinstance(lead, Tokens):
+        lead = backbone.embed(**backbone.prepare(items_of(lead, "lead")))
+    check_tokens(lead, "lead")
+    if len(lead.embeddings) != 1:
+        raise ShapeError(f"lead: {len(lead.embeddings)} rows; expected one, which stands in front of every chunk")
+    return lead
+
+
+def conditioned(
+    backbone: Backbone, units: Sequence[Sequence[Any] | Tokens], *, lead: Sequence[Any] | Tokens | None = None
+) -> list[PhaseFreeKV]:
+    """Prefills units one behind the other and returns each one's KV as those in front of it made it.
+
+    `conditioned(backbone, [[a], [b]])[1]` is KV(B|A), of the shape of `make_chunk(backbone, [b])`: what `form_patch`
+    takes. Each unit starts where the span of the one in front ends.
+
+    Args:
+      units: each the items of one chunk, as `make_chunk` takes them; or `Tokens` as `embed` gives them, of one
+        row or several.
+      lead: what all of them stand behind, as in `make_chunk`, one row; nothing is returned of it. What `form_patch`
+        takes for a chunk that was made behind a lead was conditioned behind the same.
+
+    Returns:
+      For each unit {channel: [L, T, K, H]}, phase-free; of `Tokens` {channel: [L, B, T, K, H]}.
+
+    Raises:
+      ImageError, InputError: as `prepare`. ShapeError: unequal numbers of rows.
+    """
+    check_is_backbone(backbone, "conditioned")
+    expect_kind(units, Iterable, "conditioned: units", "a sequence of units, each the items of one chunk")
+    own = [unit_tokens(backbone, unit) for unit in units]
+    if not own:
+        raise InputError("conditioned: no units; expected at least one")
+    rows = len(own[0].embeddings)
+    for tokens in own:
+        if len(tokens.embeddings) != rows:
+            raise ShapeError(f"conditioned: {len(tokens.embeddings)} rows; expected {rows} of each")
+    front = [] if lead is None else [_repeated(lead_tokens(backbone, lead), rows)]
+    parts = _placed_in_turn([*front, *own])
+
+    kv = backbone.prefill(one_behind_the_other(parts)).kv
+    found, begin = [], sum(tokens.embeddings.shape[1] for tokens in front)
+    for unit, tokens in zip(units, own, strict=True):
+        end = begin + tokens.embeddings.shape[1]
+        values = {name: value[:, :, begin:end] for name, value in kv.items()}
+        if not isinstance(unit, Tokens):
+            values = {name: value[:, 0] for name, value in values.items()}
+        found.append(PhaseFreeKV(values))
+        begin = end
+    return found
+
+
+def unit_tokens(backbone: Backbone, unit: Sequence[Any] | Tokens) -> Tokens:
+    """Embeds the items of one unit; tokens pass.
+
+    Raises:
+      ImageError, InputError: as `prepare`. ShapeError: tokens without a batch axis, or none.
+    """
+    tokens = unit
+    if not isinstance(tokens, Tokens):
+        tokens = backbone.embed(**backbone.prepare(items_of(tokens, "conditioned")))
+    check_tokens(tokens, "conditioned")
+    return tokens
+
+
+def _repeated(tokens: Tokens, rows: int) -> Tokens:
+    """One row, for as many."""
+    wide = lambda value: jnp.broadcast_to(value, (rows, *value.shape[1:]))
+    positions = np.repeat(np.asarray(tokens.positions), rows, axis=0)
+    return Tokens(wide(tokens.embeddings), positions, None if tokens.deepstack is None else wide(tokens.deepstack))
+
+
+def _placed_in_turn(units: Sequence[Tokens]) -> list[Tokens]:
+    """Shifts each to where the span of the one in front ends."""
+    parts: list[Tokens] = []
+    start: np.ndarray | None = None
+    for tokens in units:
+        parts.append(tokens if start is None else tokens.shift(start))
+        places = np.asarray(parts[-1].positions)
+        last = places.reshape(len(places), -1).max(axis=1).astype(np.int32) + 1
+        # One start for every row, and for every axis where the rope has axes.
+        start = last if places.ndim == 2 else np.repeat(last[:, None], places.shape[2], axis=1)
+    return parts
+
+
+def one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
+    """Joins tokens that were placed already to one prompt; what has no deepstack features gets zeros."""
+    deepstack = None
+    known = [part.deepstack for part in parts if part.deepstack is not None]
+    if known:
+        shape = known[0].shape
+        none = lambda part: jnp.zeros((*part.embeddings.shape[:2], *shape[2:]), known[0].dtype)
+        deepstack = jnp.concatenate(
+            [none(part) if part.deepstack is None else part.deepstack for part in parts], axis=1
+        )
+    return Tokens(
+        jnp.concatenate([part.embeddings for part in parts], axis=1),
+        np.concatenate([np.asarray(part.positions) for part in parts], axis=1),
+        deepstack,
+    )

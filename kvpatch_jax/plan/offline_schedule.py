@@ -1,0 +1,332 @@
+"""A trace known in advance: orders and patches to keep by local search, and the exact optimum where it can be found."""
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import InputError
+from .piece_order import Cost, Front, Order, filled, walk
+from .schedule import (
+    ARRIVAL,
+    OFFLINE,
+    ONLINE,
+    PoolContents,
+    ServedWindow,
+    StoredItem,
+    Terms,
+    WindowRequest,
+    after,
+    at_hand,
+    held_by,
+    numbered,
+    replay,
+    total,
+)
+
+FRONTS: tuple[Front, ...] = ("exact", "served")
+NEAR, ALL_ORDERS, ALIGNED = 6, 4, 12
+"""Other requests that an order is taken over from; movable pieces up to which every order is tried; chunks, of those
+wanted most, that are moved in the one order of all."""
+STATES = 50_000
+"""States of the exact optimum that are followed behind one request at most."""
+
+
+class OfflineSchedule(NamedTuple):
+    """A whole trace, scheduled.
+
+    Attributes:
+      orders: of each request's pieces. fronts: what those that run find in front.
+      refused: ids of chunks that are never stored.
+      served: as `replay` counts it. rounds: of improvement, the last one without any.
+    """
+
+    orders: tuple[Order, ...]
+    fronts: tuple[Front, ...]
+    refused: frozenset[str]
+    served: tuple[ServedWindow, ...]
+    rounds: int
+
+    @property
+    def cost(self) -> Cost:
+        """Of forming and placing."""
+        return total(self.served)
+
+
+def schedule(
+    requests: Sequence[WindowRequest], terms: Terms, rounds: int = 4, tries: int | None = None
+) -> OfflineSchedule:
+    """Chooses orders and patches to keep for a trace that is known, by local search.
+
+    It starts from what arrived, from what an online replay chose and from one order of all chunks that every request
+    follows; then, request by request and for two of them together, takes orders of others over, and stops storing
+    chunks whose canonical does not pay. From what that finds it starts again with some requests drawn anew.
+
+    Args:
+      rounds: of improvement at most.
+      tries: how often it starts again; None: more often where the trace is short.
+    """
+    search = _Search(requests, terms)
+    begin = search.beginnings()
+    tries = max(0, 24 - len(requests)) if tries is None else tries
+    best, done = search.improved(min(begin, key=search.cost), rounds)
+    random = np.random.default_rng(0)
+    for each in sorted(begin, key=search.cost)[1 : 1 + tries // 4]:
+        found, more = search.improved(each, rounds)
+        best, done = min((best, done), (found, more), key=lambda pair: search.cost(pair[0]))
+    for _ in range(tries):
+        found, more = search.improved(search.shaken(best, random), rounds)
+        best, done = min((best, done), (found, more), key=lambda pair: search.cost(pair[0]))
+    return OfflineSchedule(*best, search.served(best), done)
+
+
+class _Choice(NamedTuple):
+    """What a schedule decides; as `OfflineSchedule` has it."""
+
+    orders: tuple[Order, ...]
+    fronts: tuple[Front, ...]
+    refused: frozenset[str]
+
+
+class _Search:
+    """Local search over one trace."""
+
+    def __init__(self, requests: Sequence[WindowRequest], terms: Terms):
+        self.requests, self.terms = requests, terms
+        often = Counter(entry.id for request in requests for entry in request.pieces if entry.kind == "chunk")
+        self.chunks = [id for id, _ in often.most_common()]
+        self._costs: dict[_Choice, Cost] = {}
+
+    def served(self, choice: _Choice) -> tuple[ServedWindow, ...]:
+        """The trace, served so."""
+        found = replay(
+            self.requests,
+            self.terms,
+            OFFLINE,
+            orders=choice.orders,
+            fronts=choice.fronts,
+            refused=choice.refused,
+        )
+        return tuple(found)
+
+    def cost(self, choice: _Choice) -> Cost:
+        """What that takes."""
+        if choice not in self._costs:
+            self._costs[choice] = total(self.served(choice))
+        return self._costs[choice]
+
+    def beginnings(self) -> list[_Choice]:
+        """Schedules to start from."""
+        count, none = len(self.requests), frozenset[str]()
+        arrival = tuple(tuple(range(len(request.pieces))) for request in self.requests)
+        found: list[_Choice] = [_Choice(arrival, (front,) * count, none) for front in FRONTS]
+        for policy in (ONLINE, dataclasses.replace(ONLINE, admit="always")):
+            served = replay(self.requests, self.terms, policy)
+            found.append(_Choice(tuple(each.order for each in served), tuple(each.front for each in served), none))
+        found += [self._in_one_order(front) for front in FRONTS]
+        return found
+
+    def _in_one_order(self, front: Front) -> _Choice:
+        """All requests in the best order of all chunks that moving one at a time finds."""
+        fronts: tuple[Front, ...] = (front,) * len(self.requests)
+        none = frozenset[str]()
+        ordered = lambda line: _Choice(_following(self.requests, line), fronts, none)
+        line = self.chunks
+        best = ordered(line)
+        for id in self.chunks[:ALIGNED]:
+            rest = [other for other in line if other != id]
+            for place in range(min(len(line), ALIGNED)):
+                moved = [*rest[:place], id, *rest[place:]]
+                if self.cost(ordered(moved)) < self.cost(best):
+                    best, line = ordered(moved), moved
+        return best
+
+    def improved(self, choice: _Choice, rounds: int) -> tuple[_Choice, int]:
+        """The schedule after so many rounds of improvement, or fewer where the last one found none."""
+        done = 0
+        while done < rounds:
+            before, done = choice, done + 1
+            for id in self.chunks:
+                choice = self._better(choice, choice._replace(refused=choice.refused ^ {id}))
+            for at in range(len(self.requests)):
+                for moved in self._neighbours(choice, at):
+                    choice = self._better(choice, moved)
+            if choice == before:
+                break
+        return choice, done
+
+    def _better(self, choice: _Choice, other: _Choice) -> _Choice:
+        return other if self.cost(other) < self.cost(choice) else choice
+
+    def _neighbours(self, choice: _Choice, at: int) -> Iterator[_Choice]:
+        """Schedules in which one request is served otherwise, or it and another that it shares most with."""
+        orders, fronts = choice.orders, choice.fronts
+        other: Front = "served" if fronts[at] == "exact" else "exact"
+        turned = (*fronts[:at], other, *fronts[at + 1 :])
+        yield choice._replace(fronts=turned)
+        for order in _other_orders(self.requests, orders, at):
+            yield choice._replace(orders=(*orders[:at], order, *orders[at + 1 :]))
+        names = {entry.id for entry in self.requests[at].pieces if entry.order_free}
+        for near in range(at + 1, min(at + 1 + NEAR, len(orders))):
+            common = [id for id in self.chunks if id in names and any(id == e.id for e in self.requests[near].pieces)]
+            if len(common) > 1:
+                moved = list(orders)
+                for each in (at, near):
+                    rest = [self.requests[each].pieces[piece].id for piece in orders[each]]
+                    (moved[each],) = _following([self.requests[each]], [*common, *rest])
+                yield choice._replace(orders=tuple(moved))
+
+    def shaken(self, choice: _Choice, random: np.random.Generator) -> _Choice:
+        """The schedule with some requests drawn anew."""
+        orders: list[Order] = list(choice.orders)
+        fronts: list[Front] = list(choice.fronts)
+        for _ in range(max(2, len(orders) // 4)):
+            at = int(random.integers(len(orders)))
+            free = [piece for piece in orders[at] if self.requests[at].pieces[piece].order_free]
+            orders[at] = filled(self.requests[at].free, [free[int(place)] for place in random.permutation(len(free))])
+            fronts[at] = FRONTS[int(random.integers(2))]
+        refused = frozenset(id for id in choice.refused if random.random() < 0.5)
+        return _Choice(tuple(orders), tuple(fronts), refused)
+
+
+def _following(requests: Sequence[WindowRequest], line: Sequence[str]) -> tuple[Order, ...]:
+    """Orders in which pieces that may move stand as in a line of all."""
+    found = []
+    for request in requests:
+        rank = {id: place for place, id in reversed(list(enumerate(line)))}
+        free = [place for place, entry in enumerate(request.pieces) if entry.order_free]
+        found.append(
+            filled(request.free, sorted(free, key=lambda place: rank.get(request.pieces[place].id, len(line))))
+        )
+    return tuple(found)
+
+
+def _other_orders(requests: Sequence[WindowRequest], orders: Sequence[Order], at: int) -> Iterator[Order]:
+    """Other orders of one request: every one where few may move; else as other requests have their common pieces."""
+    request, own = requests[at], orders[at]
+    free = [piece for piece in own if request.pieces[piece].order_free]
+    if len(free) < 2:
+        return
+    if len(free) <= ALL_ORDERS:
+        yield from (filled(request.free, each) for each in itertools.permutations(free) if list(each) != free)
+        return
+    number = {request.pieces[piece].id: piece for piece in free}
+    shared = lambda other: sum(entry.id in number for entry in requests[other].pieces)
+    others = sorted(
+        (each for each in range(len(requests)) if each != at), key=lambda each: (-shared(each), abs(each - at))
+    )
+    tried = {tuple(free)}
+    for other in others[:NEAR]:
+        ids = [requests[other].pieces[piece].id for piece in orders[other]]
+        common = [number[id] for id in ids if id in number]
+        moved = (*common, *(piece for piece in free if piece not in common))
+        if moved not in tried:
+            tried.add(moved)
+            yield filled(request.free, moved)
+
+
+# ----------------------------------------------------------------------------------------------------- the optimum
+
+
+class _State(NamedTuple):
+    """What a trace's cost from here depends on."""
+
+    residents: tuple[tuple[str, PoolContents], ...]
+    items: frozenset[StoredItem]
+
+
+def optimum(requests: Sequence[WindowRequest], terms: Terms, states: int = STATES) -> Cost:
+    """Finds the least cost of forming and placing over a trace: every order, everything that could be stored.
+
+    States that are followed: what sessions hold and what is stored, of items that some later request could use. One
+    that costs no less than another which holds the same and stores no less is left out.
+
+    Args:
+      states: that are followed behind one request at most.
+
+    Raises:
+      InputError: more of them: a trace that is too long, or windows that are too large.
+    """
+    layer: dict[_State, Cost] = {_State((), frozenset()): 0.0}
+    bound = min(schedule(requests, terms).cost, total(replay(requests, terms, ARRIVAL)))
+    for at, request in enumerate(requests):
+        following: dict[_State, Cost] = {}
+        later = requests[at + 1 :]
+        for state, cost in layer.items():
+            for behind, price in _steps(request, state, terms, later):
+                if cost + price <= bound * (1 + 1e-12) and cost + price < following.get(behind, math.inf):
+                    following[behind] = cost + price
+        layer = _undominated(following)
+        if len(layer) > states:
+            raise InputError(f"optimum: {len(layer)} states behind request {at}; expected at most {states}")
+    return min(layer.values())
+
+
+def _steps(
+    request: WindowRequest, state: _State, terms: Terms, later: Sequence[WindowRequest]
+) -> Iterator[tuple[_State, Cost]]:
+    """Every way of serving a request: what is held and stored then, and what it takes."""
+    residents = dict(state.residents)
+    resident = held_by(request, residents)
+    lead = request.lead_ids
+    before = request.lead_tokens
+    known: dict[str, dict[tuple[str, ...], int]] = {}
+    for id, front in state.items:
+        known.setdefault(id, {})[front] = 0
+    entries = {entry.id: entry for each in (request, *later) for entry in each.pieces}
+    free = [place for place, entry in enumerate(request.pieces) if entry.order_free]
+    going_on = {name for each in later for name in (each.session, each.parent)}
+
+    orders = [filled(request.free, moved) for moved in itertools.permutations(free)]
+    for order, front in itertools.product(orders, FRONTS):
+        laid = walk(numbered(request, resident, terms, known, order), order, terms.forward, front)
+        held = residents | {request.session: after(request, laid, resident)}
+        residents_then = tuple(sorted((name, each) for name, each in held.items() if name in going_on))
+        new = {item for item in at_hand(request, laid) if _useful(item, later)}
+        bases = {id for id, front in state.items if front == lead}
+        first = request.pieces[laid.order[request.lead]].id if laid.ran > request.lead else None
+        wanted = sorted({id for id, _ in new} - bases)
+        for count in range(len(wanted) + 1):
+            for chosen in itertools.combinations(wanted, count):
+                alone = [id for id in chosen if id != first]
+                price = laid.cost + sum(terms.forward(entries[id].tokens, before) for id in alone)
+                have = bases | set(chosen)
+                every = {item for item in state.items | new if item[0] in have} | {(id, lead) for id in have}
+                every = {item for item in every if _useful(item, later)}
+                for kept in _fitting(every, terms, entries, lead):
+                    yield _State(residents_then, kept), price
+
+
+def _useful(item: StoredItem, later: Sequence[WindowRequest]) -> bool:
+    """Whether some later request has the chunk and all that the item was formed behind."""
+    wanted = {item[0], *item[1]}
+    return any(wanted <= {entry.id for entry in request.pieces} for request in later)
+
+
+def _fitting(
+    items: set[StoredItem], terms: Terms, entries: dict, lead: tuple[str, ...]
+) -> Iterator[frozenset[StoredItem]]:
+    """What of the items can be kept: all where they fit; else every choice that fits, a patch with its canonical."""
+    size = {item: terms.bytes_of(item, entries[item[0]], lead) for item in items}
+    if terms.budget is None or sum(size.values()) <= terms.budget:
+        yield frozenset(items)
+        return
+    for count in range(len(items) + 1):
+        for kept in itertools.combinations(sorted(items), count):
+            there = set(kept)
+            if sum(size[item] for item in kept) <= terms.budget and all((id, lead) in there for id, _ in kept):
+                yield frozenset(kept)
+
+
+def _undominated(layer: dict[_State, Cost]) -> dict[_State, Cost]:
+    """Leaves out states that another one of no higher cost holds and stores no less than."""
+    groups: dict[tuple, list[tuple[Cost, frozenset[StoredItem]]]] = {}
+    for state, cost in sorted(layer.items(), key=lambda each: (each[1], -len(each[0].items))):
+        group = groups.setdefault(state.residents, [])
+        if not any(state.items <= items for _, items in group):
+            group.append((cost, state.items))
+    return {_State(residents, items): cost for residents, group in groups.items() for cost, items in group}

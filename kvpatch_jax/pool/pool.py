@@ -1,0 +1,474 @@
+"""The paged pool: pages of vectors per channel, slots with reference counts, and chunks spliced into it in place.
+
+A pool is a bare pytree {channel: [L, P, O, K, H]}: P pages of O slots, in the engine frame. A slot is
+page · O + offset. `SlotAllocator` keeps the host's books; `engines.py` speaks the page layouts of other
+engines.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import splice as splice_kernel
+from pallas_kernels.splice import check_slots
+
+from ..cache import Behind, Chunk, Patch, check_is_chunk
+from ..core import (
+    Angles,
+    AnyArray,
+    KVLayout,
+    Pool,
+    Positions,
+    Slots,
+    Start,
+    check_held,
+    check_pool,
+    flat,
+    held_arrays,
+    ops,
+    padded_slots,
+    pool_widths,
+    relocation_tables,
+    rope_tables,
+    token_offsets,
+    trimmed,
+)
+from ..errors import DtypeError, PoolError, ShapeError
+from ..patching import operator_call
+from ..utils.kinds import is_whole
+
+
+def make_pool(
+    layout: KVLayout, pages: int, page_size: int, dtype: jax.typing.DTypeLike = jnp.bfloat16, *, padded: bool = False
+) -> dict[str, Float[Array, "L P O _ _"]]:
+    """Allocates a pool of zeros, {channel: [L, P, O, K, H]}.
+
+    Args:
+      padded: H is the channel's width padded to a multiple of 128 lanes, as engines for TPUs store it. There the kernel
+        writes a narrower channel (the 64-wide `kpe` of latent attention) in place only so: XLA lays half-filled lanes
+        out with other axes innermost, and copies the pool for every splice. Padding is zero, and `splice` keeps it so.
+
+    Raises:
+      PoolError: no pages, or an empty page.
+    """
+    if pages < 1 or page_size < 1:
+        raise PoolError(f"pool: pages {pages}, page_size {page_size}; expected at least 1 of each")
+    return {
+        channel.name: jnp.zeros((layout.layers, pages, page_size, channel.heads, pool_widths(channel)[padded]), dtype)
+        for channel in layout.channels
+    }
+
+
+def splice(
+    pool: Pool,
+    slots: Slots,
+    chunk: Chunk,
+    patch: Patch | None,
+    start: Start,
+    antecedent: Behind = (),
+    *,
+    base: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
+    base_antecedent: Behind = (),
+    allow_stale: bool = False,
+    angles: Angles | None = None,
+    allocator: "SlotAllocator | None" = None,
+) -> dict[str, Float[Array, "L P O _ _"]]:
+    """Writes R(start + local) · (KV + u v) into the pool, in place: `apply_patch`, with pages for a destination.
+
+    Args:
+      pool: donated; use what comes back. Slots that are not named keep their bits. Of a padded pool, the padding of
+        slots that are named becomes zero.
+      slots: int32 [T] of the chunk's padded length, in any order; those from the chunk's length on are not looked at
+        and their tokens are written nowhere.
+      chunk: one, without a batch axis.
+      patch, start, antecedent, base, base_antecedent, allow_stale, angles: as in `apply_patch`.
+      allocator: the pool's books. With them, slots that are written must have exactly one owner: what several share is
+        not overwritten. Without, whoever calls sees to that.
+
+    Raises:
+      KernelSlotError: a slot out of range, or named twice. PoolError: slots that by the books are shared or nobody's;
+      or a pool that was donated. DtypeError: the chunk's dtype is not the pool's. ShapeError:
+      slots that are not one per token. KernelShapeError: a rank beyond a channel's width. Else as `apply_patch`. All of
+      it before anything is written.
+    """
+    check_is_chunk(chunk)
+    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
+    _check_splice(pool, slots, chunk, chunk.kv if base is None else base)
+    if allocator is not None:
+        allocator.check_sole_owner(slots[: chunk.length], pool)
+    call = operator_call("splice", chunk, patch, start, antecedent, base, base_antecedent, allow_stale, angles)
+    own = held_arrays(chunk.layout, pool)
+    slots = slots.astype(np.int32, copy=False)
+    length = np.int32(chunk.length)
+    return jitted_splice(
+        call.layout, own, slots, call.kv, call.factors, chunk.local, call.start, length, **call.options
+    )
+
+
+def _check_splice(pool: Pool, slots: Slots, chunk: Chunk, kv: Mapping[str, AnyArray]) -> None:
+    if chunk.batch is not None:
+        raise ShapeError(f"splice: chunk {chunk.id!r} is a batch of {chunk.batch}; expected one chunk")
+    pages, page_size = check_pool(chunk.layout, pool)
+    chunk.layout.check(kv, f"kv of chunk {chunk.id!r}")
+    for name, value in kv.items():
+        if value.dtype != pool[name].dtype:
+            raise DtypeError(f"splice: {name!r} of dtype {value.dtype}; expected the pool's {pool[name].dtype}")
+    if slots.dtype.kind in "iu" and slots.shape != (chunk.tokens,):
+        raise ShapeError(f"splice: slots of shape {slots.shape}; expected [{chunk.tokens}], one per token")
+    check_slots(slots, pages * page_size, chunk.length)
+
+
+def _splice(
+    layout: KVLayout,
+    pool: dict[str, Array],
+    slots: Array,
+    kv: dict[str, Array],
+    factors: ops.Factors,
+    local: Array,
+    start: Array,
+    length: Array,
+    *,
+    layers: tuple[int, ...] | None = None,
+    heads: ops.Heads = "joint",
+    frame: ops.PatchFrame = "phase_free",
+) -> dict[str, Array]:
+    if frame == "engine":
+        kv = ops.apply(layout, kv, factors, local, start, layers=layers, heads=heads, frame=frame)
+        return {name: splice_kernel(pool[name], slots, kv[name], length=length) for name in pool}
+    given = ops.operator_arguments(layout, factors, local, start, layers, heads)
+    cached = layout.rope.cached
+    return {
+        name: splice_kernel(pool[name], slots, kv[name], layout=cached, length=length, **arguments)
+        for name, arguments in given.items()
+    }
+
+
+jitted_splice = jax.jit(_splice, static_argnames=("layout", "layers", "heads", "frame"), donate_argnames=("pool",))
+"""`splice` without its checks; compiled once per layout, layer set, padded shape and pool shape. Donates the pool."""
+
+
+@jax.jit
+def _rows_at(pool: Pool, slots: Slots) -> dict[str, Float[Array, "L T _ _"]]:
+    return {name: flat(jnp.asarray(value))[:, slots] for name, value in pool.items()}
+
+
+def read_slots(pool: Pool, slots: Slots, layout: KVLayout | None = None) -> dict[str, Float[Array, "L T _ _"]]:
+    """Reads what lies at `slots` [T] (int32, in range): {channel: [L, T, K, H]}.
+
+    Args:
+      layout: of the pool; cuts off its padding. None reads rows as they lie.
+
+    Raises:
+      LayoutError, ShapeError, DtypeError: another pool than the layout's. PoolError: a pool that was donated.
+    """
+    check_held(pool)
+    if layout is not None:
+        check_pool(layout, pool)
+    rows = _rows_at(dict(pool), slots)
+    return rows if layout is None else trimmed(layout, rows)
+
+
+def move_slots(pool: Pool, old: Slots, new: Slots) -> dict[str, Float[Array, "L P O _ _"]]:
+    """Copies the vectors at `old` to `new`, padding included, reading all before writing any. The pool is donated.
+
+    Both are [N] and are padded to a power of two, so that few programs are compiled. No rotation takes place: positions
+    do not depend on slots.
+
+    Raises:
+      ShapeError: unequal numbers of slots. KernelSlotError: out of range, or a destination named twice. PoolError: a
+      pool that was donated.
+    """
+    check_held(pool)
+    shape = next(iter(pool.values())).shape
+    total = shape[1] * shape[2]
+    if old.shape != new.shape:
+        raise ShapeError(f"move_slots: {old.shape[0]} slots to {new.shape[0]}; expected as many")
+    check_slots(new, total)
+    check_slots(np.unique(np.asarray(old)), total)
+    if not old.shape[0]:
+        return {name: jnp.asarray(value) for name, value in pool.items()}
+    padding = (0, (1 << (old.shape[0] - 1).bit_length()) - old.shape[0])
+    sources = np.pad(np.asarray(old, np.int32), padding)
+    targets = np.pad(np.asarray(new, np.int32), padding)
+    own = {name: jnp.asarray(value) for name, value in pool.items()}
+    return _jitted_move(own, sources, targets, np.int32(old.shape[0]))
+
+
+def _move(pool, old, new, length):
+    return {name: splice_kernel(value, new, flat(value)[:, old], length=length) for name, value in pool.items()}
+
+
+_jitted_move = jax.jit(_move, donate_argnames=("pool",))
+
+
+def rotate_slots(
+    layout: KVLayout,
+    pool: Pool,
+    slots: Slots,
+    offset: Positions | Start,
+    source: Mapping[str, Float[AnyArray, "L T _ _"]] | None = None,
+) -> dict[str, Float[Array, "L P O _ _"]]:
+    """Turns the keys at some slots, of any number of chunks, in place and in one launch. The pool is donated.
+
+    Values and slots that are not named keep their bits.
+
+    Args:
+      slots: int32 [T], distinct; padded to a bucket, so that few programs are compiled.
+      offset: new position − old one, integers: for all slots alike, a scalar or one per axis [A]; or of each slot, [T]
+        or [T, A]. With a source: the new positions themselves, fractional ones too.
+      source: phase-free keys {channel: [L,T,K,H]} of the slots, from which they are turned with one rounding however
+        often they move; channels that carry no phase are not looked at. None: from the keys that lie there.
+
+    Raises:
+      PositionError: offsets of another shape, not integers, or from 2³⁰ on. KernelSlotError: slots out of range, or
+      named twice. ShapeError: a source of other tokens. LayoutError, DtypeError: another pool than the layout's.
+      PoolError: a pool that was donated.
+    """
+    pages, page_size = check_pool(layout, pool)
+    slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
+    check_slots(slots, pages * page_size)
+    padded, length = padded_slots(slots)
+    offsets = token_offsets(
+        layout.rope, offset, int(length), len(padded), "rotate_slots", "iu" if source is None else "iuf"
+    )
+    own = held_arrays(layout, pool)
+    turning, kept = [channel for channel in layout.channels if channel.rotates], None
+    if source is not None:
+        kept = {}
+        for channel in turning:
+            value, expected = source.get(channel.name), (layout.layers, int(length), channel.heads, channel.width)
+            if value is None or value.shape != expected:
+                found = None if value is None else value.shape
+                raise ShapeError(f"rotate_slots: source[{channel.name!r}] of shape {found}; expected {expected}")
+            room = ((0, 0), (0, len(padded) - int(length)), (0, 0), (0, 0))
+            kept[channel.name] = jnp.pad(value, room)
+    return _jitted_turn(layout, own, padded, kept, offsets, length)
+
+
+def _turn(layout, pool, slots, source, offset, length):
+    if source is None:
+        cos, sin = relocation_tables(layout.rope, jnp.zeros_like(offset), offset)
+        scale, source = 1.0, {name: flat(value)[:, slots] for name, value in pool.items()}
+    else:
+        cos, sin = rope_tables(layout.rope, offset)
+        scale = layout.rope.attention_scaling
+    how = {"layout": layout.rope.cached, "scale": scale, "length": length}
+    turned = {
+        channel.name: splice_kernel(
+            pool[channel.name],
+            slots,
+            source[channel.name].astype(pool[channel.name].dtype),
+            cos,
+            sin,
+            **how,
+        )
+        for channel in layout.channels
+        if channel.rotates
+    }
+    return {**pool, **turned}
+
+
+_jitted_turn = jax.jit(_turn, static_argnames="layout", donate_argnames="pool")
+
+
+def pages_of(slots: Slots, page_size: int) -> Int[np.ndarray, " N"]:
+    """Lists the pages, in order, of slots that fill them one after the other from offset 0, for a page table.
+
+    A sequence of several chunks passes the chunks' slots concatenated; only its last page may be partly filled.
+
+    Raises:
+      PoolError: token t is not at offset t mod page_size, or a page's tokens do not lie together.
+    """
+    slots = np.asarray(slots, np.int32)
+    pages = slots[::page_size] // page_size
+    tokens = np.arange(slots.size)
+    wanted = pages[tokens // page_size] * page_size + tokens % page_size
+    wrong = np.flatnonzero(slots != wanted)
+    if wrong.size:
+        token = int(wrong[0])
+        raise PoolError(f"slots: token {token} at slot {int(slots[token])}; a page table expects {int(wanted[token])}")
+    return pages
+
+
+def slot_mask(slots: Slots, pages: Int[AnyArray, " N"], page_size: int) -> Bool[np.ndarray, " S"]:
+    """Marks which of the N · page_size vectors of `pages` `slots` name: False for masked tails and other owners'."""
+    whole = np.asarray(pages)[:, None] * page_size + np.arange(page_size)
+    return np.isin(whole.ravel(), np.asarray(slots))
+
+
+class SlotAllocator:
+    """Which slots are taken, and how often: the host's books of one pool.
+
+    Every slot has a count of owners. `allocate` gives slots one owner, `share` adds one (a fork), `release` takes one
+    off. Page-aligned placement takes whole pages: what a chunk leaves of its last page is masked until the chunk's own
+    slots there are free.
+    """
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        """An empty pool's books.
+
+        Raises:
+          PoolError: no pages, or an empty page.
+        """
+        whole = is_whole(pages, 1) and is_whole(page_size, 1)
+        if not whole or int(pages) * int(page_size) >= 2**31:  # slots are int32
+            raise PoolError(
+                f"pool: pages {pages!r:.40}, page_size {page_size!r:.40}; expected whole numbers from 1, and fewer "
+                "than 2**31 slots"
+            )
+        self.pages, self.page_size = pages, page_size
+        self._count = np.zeros(pages * page_size, np.int32)
+        self._aligned = np.zeros(pages, bool)
+
+    def copy(self) -> "SlotAllocator":
+        """Books that change without these."""
+        other = SlotAllocator(self.pages, self.page_size)
+        other._count, other._aligned = self._count.copy(), self._aligned.copy()
+        return other
+
+    def enlarged(self, pages: int) -> "SlotAllocator":
+        """Books of a pool with this many pages, the old ones in front with their owners.
+
+        Raises:
+          PoolError: fewer pages than there are.
+        """
+        if pages < self.pages:
+            raise PoolError(f"pool: {pages} pages in place of {self.pages}; expected no fewer")
+        other = SlotAllocator(pages, self.page_size)
+        other._count[: self._count.size], other._aligned[: self.pages] = self._count, self._aligned
+        return other
+
+    @property
+    def counts(self) -> Int[np.ndarray, " S"]:
+        """Owners of each slot, a copy."""
+        return self._count.copy()
+
+    def owners(self, slots: Slots) -> Int[np.ndarray, " T"]:
+        """Owners of these slots, a copy."""
+        return self._count[np.asarray(slots)]
+
+    @property
+    def free(self) -> int:
+        """Slots that `allocate` can still give without alignment."""
+        return int(self._open().sum())
+
+    @property
+    def free_pages(self) -> int:
+        """Whole pages that are free."""
+        return int((self._by_page() == 0).all(1).sum())
+
+    def _by_page(self) -> np.ndarray:
+        return self._count.reshape(self.pages, self.page_size)
+
+    def _open(self) -> np.ndarray:
+        return (self._count == 0) & ~np.repeat(self._aligned, self.page_size)
+
+    def allocate(self, tokens: int, *, aligned: bool = False) -> Int[np.ndarray, " T"]:
+        """Takes slots for `tokens` tokens, int32, one owner each: a contiguous run where there is one, else the lowest.
+
+        Args:
+          aligned: start at a page's first slot and share no page; the last page's tail is masked.
+
+        Raises:
+          PoolError: fewer free slots (or pages) than asked for; nothing is taken.
+        """
+        if tokens < 1:
+            raise PoolError(f"allocate: {tokens} tokens; expected at least 1")
+        if aligned:
+            slots = self._whole_pages(tokens)
+        else:
+            found = np.flatnonzero(self._open())
+            if found.size < tokens:
+                raise PoolError(f"allocate: {tokens} slots; {found.size} of {self._count.size} are free")
+            runs = np.flatnonzero(found[tokens - 1 :] - found[: found.size - tokens + 1] == tokens - 1)
+            first = int(runs[0]) if runs.size else 0
+            slots = found[first : first + tokens]
+        self._count[slots] = 1
+        return slots.astype(np.int32)
+
+    def _whole_pages(self, tokens: int) -> np.ndarray:
+        needed = -(-tokens // self.page_size)
+        empty = np.flatnonzero((self._by_page() == 0).all(1))
+        if empty.size < needed:
+            raise PoolError(f"allocate: {needed} whole pages; {empty.size} of {self.pages} are free")
+        self._aligned[empty[:needed]] = True
+        return (empty[:needed, None] * self.page_size + np.arange(self.page_size)).ravel()[:tokens]
+
+    def share(self, slots: Slots) -> None:
+        """Adds one owner to each slot.
+
+        Raises:
+          PoolError: a slot that nobody owns, out of range or named twice; nothing changes.
+        """
+        self._count[self._owned(slots, "share")] += 1
+
+    def release(self, slots: Slots) -> None:
+        """Takes one owner off each slot; a slot without owners is free, and so is a page's masked tail with its last.
+
+        Raises:
+          PoolError: as `share`.
+        """
+        self._count[self._owned(slots, "release")] -= 1
+        self._aligned &= (self._by_page() > 0).any(1)
+
+    def check_sole_owner(self, slots: Slots, pool: Pool) -> None:
+        """Refuses slots that have not exactly one owner, and a pool of other pages than these books.
+
+        Raises:
+          PoolError: either.
+        """
+        pages = next(iter(pool.values())).shape[1:3]
+        if pages != (self.pages, self.page_size):
+            raise PoolError(
+                f"pool: {pages[0]} pages of {pages[1]}, unlike its books; expected {self.pages} pages of "
+                f"{self.page_size}"
+            )
+        slots = np.asarray(slots)
+        wrong = slots[self._count[slots] != 1]
+        if wrong.size:
+            owners = int(self._count[wrong[0]])
+            raise PoolError(f"splice: slot {int(wrong[0])} has {owners} owners; expected 1, the chunk's own")
+
+    def _owned(self, slots: Slots, word: str) -> np.ndarray:
+        slots = np.asarray(slots)
+        if not slots.size:
+            return slots.astype(np.int32)
+        if slots.dtype.kind not in "iu" or slots.ndim != 1:
+            raise PoolError(
+                f"{word}: slots of dtype {slots.dtype} and shape {slots.shape}; expected distinct integers in one row"
+            )
+        if np.unique(slots).size != slots.size or ((slots < 0) | (slots >= self._count.size)).any():
+            raise PoolError(f"{word}: slots {slots}; expected distinct numbers from 0 to {self._count.size - 1}")
+        bare = slots[self._count[slots] == 0]
+        if bare.size:
+            raise PoolError(f"{word}: slot {int(bare[0])} has no owner; expected slots in use")
+        return slots
+
+    def compact(self) -> Int[np.ndarray, " S"]:
+        """Packs what is in use to the front, and says where everything went: new slot of each old one, −1 if free.
+
+        Aligned pages go first, as whole pages; then all other slots without gaps. Order is kept within both. The caller
+        moves the vectors (`move_slots(pool, *compaction_moves(mapping))`) and renames the slots it holds
+        (`mapping[slots]`).
+        """
+        mapping = np.full(self._count.size, -1, np.int32)
+        kept = np.flatnonzero(self._aligned)
+        within = np.arange(self.page_size)
+        used = np.flatnonzero((self._count > 0) & ~np.repeat(self._aligned, self.page_size))
+        mapping[(kept[:, None] * self.page_size + within).ravel()] = np.arange(kept.size * self.page_size)
+        mapping[used] = kept.size * self.page_size + np.arange(used.size)
+        mapping[self._count == 0] = -1
+        count = np.zeros_like(self._count)
+        count[mapping[mapping >= 0]] = self._count[mapping >= 0]
+        self._count = count
+        self._aligned = np.arange(self.pages) < kept.size
+        return mapping
+
+
+def compaction_moves(mapping: Int[np.ndarray, " S"]) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]]:
+    """Lists the slots that a compaction's mapping moves: old and new, [N] each."""
+    old = np.flatnonzero((mapping >= 0) & (mapping != np.arange(mapping.size))).astype(np.int32)
+    return old, mapping[old]

@@ -1,0 +1,161 @@
+"""Verified host arrays to devices: whole, in shards, or layer by layer while the next layer is read."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Num
+
+from ...cache import Chunk
+from ...core import AnyArray, KVLayout
+from ...errors import InputError, StoreCorruptError
+from ..format.codec import chunk_layout, content_in, layer_names, layer_of, lead_in, unchecked_chunk
+from ..format.header import Header
+
+Target = jax.sharding.Sharding | jax.Device
+Placement = Target | Mapping[str, Target]
+
+
+def target_of(placement: Placement, channel: str) -> Target:
+    """Returns the target of a channel.
+
+    Raises:
+      InputError: a mapping that leaves the channel out, or what is no placement.
+    """
+    targets = _targets(placement)
+    if not isinstance(targets, Mapping):
+        return targets
+    if channel not in targets:
+        raise InputError(f"placement: channels {sorted(targets)}; expected one for {channel!r} too")
+    return targets[channel]
+
+
+def _targets(placement: Any) -> Placement:
+    """Returns a placement as it is given. Raises InputError where it is none."""
+    targets = list(placement.values()) if isinstance(placement, Mapping) else [placement]
+    for target in targets:
+        if not isinstance(target, jax.sharding.Sharding | jax.Device):
+            raise InputError(f"placement: {target!r:.80}; expected a jax.sharding.Sharding or a jax.Device")
+    return placement
+
+
+def placement_key(placement: Placement) -> tuple:
+    """Returns a key that is equal for placements that put every array at the same place."""
+    targets = _targets(placement)
+    return tuple(sorted(targets.items())) if isinstance(targets, Mapping) else (targets,)
+
+
+def place_chunk(chunk: Chunk, placement: Placement) -> Chunk:
+    """The same chunk with kv on devices: each channel [L, T, K, H] by its target, shard by shard."""
+    kv = {name: jax.device_put(value, target_of(placement, name)) for name, value in chunk.kv.items()}
+    fields = {field.name: getattr(chunk, field.name) for field in dataclasses.fields(chunk)}
+    return unchecked_chunk(**(fields | {"kv": kv}))
+
+
+class LayerStream:
+    """Reads a canonical layer by layer; the next ones are read while one is used.
+
+    Iterating gives (layer, {channel: [T, K, H]}), in order, verified, once; `layer` gives any one of them. Leave it by
+    `close` or `with`.
+
+    Attributes:
+      layout, span, length: of the chunk, there from the beginning.
+
+    Raises (while iterating):
+      StoreCorruptError: a layer does not verify, and what came before it was right.
+      StoreIOError: it cannot be read.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        read: Callable[[Sequence[str]], dict[str, np.ndarray]],
+        placement: Placement | None,
+        stack: contextlib.ExitStack,
+        ahead: int = 2,
+    ):
+        self._header, self._read, self._placement, self._stack, self._ahead = header, read, placement, stack, ahead
+        self._names = list(header.leaves)
+        self.layout: KVLayout = chunk_layout(header.body, self._names)
+        self.span: int = header.body["span"]
+        self.length: int = header.body["length"]
+
+    @functools.cached_property
+    def local(self) -> np.ndarray:
+        """The chunk's local positions, read when they are first asked for. Raises as iterating."""
+        return self._read(["local"])["local"]
+
+    def layer(self, layer: int) -> dict[str, Num[AnyArray, "..."]]:
+        """Reads {channel: [T, K, H]} of one layer, verified, in any order. Raises as iterating; InputError."""
+        if not 0 <= layer < self.layout.layers:
+            raise InputError(f"stream: layer {layer}; expected 0 to {self.layout.layers - 1}")
+        names = layer_names(self.layout, layer, self._names)
+        if not names:
+            raise StoreCorruptError(f"object: nothing of layer {layer}; expected its channels")
+        values: dict[str, Any] = layer_of(self._header.body, layer, self._read(names))
+        if self._placement is None:
+            return values
+        return {name: jax.device_put(value, target_of(self._placement, name)) for name, value in values.items()}
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
+        with self:
+            _ = self.local  # so that all of the object is verified by who goes through it
+            yield from self._layers()
+
+    def _layers(self) -> Iterator[tuple[int, dict[str, Num[AnyArray, "..."]]]]:
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvpatch-stream") as reader:
+            coming = [reader.submit(self.layer, layer) for layer in range(min(self._ahead, self.layout.layers))]
+            try:
+                for layer in range(self.layout.layers):
+                    values = coming.pop(0).result()
+                    if layer + self._ahead < self.layout.layers:
+                        coming.append(reader.submit(self.layer, layer + self._ahead))
+                    yield layer, values
+            finally:
+                reader.shutdown(cancel_futures=True)
+
+    def chunk(self, each: Callable[[int, Mapping[str, AnyArray]], object]) -> Chunk:
+        """Reads to the end and gives the chunk whole; `each` is called with every layer when it has come.
+
+        Raises:
+          As iterating, and what `each` raises.
+        """
+        with self:
+            local = self.local
+            layers: list[Mapping[str, AnyArray]] = []
+            for layer, values in self._layers():
+                each(layer, values)
+                layers.append(values)
+            kept = self._header.body["hidden"]
+            names = [] if kept is None else [f"hidden.{layer}" for layer in kept]
+            arrays = self._read(names) if names else {}
+        stack = np.stack if self._placement is None else jnp.stack
+        return unchecked_chunk(
+            kv={name: stack([values[name] for values in layers]) for name in self.layout.names},
+            local=local,
+            span=self.span,
+            length=self.length,
+            id=self._header.body["id"],
+            layout=self.layout,
+            backbone=self._header.body["backbone"],
+            encoder=None,
+            hidden=None if kept is None else {layer: arrays[f"hidden.{layer}"] for layer in kept},
+            content=content_in(self._header.body),
+            lead=lead_in(self._header.body),
+        )
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stack.close()
+
+    def __enter__(self) -> "LayerStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

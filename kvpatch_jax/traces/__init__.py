@@ -1,0 +1,7 @@
+"""What happened in the windows of agents, written and read as JSONL."""
+
+from .events import Event as Event
+from .events import Op as Op
+from .trace import Recorder as Recorder
+from .trace import Trace as Trace
+from .trace import Watcher as Watcher

@@ -1,0 +1,258 @@
+"""Windows as JSON: written, digested, and read back with every number checked, as from a stranger."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from ..backbone import ForwardCosts
+from ..cache import EXACT, brief
+from ..errors import KVPatchError, WindowError
+from ..utils import strict_json
+from .costs import Costs
+from .entry import LIMIT, Entry, PatchBase, PieceState, PlacedPiece, StateKind
+from .provenance_chain import linked
+
+FORMAT = "kvpatch window"
+VERSION = 2
+UNTRACED = 1
+"""The version whose windows do not say whether what a piece was made behind was as promised then, nor modalities."""
+_HEX = re.compile("[0-9a-f]{32}")
+_PLAIN = ("lead", "lead_settled", "next_start", "promise", "gaps", "store", "branch", "origin", "clock")
+
+
+def body_of(window: Any) -> dict[str, Any]:
+    """All that a window is, but what was joined, as JSON has it; what is derived is left out."""
+    return {
+        "costs": window.costs.to_dict(),
+        "pieces": [_written(piece) for piece in window.pieces],
+        "evicted": [_written(piece) for piece in window.evicted],
+        **{word: getattr(window, word) for word in _PLAIN},
+    }
+
+
+def _written(piece: PlacedPiece) -> dict[str, Any]:
+    return {
+        "entry": _fields(piece.entry),
+        "start": piece.start,
+        "state": _fields(piece.state),
+        "aside": None if piece.aside is None else _fields(piece.aside),
+        "born": piece.born,
+        "placed": piece.placed,
+    }
+
+
+def _fields(container: Entry | PieceState) -> dict[str, Any]:
+    return {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
+
+
+def digest_of_body(body: Mapping[str, Any]) -> str:
+    """Digests what `body_of` gives: 32 hexadecimal digits."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def write(window: Any) -> str:
+    """A window as JSON, with a digest by which damage shows."""
+    saved = {"format": FORMAT, "version": VERSION, "digest": window.digest, "joined": window.joined}
+    return json.dumps({**saved, "window": body_of(window)})
+
+
+def read(text: str | bytes, backbone: str, store: str | None) -> dict[str, Any]:
+    """The fields of a window that `write` gave as JSON.
+
+    Raises:
+      WindowError: no such JSON, another version, backbone or store, damage, or pieces that make no window.
+    """
+    saved = _parsed(text)
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise WindowError(f"window: JSON of {_kind_of(saved)}; expected what Window.to_json gave")
+    version = saved.get("version")
+    if version not in (UNTRACED, VERSION) or isinstance(version, bool):
+        raise WindowError(f"window: version {version!r:.80}; expected {VERSION}")
+    _check_keys(saved, "window", ("format", "version", "digest", "joined", "window"))
+    body = _table(saved["window"], "window", ("costs", "pieces", "evicted", *_PLAIN))
+    costs = _costs(body["costs"])
+    for word, found, expected in (("backbone", costs.backbone, backbone), ("store", body["store"], store)):
+        if found != expected:
+            raise WindowError(f"window: saved for {word} {found!r:.80}; expected {expected!r}")
+    if digest_of_body(body) != saved["digest"]:
+        raise WindowError(f"window: contents of digest {digest_of_body(body)}; expected {saved['digest']!r:.80}")
+
+    fields: dict[str, Any] = {word: body[word] for word in _PLAIN} | {"costs": costs}
+    _check_plain(fields)
+    pieces, evicted = (_pieces(body[word], word, fields["clock"], version) for word in ("pieces", "evicted"))
+    _check_places(fields, pieces)
+    ids = [piece.entry.id for piece in (*pieces, *evicted)]
+    if len(set(ids)) != len(ids):
+        raise WindowError("window: pieces of one id; expected distinct ids")
+    joined = saved["joined"]
+    branches = isinstance(joined, list) and all(isinstance(each, str) for each in joined)
+    if not branches or len(set(joined)) != len(joined) or any(_parent(each) != fields["branch"] for each in joined):
+        raise WindowError(f"window: joined {joined!r:.80}; expected distinct forks of {fields['branch']!r:.80}")
+    pieces = linked(costs.backbone, pieces)
+    if version == UNTRACED:
+        pieces = linked(costs.backbone, [_doubted(piece) for piece in pieces])
+    return fields | {"pieces": pieces, "evicted": tuple(evicted), "joined": tuple(joined)}
+
+
+def _doubted(piece: PlacedPiece) -> PlacedPiece:
+    """A piece of an older window: its digests prove that it is exact, and nothing proves that it is a survivor."""
+    if piece.fidelity == EXACT:
+        return piece
+    aside = None if piece.aside is None else dataclasses.replace(piece.aside, pure=False)
+    return piece._replace(state=dataclasses.replace(piece.state, pure=False), aside=aside)
+
+
+def _parsed(text: Any) -> Any:
+    if not isinstance(text, str | bytes):
+        raise WindowError(f"window: a {type(text).__name__}; expected JSON")
+
+    def whole(number: str) -> Any:
+        raise WindowError(f"window: number {number:.80}; expected whole numbers")
+
+    try:
+        return strict_json.loads(text, parse_float=whole)
+    except WindowError:
+        raise
+    except ValueError as error:
+        raise WindowError(f"window: {error!s:.120}; expected JSON as Window.to_json gives it") from None
+
+
+def _check_plain(fields: dict[str, Any]) -> None:
+    """Refuses fields of other types, or that contradict each other."""
+    for word in ("lead", "next_start", "clock"):
+        _number(fields[word], word)
+    branch, origin = fields["branch"], fields["origin"]
+    checks = {
+        "lead_settled": isinstance(fields["lead_settled"], bool),
+        "promise": fields["promise"] in ("remember", "forget"),
+        "gaps": fields["gaps"] in ("close", "keep"),
+        "branch": isinstance(branch, str) and all(branch.split("/")[1:]),
+        "origin": origin is None if _parent(branch) is None else _is_digest(origin),
+    }
+    for word, right in checks.items():
+        if not right:
+            raise WindowError(f"window: {word} {fields[word]!r:.80}; expected what Window.to_json gives")
+
+
+def _check_places(fields: dict[str, Any], pieces: list[PlacedPiece]) -> None:
+    """Refuses pieces that overlap, positions that the window would not have given, and a lead that is none."""
+    end = 0
+    for piece in pieces:
+        if piece.start < end or (fields["gaps"] == "close" and piece.start != end):
+            expected = end if fields["gaps"] == "close" else f"{end} or more"
+            raise WindowError(f"window: {brief(piece.entry.id)!r} at {piece.start}; expected it at {expected}")
+        end = piece.end
+    if fields["next_start"] < end or (fields["gaps"] == "close" and fields["next_start"] != end):
+        raise WindowError(f"window: next_start {fields['next_start']}; expected {end}")
+    open_lead = fields["lead"] == len(pieces) and all(piece.entry.kind == "text" for piece in pieces)
+    if not fields["lead_settled"] and not open_lead:
+        raise WindowError(f"window: a lead of {fields['lead']} that is not settled; expected all pieces, and texts")
+
+
+def _pieces(given: Any, what: str, clock: int, version: int) -> list[PlacedPiece]:
+    if not isinstance(given, list):
+        raise WindowError(f"window: {what} as {_kind_of(given)}; expected a list")
+    found = []
+    for each in given:
+        table = _table(each, what, ("entry", "start", "state", "aside", "born", "placed"))
+        own = table["entry"]
+        if version == UNTRACED and isinstance(own, dict):
+            own = {"modality": None, **own}
+        entry = _built(Entry, own)
+        state, aside = _state(table["state"]), None if table["aside"] is None else _state(table["aside"])
+        numbers = [
+            _number(table[word], word, top) for word, top in (("start", LIMIT), ("born", clock), ("placed", clock))
+        ]
+        _check_piece(entry, state, aside, what)
+        found.append(PlacedPiece(entry, numbers[0], state, aside, numbers[1], numbers[2]))
+    return found
+
+
+def _check_piece(entry: Entry, state: PieceState, aside: PieceState | None, what: str) -> None:
+    """Refuses a state that no piece of this kind is in."""
+    kinds = ("evicted",) if what == "evicted" else ("bare", "patched", "conditioned")
+    text = entry.kind == "text" and (what == "evicted" or state.kind != "conditioned")
+    switched = aside is not None and (state.kind != "bare" or aside.kind not in ("patched", "conditioned"))
+    if state.kind not in kinds or text or switched:
+        other = "" if aside is None else f", aside {aside.kind!r}"
+        raise WindowError(
+            f"window: {entry.kind} {brief(entry.id)!r} among {what} is {state.kind!r}{other}; expected one of {kinds}"
+        )
+
+
+def _state(given: Any) -> PieceState:
+    state = _built(PieceState, given)
+    known = state.kind in get_args(StateKind) and state.base in get_args(PatchBase)
+    made = _is_digest(state.behind) or (state.behind == "" and state.kind in ("bare", "evicted"))
+    patched = (
+        isinstance(state.patch, str) if state.kind == "patched" else state.patch is None or state.kind == "evicted"
+    )
+    pure = isinstance(state.pure, bool) and (not state.pure or state.kind in ("conditioned", "evicted"))
+    if not (known and made and patched and pure):
+        raise WindowError(f"window: {state!r:.200}; expected a state that pieces are in")
+    for word in ("rank", "patch_bytes", "patch_flops"):
+        _number(getattr(state, word), word, 2**62)
+    return state
+
+
+def _costs(given: Any) -> Costs:
+    table = dict(_table(given, "costs", [field.name for field in dataclasses.fields(Costs)]))
+    forward = dict(_table(table.pop("forward"), "costs", ForwardCosts._fields))
+    if not isinstance(table["backbone"], str):
+        raise WindowError(f"window: backbone {table['backbone']!r:.80}; expected a fingerprint")
+    for word in ("layers", "kv_bytes", "turning_bytes", "rotary"):
+        _number(table[word], word, 2**62)
+    for word in ("token", "pair", "window"):
+        if not isinstance(forward[word], list) or len(forward[word]) != table["layers"] or not forward[word]:
+            raise WindowError(f"window: costs by layer {forward[word]!r:.80}; expected {table['layers']} of them")
+        forward[word] = tuple(_number(number, word, 2**62) for number in forward[word])
+    _number(forward["logit"], "logit", 2**62)
+    return Costs(forward=ForwardCosts(**forward), **table)
+
+
+def _built[Made](make: Callable[..., Made], given: Any) -> Made:
+    """A container of this kind from a table that names its fields, all of them and no other."""
+    table = _table(given, make.__name__, [field.name for field in dataclasses.fields(make)])  # pyright: ignore
+    try:
+        return make(**table)
+    except KVPatchError as error:
+        raise WindowError(str(error)) from None
+
+
+def _table(given: Any, what: str, names: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise WindowError(f"window: {what} as {_kind_of(given)}; expected a table")
+    _check_keys(given, what, names)
+    return given
+
+
+def _check_keys(table: dict[str, Any], what: str, names: Any) -> None:
+    if set(table) != set(names):
+        found = sorted(set(table) ^ set(names))
+        raise WindowError(f"window: {what} with {found!s:.80} missing or unknown; expected {', '.join(names)}")
+
+
+def _number(given: Any, what: str, top: int = LIMIT) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= top:
+        raise WindowError(f"window: {what} {_short(given)}; expected a number from 0 to {top}")
+    return given
+
+
+def _short(given: Any) -> str:
+    return f"of {given.bit_length()} bits" if isinstance(given, int) and abs(given) >= 2**62 else f"{given!r:.80}"
+
+
+def _is_digest(given: Any) -> bool:
+    return isinstance(given, str) and _HEX.fullmatch(given) is not None
+
+
+def _parent(branch: Any) -> str | None:
+    return branch.rpartition("/")[0] if isinstance(branch, str) and "/" in branch else None
+
+
+def _kind_of(given: Any) -> str:
+    return "nothing" if given is None else f"a {type(given).__name__}"

@@ -1,0 +1,235 @@
+"""What a window is and what can be read of it. How it changes is in `changes.py`."""
+
+import dataclasses
+import functools
+from typing import Literal
+
+from ..cache import EXACT, Antecedent, Member, brief
+from ..errors import WindowError
+from .costs import Costs
+from .entry import Fidelity, PlacedPiece
+from .provenance_chain import aimed, served
+from .window_json import body_of, digest_of_body
+
+Promise = Literal["remember", "forget"]
+Gaps = Literal["close", "keep"]
+
+MOST_GONE = 512
+"""Chunks that left and can be recalled: of more the oldest is forgotten, so that no step of a long loop costs more."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class WindowState:
+    """The pieces of a window, in order, and what it keeps beside them.
+
+    Attributes:
+      costs: of its backbone; whose fingerprint is the window's.
+      pieces: what is placed, from the front.
+      evicted: chunks that left and can be recalled, the last one to leave last; `MOST_GONE` at most.
+      lead: how many pieces at the front are pinned: they never leave and never move.
+      lead_settled: whether the lead is what it will be; texts in front of the first chunk join it until then.
+      next_start: where what is appended is placed.
+      promise: what the window is to be held against: "remember" (the model where no token sees a chunk that had left by
+        then) or "forget" (a prefill of the window as it stands).
+      gaps: whether what leaves has those behind it move up ("close"), or stay where they are ("keep").
+      store: which store its chunks are in, or None.
+      branch: "", or the name that it was begun under; a fork's is its parent's, a slash and its own name.
+      origin: digest of the window that this branch was forked from, or None.
+      joined: branches that were joined into it.
+      clock: how many placements there were.
+    """
+
+    costs: Costs
+    pieces: tuple[PlacedPiece, ...] = ()
+    evicted: tuple[PlacedPiece, ...] = ()
+    lead: int = 0
+    lead_settled: bool = False
+    next_start: int = 0
+    promise: Promise = "remember"
+    gaps: Gaps = "close"
+    store: str | None = None
+    branch: str = ""
+    origin: str | None = None
+    joined: tuple[str, ...] = ()
+    clock: int = 0
+
+    @property
+    def backbone(self) -> str:
+        """Fingerprint of the backbone."""
+        return self.costs.backbone
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the pieces, from the front."""
+        return tuple(self.places)
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """Ids of what was evicted, the oldest first."""
+        return tuple(self.evicted_by_id)
+
+    @functools.cached_property
+    def places(self) -> dict[str, int]:
+        """The index of every piece from the front, by id."""
+        return {piece.entry.id: index for index, piece in enumerate(self.pieces)}
+
+    @functools.cached_property
+    def evicted_by_id(self) -> dict[str, PlacedPiece]:
+        """The pieces that were evicted, by id."""
+        return {piece.entry.id: piece for piece in self.evicted}
+
+    def __contains__(self, id: object) -> bool:
+        return isinstance(id, str) and id in self.places
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all pieces."""
+        return sum(piece.entry.tokens for piece in self.pieces)
+
+    @property
+    def sink_left(self) -> bool:
+        """Whether the tokens that the first piece was made behind have left, and the attention sink with them.
+
+        What is kept then differs from a prefill as it does not otherwise. A pinned lead prevents it.
+        """
+        return bool(self.pieces) and self.pieces[0].state.kind == "conditioned" and self.pieces[0].fidelity != EXACT
+
+    @property
+    def as_promised(self) -> bool:
+        """Whether every piece is served as the window promises: exact, or a survivor where it remembers."""
+        kept = (EXACT, "survivor") if self.promise == "remember" else (EXACT,)
+        return all(piece.fidelity in kept for piece in self.pieces)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digests all but what was joined: 32 hexadecimal digits."""
+        return digest_of_body(body_of(self))
+
+    def index(self, id: str) -> int:
+        """The place of a piece, counted from the front.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        try:
+            return self.places[id]
+        except (KeyError, TypeError):
+            there = "evicted" if isinstance(id, str) and id in self.evicted_by_id else "not in the window"
+            shown = brief(id) if isinstance(id, str) else id
+            raise WindowError(f"window: {shown!r:.80} is {there}; expected one of {self._named()}") from None
+
+    def piece(self, id: str) -> PlacedPiece:
+        """The piece of this id.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        return self.pieces[self.index(id)]
+
+    def start(self, id: str) -> int:
+        """Where a piece's positions count from.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        return self.piece(id).start
+
+    def fidelity(self, id: str) -> Fidelity:
+        """How truly a piece is served: the definition of the three words.
+
+        "exact": its KV is that of a prefill of this window as it stands, all in front is exact too, and no positions
+        are free between them.
+
+        "survivor": its KV is that of the model where no token sees a chunk that had left by then (the banded mask). So
+        it was prefilled in all layers behind pieces that were exact or survivors then, and all that stands in front of
+        it now it has seen there: the very pieces, in this order, none of which was run again to something else since.
+        What left since it remembers. How those in front are served now does not matter; its KV is its own.
+
+        "approximate": anything else. Patched or bare; recomputed from a higher layer; with something in front that it
+        has not seen (inserted, recalled, replaced, moved or run again there), until that leaves, or it is prefilled
+        itself; and prefilled behind a piece that was approximate then, for as long as that KV lives: a piece is as true
+        as the least true thing that it was ever conditioned on.
+
+        The words do not depend on what the window promises; what is as promised does (`as_promised`). Where it
+        remembers, exact pieces and survivors are. What came in front of others it promises to those as well, so that
+        they are approximate. Where it forgets, only exact pieces are.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        return self.piece(id).fidelity
+
+    def behind(self, id: str | None = None) -> int:
+        """How many tokens stand in front of a piece, or of what will be appended.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        index = len(self.pieces) if id is None else self.index(id)
+        return sum(piece.entry.tokens for piece in self.pieces[:index])
+
+    def antecedent(self, id: str | None = None) -> Antecedent:
+        """What stands in front of a piece, or of what will be appended, as it is served.
+
+        A prefill there is conditioned on this, and so is the patch formed of it.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        pieces, start = self._front(id)
+        return Antecedent(tuple(served(pieces, start)))
+
+    def target(self, id: str | None = None) -> Antecedent:
+        """What a patch must have been formed behind to serve a piece there, or one that will be appended.
+
+        Where the window forgets, those in front, all of them exact. Where it remembers, those in front as they would
+        have to be served: survivors as they are, or were before they were switched to bare; anything else as a prefill
+        in its place would have it.
+
+        Raises:
+          WindowError: a piece that is not in the window.
+        """
+        pieces, start = self._front(id)
+        if self.promise == "forget":
+            return Antecedent(tuple(Member(piece.entry.id, piece.entry.content) for piece in pieces))
+        return Antecedent(tuple(aimed(self.backbone, pieces, start)))
+
+    def _front(self, id: str | None) -> tuple[tuple[PlacedPiece, ...], int]:
+        if id is None:
+            return self.pieces, self.next_start
+        index = self.index(id)
+        return self.pieces[:index], self.pieces[index].start
+
+    def _named(self) -> str:
+        shown = [brief(piece.entry.id) for piece in self.pieces[-8:]]
+        more = "" if len(shown) == len(self.pieces) else f"… of {len(self.pieces)}, "
+        return f"({more}{', '.join(map(repr, shown))})"
+
+    def __repr__(self) -> str:
+        name = f"branch {self.branch!r}, " if self.branch else ""
+        return (
+            f"Window({name}{len(self.pieces)} pieces, {self.tokens} tokens, {len(self.evicted)} evicted, next at "
+            f"{self.next_start}, {self.promise}, gaps {self.gaps}, lead {self.lead})"
+        )
+
+    def __str__(self) -> str:
+        lines = [repr(self)]
+        width = len(str(self.next_start))
+        for index, piece in enumerate(self.pieces):
+            entry, marks = piece.entry, []
+            if index < self.lead:
+                marks.append("lead")
+            if piece.state.kind != "conditioned":
+                marks.append(piece.state.kind if piece.aside is None else f"{piece.state.kind} for now")
+            if entry.order_free:
+                marks.append("order-free")
+            place = f"{piece.start:>{width}}–{piece.end - 1:<{width}}"
+            said = ", ".join([f"{entry.tokens} tokens", piece.fidelity, *marks])
+            lines.append(f"  {place}  {entry.kind:<5}  {brief(entry.id)!r}: {said}")
+        return "\n".join(lines)
