@@ -128,7 +128,7 @@ def test_what_the_guide_says_follows_the_rows(tmp_path):
         one.update(value=0.98)
     assert "is met: 0.980" in " ".join(document.section(found).split())
 
-    (tmp_path / "docs" / "guides").mkdir(parents=True)
+    (tmp_path / "docs" / "experiments").mkdir(parents=True)
     page = tmp_path / document.GUIDE
     page.write_text("before\n<!-- run -->\nold\n\n<!-- /run -->\nafter\n", "utf-8")
     results = {**found, "cpu_seconds": 1, "config": {"model": "reading", "tower": {"recipe": {}, "versions": {}}}}
