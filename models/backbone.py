@@ -132,7 +132,7 @@ class ModelBackbone(Generating, Writing, Answering):
         return forward_costs(self.config.text)
 
     def _settings(self) -> Iterator[bytes]:
-        """What the numbers depend on beside the parameters."""
+        """Yields what the numbers depend on beside the parameters."""
         yield json.dumps(self.config.to_dict(), sort_keys=True).encode()
         rope = self.config.text.rope
         yield rope.angles.encode()
@@ -141,7 +141,8 @@ class ModelBackbone(Generating, Writing, Answering):
         yield json.dumps(settings, sort_keys=True).encode()
 
     def replaced(self, parameters: Mapping[str, Any]) -> "ModelBackbone":
-        """The same backbone (buckets, template and mesh too) with other parameters, which are left where they are.
+        """Returns the same backbone (buckets, template and mesh too) with other parameters, which are left where
+        they are.
 
         Both run the same programs, each compiled once for the two.
         """
@@ -317,7 +318,7 @@ class ModelBackbone(Generating, Writing, Answering):
         return Tokens(embeddings, positions, deepstack), length
 
     def _encode(self, input_ids: np.ndarray, arrays: Mapping[str, Any]) -> Features | None:
-        """The tower's output for a prompt whose ids were checked."""
+        """Returns the tower's output for a prompt whose ids were checked."""
         vision = self.family.vision
         if vision is None:
             if arrays:
@@ -457,7 +458,7 @@ class ModelBackbone(Generating, Writing, Answering):
         return self._pad_read(tokens, context, mask)
 
     def _pad_read(self, tokens: Tokens, context: Context | None, mask: Any) -> tuple[Tokens, Context | None, Any]:
-        """What prefill and generate take, padded to its buckets (as it is without buckets)."""
+        """Returns what prefill and generate take, padded to its buckets (as it is without buckets)."""
         if self.buckets is None:
             return tokens, context, mask
         length, window = tokens.embeddings.shape[1], self.config.text.window
@@ -468,7 +469,7 @@ class ModelBackbone(Generating, Writing, Answering):
 
 
 def _host_positions(positions: Array | np.ndarray) -> Array | np.ndarray:
-    """Positions where they are, those of the host in 32 bits as a device would have them."""
+    """Returns positions where they are, those of the host in 32 bits as a device would have them."""
     if isinstance(positions, jax.Array):
         return positions
     given = np.asarray(positions)

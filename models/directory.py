@@ -155,7 +155,7 @@ def _image_settings(family: Family, authors: AuthorsFormat | None, given: Mappin
 
 
 def _architecture(raw: Mapping[str, Any], path: str) -> str:
-    """The architecture of a configuration, one that is known."""
+    """Returns the architecture of a configuration, one that is known."""
     names = raw.get("architectures") or [_BY_MODEL_TYPE.get(str(raw.get("model_type")), raw.get("model_type"))]
     if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: architectures is {names!r}; expected a list of names")

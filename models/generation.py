@@ -42,7 +42,7 @@ class TextPieces:
         return text
 
     def rest(self) -> str:
-        """What is left at the end, with U+FFFD for bytes that make no character."""
+        """Returns what is left at the end, with U+FFFD for bytes that make no character."""
         text = self._untold()
         self.begin, self.read = self.read, len(self.ids)
         return text
@@ -156,7 +156,7 @@ class Generating:
     def _read_of(
         self, tokens: Tokens, context: Context | None, mask: Any, steps: int
     ) -> tuple[Tokens, Context | None, Any]:
-        """What generation reads, checked and padded to its buckets."""
+        """Returns what generation reads, checked and padded to its buckets."""
         raise NotImplementedError
 
     @with_our_names
@@ -235,7 +235,9 @@ class Generating:
         lengths: Any,
         block: int,
     ) -> Iterator[np.ndarray]:
-        """Tokens of `generate`, at most `block` at a time; everything is checked before the first is asked for."""
+        """Returns tokens of `generate`, at most `block` at a time; everything is checked before the first is asked
+        for.
+        """
         check_steps(steps)
         stops = self.stop_tokens if stop is None else check_stop(stop, self.config.text.vocabulary)
         draw = draw_of(sampling or Sampling(), key, stops)
@@ -289,7 +291,7 @@ def pad_rows(prompts: Sequence[Tokens]) -> tuple[Tokens, Int[np.ndarray, " B"]]:
 
 
 def last_tokens(tokens: Tokens, lengths: Any) -> Int[np.ndarray, " B"]:
-    """Index of each row's last token.
+    """Returns index of each row's last token.
 
     Raises:
       ShapeError: another number of lengths than rows, or a length that a row does not have.

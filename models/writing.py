@@ -88,7 +88,9 @@ class Writing:
     def _write_pages(
         self, state: Any, tokens: Tokens, cache: Paged, slots: Any, keep: Any, mask: Any, rows: Any, what: str
     ) -> Step:
-        """The same where the cache is in pages: the pool is donated, and its pages are named that the slots lie on."""
+        """Returns the same where the cache is in pages: the pool is donated, and its pages are named that the slots
+        lie on.
+        """
         total = int(np.prod(next(iter(cache.pool.values())).shape[1:3]))
         slots = slots if isinstance(slots, jax.Array) else np.asarray(slots)
         check_slots(slots.reshape(-1), total)
@@ -110,6 +112,6 @@ class Writing:
 
 
 def in_pages(layout: KVLayout, window: int | None, context: Paged) -> Paged:
-    """A paged context as one kind of pytree: the layout's channels, and places only where layers slide."""
+    """Returns a paged context as one kind of pytree: the layout's channels, and places only where layers slide."""
     pool = held_arrays(layout, context.pool)
     return Paged(pool, context.table, context.seen, None if window is None else context.places_of_keys())

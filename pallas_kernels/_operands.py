@@ -133,7 +133,9 @@ class Operands(NamedTuple):
         return self._replace(x=spread(self.x, 0, width), v=v, dense=dense, x_scale=x_scale)
 
     def factor_scale(self) -> Float[Array, "*scaled M 1"] | None:
-        """Both factors' scales in one: each is one number per direction, so that either side may take their product."""
+        """Returns both factors' scales in one: each is one number per direction, so that either side may take their
+        product.
+        """
         scales = [] if self.u_scale is None else [jnp.swapaxes(self.u_scale, -1, -2)]
         if self.v_scale is not None:
             scales.append(self.v_scale)
@@ -178,7 +180,7 @@ def flat(leaf: Num[Array, "..."], inner: int) -> Num[Array, "..."]:
 
 
 def spread(part: Num[Array, "*axes _"], first: int, width: int) -> Num[Array, "*axes {width}"]:
-    """`part` as the channels from `first` on of `width`, among zeros.
+    """Returns `part` as the channels from `first` on of `width`, among zeros.
 
     Parts are joined by choosing between them so spread: XLA for CPUs fuses no concatenation of innermost axes, but
     writes what is joined and reads it again. For TPUs and GPUs it compiles both to the same number of passes.
@@ -191,7 +193,7 @@ def spread(part: Num[Array, "*axes _"], first: int, width: int) -> Num[Array, "*
 def tables_of_channels(
     cos: Float[Array, "*angles T half"], sin: Float[Array, "*angles T half"], width: int, layout: str
 ) -> tuple[Float[Array, "*angles T {width}"], Float[Array, "*angles T {width}"]]:
-    """Cosine and signed sine of every channel of a head: 1 and 0 where nothing rotates.
+    """Returns cosine and signed sine of every channel of a head: 1 and 0 where nothing rotates.
 
     With them a rotation is `x · cos + partner(x) · sin`, whichever half of its pair a channel is.
     """
@@ -206,5 +208,5 @@ def tables_of_channels(
 
 
 def padded_width(width: int, lanes: int = LANES) -> int:
-    """The least multiple of `lanes` that is not below `width`."""
+    """Returns the least multiple of `lanes` that is not below `width`."""
     return -(-width // lanes) * lanes

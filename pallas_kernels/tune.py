@@ -74,7 +74,7 @@ def tune(operations: Sequence[str], quick: bool, say: Callable[[str], None] = pr
 
 
 def cases(operations: Sequence[str], quick: bool) -> list[tuple[str, RotateShape, int]]:
-    """What a run times: each operation, shape and rank."""
+    """Returns what a run times: each operation, shape and rank."""
     result = []
     for operation in operations:
         production = shapes.PRODUCTION if operation == "rotate_patch" else [each.chunk for each in spliced.PRODUCTION]
@@ -116,7 +116,7 @@ def tune_case(operation: str, shape: RotateShape, rank: int, platform: str, repe
 
 
 def candidates(operation: str, shape: RotateShape, rank: int, platform: str) -> Iterator[TuningCandidate]:
-    """What is timed, the XLA path first; all give the same numbers."""
+    """Yields what is timed, the XLA path first; all give the same numbers."""
 
     def public(name: str) -> Callable[..., Array]:
         plan: dict[str, Any] = {"layout": shape.layout, "implementation": name}
@@ -144,7 +144,7 @@ def _spliced_by_tpu(shape: RotateShape, rank: int) -> bool:
 
 
 def _operands(given: Given) -> Operands:
-    """The operands of a set, which has slots beside them."""
+    """Returns the operands of a set, which has slots beside them."""
     return Operands(**_without_slots(given))
 
 
@@ -191,7 +191,7 @@ def _program(
 
 
 def _first(operation: str, candidate: TuningCandidate, shape: RotateShape, sets: Sequence[Given]) -> Array:
-    """The result for the first set alone."""
+    """Returns the result for the first set alone."""
     program = _program(operation, candidate, shape, sets[:1])
     return program()[0] if operation == "rotate_patch" else program()
 

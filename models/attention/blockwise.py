@@ -80,7 +80,7 @@ def blockwise(
 
 
 def _attend(block: _Queries, keys: _Keys, mask: Mask, allowed: Array | None, scale: float, groups: int) -> Array:
-    """One block of queries over all keys that any of them sees, [B, K, G * queries, W] float32."""
+    """Returns one block of queries over all keys that any of them sees, [B, K, G * queries, W] float32."""
     B, K, rows, _ = block.query.shape
     size = keys.key.shape[-2]
 
@@ -114,7 +114,7 @@ def _attend(block: _Queries, keys: _Keys, mask: Mask, allowed: Array | None, sca
 
 
 def _seen(block: _Queries, at: _Keys, mask: Mask, allowed: Array | None, start: Array) -> Bool[Array, "#B #T S"]:
-    """The mask between one block of queries and one of keys."""
+    """Returns the mask between one block of queries and one of keys."""
     seen = mask.sees_places(block.places, at.places)  # padding behind the last key is nowhere
     if block.segments is not None and at.segments is not None:
         seen = seen & sees_segments(block.segments, at.segments)
@@ -150,7 +150,9 @@ def _blocks_of_queries(
 def _needed(
     mask: Mask, places: Array, segments: Array | None, keys: _Keys, allowed: Array | None, blocks: AttentionBlocks
 ) -> Bool[Array, "blocks_of_queries blocks_of_keys"]:
-    """Which blocks of keys a block of queries looks at: False only where no query of it sees any key of them."""
+    """Returns which blocks of keys a block of queries looks at: False only where no query of it sees any key of
+    them.
+    """
     low, high = (reduce(places, axis=2)[:, None] for reduce in (jnp.min, jnp.max))  # [queries, 1, B]
     first = jnp.min(keys.places, axis=2)[None]  # [1, keys, B]
     last = jnp.max(jnp.where(keys.places == NOWHERE, -1, keys.places), axis=2)[None]
@@ -173,7 +175,7 @@ def _needed(
 
 
 def _padded(x: Array, *axes: tuple[int, int], fill: int = 0, edge: bool = False) -> Array:
-    """`x` filled up along each axis to a multiple of a size: with `fill`, or with its last entries."""
+    """Returns `x` filled up along each axis to a multiple of a size: with `fill`, or with its last entries."""
     room = np.zeros((x.ndim, 2), int)
     for axis, size in axes:
         room[axis, 1] = -x.shape[axis] % size

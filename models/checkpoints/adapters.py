@@ -114,7 +114,7 @@ class LoRASource:
         return merged
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where the bytes of a tensor lie that the adapter leaves as it is; None of one that it changes."""
+        """Returns where the bytes of a tensor lie that the adapter leaves as it is; None of one that it changes."""
         return None if name in self._changes else stored_tensor(self._inner, name)
 
     def _get(self, name: str) -> np.ndarray:
@@ -127,7 +127,7 @@ class LoRASource:
         return self._inner.tensors[name] if change.replaced is None else self._infos[change.replaced]
 
     def _read_changes(self, config: Mapping[str, Any], translate: Callable[[str], str | None]) -> dict[str, _Change]:
-        """What is done to which tensor, by the base's names."""
+        """Returns what is done to which tensor, by the base's names."""
         changes: dict[str, _Change] = {}
         for name in sorted(self._infos):
             module, field, kind = _parts(name)
@@ -156,7 +156,7 @@ class LoRASource:
         return changes
 
     def _scale(self, config: Mapping[str, Any], name: str, module: str) -> float:
-        """alpha / r of a module, or alpha / √r. Raises WeightsError where the factor has another rank."""
+        """Returns alpha / r of a module, or alpha / √r. Raises WeightsError where the factor has another rank."""
         rank = _of_pattern(config.get("rank_pattern"), module, config["r"])
         alpha = _of_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
         shape, part = self._infos[name].shape, _parts(name)[1]
@@ -215,7 +215,9 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Of an adapter's tensor: the module it belongs to, the field of `_Change` it fills, and "weight" or "bias"."""
+    """Splits an adapter's tensor name: the module it belongs to, the field of `_Change` it fills, and "weight" or
+    "bias".
+    """
     bare = name.removeprefix(_PREFIX)
     match = _NAME.fullmatch(bare)
     if match is None:  # the whole of a module that was trained, or what LoRA wraps
@@ -228,7 +230,7 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 
 def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: int | float) -> int | float:
-    """The value of the first pattern that the end of a module's name fits, as peft finds it."""
+    """Returns the value of the first pattern that the end of a module's name fits, as peft finds it."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

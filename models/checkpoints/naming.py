@@ -98,7 +98,7 @@ def rename(source: TensorSource, namings: Sequence[Naming], known: Known) -> Ten
 
 
 def same(who: str, *prefixes: str) -> Naming:
-    """The names of the family's entries themselves, by what they begin with."""
+    """Returns the names of the family's entries themselves, by what they begin with."""
     return Naming(who, tuple((prefix, prefix) for prefix in prefixes))
 
 

@@ -38,7 +38,7 @@ class PlannedTensor:
 
 
 def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTensor]:
-    """Every tensor that must be in the file. Raises WeightsError where entries and parameters do not match."""
+    """Returns every tensor that must be in the file. Raises WeightsError where entries and parameters do not match."""
     tensors: list[PlannedTensor] = []
     filled: set[ParamPath] = set()
     for entry in entries:
@@ -54,7 +54,9 @@ def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTens
 
 
 def _targets(entry: TensorEntry, expected: Expected) -> Iterator[tuple[ParamPath, dict[str, int]]]:
-    """Parameters an entry fills, with the numbers in their paths: one, or one per number where the path has braces."""
+    """Yields parameters an entry fills, with the numbers in their paths: one, or one per number where the path has
+    braces.
+    """
     braces = re.compile(r"\\\{(\w+)\\\}")
     rules = [re.compile(braces.sub(r"(?P<\1>\\d+)", re.escape(part))) for part in entry.path]
     found = False
@@ -85,7 +87,7 @@ def _tensors_of(
 
 
 def _whole(piece: tuple[int, ...], part: Part | None) -> tuple[int, ...] | None:
-    """Shape of the file's tensor that a piece is cut from; None where the piece does not fit its part."""
+    """Returns shape of the file's tensor that a piece is cut from; None where the piece does not fit its part."""
     if part is None:
         return piece
     if part.axis >= len(piece) or piece[part.axis] != part.stop - part.start or part.stop > part.size:
@@ -94,12 +96,12 @@ def _whole(piece: tuple[int, ...], part: Part | None) -> tuple[int, ...] | None:
 
 
 def unpermuted[T](axes: Sequence[T], permute: tuple[int, ...] | None) -> tuple[T, ...]:
-    """What belongs to a parameter's axes, in the order that the file's tensor has them."""
+    """Returns what belongs to a parameter's axes, in the order that the file's tensor has them."""
     return tuple(axes) if permute is None else tuple(axes[axis] for axis in np.argsort(permute))
 
 
 def resolve_ties(tensors: Sequence[PlannedTensor], present: Mapping[str, TensorInfo]) -> list[PlannedTensor]:
-    """The same tensors, those that are absent and tied to another under that one's name."""
+    """Returns the same tensors, those that are absent and tied to another under that one's name."""
     return [
         dataclasses.replace(tensor, name=tensor.entry.tied_to)
         if tensor.name not in present and tensor.entry.tied_to is not None

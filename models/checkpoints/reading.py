@@ -32,7 +32,7 @@ Job = tuple[int, Callable[[], None]]
 
 
 def tensor_shapes(source: TensorSource | str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Name to shape of every tensor of a checkpoint, for families whose releases differ in names or shapes.
+    """Returns name to shape of every tensor of a checkpoint, for families whose releases differ in names or shapes.
 
     Raises:
       WeightsError: as `open_source`.
@@ -41,7 +41,7 @@ def tensor_shapes(source: TensorSource | str | os.PathLike[str]) -> dict[str, tu
 
 
 def same_tensors(source: TensorSource | str | os.PathLike[str], first: str, second: str) -> bool:
-    """Whether two tensors of a checkpoint hold the same values. Read in pieces; ends at the first that differ.
+    """Returns whether two tensors of a checkpoint hold the same values. Read in pieces; ends at the first that differ.
 
     Raises:
       WeightsError: as `open_source`, or data that cannot be read.
@@ -66,7 +66,7 @@ def load_weights(
     shardings: Mapping[ParamPath, jax.sharding.Sharding] | None = None,
     progress: Progress = None,
 ) -> Params:
-    """Read a checkpoint into nested parameters.
+    """Reads a checkpoint into nested parameters.
 
     Threads fill one parameter at a time, piece by piece: each piece is read, looked at (NaN, infinities), cast and put
     into its place while it is in the cache. On a CPU that memory becomes the parameter. Elsewhere it is on its way to
@@ -134,7 +134,7 @@ def _bytes(region: Spans, dtype: np.dtype) -> int:
 
 
 def _regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> dict[Spans, list[Any]]:
-    """The distinct shards of a parameter, each with the devices that hold it; all of it without a sharding."""
+    """Returns the distinct shards of a parameter, each with the devices that hold it; all of it without a sharding."""
     if sharding is None:
         return {tuple((0, size) for size in shape): []}
     holders: dict[Spans, list[Any]] = {}
@@ -151,7 +151,7 @@ def _placed(
     holders: Mapping[Spans, Sequence[Any]],
     read: Callable[[Spans], np.ndarray],
 ) -> jax.Array:
-    """An array of which each distinct shard is read once, and has left the host before the next one is read.
+    """Returns an array of which each distinct shard is read once, and has left the host before the next one is read.
 
     (`jax.make_array_from_callback` would hold all shards of this process at once, and read copies again.)
     """
@@ -172,7 +172,7 @@ def _filled(
     dtype: np.dtype,
     region: Spans,
 ) -> np.ndarray:
-    """A region of a parameter of this shape, filled with the tensors that it is made of."""
+    """Returns a region of a parameter of this shape, filled with the tensors that it is made of."""
     value = _aligned_zeros([stop - start for start, stop in region], dtype)
     jobs: list[Job] = []
     for tensor in tensors:
@@ -198,7 +198,9 @@ def _filled(
 
 
 def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Zeros at an address that XLA's CPU client makes an array of without a copy. The system gives them as they are."""
+    """Returns zeros at an address that XLA's CPU client makes an array of without a copy. The system gives them as
+    they are.
+    """
     size = math.prod(shape) * dtype.itemsize
     room = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
@@ -208,7 +210,8 @@ def _aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 def _jobs(
     source: TensorSource, tensor: PlannedTensor, shape: tuple[int, ...], region: Spans, out: np.ndarray
 ) -> Iterator[Job]:
-    """What fills `out`, a region of what a tensor fills, which is of this shape. No more than that region is read.
+    """Yields what fills `out`, a region of what a tensor fills, which is of this shape. No more than that region is
+    read.
 
     Except where the parameter has axes of the file flattened together: then no region of it is one of the file's
     tensor, and all of what it needs is read.
@@ -252,13 +255,13 @@ def _fill_flattened(
 
 
 def _slices(source: TensorSource, name: str, spans: Spans) -> tuple[slice, ...] | None:
-    """A region as `read` takes it; None for all of the tensor."""
+    """Returns a region as `read` takes it; None for all of the tensor."""
     whole = spans == tuple((0, size) for size in source.tensors[name].shape)
     return None if whole else tuple(slice(*span) for span in spans)
 
 
 def _in_file(tensor: PlannedTensor, spans: Spans) -> Spans:
-    """Where in the file's tensor these spans of the entry's piece of it lie."""
+    """Returns where in the file's tensor these spans of the entry's piece of it lie."""
     part, starts = tensor.entry.part, [0] * len(spans)
     if part is not None:
         starts[part.axis] = part.start

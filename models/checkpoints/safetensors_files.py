@@ -58,7 +58,7 @@ class SafetensorsSource:
         return out
 
     def stored(self, name: str) -> StoredTensor:
-        """Where a tensor's bytes lie. Raises WeightsError for a type whose elements do not fill whole bytes."""
+        """Returns where a tensor's bytes lie. Raises WeightsError for a type whose elements do not fill whole bytes."""
         found = self._stored[name]
         if found.info.dtype not in NUMPY_TYPES:
             raise WeightsError(f"tensor {name!r} has type {found.info.dtype}; expected one of {sorted(NUMPY_TYPES)}")
@@ -71,7 +71,7 @@ class SafetensorsSource:
 
 
 def weight_index(directory: str | os.PathLike[str]) -> dict[str, Path]:
-    """Tensor name to the safetensors file that holds it.
+    """Maps each tensor's name to the safetensors file that holds it.
 
     Raises:
       WeightsError: as `SafetensorsSource`.
@@ -113,7 +113,7 @@ def _sharded(root: Path) -> dict[str, _Stored]:
 
 
 def _header(path: Path) -> dict[str, _Stored]:
-    """What a file's header says of its tensors, checked to the last byte of the file."""
+    """Returns what a file's header says of its tensors, checked to the last byte of the file."""
     try:
         file = OpenFile(path)
         return _parsed(file)
@@ -156,7 +156,7 @@ def _table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _span(name: str, entry: Any) -> tuple[TensorInfo, int, int]:
-    """What a header says of one tensor, with the first byte of its data and the one behind its last."""
+    """Returns what a header says of one tensor, with the first byte of its data and the one behind its last."""
     if not isinstance(entry, dict):
         raise ValueError(f"tensor {name!r} is a {type(entry).__name__}; expected a table")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))

@@ -43,7 +43,7 @@ def split_rows(**rows: int) -> dict[str, TensorSelection]:
 
 
 def split_groups(groups: int, **rows: int) -> dict[str, TensorSelection]:
-    """The same, repeated in every one of `groups`; each piece takes its rows of all of them."""
+    """Returns the same, repeated in every one of `groups`; each piece takes its rows of all of them."""
     period, start, pieces = sum(rows.values()), 0, dict[str, TensorSelection]()
     for name, count in rows.items():
         runs = tuple((group * period + start, group * period + start + count) for group in range(groups))
@@ -102,7 +102,7 @@ class ViewSource:
         return np.concatenate(found)
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where the bytes of a tensor lie that is only renamed; None of a piece."""
+        """Returns where the bytes of a tensor lie that is only renamed; None of a piece."""
         inner, piece = self._views[name]
         return stored_tensor(self._inner, inner) if piece == WHOLE else None
 

@@ -16,7 +16,7 @@ from .safetensors_files import SINGLE_FILE
 
 
 def save_weights(directory: str | os.PathLike[str], params: Mapping[str, Any], entries: Sequence[TensorEntry]) -> Path:
-    """Write parameters as `model.safetensors` under Hugging Face's names, in the type they have.
+    """Writes parameters as `model.safetensors` under Hugging Face's names, in the type they have.
 
     A parameter tied to another tensor is left out. The file appears whole or not at all. Returns its path.
 

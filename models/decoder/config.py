@@ -139,7 +139,7 @@ class DecoderConfig:
         return make(layers=self.layers, head_dim=self.head_dim, rope=self.rope, **heads)
 
     def slides(self, layer: int) -> bool:
-        """Whether a layer sees no further than the window."""
+        """Returns whether a layer sees no further than the window."""
         return self.window is not None and (self.window_layers is None or layer in self.window_layers)
 
     @property

@@ -112,11 +112,11 @@ class Decoder(nnx.Module):
         self.config = config
 
     def embed(self, input_ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Token embeddings."""
+        """Returns token embeddings."""
         return jnp.take(self.embedding[...], input_ids, axis=0)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Final norm and output head, float32."""
+        """Applies the final norm and the output head, in float32."""
         hidden = self.norm(hidden)
         if self.head is None:
             return product(hidden, self.embedding[...], transposed=True)
@@ -138,7 +138,7 @@ class Decoder(nnx.Module):
         deepstack: Float[Array, "n B T D"] | None = None,
         counted: Bool[Array, "B T"] | None = None,
     ) -> LayerState:
-        """Run layers start_layer … stop_layer-1 over the tokens.
+        """Runs layers start_layer … stop_layer-1 over the tokens.
 
         Args:
           hidden: residual entering `start_layer` (the embeddings when it is 0).
@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
         return LayerState(hidden, _join(pieces), cache, taps, jnp.concatenate(loads) if loads else None)
 
     def _run_layers(self, carry: tuple[Array, Any], step: _Step, per_layer: Any, first: int, last: int):
-        """Layers first … last-1, which are all of one kind; `per_layer` is cut to them.
+        """Returns layers first … last-1, which are all of one kind; `per_layer` is cut to them.
 
         A cache that is written into is carried along whole, so that a step writes its tokens and copies nothing else.
         """
@@ -221,7 +221,7 @@ class Decoder(nnx.Module):
         return *carry, out
 
     def _gathering(self, cache: Any, step: _Step, own: Any, layer: Any) -> Callable[[KV, KV], tuple[KV, Any]]:
-        """What a layer attends over, as a function of its tokens' KV, phase-free and turned."""
+        """Returns what a layer attends over, as a function of its tokens' KV, phase-free and turned."""
         cached, kept, front = own
         if cache is not None:
             return functools.partial(written_into, cache, layer, step.slots, kept)
@@ -255,13 +255,15 @@ class Decoder(nnx.Module):
         return hidden + update, cache, (kv, load)
 
     def _turn(self, kv: KV, tables: Sequence[Array]) -> KV:
-        """KV with the channels that carry phase rotated by these cosines and sines."""
+        """Returns KV with the channels that carry phase rotated by these cosines and sines."""
         rope, (cos, sin) = self.config.rope, tables
         turn = lambda x: rotate(x, cos, sin, rope.cached, rope.attention_scaling)
         return {name: turn(value) if name in (*TURNING, "query") else value for name, value in kv.items()}
 
     def _behind_earlier(self, cached: KV | None, front: KV, step: _Step, kv: KV, _: KV) -> tuple[KV, None]:
-        """Engine-frame KV to attend over: a layer's context, and the whole prompt with the tokens written into it."""
+        """Returns engine-frame KV to attend over: a layer's context, and the whole prompt with the tokens written
+        into it.
+        """
         assert step.whole is not None
         *tables, start = step.whole
         write = lambda name, new: jax.lax.dynamic_update_slice_in_dim(front[name], new, start, axis=1)

@@ -15,7 +15,7 @@ _LAYOUTS = {"no": "one tensor per expert", "rows": "fused as [E, 2I, D]", "colum
 
 
 def linear_entries(name: str, path: ParamPath, *, bias: bool, stack: bool = True, offset: int = 0) -> list[TensorEntry]:
-    """Kernel (and bias) of a linear map called `name`; in the file kernels are [out, in]."""
+    """Returns the kernel (and bias) of a linear map called `name`; in the file kernels are [out, in]."""
     entries = [TensorEntry(f"{name}.weight", (*path, "kernel"), permute=TRANSPOSE, stack=stack, offset=offset)]
     return [*entries, TensorEntry(f"{name}.bias", (*path, "bias"), stack=stack, offset=offset)] if bias else entries
 
@@ -23,7 +23,7 @@ def linear_entries(name: str, path: ParamPath, *, bias: bool, stack: bool = True
 def fused_entries(
     name: str, path: ParamPath, parts: dict[str, int], *, bias: bool = False, offset: int = 0
 ) -> list[TensorEntry]:
-    """Linear maps (name → rows) that lie one behind the other in one tensor of the file."""
+    """Returns linear maps (name → rows) that lie one behind the other in one tensor of the file."""
     entries, start, size = [], 0, sum(parts.values())
     for part, rows in parts.items():
         piece = Part(start, start + rows, size)
@@ -35,7 +35,7 @@ def fused_entries(
 
 
 def norm_entry(name: str, path: ParamPath, offset: int = 0) -> TensorEntry:
-    """The weight of a norm in a stack of layers."""
+    """Returns the weight of a norm in a stack of layers."""
     return TensorEntry(f"{name}.weight", (*path, "weight"), stack=True, offset=offset)
 
 
@@ -49,7 +49,7 @@ def decoder_entries(
     fused_experts: FusedExperts = "no",
     post_norms: tuple[str, str] = ("post_self_attn_layernorm", "post_mlp_layernorm"),
 ) -> list[TensorEntry]:
-    """Every entry of a decoder.
+    """Returns every entry of a decoder.
 
     Args:
       prefix, head: what the tensors' names begin with, and the output head's name.
@@ -82,7 +82,7 @@ def decoder_entries(
 def expert_layout(
     config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], prefix: str, default: FusedExperts = "no"
 ) -> FusedExperts:
-    """How a file holds its experts; `default` where it has none of them (or is about to be written).
+    """Returns how a file holds its experts; `default` where it has none of them (or is about to be written).
 
     The two fused layouts are told apart by the shapes of both tensors of a layer. One of the two may be as long as wide
     (2I = D or I = D), never both, so that they always decide.

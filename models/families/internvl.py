@@ -61,7 +61,7 @@ def _plan(config: ViTModelConfig, input_ids: np.ndarray, arrays: Mapping[str, An
 
 
 def _tokens(config: ViTModelConfig, arrays: Mapping[str, Any], index: int, tokenizer: Any) -> list[int]:
-    """Between `<img>` and `</img>`, where the tokenizer has them."""
+    """Returns an image's tokens, between `<img>` and `</img>` where the tokenizer has them."""
     pads = [config.image_token] * (config.tile_tokens * int(arrays["num_patches"][index]))
     ends = [None if tokenizer is None else tokenizer.token_to_id(name) for name in ("<img>", "</img>")]
     first, last = ([] if end is None else [int(end)] for end in ends)

@@ -128,7 +128,7 @@ def _internlm2_rules(config: ViTModelConfig) -> list[Rule]:
 
 
 def _settings(raw: Raw, root: Path) -> PictureConfig:
-    """The tiles of `dynamic_preprocess` in the authors' examples, with the number of tiles of `config.json`."""
+    """Returns the tiles of `dynamic_preprocess` in the authors' examples, with the number of tiles of `config.json`."""
     model, side = complete(raw, "internvl_chat"), _vision(raw["vision_config"])["image_size"]
     tiles = model["max_dynamic_patch"] if model["dynamic_image_size"] else 1
     if tiles > 1:  # the whole image behind its tiles

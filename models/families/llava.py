@@ -37,7 +37,7 @@ TEXT = {
 def read_text(
     model: Mapping[str, Any], given: Mapping[str, Any], angles: str, regime: Regime, default: str = "llama"
 ) -> DecoderConfig:
-    """The text tower by its `model_type`, `default` where none is named; `given` is `model` as it was read.
+    """Returns the text tower by its `model_type`, `default` where none is named; `given` is `model` as it was read.
 
     Raises:
       ConfigError: one that is not built.

@@ -54,7 +54,9 @@ def _config(raw: Raw, root: Path) -> dict[str, Any]:
 
 
 def _vision(params: Any) -> dict[str, Any]:
-    """The tower as timm builds it: its own GELU (not the approximation of transformers' SigLIP), norms with 1e-6."""
+    """Returns the tower as timm builds it: its own GELU (not the approximation of transformers' SigLIP), norms with
+    1e-6.
+    """
     if not isinstance(params, dict):
         raise ConfigError(f"vision_config has params {params!r}; expected a table")
     known = {"model_name", "image_size", "select_feature", "select_layer", "ckpt_path", "select_layers"}

@@ -62,7 +62,7 @@ class Qwen3VLConfig:
         return FAMILIES[self.architecture]
 
     def to_dict(self) -> dict[str, Any]:
-        """`config.json` as it was read, with the dtype that the parameters have now."""
+        """Returns `config.json` as it was read, with the dtype that the parameters have now."""
         return thaw(self.raw, self.architecture, self.text.dtype)
 
 
@@ -118,7 +118,7 @@ class Qwen3VL(nnx.Module):
         self.config = config
 
     def encode(self, pixel_values: Float[Array, "P F"], plan: Mapping[str, Array]) -> Float[Array, "n E D"]:
-        """Image features, then those of each deepstack layer."""
+        """Returns image features, then those of each deepstack layer."""
         features, deepstack = self.visual(pixel_values, **plan)
         return jnp.concatenate([features[None], deepstack])
 

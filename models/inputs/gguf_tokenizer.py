@@ -88,7 +88,9 @@ def _byte_level(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str])
 
 
 def _sentencepiece(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[str]) -> Any:
-    """SentencePiece's BPE: spaces are written out, one before the text; what no token has is spelled in bytes."""
+    """Builds SentencePiece's BPE: spaces are written out, one before the text; what no token has is spelled in
+    bytes.
+    """
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         found = len(scores) if isinstance(scores, list) else scores
@@ -112,7 +114,7 @@ def _sentencepiece(tokenizers: Any, metadata: Mapping[str, Any], tokens: list[st
 
 
 def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """Every two tokens that make a third, the one of the highest score first."""
+    """Returns every two tokens that make a third, the one of the highest score first."""
     known = set(tokens)
     found: list[tuple[float, str, str]] = []
     for token, score in zip(tokens, scores, strict=True):
@@ -124,7 +126,7 @@ def _merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
 
 
 def gguf_chat_template(metadata: Mapping[str, Any], name: str) -> ChatTemplate | None:
-    """The file's chat template with the special tokens it may name; None where it has none."""
+    """Returns the file's chat template with the special tokens it may name; None where it has none."""
     source = metadata.get("tokenizer.chat_template")
     if not isinstance(source, str):
         return None

@@ -32,7 +32,7 @@ def causal_mask(length: int, keys: int, seen: int | None = None, window: int | N
 
 
 def without_padding(mask: Mask, length: int, keys: int, seen: int) -> Mask:
-    """The mask with places as they are without the padding between a context's `seen` keys and the tokens'."""
+    """Returns the mask with places as they are without the padding between a context's `seen` keys and the tokens'."""
     key = np.arange(keys + length)
     places = np.where(key < seen, key, np.where(key < keys, NOWHERE, key - keys + seen)).astype(np.int32)
     return dataclasses.replace(mask, query_places=places[None, keys:], key_places=places[None])

@@ -83,7 +83,7 @@ class ImageConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "ImageConfig":
-        """From the JSON of `preprocessor_config.json`; `min_pixels` and `max_pixels` win over `size`'s edges.
+        """Reads the JSON of `preprocessor_config.json`; `min_pixels` and `max_pixels` win over `size`'s edges.
 
         Raises:
           ConfigError: a field of the wrong kind.
@@ -109,7 +109,7 @@ class ImageConfig:
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> "ImageConfig":
-        """From a Hugging Face directory.
+        """Reads the settings of a Hugging Face directory.
 
         Raises:
           ConfigError: the file is absent, not JSON, or holds a field of the wrong kind.
@@ -117,7 +117,7 @@ class ImageConfig:
         return cls.from_dict(read_settings(directory))
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write `preprocessor_config.json` as transformers reads it. Returns its path."""
+        """Writes `preprocessor_config.json` as transformers reads it. Returns its path."""
         fields: dict[str, Any] = dataclasses.asdict(self)
         fields |= {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
         fields |= {"image_processor_type": "Qwen2VLImageProcessor", "do_convert_rgb": True}
@@ -135,7 +135,7 @@ def _floats(name: str, values: Sequence[Any]) -> tuple[float, ...]:
 def preprocess_images(
     images: Sequence[ImageSource], config: ImageConfig
 ) -> dict[str, Float32[np.ndarray, "patches features"] | Int32[np.ndarray, "images 3"]]:
-    """Turn images into the tower's input.
+    """Turns images into the tower's input.
 
     Args:
       images: each a path of a file Pillow reads, a PIL image, or a uint8 array [H, W], [H, W, 1], [H, W, 3] or
@@ -160,7 +160,7 @@ def preprocess_images(
 
 
 def patchify(images: Float[Array | np.ndarray, "B H W 3"], config: ImageConfig) -> Float[Any, "B patches features"]:
-    """Cut normalised images of one size into patches; a pure function of NumPy or JAX arrays.
+    """Cuts normalised images of one size into patches; a pure function of NumPy or JAX arrays.
 
     Patches come in raster order of merge blocks, the patches of a block together; a patch's features are channel, time,
     row, column, with the image repeated along time. H and W must be multiples of patch × merge.
@@ -183,7 +183,9 @@ def patchify(images: Float[Array | np.ndarray, "B H W 3"], config: ImageConfig) 
 
 
 def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) -> Float32[np.ndarray, "*batch H W 3"]:
-    """Rescale and normalise stored values [..., H, W, 3]: one table look-up per value, rounded as transformers does."""
+    """Rescales and normalises stored values [..., H, W, 3]: one table look-up per value, rounded as transformers
+    does.
+    """
     values = np.arange(256, dtype=np.float64)
     table = (values * config.rescale_factor if config.do_rescale else values).astype(np.float32)[:, None]
     table = np.repeat(table, 3, axis=1)
@@ -193,7 +195,7 @@ def normalise(images: UInt8[np.ndarray, "*batch H W 3"], config: ImageConfig) ->
 
 
 def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int]:
-    """Size to resize to: multiples of patch × merge, area within [min_pixels, max_pixels], aspect about kept.
+    """Returns size to resize to: multiples of patch × merge, area within [min_pixels, max_pixels], aspect about kept.
 
     Raises:
       ImageError: an empty image, or one more than 200 times longer than wide.
@@ -215,7 +217,7 @@ def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int
 
 
 def read_image(source: ImageSource, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
-    """One image as uint8 RGB [H, W, 3]; transparency is laid over white. `name` is what errors call it.
+    """Returns one image as uint8 RGB [H, W, 3]; transparency is laid over white. `name` is what errors call it.
 
     Raises:
       ImageError: as `kvpatch_jax.cache.images.decoded`.

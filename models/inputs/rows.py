@@ -9,7 +9,7 @@ from kvpatch_jax.errors import InputError
 
 
 def logit_rows(tokens: Tokens, logits: Logits, what: str) -> np.ndarray | Array | None:
-    """The tokens whose logits are wanted, int32 [B,n]; None for all.
+    """Returns the tokens whose logits are wanted, int32 [B,n]; None for all.
 
     Raises:
       InputError: another word, indices of another shape, or ones that no token has.

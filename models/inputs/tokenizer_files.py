@@ -58,7 +58,8 @@ def read_other_tokenizer(root: Path) -> Any:
 
 
 def token_id(root: Path, token: str) -> int | None:
-    """The id of a token that was added to a vocabulary, from whichever of a directory's tokenizer files names it.
+    """Returns the id of a token that was added to a vocabulary, from whichever of a directory's tokenizer files
+    names it.
 
     Raises:
       ConfigError: such a file that is not JSON.
@@ -134,7 +135,7 @@ def _config(root: Path, file: str, known: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _byte_level(tokenizers: Any, model: Any, pattern: str) -> Any:
-    """A tokenizer that cuts texts by a pattern and byte pairs."""
+    """Returns a tokenizer that cuts texts by a pattern and byte pairs."""
     tokenizer = tokenizers.Tokenizer(model)
     cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -144,7 +145,7 @@ def _byte_level(tokenizers: Any, model: Any, pattern: str) -> Any:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens and ranks, the token in base64 and its rank on a line each.
+    """Returns tokens and ranks, the token in base64 and its rank on a line each.
 
     Raises:
       ConfigError: a line of another form, ranks that are not 0, 1, 2, …, or a byte that no token stands for.
@@ -169,7 +170,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
-    """Every pair of tokens that make one, in the order in which tiktoken joins them: by the rank of what comes out."""
+    """Returns every pair of tokens that make one, in the order in which tiktoken joins them: by the rank of what
+    comes out.
+    """
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -181,7 +184,7 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
 
 @functools.cache
 def _letters() -> tuple[str, ...]:
-    """The visible letter that byte-level tokenizers write for each byte (GPT-2's)."""
+    """Returns the visible letter that byte-level tokenizers write for each byte (GPT-2's)."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return tuple(chr(byte) if byte in plain else chr(next(others)) for byte in range(256))

@@ -50,7 +50,7 @@ class Qwen25VisionConfig:
 
 
 def plan_patches(config: Qwen25VisionConfig, grids: Int[np.ndarray, "images 3"]) -> dict[str, np.ndarray]:
-    """Index arrays for images with these (time, height, width) grids of patches.
+    """Returns index arrays for images with these (time, height, width) grids of patches.
 
     Returns `rows` and `columns` (int32 [P], each patch's place in its frame, for the tower's rotary positions),
     `windows` and `frames` (int32 [W,O], patch numbers per attention segment, padded by P). Patches are in the
@@ -111,7 +111,7 @@ class Qwen25VisionTower(nnx.Module):
         windows: Int[Array, "W O"],
         frames: Int[Array, "Y Z"],
     ) -> Float[Array, "E D"]:
-        """Embed packed patches [P, channels·temporal·patch²]; the index arrays come from `plan_patches`."""
+        """Embeds packed patches [P, channels·temporal·patch²]; the index arrays come from `plan_patches`."""
         hidden = self.patch_embedding(pixel_values.astype(jnp.dtype(self.config.dtype)))
         head_dim = self.config.width // self.config.heads
         tables = axial_tables(rows, columns, head_dim, self.config.theta, alternate=False)
@@ -131,7 +131,7 @@ class Qwen25VisionTower(nnx.Module):
 
 
 def _runs(depth: int, full_layers: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-    """Maximal runs of layers of one kind: [(first, last, attends over the whole frame)]."""
+    """Returns maximal runs of layers of one kind: [(first, last, attends over the whole frame)]."""
     kinds = [layer in full_layers for layer in range(depth)]
     edges = [0, *[layer for layer in range(1, depth) if kinds[layer] != kinds[layer - 1]], depth]
     return [(first, last, kinds[first]) for first, last in itertools.pairwise(edges)]

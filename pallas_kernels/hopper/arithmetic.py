@@ -28,7 +28,9 @@ def _split(word: Array, dtype) -> tuple[Array, Array]:
 
 
 def _eight_bits(bits: Array, dtype) -> Array:
-    """What the low eight bits of a uint32 stand for, as float32; by way of float16, which both float8 are parts of."""
+    """Returns what the low eight bits of a uint32 stand for, as float32; by way of float16, which both float8 are
+    parts of.
+    """
     if dtype == jnp.int8:
         return (bits ^ jnp.uint32(0x80)).astype(jnp.int32).astype(jnp.float32) - 128.0
     half = lambda bits: jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
@@ -138,7 +140,7 @@ class Angles(NamedTuple):
         return cls(load("cos", columns), load("sin", columns), turns)
 
     def rotate(self, first: Array, second: Array) -> tuple[Array, Array]:
-        """Both runs of an item, rotated."""
+        """Returns both runs of an item, rotated."""
         if self.swap is not None:
             # One after the other: registers are few.
             first = first * self.cos[0] + _swapped(first, self.swap) * self.sin[0]
@@ -152,7 +154,7 @@ class Angles(NamedTuple):
 
 
 def _swapped(value: Array, swap: tuple[Any, Any]) -> Array:
-    """A run with the channels of every pair swapped, exactly: three pieces of bfloat16 times a permutation.
+    """Returns a run with the channels of every pair swapped, exactly: three pieces of bfloat16 times a permutation.
 
     Registers cannot be moved within a thread, but the tensor cores can do it.
 
@@ -176,7 +178,9 @@ def _swapped(value: Array, swap: tuple[Any, Any]) -> Array:
 
 
 def _truncated(value: Array) -> Array:
-    """A float32's first eight bits of significand. Not a conversion there and back: a compiler may leave that out."""
+    """Returns a float32's first eight bits of significand. Not a conversion there and back: a compiler may leave
+    that out.
+    """
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32) & jnp.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

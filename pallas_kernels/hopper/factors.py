@@ -26,7 +26,7 @@ def widened_factors(
 
 
 def _scaled_side(u_dtype, v_dtype) -> str:
-    """The factor that both scales multiply."""
+    """Returns the factor that both scales multiply."""
     return "u" if u_dtype == jnp.float32 and v_dtype != jnp.float32 else "v"
 
 

@@ -58,7 +58,9 @@ def rotate(
 
 
 def _below(limit: int, like: Num[Array, "*axes"]) -> Bool[Array, "*axes"]:
-    """Whether a channel comes before `limit`; of the shape of `like`, and sharded as it where its type says how."""
+    """Returns whether a channel comes before `limit`; of the shape of `like`, and sharded as it where its type says
+    how.
+    """
     place = jax.lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1, out_sharding=jax.typeof(like).sharding)
     return place < limit
 
@@ -91,7 +93,9 @@ def rotate_patch(
 
 
 def _by_layer(operands: Operands) -> bool:
-    """Whether the first axis is one of layers, of all that have layers; and not one that is sharded by its type."""
+    """Returns whether the first axis is one of layers, of all that have layers; and not one that is sharded by its
+    type.
+    """
     x, cos = operands.x, operands.cos
     if x.ndim <= 3 or jax.typeof(x).sharding.spec[0] is not None or (cos is not None and cos.ndim >= x.ndim - 1):
         return False
@@ -118,5 +122,5 @@ def _rotate_patch(
 
 
 def _factor(value: Num[Array, "*axes"], scale: Float[Array, "*#axes"] | None) -> Float[Array, "*axes"]:
-    """A factor as the product takes it: eight-bit and scaled ones widened, others as they are stored."""
+    """Returns a factor as the product takes it: eight-bit and scaled ones widened, others as they are stored."""
     return value if scale is None and value.dtype.itemsize > 1 else widened(value, scale)

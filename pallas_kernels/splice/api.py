@@ -95,7 +95,7 @@ def splice(
 
 
 def _write(pool, slots, operands, length, *, implementation: str, per_head: bool, layout: str, interpret) -> Array:
-    """The pool with R · (x + u v + dense) at `slots`, by the implementation that was chosen."""
+    """Returns the pool with R · (x + u v + dense) at `slots`, by the implementation that was chosen."""
     if implementation == "xla":
         return reference.splice(pool, slots, operands, length, per_head=per_head, layout=layout)
     kernel = kernel_module("splice", implementation).kernel

@@ -168,7 +168,7 @@ class _Table:
         return found
 
     def number(self, key: str, absent: float | None = None) -> float:
-        """A number, as the shortest decimal that is the file's float32."""
+        """Returns a number, as the shortest decimal that is the file's float32."""
         found = self._values.get(key, absent)
         if not isinstance(found, int | float) or isinstance(found, bool) or not np.isfinite(found) or found <= 0:
             raise ConfigError(f"{self._path}: {self._name}.{key} is {found!r}; expected a positive number")
@@ -184,7 +184,7 @@ class _Table:
 
 
 def _scaling(header: GgufHeader, table: _Table, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling`: of the metadata, or what the tensor of factors (Llama 3) was computed from."""
+    """Returns `rope_scaling`: of the metadata, or what the tensor of factors (Llama 3) was computed from."""
     kind = table.get("rope.scaling.type") or "none"
     if _FACTORS in header.tensors:
         if kind != "none":
@@ -203,7 +203,9 @@ def _scaling(header: GgufHeader, table: _Table, config: Mapping[str, Any]) -> di
 
 
 def _factor_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling that gives the file's factors (what each frequency is divided by): Llama 3's, or the factors."""
+    """Returns the scaling that gives the file's factors (what each frequency is divided by): Llama 3's, or the
+    factors.
+    """
     stored, half = header.tensors[_FACTORS], config["head_dim"] // 2
     if stored.kind != 0 or stored.shape != (half,):
         raise WeightsError(f"{header.path}: tensor {_FACTORS!r} has shape {stored.shape}; expected F32 ({half},)")
@@ -223,7 +225,7 @@ def _factor_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _llama3_factors(theta: float, width: int, factor: float) -> np.ndarray:
-    """What Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, `factor` for long ones."""
+    """Returns what Llama 3.1 and 3.2 divide their frequencies by: 1 for short waves, `factor` for long ones."""
     low, high, original = _LLAMA3.values()
     waves = 2 * np.pi * theta ** (np.arange(0, width, 2) / width)
     between = (original / waves - low) / (high - low)
@@ -232,7 +234,7 @@ def _llama3_factors(theta: float, width: int, factor: float) -> np.ndarray:
 
 
 def tensor_places(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, TensorLocation]:
-    """Hugging Face's names of a file's tensors, and where they lie. Names that are not known stay, to be told."""
+    """Maps Hugging Face's names to where a file's tensors lie. Unknown names stay, to be reported."""
     pairs = {}
     if config["model_type"] == "llama":  # llama.cpp rotates neighbours there
         heads = config["num_attention_heads"]

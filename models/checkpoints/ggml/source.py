@@ -75,7 +75,7 @@ class GgufSource:
         return out.reshape([part.stop - part.start for part in span])
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where a tensor's bytes lie; None for one that is quantised or in another order."""
+        """Returns where a tensor's bytes lie; None for one that is quantised or in another order."""
         place, shape = self._places[name], self.tensors[name].shape
         found = self._header.tensors[place.name]
         form = self._types[found.kind]
@@ -90,7 +90,9 @@ class GgufSource:
         return values[_pairs_to_halves(width, heads)] if heads else values
 
     def _columns(self, stored: GgufTensor, form: BlockType, rows: np.ndarray, columns: slice) -> np.ndarray:
-        """Some columns of some rows, a piece of the rows at a time (and those between rows that are out of order)."""
+        """Returns some columns of some rows, a piece of the rows at a time (and those between rows that are out of
+        order).
+        """
         width = stored.shape[-1] if stored.shape else 1
         blocks = slice(columns.start // form.values, -(-columns.stop // form.values))
         cut = slice(columns.start - blocks.start * form.values, columns.stop - blocks.start * form.values)
@@ -134,5 +136,5 @@ class GgufSource:
 
 
 def _pairs_to_halves(rows: int, heads: int) -> np.ndarray:
-    """Where each row of a matrix whose heads rotate in halves lies, where they are stored in pairs."""
+    """Returns where each row of a matrix whose heads rotate in halves lies, where they are stored in pairs."""
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)

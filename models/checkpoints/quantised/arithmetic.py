@@ -23,7 +23,7 @@ def float8_values(kind: str) -> Float[np.ndarray, "256"]:
 
 @functools.cache
 def _float8_pairs(kind: str) -> np.ndarray:
-    """The values of every two bytes, side by side in a word: half the look-ups."""
+    """Returns the values of every two bytes, side by side in a word: half the look-ups."""
     values = float8_values(kind)
     return np.stack(np.broadcast_arrays(values[None, :], values[:, None]), -1).view(np.uint64).reshape(-1)
 
@@ -38,7 +38,7 @@ def float8_to_float32(stored: UInt8[np.ndarray, "R C"], kind: str) -> Float[np.n
 
 @functools.cache
 def _half_words(order: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """For the low and the high half of a word of eight fields: its four fields as bytes in their places of eight."""
+    """Returns, for the low and the high half of a word of eight fields, its four fields as bytes in place."""
     halves = np.arange(1 << 16, dtype=np.uint64)
     tables = np.zeros((2, 1 << 16), np.uint64)
     for place, column in enumerate(order):
@@ -134,7 +134,7 @@ def scale_rows(
 
 
 def _pieces(groups: Integer[np.ndarray, " R"], width: int) -> Iterator[tuple[int, int]]:
-    """Rows to take at once: few enough for the cache, and of one group where groups are long."""
+    """Yields rows to take at once: few enough for the cache, and of one group where groups are long."""
     step = max(1, _PIECE // max(1, width))
     borders = np.flatnonzero(np.diff(groups)) + 1
     stops = [*borders.tolist(), len(groups)] if len(borders) * 8 < len(groups) else [len(groups)]

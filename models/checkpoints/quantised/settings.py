@@ -97,7 +97,7 @@ class Quantisation:
     changes: tuple[tuple[str, "Quantisation | None"], ...] = ()
 
     def of_module(self, name: str) -> "Quantisation | None":
-        """What holds for a module; None where it is not quantised."""
+        """Returns what holds for a module; None where it is not quantised."""
         for pattern, change in self.changes:
             if re.match(pattern, name):
                 return change
@@ -105,7 +105,9 @@ class Quantisation:
 
 
 def _names(entry: str, module: str) -> bool:
-    """Whether an entry of a list of modules names this one: by its whole name, or some components of it in a row."""
+    """Returns whether an entry of a list of modules names this one: by its whole name, or some components of it in a
+    row.
+    """
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None
     return f".{entry.strip('.')}." in f".{module}."
@@ -246,7 +248,7 @@ def _read_gptq(table: Raw, place: str) -> Quantisation:
 
 
 def _changes(rules: Raw, found: Quantisation, place: str) -> tuple[tuple[str, Quantisation | None], ...]:
-    """GPTQModel's rules for modules that differ: "-:" not quantised, "+:" or nothing quantised in another way."""
+    """Reads GPTQModel's rules for modules that differ: "-:" not quantised, "+:" or nothing quantised in another way."""
     changes: list[tuple[str, Quantisation | None]] = []
     for pattern, given in rules.items():
         _compile(pattern.removeprefix("-:").removeprefix("+:"), f"{place}: dynamic")

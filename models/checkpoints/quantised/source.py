@@ -77,7 +77,7 @@ class DequantisedSource:
         return tensor.read(self._inner, whole_region(tensor.shape, region), self._dtype)
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where a plain tensor's bytes lie."""
+        """Returns where a plain tensor's bytes lie."""
         return None if name in self._quantised else stored_tensor(self._inner, name)
 
     # ------------------------------------------------------------------------------------- what there is
@@ -111,7 +111,7 @@ class DequantisedSource:
             yield f"{prefix}.weight", AwqTensor(prefix, (8 * words, inputs), size)
 
     def _scaled(self) -> Iterator[tuple[str, QuantisedTensor]]:
-        """FP8 and int8 with scales beside them, and packed integers."""
+        """Plans FP8 and int8 tensors with scales beside them, and packed integers."""
         for prefix, found in self._modules("weight_packed"):
             yield f"{prefix}.weight", self._packed(f"{prefix}.weight", found)
         for name, info in self._inner.tensors.items():
@@ -164,7 +164,7 @@ class DequantisedSource:
         return ScaledTensor(name, scale, zero, info.dtype, info.shape, block)
 
     def _block(self, name: str, shape: tuple[int, ...], scale: str) -> tuple[int, int]:
-        """Rows and columns that share a scale, as the shape of the scales says."""
+        """Returns rows and columns that share a scale, as the shape of the scales says."""
         *leading, rows, columns = shape
         found, quantisation = self._inner.tensors[scale].shape, self._quantisation
         known = [quantisation.block] if quantisation.block else []
@@ -184,7 +184,7 @@ class DequantisedSource:
     # --------------------------------------------------------------------------------------------- checks
 
     def _modules(self, part: str) -> Iterator[tuple[str, Quantisation]]:
-        """Modules with a tensor of this name, and how each is quantised."""
+        """Yields modules with a tensor of this name, and how each is quantised."""
         for name in self._inner.tensors:
             prefix = name.removesuffix(f".{part}")
             if prefix != name:
@@ -192,7 +192,7 @@ class DequantisedSource:
                 yield prefix, self._quantisation if found is None else found  # which ones must not be is checked below
 
     def _info(self, name: str, kinds: tuple[str, ...], axes: int | None) -> tuple[int, ...]:
-        """The shape of a part, whose type and number of axes are checked."""
+        """Returns the shape of a part, whose type and number of axes are checked."""
         info = self._inner.tensors.get(name)
         if info is None:
             raise WeightsError(

@@ -243,7 +243,7 @@ class PackedTensor:
         return found
 
     def _zeros(self, source: TensorSource, outputs: slice, scales: np.ndarray) -> np.ndarray:
-        """Zeros of the stored fields, which are shifted by half their range to be positive."""
+        """Returns zeros of the stored fields, which are shifted by half their range to be positive."""
         if not self.zeros:
             return np.full((len(scales), 1), 1 << (self.bits - 1), np.float32)
         packed = _packed(outputs, WORD // self.bits)
@@ -253,7 +253,7 @@ class PackedTensor:
 
 
 def _blocks(part: slice, size: int) -> slice:
-    """The blocks that a span touches."""
+    """Returns the blocks that a span touches."""
     return slice(part.start // size, -(-part.stop // size))
 
 
