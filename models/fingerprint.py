@@ -25,6 +25,7 @@ def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> 
     digest = hashlib.blake2b(digest_size=16)
     for setting in settings:
         digest.update(len(setting).to_bytes(8, "little") + setting)
+
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
         for path, leaf in sorted(flatten_params(parameters).items()):
             digest.update(f"{'.'.join(path)}\0{leaf.dtype}\0{leaf.shape}\0".encode())
@@ -32,6 +33,7 @@ def fingerprint_of(settings: Iterable[bytes], parameters: Mapping[str, Any]) -> 
             run = map if leaf.nbytes < _SMALL else pool.map
             for piece in run(lambda piece, leaf=leaf: _hashed(leaf, piece), pieces):
                 digest.update(piece)
+
     return digest.hexdigest()
 
 

@@ -94,6 +94,7 @@ class Forward:
         """
         if self.mesh is None:
             return jax.jit(function, static_argnames=static, donate_argnames=donate)
+
         mesh = self.mesh.abstract_mesh
 
         @functools.wraps(function)

@@ -83,6 +83,7 @@ def _in_chunks(
             inside = (rows >= start) & (rows < start + chunk)
             picked = take_tokens(part.hidden, jnp.clip(rows - start, 0, chunk - 1))
             hidden = jnp.where(inside[..., None], picked, whole.hidden)
+
         at = (layers["start_layer"], 0, start, 0, 0)
         kv = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice(x, new.astype(x.dtype), at), whole.kv, part.kv)
         return Prefilled(hidden, kv, jax.tree.map(write(1), whole.taps, part.taps)), None

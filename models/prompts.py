@@ -63,14 +63,17 @@ class Prompts:
         sorts = [sort_of(item) for item in items]
         images = [item for item, sort in zip(items, sorts, strict=True) if sort == "image"]
         arrays = self._process(images) if images else {}
+
         if second_per_grid_ts is not None:
             if not hasattr(self.config, "tokens_per_second"):
                 name = self.family.architecture
                 raise InputError(f"second_per_grid_ts for {name}, whose positions count no seconds; expected None")
+
             try:
                 seconds = np.asarray(second_per_grid_ts, np.float32)
             except (TypeError, ValueError, OverflowError):
                 seconds = np.float32(0)
+
             if seconds.ndim != 1:
                 raise InputError(f"second_per_grid_ts {second_per_grid_ts!r:.80}; expected a number for each video")
             arrays |= {"second_per_grid_ts": seconds}
@@ -110,12 +113,14 @@ class Prompts:
         if sees:
             parts = text.split(self._placeholder(text))
             front, between, rest = parts if len(parts) == 3 else ("", f"{len(parts) - 1} places", "")
+
         before, mark, behind = rest.partition(_ASKED)
         if not mark or between:
             raise InputError(
                 f"chat template {template.name}: {between!r:.40} between two images; expected the images and the text "
                 "of a message one right behind the other (else lay the prompt out yourself, by `lead` and `around`)"
             )
+
         if not sees:
             front, before = before, ""
         own = self._own_special_tokens()[0] if sees and not template.starts(text) else []

@@ -47,6 +47,7 @@ def draw_of(sampling: Sampling, key: PRNGKeyArray | int | None, stop: Sequence[i
     temperature = sampling.temperature if sampling.temperature > 1e-30 else 0.0
     if key is None and temperature > 0:
         raise InputError(f"temperature {temperature} without a key; expected key=jax.random.key(0), or another number")
+
     room = STOPS
     while room < len(stop):
         room *= 2

@@ -88,11 +88,13 @@ def choose(
 
     asked = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     refused = []
+
     for name in asked:
         reason = _reason(name, platform, unsupported or {})
         if reason is None:
             return name
         refused.append(f"{name!r}: {reason}")
+
     raise KernelUnavailableError(f"{operation}: no implementation of {asked} can run here: {'; '.join(refused)}")
 
 

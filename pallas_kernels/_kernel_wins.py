@@ -59,6 +59,7 @@ def configured_by(path: str | Path) -> Iterator[None]:
         body = json.loads(Path(path).read_text())
     except ValueError as error:
         raise KernelShapeError(f"table {str(path)!r}: {error}; expected JSON") from error
+
     _check(body, path)
     _CHOSEN.append(body)
     try:
@@ -72,6 +73,7 @@ def _check(body: Any, path: str | Path) -> None:
     operations = body.get("operations") if isinstance(body, dict) else None
     if not isinstance(operations, dict):
         raise KernelShapeError(f"table {str(path)!r}: expected an object with 'device' and 'operations'")
+
     for operation, rows in operations.items():
         for word, row in rows.items() if isinstance(rows, dict) else [("", rows)]:
             if not isinstance(row, dict) or not isinstance(row.get("tokens", 1), int):

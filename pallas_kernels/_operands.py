@@ -88,6 +88,7 @@ class Operands(NamedTuple):
 
         if self.dense is not None and self.dense.shape[-3:] != self.x.shape[-3:]:
             raise KernelShapeError(f"{operation}: dense {self.dense.shape}; expected [..., {self.x.shape[-3:]}]")
+
         self._check_scale(operation, "x", 3, -3)
         self._check_scale(operation, "u", 2, -2)
         self._check_scale(operation, "v", 2, -1)
@@ -106,6 +107,7 @@ class Operands(NamedTuple):
         if value is None or dtype not in NARROW or scale.dtype != jnp.float32:
             found = f"{name} of dtype {dtype}, {name}_scale of dtype {scale.dtype}"
             raise KernelDtypeError(f"{operation}: {found}; expected one of {NARROW} and float32")
+
         expected = list(value.shape[-inner:])
         expected[axis] = 1
         if scale.shape[-inner:] != tuple(expected):
@@ -128,6 +130,7 @@ class Operands(NamedTuple):
             heads = v if per_head else v.reshape(*v.shape[:-1], *self.x.shape[-2:])
             v = spread(heads, 0, width)
             v = v if per_head else v.reshape(*v.shape[:-2], -1)
+
         dense = None if self.dense is None else spread(self.dense, 0, width)
         x_scale = None if self.x_scale is None else spread(self.x_scale, 0, width)
         return self._replace(x=spread(self.x, 0, width), v=v, dense=dense, x_scale=x_scale)
@@ -162,6 +165,7 @@ def refusals(operands: Operands, per_head: bool, out_dtype: str) -> list[tuple[b
 
     # A kernel finds a layer's part of an operand by its number: an operand has the last of x's axes, or one for all.
     leading = x.shape[:-3]
+
     for name, inner in INNER_AXES.items():
         leaf = getattr(operands, name)
         outer = () if leaf is None else leaf.shape[: leaf.ndim - inner]

@@ -62,6 +62,7 @@ def blockwise(
     S, K = key.shape[1:3]
     if T == 0 or S == 0:
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
+
     blocks = AttentionBlocks(min(blocks.queries, T), min(blocks.keys, S))
     keys = _blocks_of_keys(key, value, mask, blocks.keys)
     allowed = None
@@ -161,12 +162,14 @@ def _needed(
         needed = needed & (first <= high)
     if mask.window is not None:
         needed = needed & (last > low - mask.window)
+
     if segments is not None and keys.segments is not None:
         least = lambda x: jnp.min(jnp.where(x < 0, NOWHERE, x), axis=2)
         between = (least(keys.segments)[None] <= jnp.max(segments, axis=2)[:, None]) & (
             jnp.max(keys.segments, axis=2)[None] >= least(segments)[:, None]
         )
         needed = needed & between
+
     needed = jnp.broadcast_to(jnp.any(needed, axis=2), (places.shape[0], keys.places.shape[0]))
     if allowed is None:
         return needed

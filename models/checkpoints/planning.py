@@ -47,6 +47,7 @@ def plan(entries: Sequence[TensorEntry], expected: Expected) -> list[PlannedTens
                 raise WeightsError(f"two entries fill the parameter {'.'.join(path)}; second: {entry.pattern!r}")
             filled.add(path)
             tensors += _tensors_of(entry, path, expected[path], numbers)
+
     unfilled = sorted(set(expected) - filled)
     if unfilled:
         raise WeightsError(f"no entry fills the parameter {'.'.join(unfilled[0])} ({len(unfilled)} in all)")
@@ -60,11 +61,13 @@ def _targets(entry: TensorEntry, expected: Expected) -> Iterator[tuple[ParamPath
     braces = re.compile(r"\\\{(\w+)\\\}")
     rules = [re.compile(braces.sub(r"(?P<\1>\\d+)", re.escape(part))) for part in entry.path]
     found = False
+
     for path in expected:
         matches = [rule.fullmatch(part) for rule, part in zip(rules, path, strict=False)]
         if len(path) == len(rules) and all(matches):
             found = True
             yield path, {field: int(n) for match in matches if match for field, n in match.groupdict().items()}
+
     if not found:
         raise WeightsError(f"entry {entry.pattern!r} fills {'.'.join(entry.path)}, which the model does not have")
 
@@ -79,6 +82,7 @@ def _tensors_of(
     file_shape = _whole(piece, entry.part)
     if not fits or file_shape is None or math.prod(piece) != math.prod(inner):
         raise WeightsError(f"entry {entry.pattern!r} does not fit the parameter {'.'.join(path)} of shape {leaf.shape}")
+
     for slot in itertools.product(*map(range, lead)):
         if entry.stack:
             named = (slot[0] + entry.offset, *slot[1:]) if slot else slot
@@ -120,18 +124,21 @@ def check_tensors(
             raise WeightsError(
                 f"{source.origin}: tensor {tensor.name!r} is missing; expected shape {tensor.file_shape} for {place}"
             )
+
         found = source.tensors[tensor.name]
         if found.shape != tensor.file_shape:
             raise WeightsError(
                 f"{source.origin}: tensor {tensor.name!r} has shape {found.shape}; expected {tensor.file_shape} for "
                 f"{place}"
             )
+
         floating = jnp.issubdtype(expected[tensor.path].dtype, jnp.floating)
         allowed = _FLOATING if floating else _INTEGER
         if found.dtype not in allowed:
             raise WeightsError(
                 f"{source.origin}: tensor {tensor.name!r} has type {found.dtype}; expected one of {', '.join(allowed)}"
             )
+
     known = {tensor.name for tensor in tensors}
     skip = [re.compile(pattern) for pattern in ignore]
     extra = sorted(

@@ -49,9 +49,11 @@ def same_tensors(source: TensorSource | str | os.PathLike[str], first: str, seco
     source = as_source(source)
     if source.tensors[first] != source.tensors[second]:
         return False
+
     shape = source.tensors[first].shape
     if not shape:
         return np.array_equal(source.read(first), source.read(second))
+
     step = max(1, _COMPARED // max(1, math.prod(shape[1:])))
     pieces = (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
     return all(np.array_equal(source.read(first, (piece,)), source.read(second, (piece,))) for piece in pieces)
@@ -104,6 +106,7 @@ def load_weights(
 
     params: Params = {}
     previous = None
+
     with ThreadPoolExecutor(_threads()) as pool, progress_bar(total, progress) as advance:
         for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
             read = functools.partial(_filled, pool, advance, source, list(group), expected[path].shape, types[path])
@@ -114,7 +117,9 @@ def load_weights(
                 previous = value
             else:
                 value = _placed(expected[path].shape, shardings[path], regions[path], read)
+
             _put(params, path, value)
+
     _check_unchanged(source, tensors)
     return params
 
@@ -180,6 +185,7 @@ def _filled(
         if all(start <= number < stop for number, (start, stop) in zip(tensor.slot, region, strict=False)):
             slot = tuple(number - start for number, (start, _) in zip(tensor.slot, region, strict=False))
             jobs += _jobs(source, tensor, shape[depth:], region[depth:], value[(*slot, ...)])
+
     if value.nbytes < _JOB:  # not worth a thread
         for _, job in jobs:
             job()
@@ -194,6 +200,7 @@ def _filled(
     finally:
         for future in futures:  # those behind one that failed
             future.cancel()
+
     return value
 
 
@@ -220,6 +227,7 @@ def _jobs(
     if tensor.entry.file_shape is not None:
         yield out.nbytes, functools.partial(_fill_flattened, source, tensor, shape, region, out)
         return
+
     spans = _in_file(tensor, unpermuted(region, permute))
     out = out if permute is None else out.transpose(np.argsort(permute))
     stored = stored_tensor(source, tensor.name)
@@ -227,9 +235,11 @@ def _jobs(
     if not spans or out.nbytes <= _JOB:
         yield out.nbytes, functools.partial(copy, tensor.name, spans=spans, out=out)
         return
+
     (first, last), *inner = spans
     rows = max(1, len(out) * _JOB // out.nbytes)
     step = rows - rows % _BLOCK or rows
+
     for start in range(first, last, step):
         part = out[start - first : start - first + step]
         span = (start, min(start + step, last))

@@ -186,6 +186,7 @@ class RenamedSource:
                 )
             if new is not None:
                 names[new] = old
+
         return names
 
     def read(self, name: str, region: Slices | None = None) -> np.ndarray:

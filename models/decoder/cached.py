@@ -40,13 +40,16 @@ def written_into(
         places = slots if kept is None else jnp.where(kept, slots, size)
         at = (jnp.arange(slots.shape[0])[:, None], places)
         new_values = new.astype(own.dtype)
+
         if isinstance(whole, tuple):
             own = own.at[at].set(new_values, mode="drop")
             written[name] = (*whole[:layer], own, *whole[layer + 1 :])
         else:
             written[name] = whole.at[(layer, *at)].set(new_values, mode="drop")
             own = jax.lax.dynamic_index_in_dim(written[name], layer, keepdims=False)
+
         keys[name] = own.astype(new.dtype)
+
     return keys, written
 
 
@@ -84,6 +87,7 @@ def written_into_pages(
         row = jnp.pad(new.astype(whole.dtype), room)
         at = (jnp.arange(layers)[:, None, None], places // size, places % size)
         written[name] = whole.at[at].set(row, mode="drop")
+
     return written
 
 
@@ -104,4 +108,5 @@ def read_pages(paged: Paged, layout: KVLayout, layer: Int[Array, "..."] | int) -
         taken = with_layout_constraint(taken, Layout(major_to_minor=tuple(range(taken.ndim))))
         own = taken[..., : channel.width].reshape(*at.shape[:-1], -1, heads, channel.width)
         found[channel.name] = jnp.where(paged.seen[..., None, None], own, 0)
+
     return found

@@ -46,10 +46,12 @@ class DecoderLayer(nnx.Module):
         kind = GroupedAttention if config.latent is None else LatentAttention
         self.attention = kind(config, rngs, lead, dtype)
         self.mlp_norm = RMSNorm(config.width, **norm)
+
         if config.experts is None or dense:
             self.mlp = GatedMLP(config.width, config.intermediate, bias=config.mlp_bias, **mlp)
         else:
             self.mlp = Experts(config.experts, config.width, **mlp)
+
         self.attention_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
         self.mlp_post_norm = RMSNorm(config.width, **norm) if config.post_norms else None
 
@@ -176,6 +178,7 @@ class Decoder(nnx.Module):
         cache, cached = (None, contiguous) if slots is None else (contiguous, None)
         front, edges = None if earlier is None else earlier.kv, (self.config.dense_layers, deep)
         pieces, loads, owns = [], [], []
+
         for first, last in _segments(start_layer, stop, hidden_at, (*edges, *self.config.window_edges)):
             own = step._replace(mask=sliding) if self.config.slides(first) else step
             per_layer = (cached, keep, deepstack if first < deep else None, front)
@@ -185,6 +188,7 @@ class Decoder(nnx.Module):
             loads += [] if load is None else [load]
             if last in hidden_at:
                 taps[last] = hidden
+
         cache = cache if paged is None or slots is None else _join(owns)
         return LayerState(hidden, _join(pieces), cache, taps, jnp.concatenate(loads) if loads else None)
 
@@ -214,6 +218,7 @@ class Decoder(nnx.Module):
                 carry, out = body(carry, (pick(state), rest, layer), pick(experts), own=True)
                 pieces.append(out)
             return *carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
+
         entries, taken = layers_to_scan(state, first - offset, last - offset)
         cut = jax.tree.map(lambda leaf: leaf[first:last], per_layer)
         one = lambda carry, at: body(carry, (taken(at[0]), *at[1:]))
@@ -227,6 +232,7 @@ class Decoder(nnx.Module):
             return functools.partial(written_into, cache, layer, step.slots, kept)
         if step.paged is not None and step.slots is not None:
             return functools.partial(written_into_keys, step.paged, self.config.layout, layer, step.slots, kept)
+
         if step.paged is not None:
             cached = read_pages(step.paged, self.config.layout, layer)
         if front is not None:
@@ -245,11 +251,13 @@ class Decoder(nnx.Module):
             mixed = layer.attention_post_norm(mixed)
         hidden = hidden + mixed
         inner, load = layer.mlp_norm(hidden), None
+
         if isinstance(layer.mlp, Experts):
             update = layer.mlp(inner, number)
             load = None if step.counted is None else layer.mlp.load(inner, step.counted)
         else:
             update = in_blocks(layer.mlp, inner)
+
         if layer.mlp_post_norm is not None:
             update = layer.mlp_post_norm(update)
         return hidden + update, cache, (kv, load)

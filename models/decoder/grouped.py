@@ -85,6 +85,7 @@ def choose_implementation(
         return "ragged" if pairs >= experts else "blockwise"
     if x is None or stack is None or platform() != "gpu" or pairs < KERNEL_SPREAD * experts:
         return "blockwise"
+
     rows = kernel_rows(pairs, experts)
     flat = (jax.ShapeDtypeStruct((1, *part.shape[-2:]), part.dtype) for part in stack)
     return "hopper" if all(what_runs(rows, x.dtype, part) == "gpu" for part in flat) else "blockwise"
@@ -155,6 +156,7 @@ def _in_parts(
     T = x.shape[0]
     if T <= PART_TOKENS:
         return mix(x, index, weights, flat, activation, experts, first)
+
     parts = -(-T // PART_TOKENS)
     cut = lambda part, fill: jnp.pad(part, ((0, parts * PART_TOKENS - T), (0, 0)), constant_values=fill).reshape(
         parts, PART_TOKENS, -1

@@ -76,6 +76,7 @@ def read_rope(
     base = table.get("rope_theta") or raw.get("rope_theta") or theta
     if base is None:
         raise ConfigError(f"config.json has no 'rope_theta'; expected it for {raw.get('architectures')}")
+
     found = table.get("mrope_section", sections)
     return Rope(
         float(base),
@@ -118,6 +119,7 @@ def _check_rope_entry(name: str, key: str, value: Any) -> None:
         fits, wanted = isinstance(value, bool), "true or false"
     else:
         fits, wanted = value is None or number(value), "a number"
+
     if not fits:
         raise ConfigError(f"{name}: {key} is {value!r}; expected {wanted}")
 
@@ -277,11 +279,13 @@ def read_window(raw: Raw, every_layer: bool = False) -> dict[str, Any]:
         )
     if window is None or every_layer or "use_sliding_window" not in raw:
         return {"window": window}
+
     if kinds:
         sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     else:
         from_layer = raw.get("max_window_layers")
         sliding = () if from_layer is None else tuple(range(from_layer, layers))
+
     if len(sliding) == layers:
         return {"window": window}
     return {"window": window, "window_layers": sliding} if sliding else {"window": None}
@@ -361,6 +365,7 @@ def read_deepseek_experts(raw: Raw, router: str) -> ExpertConfig | None:
     """
     if not raw.get("n_routed_experts"):
         return None
+
     limited = router == "sigmoid" or raw.get("topk_method") == "group_limited_greedy"
     if raw.get("moe_layer_freq", 1) != 1 or (router == "softmax" and raw.get("norm_topk_prob")):
         raise ConfigError(
@@ -369,9 +374,11 @@ def read_deepseek_experts(raw: Raw, router: str) -> ExpertConfig | None:
         )
     if raw.get("scoring_func") not in (None, router):
         raise ConfigError(f"scoring_func {raw['scoring_func']!r}; expected {router!r}")
+
     methods = ("noaux_tc",) if router == "sigmoid" else ("greedy", "group_limited_greedy")
     if raw.get("topk_method") not in (None, *methods):
         raise ConfigError(f"topk_method {raw['topk_method']!r} is not built; expected one of {methods}")
+
     inner = need(raw, "moe_intermediate_size")
     return ExpertConfig(
         experts=raw["n_routed_experts"],

@@ -48,10 +48,12 @@ def in_blocks(
     """
     if x.ndim == 2:
         return in_blocks(lambda x: function(x[0])[None], x[None], tokens)[0] if len(x) > tokens else function(x)
+
     B, T, D = x.shape
     count = -(-B * T // tokens)
     if count == 1 or T == 1:
         return function(x)
+
     size = -(-T // count)
     blocks = jnp.pad(x, ((0, 0), (0, size * count - T), (0, 0))).reshape(B, count, size, D)
     done = jax.lax.map(function, jnp.moveaxis(blocks, 1, 0))

@@ -202,6 +202,7 @@ def _mesh_axis(axis: str, sizes: Mapping[str, int], count: int) -> Any:
         return MESH_AXES[axis]
     if axis in MAY_REPLICATE:
         return None
+
     raise ConfigError(
         f"{sizes[axis]} {axis} over {count} devices of mesh axis {TENSOR!r}; expected a number of devices that "
         f"divides {sizes[axis]}"

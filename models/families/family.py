@@ -197,6 +197,7 @@ def embed_tokens(
     embeddings = decoder.embed(input_ids)
     if features is None:
         return embeddings, None
+
     here = jnp.isin(input_ids, jnp.array(pads))
     placed = place_features(embeddings, features[0], here)
     if len(features) == 1:
@@ -228,12 +229,14 @@ def with_tie(config: Any, tied: bool) -> Any:
     """Returns the configuration with head and embedding tied or not, in what it writes as well."""
     if config.text.tied_embeddings == tied:
         return config
+
     changes: dict[str, Any] = {"text": dataclasses.replace(config.text, tied_embeddings=tied)}
     if hasattr(config, "raw"):
         raw: dict[str, Any] = json.loads(config.raw)
         for part in (raw, *(raw[name] for name in ("text_config", "language_config") if raw.get(name) is not None)):
             part["tie_word_embeddings"] = tied
         changes["raw"] = json.dumps(raw, sort_keys=True)
+
     return dataclasses.replace(config, **changes)
 
 

@@ -46,9 +46,11 @@ def text_part(raw: Mapping[str, Any], given: Mapping[str, Any], kinds: Sequence[
     part = raw.get("text_config") or raw.get("language_config")
     if not isinstance(part, Mapping):
         raise ConfigError(f"config.json has text_config {part!r}; expected a table for {raw.get('architectures')}")
+
     kind = part.get("model_type", kinds[0] if kinds else None)
     if kinds and kind not in kinds:
         raise ConfigError(f"text_config is of type {kind!r}; expected one of {sorted(kinds)}")
+
     top = {name: raw[name] for name in _DTYPES if raw.get(name) is not None}
     own = {name: value for name, value in part.items() if not (top and name in _DTYPES)}
     text = own | top | {"model_type": kind, "architectures": raw.get("architectures")}

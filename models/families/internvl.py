@@ -39,6 +39,7 @@ def _read(raw: Mapping[str, Any], angles: str, regime: Regime) -> ViTModelConfig
     )
     if not tower.drop_class:
         raise ConfigError("vision_feature_select_strategy 'full' is not built for InternVL; expected 'default'")
+
     shuffle = round(1 / model["downsample_ratio"])
     glue = GlueConfig(shuffle=shuffle, activation=model["projector_hidden_act"], norm_epsilon=1e-5)
     return ViTModelConfig(FAMILY, text, tower, glue, need(model, "image_token_id"), freeze(raw))

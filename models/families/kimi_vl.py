@@ -103,6 +103,7 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     side = need(vision, "init_pos_emb_height", "pos_emb_height")
     if need(vision, "init_pos_emb_width", "pos_emb_width") != side:
         raise ConfigError(f"learned positions of {side} rows; expected a square")
+
     tower = MoonViTConfig(
         depth=need(vision, "num_hidden_layers"),
         width=need(vision, "hidden_size"),
@@ -157,6 +158,7 @@ def _plan(config: KimiVLConfig, input_ids: np.ndarray, arrays: Mapping[str, Any]
         raise InputError("Kimi-VL's video is not built; expected images")
     if grids is None or not len(grids):
         return None
+
     vision = config.vision
     plan = plan_patches(vision, np.asarray(grids))
     shape = (plan["rows"].size, vision.channels, vision.patch, vision.patch)

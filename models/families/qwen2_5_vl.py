@@ -67,6 +67,7 @@ class Qwen25VLConfig:
         text = complete(part, TEXT, TEXT_TABLE, drop=DEFAULTS["qwen2_5_vl"])
         if need(text, "hidden_act") != "silu":
             raise ConfigError(f"hidden_act {text['hidden_act']!r} is not known for Qwen2.5-VL; expected 'silu'")
+
         rope = read_rope(text, read_head_dim(text), angles=angles, regime=regime, sections=SECTIONS)
         decoder = read_decoder(text, rope, attention_bias=True, **read_window(text))
         vision = vision_part(model, "qwen2_5_vl_vision", "qwen2_5_vl")
@@ -162,6 +163,7 @@ def _rope_entry(rope: Rope) -> dict[str, Any]:
     table: dict[str, Any] = {"type": "mrope", "mrope_section": list(rope.sections or ())}
     if rope.scaling is None:
         return table
+
     kept = {name: value for name, value in dataclasses.asdict(rope.scaling).items() if name in _SCALING_FIELDS}
     more = {} if rope.scaling.kind == "dynamic" else {"original_max_position_embeddings": rope.scaling.original}
     return (

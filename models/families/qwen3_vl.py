@@ -70,10 +70,12 @@ def _read(architecture: str, raw: Mapping[str, Any], angles: str, regime: Regime
     family = "qwen3_vl_moe" if architecture == MIXTURE else "qwen3_vl"
     model, kind = whole(raw, family), f"{family}_text"
     text = text_part(model, raw, (kind, family))
+
     if architecture == MIXTURE:  # whose router renormalises whatever the configuration says
         decoder = read_qwen3_moe({**text, "norm_topk_prob": True}, angles, regime, kind, SECTIONS)
     else:
         decoder = read_qwen3(text, angles, regime, kind, SECTIONS)
+
     return Qwen3VLConfig(
         architecture,
         decoder,

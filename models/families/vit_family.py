@@ -104,6 +104,7 @@ class ViTModel(nnx.Module):
         dtype, glue = jnp.dtype(config.vision.dtype), config.glue
         inputs, width = config.vision.width * glue.shuffle**2, config.text.width
         self.visual = ViT(config.vision, rngs)
+
         if glue.kind == "linear":
             self.projector = Linear(inputs, width, bias=False, rngs=rngs, dtype=dtype)
         else:
@@ -117,6 +118,7 @@ class ViTModel(nnx.Module):
                 norm_epsilon=glue.norm_epsilon,
                 dtype=dtype,
             )
+
         self.newline = nnx.Param(jnp.zeros((width,), dtype)) if glue.tiles else None
         self.decoder = Decoder(config.text, rngs)
         self.config = config
@@ -157,9 +159,11 @@ def tile_plan(
     pixel_values = arrays.get("pixel_values")
     if pixel_values is None:
         return None
+
     shape = np.shape(pixel_values)
     if len(shape) < 4:
         raise InputError(f"pixel_values of shape {shape}; expected [images, channels, height, width]")
+
     tiles = np.arange(int(np.prod(shape[:-3]))) if tiles is None else tiles
     order = (tiles[:, None] * config.tile_tokens + np.arange(config.tile_tokens)).reshape(-1).astype(np.int32)
     image = (*shape[:-3], config.vision.channels, config.vision.image, config.vision.image)

@@ -34,6 +34,7 @@ def pad_images(
         pixels = pixels.reshape(-1, *pixels.shape[-3:])
     rows, padded = len(pixels), buckets.round_up(len(pixels))
     tables = {}
+
     for name, given in plan.items():
         table = np.asarray(given)
         if name in fills:
@@ -42,6 +43,7 @@ def pad_images(
             tables[name] = _grown(table, [buckets.round_up(size) for size in table.shape], fill)
         else:
             tables[name] = _grown(table, [buckets.round_up(len(table)), *table.shape[1:]], 0)
+
     return _grown(np.asarray(pixels), [padded, *pixels.shape[1:]], 0), tables
 
 

@@ -51,10 +51,12 @@ class ChatTemplate:
         tokens = _special_tokens(read_table(root / TOKENIZER_CONFIG_FILE))
         if (root / TEMPLATE_FILE).is_file():
             return cls((root / TEMPLATE_FILE).read_text(encoding="utf-8"), tokens, str(root / TEMPLATE_FILE))
+
         for name in _JSON_FILES:
             found = read_table(root / name).get("chat_template")
             if found is not None:
                 return cls(_default(found, root / name), tokens, str(root / name))
+
         return None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -163,17 +165,21 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise InputError(f"chat: messages of type {type(messages).__name__}; expected a list of {{'role', 'content'}}")
+
     found = []
     for message in messages:
         if not isinstance(message, Mapping):
             raise InputError(f"chat: a message of type {type(message).__name__}; expected {{'role', 'content'}}")
+
         content = message.get("content")
         if content is not None and not isinstance(content, str | list | tuple):
             raise InputError(f"chat: content of type {type(content).__name__}; expected text or a list of entries")
+
         if isinstance(content, str) and message.get("role") == "user":  # an assistant may answer with a file's name
             check_text(content, "chat: content")
         for entry in () if content is None or isinstance(content, str) else content:
             found += _images_in(entry)
+
     return found
 
 
@@ -187,6 +193,7 @@ def _images_in(entry: Any) -> list[Any]:
             f"chat: a content entry of type {kind!r}" + (" without its text" if kind == "text" else "") + "; expected "
             "{'type': 'text', 'text': …} or {'type': 'image', 'image': a path, array or PIL image}"
         )
+
     image = entry.get("image", entry.get("path"))
     image = file_of(image, "chat: image") if isinstance(image, str) else image
     if image is None or sort_of(image, "chat") != "image":
@@ -206,6 +213,7 @@ def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Seq
     places = [place for place, token in enumerate(ids) if token == image_token]
     if len(places) != len(expansions):
         raise InputError(f"{len(places)} image placeholders in the rendered messages; expected {len(expansions)}")
+
     out: list[int] = []
     cursor = 0
     for place, expansion in zip(places, expansions, strict=True):
@@ -217,4 +225,5 @@ def expand_images(ids: Sequence[int], image_token: int, expansions: Sequence[Seq
         start, stop = (start, stop) if whole else (place, place + 1)
         out += [*ids[cursor:start], *expansion]
         cursor = stop
+
     return [*out, *ids[cursor:]]

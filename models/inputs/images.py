@@ -86,6 +86,7 @@ class PictureConfig:
             inner = options.get(table, {}) if table else {}
             if not isinstance(inner, Mapping):
                 raise ConfigError(f"{CONFIG_FILE}: {table} is {inner!r}; expected a table")
+
             options = {**options, **inner}
             options |= {ours: options[name] for name, ours in (names or {}).items() if options.get(name) is not None}
             for name, value in (only or {}).items():
@@ -133,6 +134,7 @@ def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
     """
     if not len(images):
         raise InputError("no images; expected at least one")
+
     found = []
     for number, source in enumerate(images):
         name = _name(source, number)
@@ -140,6 +142,7 @@ def _all(images: Sequence[ImageSource]) -> list[np.ndarray]:
         height, width = found[-1].shape[:2]
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise ImageError(f"{name} is {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+
     return found
 
 
@@ -170,6 +173,7 @@ def process_clip(images: Sequence[ImageSource], config: PictureConfig) -> dict[s
         if config.option("do_center_crop", True):
             image = _centre(image, *_height_and_width(config, "crop_size"))
         out.append(_channels_first(image, config))
+
     sizes = {image.shape for image in out}
     if len(sizes) > 1:
         raise ImageError(f"images come out in sizes {sorted(sizes)} without a centre crop; expected one size")
@@ -227,6 +231,7 @@ def process_deepseek(images: Sequence[ImageSource], config: PictureConfig) -> di
         height, width = (max(size, config["min_size"]) for size in sizes)
         square = _padded_square(resize(image, height, width, config), max(height, width), config)
         out.append(_channels_first(square, config))
+
     return {"pixel_values": np.stack(out)}
 
 
@@ -244,21 +249,25 @@ def process_llava_next(images: Sequence[ImageSource], config: PictureConfig) -> 
     side, points = config.side("crop_size"), [tuple(point) for point in config["image_grid_pinpoints"]]
     if config.side() != side:
         raise ConfigError(f"{CONFIG_FILE} has size {config['size']!r}; expected the crop_size, {side}")
+
     stacks, sizes = [], []
     for image in _all(images):
         height, width = image.shape[:2]
         rows, columns = best_resolution(height, width, points)
         across, down = columns / width, rows / height
+
         if across < down:
             inner = (min(math.ceil(height * across), rows), columns)
         else:
             inner = (rows, min(math.ceil(width * down), columns))
+
         canvas = np.zeros((rows, columns, 3), np.uint8)
         top, left = (rows - inner[0]) // 2, (columns - inner[1]) // 2
         canvas[top : top + inner[0], left : left + inner[1]] = resize(image, *inner, config)
         tiles = [resize(image, side, side, config), *cut(canvas, side)]
         stacks.append(np.stack([_channels_first(tile, config) for tile in tiles]))
         sizes.append((height, width))
+
     return {"pixel_values": _pad_tiles(stacks), "image_sizes": np.array(sizes, np.int32)}
 
 
@@ -293,6 +302,7 @@ def process_internvl(images: Sequence[ImageSource], config: PictureConfig) -> di
         tiles += [resize(image, side, side, config)] if len(tiles) > 1 else []
         out += [_channels_first(tile, config) for tile in tiles]
         counts.append(len(tiles))
+
     return {"pixel_values": np.stack(out), "num_patches": np.array(counts, np.int32)}
 
 
@@ -315,8 +325,10 @@ def process_smolvlm(images: Sequence[ImageSource], config: PictureConfig) -> dic
                 tiles = [image]
         else:
             tiles = [resize(image, side, side, config)]
+
         out += [_channels_first(tile, config) for tile in tiles]
         grids.append(grid)
+
     rows, columns = np.array(grids, np.int32).T
     return {"pixel_values": np.stack(out)[None], "tile_rows": rows, "tile_columns": columns}
 
@@ -329,6 +341,7 @@ def _longest_side(height: int, width: int, longest: int) -> tuple[int, int]:
     else:
         height, width = longest, int(longest * ratio)
         width += width % 2
+
     height, width = max(height, 1), max(width, 1)
     ratio = width / height
     if max(height, width) > LONGEST_SIDE:
@@ -372,4 +385,5 @@ def process_kimi(
         cells = _channels_first(canvas, config).reshape(3, height // patch, patch, width // patch, patch)
         out.append(cells.transpose(1, 3, 0, 2, 4).reshape(-1, 3, patch, patch))
         grids.append((1, height // patch, width // patch))
+
     return {"pixel_values": np.concatenate(out), "image_grid_thw": np.array(grids, np.int32)}

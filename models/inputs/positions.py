@@ -44,6 +44,7 @@ class PositionConfig:
         vision = config.get("vision_config")
         if not isinstance(vision, Mapping):
             raise ConfigError(f"config.json has vision_config {vision!r}; expected a table")
+
         return cls(
             image_token_id=config.get("image_token_id", cls.image_token_id),
             video_token_id=config.get("video_token_id", cls.video_token_id),
@@ -81,9 +82,11 @@ def get_rope_positions(
     """
     if video_rule not in ("max", "hf5"):
         raise InputError(f"video_rule is {video_rule!r}; expected 'max' or 'hf5'")
+
     images, videos = _rows(image_grid_thw), _rows(video_grid_thw)
     seconds = iter(_seconds(second_per_grid_ts, len(videos)))
     pieces, place = [np.zeros((0, 3), np.int32)], 0
+
     for kind, part in _segments(input_ids, images, videos, config):
         if isinstance(part, int):
             pieces.append(_text(part) + place)
@@ -93,6 +96,7 @@ def get_rope_positions(
         pieces.append(_grid_positions(part, config.merge_size, steps) + place)
         by_time = kind == "video" and video_rule == "max"
         place = int(pieces[-1].max()) + 1 if by_time else place + max(part[1:]) // config.merge_size
+
     positions = np.concatenate(pieces).astype(np.int32)
     return positions, int(positions.max(initial=-1)) + 1 - len(input_ids)
 
@@ -151,21 +155,25 @@ def _segments(
     used = dict.fromkeys(kinds, 0)
     pads = np.append(np.flatnonzero(np.isin(input_ids, list(kinds))), len(input_ids))
     cursor = 0
+
     while cursor < len(input_ids):
         text = int(pads[np.searchsorted(pads, cursor)]) - cursor
         if text:
             yield "text", text
             cursor += text
             continue
+
         token = int(input_ids[cursor])
         kind, grids = kinds[token]
         if used[token] == len(grids):
             raise InputError(f"the prompt has pads for {kind} {used[token]}; only {len(grids)} {kind} grids were given")
+
         grid = grids[used[token]]
         count = grid[0] * grid[1] * grid[2] // config.merge_size**2
         _check_pads(input_ids[cursor : cursor + count], cursor, count, token, grid)
         yield kind, grid
         used[token], cursor = used[token] + 1, cursor + max(count, 1)
+
     for token, (kind, grids) in kinds.items():
         if used[token] != len(grids):
             raise InputError(f"{len(grids)} {kind} grids were given; the prompt has pads for {used[token]}")

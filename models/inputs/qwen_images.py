@@ -93,10 +93,12 @@ class ImageConfig:
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             given = [value for value in (fields.get(name), size.get(name), size.get(edge)) if value is not None]
             known |= {name: given[0]} if given else {}
+
         for name, value in known.items():
             wanted = bool if name in _SWITCHES else int
             if type(value) is not wanted:
                 raise ConfigError(f"{name} is {value!r}; expected a {wanted.__name__}")
+
         if "rescale_factor" in fields:
             known["rescale_factor"] = _floats("rescale_factor", [fields["rescale_factor"]])[0]
         for name in ("image_mean", "image_std"):
@@ -105,6 +107,7 @@ class ImageConfig:
                 known[name] = _floats(name, value if isinstance(value, list | tuple) else [value] * 3)
                 if len(known[name]) != 3:
                     raise ConfigError(f"{name} is {value!r}; expected three numbers")
+
         return cls(**known)
 
     @classmethod
@@ -171,6 +174,7 @@ def patchify(images: Float[Array | np.ndarray, "B H W 3"], config: ImageConfig) 
     height, width = images.shape[1:3]
     if height % config.factor or width % config.factor:
         raise ImageError(f"images of {height}×{width} pixels; expected multiples of {config.factor} (patch × merge)")
+
     return repeat(
         images,
         "B (block_row row y) (block_column column x) C -> B (block_row block_column row column) (C time y x)",
@@ -204,6 +208,7 @@ def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int
         raise ImageError(f"image is empty: {height}×{width} pixels")
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
         raise ImageError(f"image of {height}×{width} pixels; expected sides within a ratio of {MAX_ASPECT_RATIO}")
+
     factor = config.factor
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > config.max_pixels:
@@ -213,6 +218,7 @@ def smart_resize(height: int, width: int, config: ImageConfig) -> tuple[int, int
     elif rows * columns < config.min_pixels:
         scale = math.sqrt(config.min_pixels / (height * width))
         rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
+
     return rows, columns
 
 
@@ -235,10 +241,12 @@ def _resize(image: np.ndarray, config: ImageConfig, name: str) -> np.ndarray:
         if height % config.factor or width % config.factor:
             raise ImageError(f"{name} is {height}×{width} pixels; without resizing, multiples of {config.factor}")
         return image
+
     try:
         rows, columns = smart_resize(height, width, config)
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from error
+
     if (rows, columns) == (height, width):
         return image
     Image = require("PIL.Image", "Pillow")

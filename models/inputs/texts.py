@@ -72,4 +72,5 @@ def ids_of_text(tokenizer: Any, text: str, unknown: str | None, own: bool = Fals
             raise InputError(
                 f"text {text[:60]!r}: {part[:40]!r} is not in the tokenizer's vocabulary; expected text that it knows"
             )
+
     return list(encoding.ids)

@@ -94,6 +94,7 @@ def _tiktoken(root: Path) -> Any:
             f"{root / TOKENIZER_CONFIG_FILE}: special token {given[outside[0]]!r} has the id {outside[0]}; expected "
             f"{numbers.start} … {numbers.stop - 1}, behind {TIKTOKEN_FILE}"
         )
+
     names = [given.get(number, f"<|reserved_token_{number}|>") for number in numbers]
     tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
     if any(tokenizer.token_to_id(name) != number for number, name in zip(numbers, names, strict=True)):
@@ -108,9 +109,11 @@ def _qwen2(root: Path) -> Any:
         model = tokenizers.models.BPE.from_file(str(root / VOCABULARY_FILE), str(root / MERGES_FILE))
     except Exception as error:
         raise ConfigError(f"{root / VOCABULARY_FILE} and {MERGES_FILE} cannot be read: {error}") from error
+
     tokenizer = _byte_level(tokenizers, model, _QWEN2)
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     added = {int(number): entry for number, entry in (config.get("added_tokens_decoder") or {}).items()}
+
     for number, entry in sorted(added.items()):
         flags = {
             name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -121,6 +124,7 @@ def _qwen2(root: Path) -> Any:
                 f"{root / TOKENIZER_CONFIG_FILE}: {entry['content']!r} has the id {number}; expected "
                 f"{tokenizer.token_to_id(entry['content'])}, the next behind {VOCABULARY_FILE}"
             )
+
     return tokenizer
 
 
@@ -159,10 +163,12 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             raise ConfigError(
                 f"{path}: line {number + 1} is {line[:40]!r}; expected a token in base64 and a rank"
             ) from error
+
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ConfigError(
             f"{path} holds {len(ranks)} tokens whose ranks are not 0 … {len(ranks) - 1}; expected each once"
         )
+
     absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if absent:
         raise ConfigError(f"{path}: no token stands for the byte {absent[0]}; expected all 256")

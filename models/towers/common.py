@@ -111,10 +111,12 @@ class PlainBlock(nnx.Module):
         norm = {"epsilon": config.norm_epsilon, "lead": lead, "dtype": dtype}
         linear = {"rngs": rngs, "lead": lead, "dtype": dtype}
         self.attention_norm = LayerNorm(width, **norm)
+
         if config.fused:
             self.qkv = Linear(width, 3 * width, bias=config.qkv_bias, **linear)
         else:
             self.query, self.key, self.value = (Linear(width, width, bias=config.qkv_bias, **linear) for _ in range(3))
+
         self.output = Linear(width, width, bias=True, **linear)
         self.mlp_norm = LayerNorm(width, **norm)
         self.mlp = PlainMLP(width, config.intermediate, width, activation=config.activation, **linear)
@@ -242,11 +244,13 @@ def _axis_taps(place: np.ndarray, size: int, side: int, mode: str) -> tuple[np.n
         source, offsets = place * one(side - 1) / one(max(size - 1, 1)), np.arange(2)
     else:
         source, offsets = (place + one(0.5)) * one(side) / one(size) - one(0.5), np.arange(-1, 3)
+
     floor = np.floor(source)
     taps = floor.astype(np.int64)[:, None] + offsets
     distance = np.abs(source[:, None] - floor[:, None] - offsets.astype(np.float32))
     if mode == "bilinear":
         return taps.clip(0, side - 1), np.maximum(one(1) - distance, one(0))
+
     a = one(-0.75)
     near = ((a + one(2)) * distance - (a + one(3))) * distance * distance + one(1)
     far = ((a * distance - one(5) * a) * distance + one(8) * a) * distance - one(4) * a

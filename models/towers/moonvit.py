@@ -104,6 +104,7 @@ def plan_patches(config: MoonViTConfig, grids: Int[np.ndarray, "images axes"]) -
         rows, columns = patch_places(height, width, 1)
         parts.append((rows, columns, *resample_taps(rows, columns, (height, width), config.positions, "bicubic")))
         sizes.append(rows.size)
+
     return {**join_places(parts), "images": segment_table(sizes), "merged": np.concatenate(merged).astype(np.int32)}
 
 

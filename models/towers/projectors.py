@@ -95,6 +95,7 @@ def packing_index(config: TileConfig, image_sizes: Int[np.ndarray, "images 2"]) 
     sizes = [(int(height), int(width)) for height, width in np.asarray(image_sizes).tolist()]
     grids = [tuple(edge // config.image for edge in best_resolution(*size_, config.pinpoints)) for size_ in sizes]
     newline = size * sum(1 + rows * columns for rows, columns in grids)
+
     for (height, width), (rows, columns) in zip(sizes, grids, strict=True):
         count = size * rows * columns
         grid = first + size + np.arange(count).reshape(rows, columns, config.side, config.side)
@@ -102,6 +103,7 @@ def packing_index(config: TileConfig, image_sizes: Int[np.ndarray, "images 2"]) 
         lines = np.concatenate([grid, np.full((len(grid), 1), newline)], axis=1)
         parts += [np.arange(first, first + size), lines.reshape(-1)]
         first += size + count
+
     return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
 
 

@@ -62,6 +62,7 @@ def plan_patches(config: Qwen25VisionConfig, grids: Int[np.ndarray, "images 3"])
     merge = config.merge
     reach = config.window // config.patch // merge  # merged patches per side of a window
     places, sizes, windows = [], [], []
+
     for time, height, width in np.asarray(grids).tolist():
         row, column = patch_places(height, width, merge)
         across = -(-(width // merge) // reach)
@@ -71,6 +72,7 @@ def plan_patches(config: Qwen25VisionConfig, grids: Int[np.ndarray, "images 3"])
             windows += [sum(sizes) + patches for patches in inside]
             places.append((row, column))
             sizes.append(row.size)
+
     rows, columns = (np.concatenate(axis) for axis in zip(*places, strict=True))
     table = pad_segments(windows, sum(sizes))
     return {"rows": rows, "columns": columns, "windows": table, "frames": segment_table(sizes)}
@@ -115,10 +117,12 @@ class Qwen25VisionTower(nnx.Module):
         hidden = self.patch_embedding(pixel_values.astype(jnp.dtype(self.config.dtype)))
         head_dim = self.config.width // self.config.heads
         tables = axial_tables(rows, columns, head_dim, self.config.theta, alternate=False)
+
         for first, last, full in _runs(self.config.depth, self.config.full_layers):
             segments = frames if full else windows
             step = lambda block, hidden, segments=segments: self._block(block, hidden, tables, segments)
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
+
         merged = self.merger_norm(hidden).reshape(-1, self.config.width * self.config.merge**2)
         return self.merger_out(ACTIVATIONS["gelu"](self.merger_in(merged)))
 

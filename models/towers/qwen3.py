@@ -149,6 +149,7 @@ class Qwen3VisionTower(nnx.Module):
         for first, last in itertools.pairwise(sorted({0, *stops, config.depth})):
             hidden = scan_blocks(self.blocks, step, hidden, first, last)
             taken += [hidden] if last in stops else []
+
         square = config.width * config.merge**2
         features = self.merger(self.merger_norm(hidden).reshape(-1, square))
         if not taken:

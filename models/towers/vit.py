@@ -146,6 +146,7 @@ class ViT(nnx.Module):
         )
         if positions is None and pixel_values.shape[2:] != (config.image, config.image):
             raise ShapeError(f"images of {pixel_values.shape[2:]} pixels; expected {config.image}×{config.image}")
+
         hidden = self._embed(patches, positions)
         scale = (config.width // config.heads) ** -0.5
 

@@ -61,6 +61,7 @@ def block_entries(name: str, path: ParamPath, names: Mapping[str, str], *, qkv_b
         else:
             bias = qkv_bias or ours not in ("query", "key", "value", "qkv")
             entries += linear_entries(f"{name}.{theirs}", place, bias=bias, stack=True)
+
     return entries
 
 
@@ -106,10 +107,12 @@ def qwen3_vision_entries(config: Qwen3VisionConfig, prefix: str, path: ParamPath
         *norm_entries(f"{prefix}.merger.norm", (*path, "merger_norm")),
         *norm_entries(f"{prefix}.deepstack_merger_list.{{layer}}.norm", (*path, "deepstack_norm"), stack=True),
     ]
+
     for number, part in enumerate(("inner", "outer"), start=1):
         deep = f"{prefix}.deepstack_merger_list.{{layer}}.linear_fc{number}"
         entries += linear_entries(f"{prefix}.merger.linear_fc{number}", (*path, "merger", part))
         entries += linear_entries(deep, (*path, "deepstack", part), stack=True)
+
     return entries
 
 
@@ -170,10 +173,12 @@ def moonvit_entries(
     names = {"attention_norm": "norm1", "mlp_norm": "norm2", "output": "attn.proj", "mlp.inner": "mlp.fc1"}
     names |= {"query": "attn.q_proj", "key": "attn.k_proj", "value": "attn.v_proj", "mlp.outer": "mlp.fc2"}
     blocks, norm, table = "layers", "final_layernorm", "pos_emb.position_embeddings"
+
     if released:
         names = {"attention_norm": "norm0", "mlp_norm": "norm1", "qkv": "wqkv", "output": "wo"}
         names |= {"mlp.inner": "mlp.fc0", "mlp.outer": "mlp.fc1"}
         blocks, norm, table = "encoder.blocks", "encoder.final_layernorm", "pos_emb.weight"
+
     patch, side = f"{prefix}.patch_embed", config.positions
     glue, inner, outer = projector
     entries = [

@@ -52,18 +52,22 @@ def factorise(
     choose("factorise", implementation)
     if method not in METHODS:
         raise KernelShapeError(f"factorise: method {method!r}; expected one of {METHODS}")
+
     limit = min(matrix.shape[-2:])
     if not 1 <= rank <= limit:
         raise KernelShapeError(f"factorise: rank {rank}; expected 1 to {limit} for a matrix of shape {matrix.shape}")
+
     if orthonormal is None:
         orthonormal = "cholesky" if platform() == "gpu" else "qr"
     if orthonormal not in ORTHONORMAL:
         raise KernelShapeError(f"factorise: orthonormal {orthonormal!r}; expected one of {ORTHONORMAL}")
+
     key = jax.random.key(0) if key is None else key
     if method == "exact":
         find = lambda matrix, key: reference.exact(matrix, rank)
     else:
         find = lambda matrix, key: reference.randomised(matrix, rank, key, oversample, iterations, orthonormal)
+
     return derivative.factors(matrix.astype(jnp.float32), key, find)
 
 

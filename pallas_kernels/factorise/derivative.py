@@ -62,6 +62,7 @@ def _tangents(matrix: Array, u: Array, v: Array, change: Array) -> Factors:
     for _ in range(ROUNDS):
         moved_left = out_left + product(rest, moved_right)
         moved_right = (out_right + product(transposed(rest), moved_left * inverse)) * inverse
+
     moved_left = out_left + product(rest, moved_right)
     diagonal = jnp.diagonal(core, axis1=-2, axis2=-1)[..., None, :]
     du = product(left, turned_left) * singular + left * diagonal + moved_left

@@ -53,11 +53,13 @@ def randomised(
     spread = _orthonormal if orthonormal == "qr" else cholesky_qr2
     if wide:
         basis = spread(_matmul(matrix, basis))
+
     for step in range(iterations):
         other = spread(_matmul(long, basis))
         # The last basis is what the right factor is made of, and must be orthonormal whatever the matrix.
         last = _orthonormal if step == iterations - 1 else spread
         basis = last(_matmul(_transpose(long), other))
+
     if not iterations:
         basis = _orthonormal(basis)
     other, small = jnp.linalg.qr(_matmul(long, basis))
@@ -90,6 +92,7 @@ def cholesky_qr2(a: Float[Array, "*batch T N"]) -> Float[Array, "*batch T N"]:
         shift = SHIFT * jnp.finfo(jnp.float32).eps * trace + 1e-30
         lower = jnp.linalg.cholesky(whole + shift * jnp.eye(size), symmetrize_input=False)
         a = jax.lax.linalg.triangular_solve(lower, a, left_side=False, lower=True, transpose_a=True)
+
     return a
 
 

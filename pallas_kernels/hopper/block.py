@@ -110,12 +110,14 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
     if dtypes.separate:
         # Two, so that an item is made while the one before leaves.
         scratch["out"] = runs(2, dtypes.result)
+
     if dtypes.scaled:
         scratch["x_scale"] = plgpu.SMEM((stages, 2, launch.scales), jnp.float32)
     if items.swaps:
         scratch["swap"] = _buffer((items.width, items.width), jnp.bfloat16, TILE_ROWS, items.width)
         scratch["piece"] = _buffer((launch.rows, items.width), jnp.bfloat16, TILE_ROWS, items.width)
         scratch["swap_ready"] = plgpu.Barrier()
+
     if rank:
         # The tensor cores want one tiling of both, of eight rows. v comes in two halves, one per accumulator.
         shared = math.gcd(rank, items.width)
@@ -123,6 +125,7 @@ def scratch_of(launch: Launch) -> dict[str, Any]:
         scratch["v"] = _buffer((stages, 2, rank, items.width), jnp.bfloat16, TILE_ROWS, shared)
         scratch["u_ready"] = plgpu.Barrier(num_barriers=2)
         scratch["u_taken"] = plgpu.Barrier(num_arrivals=groups, num_barriers=2)
+
     return scratch
 
 

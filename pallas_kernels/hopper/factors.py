@@ -53,12 +53,14 @@ def _pieces(value: Array, count: int) -> list[Array]:
     """Splits a value into that many bfloat16 numbers whose sum it is, the largest first; bfloat16 is one piece."""
     if value.dtype == jnp.bfloat16:
         return [value]
+
     pieces = []
     for _ in range(count):
         # Not a conversion there and back: XLA may leave that out.
         piece = jax.lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
         pieces.append(piece.astype(jnp.bfloat16))
         value = value - piece
+
     return pieces
 
 

@@ -75,6 +75,7 @@ class Items(NamedTuple):
             return turned, turned + self.apart
         if not self.turning:
             return plain, plain + self.width
+
         turns = kind < self.turning
         first = jnp.where(turns, turned, plain)
         return first, first + jnp.where(turns, self.apart, self.width)
@@ -130,6 +131,7 @@ def items_of(row: RowShape, widest: int = SWIZZLE) -> Items | None:
         run = math.gcd(width // 2, widest)
         fits = run >= row.least and width % 2 == 0
         return Items(heads, width, run, 0, width // (2 * run), run, False, swaps=True) if fits else None
+
     half, rest = rotary // 2, width - rotary
     run = math.gcd(half, width // 2 if words else rest // 2, widest) if rotary else math.gcd(heads * width // 2, widest)
     if run < row.least or rotary % 2 or width % 2:

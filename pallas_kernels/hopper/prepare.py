@@ -144,6 +144,7 @@ def arrays_of(launch: Launch, operands: Operands) -> dict[str, Array]:
         # Registers are loaded for whole blocks, without a look at how many tokens there are.
         short = ((0, -launch.tokens % launch.rows), (0, 0))
         arrays["cos"], arrays["sin"] = jnp.pad(cos, short), jnp.pad(sin, short)
+
     return arrays
 
 

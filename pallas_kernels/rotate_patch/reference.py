@@ -46,6 +46,7 @@ def rotate(
         first, second = x[..., : rotary // 2], x[..., rotary // 2 : rotary]
     else:
         first, second = x[..., 0:rotary:2], x[..., 1:rotary:2]
+
     turned = (first * cos - second * sin, second * cos + first * sin)
 
     if layout == "half":
@@ -54,6 +55,7 @@ def rotate(
     else:
         pairs = jnp.stack(turned, axis=-1)
         result = spread(pairs.reshape(*pairs.shape[:-2], rotary), 0, x.shape[-1])
+
     return result if rotary == x.shape[-1] else jnp.where(_below(rotary, result), result, x)
 
 
@@ -111,6 +113,7 @@ def _rotate_patch(
     if operands.u is not None and operands.v is not None:
         u, v = _factor(operands.u, operands.u_scale), _factor(operands.v, operands.v_scale)
         value = value + (product_per_head(u, v) if per_head else product(u, v, x.shape[-2]))
+
     if operands.dense is not None:
         value = value + operands.dense.astype(jnp.float32)
     if operands.cos is not None and operands.sin is not None:

@@ -69,12 +69,14 @@ def value_of_block(given, rotary: int, layout: str) -> Array:
     if "u" in given:
         scale = given["scale"][...] if "scale" in given else None
         value = value + product(given["u"][...], given["v"][...], scale).reshape(value.shape)
+
     if "dense" in given:
         value = value + given["dense"][...].astype(jnp.float32)
     if rotary:
         cos, sin = given["cos"][...], given["sin"][...]
         cos, sin = (cos[:, None], sin[:, None]) if value.ndim == 3 else (cos, sin)
         value = value * cos + partner(value, rotary, layout) * sin
+
     return value
 
 
@@ -124,6 +126,7 @@ def _write_by_pairs(given, out, rotary: int, layout: str, interpret, count) -> N
     tokens, heads, width = out.shape
     scale = given["scale"][...] if "scale" in given else None
     step = PRODUCT_ROWS if "u" in given else ROWS
+
     for start in range(0, tokens, step):
         at = pl.ds(start, min(step, tokens - start))
         cos, sin = (given["cos"][at], given["sin"][at]) if rotary else (None, None)
@@ -146,6 +149,7 @@ def _write_by_pairs(given, out, rotary: int, layout: str, interpret, count) -> N
                 alone = delta is None and "dense" not in given
                 others = _wide([partner(each, rotary, layout) for each in (found if alone else values)])
                 values = [value * cos + other * sin for value, other in zip(values, others, strict=True)]
+
             _store(out, at, pair, values, keep, interpret)
 
 

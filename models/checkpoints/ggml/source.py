@@ -65,6 +65,7 @@ class GgufSource:
         span = whole_region(shape, region)
         if len(shape) < 2:
             return self._vector(stored, form, place.heads)[span]
+
         *leading, columns = span
         numbers = np.arange(math.prod(shape[:-1])).reshape(shape[:-1])[tuple(leading)].reshape(-1)
         if place.heads:
@@ -100,6 +101,7 @@ class GgufSource:
         dtype = NUMPY_TYPES[form.name] if form.plain else self._dtype
         out = np.empty((len(rows), columns.stop - columns.start), dtype)
         step = max(1, _PIECE // width)
+
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
             first = int(part.min())
@@ -108,6 +110,7 @@ class GgufSource:
             chosen = np.ascontiguousarray(data[part - first, blocks.start * form.size : blocks.stop * form.size])
             with np.errstate(all="ignore"):  # what is not finite is told by whoever reads
                 out[start : start + step] = form.unpack(chosen)[:, cut]
+
         return out
 
     def _check(self, name: str, tensor: GgufTensor) -> None:
@@ -118,6 +121,7 @@ class GgufSource:
                 f"{self.origin}: tensor {name!r} has shape {tensor.shape}; expected rows of whole blocks of "
                 f"{form.values} values, as {form.name} has them"
             )
+
         stop = tensor.start + math.prod(tensor.shape) // form.values * form.size
         if stop > self._file.size:
             raise WeightsError(

@@ -98,13 +98,16 @@ def scale_columns(
     even = count > 0 and width % count == 0
     regular = even and np.array_equal(columns, columns[0] + np.arange(width) // (width // count))
     used = slice(int(columns[0]), int(columns[-1]) + 1)
+
     for first, last in _pieces(rows, width):
         piece = stored[first:last]
         values = piece.astype(np.float32) if kind is None else float8_to_float32(piece, kind)
         which = rows[first] if rows[first] == rows[last - 1] else rows[first:last]
+
         for factors, apply in ((zeros, np.subtract), (scales, np.multiply)):
             if factors is None:
                 continue
+
             part = factors[which]
             if factors.shape[1] == 1:
                 apply(values, part, out=values)
@@ -113,6 +116,7 @@ def scale_columns(
                 apply(grouped, part[..., used, None], out=grouped)
             else:
                 apply(values, part[..., columns], out=values)
+
         out[first:last] = values
 
 

@@ -60,6 +60,7 @@ class DequantisedSource:
         twice = sorted(set(self._quantised) & set(self.tensors))
         if twice:
             raise WeightsError(f"{self.origin}: tensor {twice[0]!r} is there and quantised too; expected one of them")
+
         check_plain_tensors(self.origin, self.tensors, f"{quantisation.place} says {quantisation.method!r}")
         kind = _NAMES[self._dtype.name]
         self.tensors |= {name: TensorInfo(tensor.shape, kind) for name, tensor in self._quantised.items()}
@@ -92,10 +93,12 @@ class DequantisedSource:
             self._expect(f"{prefix}.qzeros", ("I32",), (groups, -(-outputs * found.bits // WORD)))
             self._expect(f"{prefix}.scales", _FLOATS, (groups, outputs))
             indexed = f"{prefix}.g_idx" in self._inner.tensors
+
             if indexed:
                 self._expect(f"{prefix}.g_idx", ("I32", "I64"), (inputs,))
             elif not found.ordered:
                 raise WeightsError(f"{self.origin}: tensor '{prefix}.g_idx' is missing; expected it with desc_act")
+
             yield (
                 f"{prefix}.weight",
                 GptqTensor(prefix, found.bits, (outputs, inputs), size, indexed, found.ordered, found.zero_offset),
@@ -131,6 +134,7 @@ class DequantisedSource:
                 f"{self.origin}: tensor '{prefix}_packed' has shape {(outputs, words)}; expected that of {shape} in "
                 f"{wanted}, as '{prefix}_shape' says"
             )
+
         inputs, bits = shape[1], fitting[0]
         rows = self._info(f"{prefix}_scale", _FLOATS, 2)
         size = inputs if rows[1] == 1 else found.group_size or inputs
@@ -155,6 +159,7 @@ class DequantisedSource:
             raise WeightsError(
                 f"{self.origin}: tensor {name!r} is {info.dtype} {info.shape}; expected two axes or more"
             )
+
         kinds = (*_FLOATS, "F8_E8M0", "U8") if info.dtype in _FLOAT8 else _FLOATS
         block = self._block(name, info.shape, scale)
         shape = self._info(scale, kinds, None)

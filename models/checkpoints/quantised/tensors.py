@@ -131,6 +131,7 @@ class GptqTensor:
         in_order = np.arange(inputs.start, inputs.stop) // self.group_size
         if not self.indexed:
             return in_order
+
         name = f"{self.prefix}.g_idx"
         found, count = source.read(name, (inputs,)), -(-self.shape[1] // self.group_size)
         if self.ordered and not np.array_equal(found, in_order):
@@ -151,6 +152,7 @@ class GptqTensor:
         if self.zero_offset == "words":
             ones = sum(1 << place for place in range(0, WORD, self.bits))
             words = words + np.uint32(ones)
+
         first = packed.start * (WORD // self.bits)
         fields = unpack_columns(words, self.bits)[:, outputs.start - first : outputs.stop - first]
         if self.zero_offset == "fields":
@@ -231,6 +233,7 @@ class PackedTensor:
         in_order = np.arange(inputs.start, inputs.stop) // self.group_size
         if not self.indexed:
             return in_order
+
         name = f"{self.prefix}_g_idx"
         found, count = source.read(name, (inputs,)), -(-self.shape[1] // self.group_size)
         if (found == -1).all():  # as it was made, before anything was reordered
