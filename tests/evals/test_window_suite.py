@@ -339,7 +339,7 @@ class Watched(Counter):
 @pytest.fixture
 def stubbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ResultsTable, Watched]]:
     """Runs the suite with three stubs per batch in place of probes; `fails`: how many come before one that fails."""
-    monkeypatch.setattr(suite, "load_stock", lambda backbone, *more: backbone)
+    monkeypatch.setattr(suite, "load_probe_images", lambda backbone, *more: backbone)
 
     def run_suite(folder: Path | None, fails: int | None = None, seed: int = 1) -> tuple[ResultsTable, Watched]:
         left = itertools.count()
