@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ..results.beating import on_both
+from ..results.dominance import on_both
 from ..results.headline import headline_arms, headline_results, seeds_of
 from ..results.rows import Rows
 from ..results.tables import markdown_table
