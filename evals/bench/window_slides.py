@@ -117,13 +117,13 @@ class Slides:
         chunk, base = self.as_chunk(alone), together(kept)
         patch = kvp.form_patch(chunk, together(target), max(self.trial.ranks), ids, dense=False)
         for rank in self.trial.ranks:
-            served = kvp.apply_patch(chunk, kvp.truncate(patch, rank), self.starts(), ids)
+            served = kvp.apply_patch(kvp.Placed(chunk, kvp.truncate(patch, rank), self.starts(), ids))
             yield f"canonical, patch of rank {rank}", self.laid_out(served)
 
         patch = kvp.removal_patch(chunk, together(target), base, max(self.trial.removal_ranks), ids, more)
         for rank in self.trial.removal_ranks:
             smaller = kvp.truncate(patch, {name: rank for name, have in patch.ranks.items() if have is not None})
-            served = kvp.apply_patch(chunk, smaller, self.starts(), ids, base=base, base_antecedent=more)
+            served = kvp.apply_patch(kvp.Placed(chunk, smaller, self.starts(), ids, base=base, base_antecedent=more))
             yield f"kept, removal patch of rank {rank}", self.laid_out(served)
 
     # ---------------------------------------------------------------------------------------------- forwards

@@ -249,7 +249,7 @@ def _with_still(layout: KVLayout, turned: dict[str, Array], kv: KV) -> dict[str,
     return {name: turned[name] if name in turned else on_device(kv[name]) for name in layout.names}
 
 
-def placed(layout: KVLayout, kv: KV, local: Positions, start: AnyArray, back: bool = False) -> dict[str, Array]:
+def rotate_kv(layout: KVLayout, kv: KV, local: Positions, start: Start, back: bool = False) -> dict[str, Array]:
     """Runs `to_engine`, or with `back` `to_phase_free`, on what was checked already; start is from `as_start`."""
     turned = jitted_place(layout, _turning(layout, kv), local, start, back=back)
     return _with_still(layout, turned, kv)
@@ -261,7 +261,7 @@ def _checked(layout: KVLayout, kv: KV, local: Positions, start: Start, back: boo
     start = as_start(layout.rope, start)
     check_places(layout, kv, local, start)
     check_positions(layout.rope, local, start)
-    return placed(layout, kv, local, start, back)
+    return rotate_kv(layout, kv, local, start, back)
 
 
 def to_engine(layout: KVLayout, kv: KV, local: Positions, start: Start) -> EngineKV:

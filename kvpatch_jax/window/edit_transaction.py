@@ -15,7 +15,7 @@ from ..backbone import Tokens
 from ..cache import Chunk, brief
 from ..core import Factors, as_start, check_positions
 from ..errors import WindowError
-from ..patching import operator_call
+from ..patching import Placed
 from ..pool import compaction_moves
 from . import programs
 from .edit_dispatch import PatchOperand
@@ -194,8 +194,8 @@ class EditTransaction:
         removal = patch is not None and patch.metadata.base == "conditioned"
         base = chunk.kv if removal else None  # of the right shapes; its numbers are read where the piece lies
         before = (patch.metadata.base_behind or ()) if removal and patch is not None else ()
-        call = operator_call(kind, chunk, patch, start, (), base, before, True, None)
-        options = {word: call.options[word] for word in ("layers", "heads") if word in call.options}
+        placed = Placed(chunk, patch, start, base=base, base_antecedent=before, allow_stale=True)
+        options = {word: value for word, value in placed.options.items() if word != "frame"}
         local = np.asarray(chunk.local, np.float32)[: chunk.length]
         if removal:
             self._bring_base(id, start, kind)
@@ -218,9 +218,9 @@ class EditTransaction:
         books.put(self.branch, held)
 
         def run() -> Undo | None:
-            kv = executor.phase_free(there, chunk.tokens) if removal and there is not None else call.kv
+            kv = executor.phase_free(there, chunk.tokens) if removal and there is not None else placed.kv
             undo = self._save(held.slots)
-            self._write(kind, held, kv, call.factors, **options)
+            self._write(kind, held, kv, placed.factors, **options)
             if added is not None:
                 executor.meter.patched(kind, added.patch, added.nbytes, held.length, chunk.tokens)
             return undo

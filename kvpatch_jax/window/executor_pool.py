@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..backbone import Backbone
-from ..core import EngineKV, Paged, PhaseFreeKV, as_start, placed
+from ..core import EngineKV, Paged, PhaseFreeKV, as_start, rotate_kv
 from ..errors import InputError, PoolLostError
 from ..pool import SlotAllocator, make_pool, trimmed
 from . import programs
@@ -148,4 +148,4 @@ class PoolExecutor(Executor):
         slots = np.asarray(grown(held.slots, 0, size))
         rows = trimmed(self.layout, programs.read_rows(self.pools, slots).engine)
         start = np.asarray(as_start(self.layout.rope, held.start))
-        return placed(self.layout, rows, grown(held.local, 0, size), start, back=True)
+        return rotate_kv(self.layout, rows, grown(held.local, 0, size), start, back=True)

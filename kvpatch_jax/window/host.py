@@ -8,9 +8,9 @@ from jaxtyping import Float
 
 from ..backbone import Backbone, joined
 from ..cache import Chunk, Patch, brief
-from ..core import AnyArray, EngineKV, KVLayout, PhaseFreeKV, as_start, check_positions, ops, placed
+from ..core import AnyArray, EngineKV, KVLayout, PhaseFreeKV, as_start, check_positions, ops, rotate_kv
 from ..errors import WindowError
-from ..patching import arrays_of, operator_call
+from ..patching import Placed, arrays_of
 from .edit_dispatch import PatchOperand, plan
 from .edits import Edit
 from .executor import Executor, Lead
@@ -44,7 +44,7 @@ class HostPiece:
         """R(start + local) · (KV + u v), rounded once."""
         start = np.asarray(as_start(layout.rope, self.start))
         if self.patch is None or not self.patch.factors:
-            return EngineKV(placed(layout, self.kv, self.local, start))
+            return EngineKV(rotate_kv(layout, self.kv, self.local, start))
         metadata = self.patch.metadata
         layers = None if len(metadata.layers) == layout.layers else metadata.layers
         kv, factors = arrays_of(self.kv), dict(self.patch.factors)
@@ -199,11 +199,11 @@ class HostRun:
             single = chunk.batch is None
             base = {name: value[:, 0] if single and value.ndim == 5 else value for name, value in there.kv.items()}
         before = (patch.metadata.base_behind or ()) if patch is not None and removal else ()
-        call = operator_call(kind, chunk, patch, start, (), base, before, True, None)
+        placed = Placed(chunk, patch, start, base=base, base_antecedent=before, allow_stale=True)
         if there is not None and there.length != chunk.length:
             raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")
         local = np.asarray(chunk.local, np.float32)[: chunk.length]
-        kv = {name: value[..., : chunk.length, :, :] for name, value in call.kv.items()}
+        kv = {name: value[..., : chunk.length, :, :] for name, value in placed.kv.items()}
         patch = None if patch is None else trimmed_patch(patch, chunk.length)
         own = HostPiece(id, kv, local, start, patch, there if keep_aside else None)
         self._own[id] = own
