@@ -16,7 +16,7 @@ from kvpatch_jax.plan import Certificate, CertifiedPlan, DeviceCosts, Goal, Patc
 from kvpatch_jax.window import Costs, Entry, HostExecutor, Window
 from models import ModelBackbone
 
-from ..probes.window.line import KV, Line, on_host, read_behind
+from ..probes.window.image_sequence import KV, ImageSequence, on_host, read_behind
 from .asking import scored
 from .certifying import Step, divergence
 from .journal import Journal
@@ -82,7 +82,7 @@ def carried_out(
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Plans a batch, runs it and asks: KL of each answer, whose window, and the share of approximate chunks."""
-    line = Line(windows.backbone, [windows.lead, *windows.pieces])
+    line = ImageSequence(windows.backbone, [windows.lead, *windows.pieces])
     target = line.prefill()
     executor = HostExecutor(windows.backbone)
     planned = planned_for(windows, modality, line, target, goal, certificate, ranks, rng, executor)
@@ -105,7 +105,7 @@ def _patch(chunk: kvp.Chunk, kv: KV, rank: int, front: Sequence[Member]) -> kvp.
 def planned_for(
     windows: Windows,
     modality: str,
-    line: Line,
+    line: ImageSequence,
     target: Sequence[KV],
     goal: Goal,
     certificate: Certificate,
