@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -16,14 +16,39 @@ from ..core import AnyArray
 from ..errors import InputError, PatchMismatchError
 from ..patching import Method, Rank, conditioned, form_patch, lead_digest, lead_tokens
 from ..utils.background import JobQueue
+from .edit_run import PrefillObserver
+from .edits import Edit
 from .entry import Entry
-from .executor import Executor, Lead
+from .ledger import Ledger
 from .precompilation import samples
-from .sources import PatchStore, asked_behind, grown, padded_chunk, stored
+from .sources import Lead, PatchStore, PieceSources, asked_behind, grown, padded_chunk, stored
 from .window import Window
 
 KEPT_ERRORS = 16
 """Errors that a former remembers, the last ones."""
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """What plans and patch formers need of an executor.
+
+    Attributes:
+      sources: inputs of pieces. lead: digest of what their canonicals were prefilled behind (`Chunk.lead`), or None.
+      formers: called after each prefill.
+    """
+
+    backbone: Backbone
+    sources: PieceSources
+    lead: str | None
+    formers: list[PrefillObserver]
+
+    def provide(self, id: str, *, tokens: Tokens | None = None, chunk: Chunk | None = None, patch: Patch | None = None):
+        """Provides inputs of a piece. See `PagedExecutor.provide`."""
+        ...
+
+    def run(self, window: Window, edits: Sequence[Edit]) -> Ledger:
+        """Executes the edits that led to a window. See `PagedExecutor.run`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

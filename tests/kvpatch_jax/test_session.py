@@ -17,6 +17,7 @@ from session_cases import QUESTION, image_of, reader
 from window_oracle import tiny
 
 import kvpatch_jax as kvp
+from evals.oracles import HostExecutor
 from kvpatch_jax.errors import (
     CertificateError,
     ConfigError,
@@ -30,7 +31,7 @@ from kvpatch_jax.errors import (
 )
 from kvpatch_jax.session import embedded
 from kvpatch_jax.session.session_input import thing_of
-from kvpatch_jax.window import Costs, Entry, HostExecutor, Window, rearrangement, window_operations, window_state
+from kvpatch_jax.window import Costs, Entry, Window, rearrangement, window_operations, window_state
 
 BAR = 2e-5
 
