@@ -102,8 +102,8 @@ Edit = Drop | Compact | Fetch | Rotate | Copy | ApplyPatch | Prefill | Recompute
 Edits = tuple[Edit, ...]
 
 
-def made[E: Edit](kind: type[E], **fields: Any) -> E:
-    """Makes an edit of all its fields: where there are hundreds, for `__init__` of a frozen dataclass is slow."""
+def new_edit[E: Edit](kind: type[E], **fields: Any) -> E:
+    """Makes an edit of all its fields, without the `__init__` of a frozen dataclass, which is slow for hundreds."""
     edit = object.__new__(kind)
     edit.__dict__.update(fields)
     return edit

@@ -42,7 +42,9 @@ class Executor(Protocol):
     lead: str | None
     formers: list[PrefillObserver]
 
-    def provide(self, id: str, *, tokens: Tokens | None = None, chunk: Chunk | None = None, patch: Patch | None = None):
+    def provide(
+        self, id: str, *, tokens: Tokens | None = None, chunk: Chunk | None = None, patch: Patch | None = None
+    ) -> str | None:
         """Provides inputs of a piece. See `PagedExecutor.provide`."""
         ...
 

@@ -1,7 +1,8 @@
-"""What a window is and what can be read of it. How it changes is in `changes.py`."""
+"""The immutable fields of a window, and the queries on them. The operations are in `window`."""
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from ..cache import EXACT, Antecedent, Member, brief
@@ -15,7 +16,17 @@ Promise = Literal["remember", "forget"]
 Gaps = Literal["close", "keep"]
 
 MOST_GONE = 512
-"""Chunks that left and can be recalled: of more the oldest is forgotten, so that no step of a long loop costs more."""
+"""Evicted chunks that can be recalled. Beyond that the oldest is forgotten, so that steps of a long loop cost no more."""
+
+
+def recallable(evicted: Sequence[PlacedPiece], leaving: Iterable[PlacedPiece]) -> tuple[PlacedPiece, ...]:
+    """Returns what can be recalled after these pieces left: chunks, in the states that they are remembered in."""
+    found = list(evicted)
+    for piece in leaving:
+        if piece.entry.kind == "chunk":
+            state = dataclasses.replace(piece.aside or piece.state, kind="evicted")
+            found.append(PlacedPiece(piece.entry, piece.start, state, None, piece.born, piece.placed))
+    return tuple(found[-MOST_GONE:])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
