@@ -16,7 +16,7 @@ Promise = Literal["remember", "forget"]
 Gaps = Literal["close", "keep"]
 
 MOST_GONE = 512
-"""Evicted chunks that can be recalled. Beyond that the oldest is forgotten, so that steps of a long loop cost no more."""
+"""Evicted chunks that can be recalled. Beyond that the oldest is forgotten, which bounds the cost of a step."""
 
 
 def recallable(evicted: Sequence[PlacedPiece], leaving: Iterable[PlacedPiece]) -> tuple[PlacedPiece, ...]:
