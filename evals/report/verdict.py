@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from ..results.beating import Beats, on_both
-from ..results.beating import beating as results_beating
 from ..results.costs import ANTECEDENTS, TOGETHER
+from ..results.dominance import DominatingArm, on_both
+from ..results.dominance import dominating_arms as results_beating
 from ..results.headline import seeds_of
 from ..results.intervals import Interval
 from ..results.rows import Rows
@@ -64,8 +64,8 @@ def several_hops(rows: Rows, probe: str, arm: str) -> float:
     return sum(got) / len(got)
 
 
-def _all_beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[Beats]:
-    """Lists what beats a patch (`results.beating`) of the other families."""
+def _all_beating(rows: Rows, patch: str, probe: str = VISIBLE) -> list[DominatingArm]:
+    """Lists what beats a patch (`results.dominance`) of the other families."""
     # Rows that were made before there were two axes have one share of bytes.
     costs = {"bytes": lambda arm: cost(rows, arm, "bytes")} if cost_axes(rows) == ["bytes"] else None
     return [beats for beats in results_beating(rows, patch, probe, costs=costs) if family(beats.arm) not in OURS]

@@ -1,6 +1,7 @@
 """Certificates: what they vouch for between and beyond what was measured, and files that are damaged or hostile."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
@@ -15,7 +16,6 @@ import pytest
 import kvpatch_jax as kvp
 from kvpatch_jax.errors import CertificateError
 from kvpatch_jax.plan import Certificate, CertifiedLoss, CertifiedPlan, RankChoice
-from kvpatch_jax.plan.certificate_file import LARGEST, digest_of
 
 BACKBONE = "0123456789abcdef" * 2
 
@@ -91,11 +91,11 @@ PLAN = CertifiedPlan("a plan", 0.1, 32, 320, 0.5, 0.97, 0.9, 1.0)
         (16, 4, None),  # more than were measured
     ],
 )
-def test_between_what_was_measured_the_worse_neighbour_counts(rank, behind, expected):
+def test_between_measured_values_the_worse_neighbour_bounds(rank, behind, expected):
     assert certificate(*GRID).bound("stored", rank, behind=behind) == expected
 
 
-def test_a_lookup_is_never_below_a_row_that_it_lies_between():
+def test_a_bound_is_never_below_the_rows_around_it():
     """Against a search over all rows, in every place of random grids."""
     draw = random.Random(5)
     for _ in range(50):
@@ -116,7 +116,7 @@ def test_a_lookup_is_never_below_a_row_that_it_lies_between():
                 assert found == max(table[r, b] for r in (lower, upper) for b in (fewer, more))
 
 
-def test_growing_bounds_are_the_largest_up_to_there():
+def test_growing_bounds_are_running_maxima():
     generator = random.Random(4)
     for _ in range(200):
         behinds = sorted(generator.sample(range(12), generator.randint(1, 4)))
@@ -143,7 +143,7 @@ def test_growing_bounds_are_the_largest_up_to_there():
     assert given.growing("bound", "prefill", 0, promise="forget", most=2) == [0.0, 0.0, 0.0]
 
 
-def test_what_was_not_measured_has_no_bound_and_exact_ways_need_none():
+def test_unmeasured_points_have_no_bound_and_exact_ones_lose_nothing():
     made = certificate(row("bare", 0), row("survivor", 0, behind=3))
     assert made.bound("orbit", 16) is None
     assert made.bound("stored", 16) is None
@@ -158,14 +158,14 @@ def test_what_was_not_measured_has_no_bound_and_exact_ways_need_none():
     assert made.row("bare", 1) is None
 
 
-def test_a_grid_with_a_hole_vouches_for_nothing_around_it():
+def test_a_missing_row_leaves_its_neighbourhood_unbounded():
     made = certificate(row(rank=8), row(rank=16, behind=3))
     assert made.bound("stored", 8) == 0.5
     assert made.bound("stored", 12) is None
     assert made.bound("stored", 16) is None
 
 
-def test_chunks_served_in_different_ways_are_bounded_by_the_worst_of_them():
+def test_mixed_windows_have_the_worst_bound_of_their_chunks():
     made = certificate(*GRID, row("bare", 0, 3.0), row("bare", 0, 5.0, behind=3))
     exact, stored, bare = ("leading", 0), ("stored", 16), ("bare", 0)
     assert made.together([]) == 0.0
@@ -184,14 +184,14 @@ def test_chunks_served_in_different_ways_are_bounded_by_the_worst_of_them():
     ("point", "rank", "more"),
     [("guess", 8, {}), ("stored", -1, {}), ("stored", True, {}), ("stored", 8.0, {}), ("stored", 8, {"behind": -1})],
 )
-def test_a_question_that_has_no_answer_is_refused(unchecked, point, rank, more):
+def test_bounds_of_unknown_points_are_refused(unchecked, point, rank, more):
     with pytest.raises(CertificateError, match="expected"):
         certificate(*GRID).bound(point, rank, **more)
     with pytest.raises(CertificateError, match="'hope'"):
         certificate(*GRID).bound("stored", 8, promise="hope")  # pyright: ignore[reportArgumentType]
 
 
-def test_nothing_beyond_what_was_measured_is_certified():
+def test_windows_beyond_the_measured_ones_are_reported():
     made = certificate(*GRID, spans=(4, 40), modalities=("image",))
     page = (9, "image")
     assert made.beyond(200, [page] * 4) is None
@@ -207,7 +207,7 @@ def test_nothing_beyond_what_was_measured_is_certified():
     assert {said: found for said, found in said.items() if said != found} == {}
 
 
-def test_older_files_are_read_and_certify_what_they_say_of_what():
+def test_older_files_are_read_and_bound_what_they_state():
     older = certificate(*GRID, content="images drawn by the small task, seed 1")
     assert "spans" not in older.to_json()
     read = Certificate.from_json(older.to_json(), backbone=BACKBONE)
@@ -228,7 +228,7 @@ def test_older_files_are_read_and_certify_what_they_say_of_what():
         *({"modalities": each} for each in ((), "image", ("",), (3,), ["image"], ("a",) * 99)),
     ],
 )
-def test_measured_sizes_that_are_none_are_refused(unchecked, more):
+def test_invalid_spans_and_modalities_are_refused(unchecked, more):
     with pytest.raises(CertificateError, match="expected"):
         certificate(*GRID, **more)
 
@@ -264,7 +264,7 @@ def test_measured_sizes_that_are_none_are_refused(unchecked, more):
         ("promise", "both"),
     ],
 )
-def test_a_row_of_numbers_that_are_none_is_refused(unchecked, word, value):
+def test_invalid_rows_are_refused(unchecked, word, value):
     with pytest.raises(CertificateError, match="expected"):
         row(**{word: value})
 
@@ -296,7 +296,7 @@ def test_eta_may_be_undefined():
         ("recommended", RankChoice(16, "")),
     ],
 )
-def test_a_certificate_of_nonsense_is_refused(unchecked, word, value):
+def test_invalid_certificates_are_refused(unchecked, word, value):
     with pytest.raises(CertificateError):
         certificate(**{word: value})
 
@@ -311,7 +311,7 @@ def made() -> Certificate:
     return certificate(*rows, plans=(PLAN,), content='pictures of Zürich\n"quoted", \u2028 odd')
 
 
-def test_what_is_written_is_read_again(tmp_path: Path, made: Certificate):
+def test_a_written_certificate_is_read_back_equal(tmp_path: Path, made: Certificate):
     path = made.write(tmp_path / "certificate.json")
     found = Certificate.read(path, backbone=BACKBONE)
     assert found == made
@@ -328,7 +328,7 @@ def test_a_certificate_of_other_weights_is_refused(made: Certificate):
         Certificate.from_json(made.to_json(), backbone="f" * 32)
 
 
-def test_no_flip_and_no_cut_goes_unseen(made: Certificate):
+def test_every_flip_and_cut_is_detected(made: Certificate):
     """Bytes changed and files cut short: damage, or (of white space, of 1E-7) the very same certificate."""
     whole = made.to_json().encode()
     draw, same = random.Random(1), 0
@@ -347,14 +347,15 @@ def test_no_flip_and_no_cut_goes_unseen(made: Certificate):
 
 
 def forged(made: Certificate, change: Any) -> str:
-    """A certificate that was changed and signed anew, as somebody else's program might."""
+    """Returns a changed certificate with a matching digest, as another program might write it."""
     saved = json.loads(made.to_json())
     body = saved["certificate"]
     change(body)
     tables = {
         word: [dict(zip(body[word][0], values, strict=True)) for values in body[word][1:]] for word in ("rows", "plans")
     }
-    saved["digest"] = digest_of(body | tables)
+    whole = json.dumps(body | tables, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    saved["digest"] = hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
     return json.dumps(saved)
 
 
@@ -385,7 +386,7 @@ def column(body: Any, name: str, value: Any) -> None:
         lambda body: body["rows"].__delitem__(slice(1, None)),
     ],
 )
-def test_what_was_signed_anew_is_looked_at_all_the_same(unchecked, made: Certificate, change):
+def test_values_are_checked_although_the_digest_matches(unchecked, made: Certificate, change):
     assert Certificate.from_json(forged(made, lambda body: None), backbone=BACKBONE) == made
     with pytest.raises(CertificateError):
         Certificate.from_json(forged(made, change), backbone=BACKBONE)
@@ -423,10 +424,10 @@ def test_hostile_json_is_refused(unchecked, made: Certificate):
             Certificate.from_json(text, backbone=BACKBONE)
 
 
-def test_a_file_that_is_none_is_refused_and_nothing_hangs(tmp_path: Path, made: Certificate):
+def test_unusual_files_are_refused_without_hanging(tmp_path: Path, made: Certificate):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").touch()
-    os.truncate(tmp_path / "large", LARGEST + 1)
+    os.truncate(tmp_path / "large", (4 << 20) + 1)
     for name in ("missing", "pipe", "large", "", "missing/either"):
         with pytest.raises(CertificateError, match="expected"):
             Certificate.read(tmp_path / name, backbone=BACKBONE)
@@ -438,5 +439,5 @@ def test_a_file_that_is_none_is_refused_and_nothing_hangs(tmp_path: Path, made: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "large", "pipe"]
 
 
-def test_the_face_has_it():
+def test_the_package_exports_certificates():
     assert kvp.Certificate is Certificate

@@ -88,21 +88,21 @@ def sides_of(folder, dtype=np.float32, weights=None, **options):
 def matched_of(scheduler, request, computed=0):
     """Asks as an engine does, step after step, until the request's chunks were read."""
     for _ in range(1000):
-        count = scheduler.matched(request, computed)
+        count = scheduler.match(request, computed)
         if count is not None:
             return count
-        assert scheduler.orders(output_of({}, {}, {})) == StepCommands()
+        assert scheduler.build_commands(output_of({}, {}, {})) == StepCommands()
     raise AssertionError("its chunks are never read")
 
 
 def served(sides, name, params, tokens=TOKENS, blocks=tuple(range(3, 11)), computed=0):
     """One request through both sides, as an engine calls them; returns it and the tokens that it was matched."""
     request = request_of(name, {"kvpatch": params}, tokens)
-    sides.scheduler.arrived(request)
+    sides.scheduler.add_request(request)
     count = matched_of(sides.scheduler, request, computed)
-    sides.scheduler.allocated(request, blocks, count)
+    sides.scheduler.order_load(request, blocks, count)
     scheduled = len(tokens) - computed - count
-    orders = sides.scheduler.orders(output_of({name: scheduled}, {name: computed + count}, {name: blocks}))
+    orders = sides.scheduler.build_commands(output_of({name: scheduled}, {name: computed + count}, {name: blocks}))
     sides.pool.requests[name] = SimpleNamespace(mrope_positions=None)
     sides.worker.load(orders)
     loaded = sides.pool.rows(blocks, 0, len(tokens))
@@ -110,5 +110,5 @@ def served(sides, name, params, tokens=TOKENS, blocks=tuple(range(3, 11)), compu
     sides.worker.save(orders)
     sides.worker.former.flush()
     failed = sides.worker.take_failed()
-    sides.scheduler.failed(failed)
+    sides.scheduler.mark_failed(failed)
     return SimpleNamespace(request=request, count=count, loaded=loaded, failed=failed, orders=orders)

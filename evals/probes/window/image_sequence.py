@@ -75,7 +75,7 @@ class Image:
         return Image(tokens, dataclasses.replace(self.chunk, kv=kv, id=name, content=name))
 
 
-class Line:
+class ImageSequence:
     """Images in the order in which they stand, the first one's positions from 0.
 
     Attributes:
@@ -181,13 +181,13 @@ def roomy(tokens: Tokens, room: int) -> Tokens:
     return jax.tree.map(jnp.asarray, whole)._replace(positions=whole.positions)
 
 
-def read(line: Line, caches: Mapping[str, KV], questions: Questions) -> dict[str, Answers]:
+def read(line: ImageSequence, caches: Mapping[str, KV], questions: Questions) -> dict[str, Answers]:
     """Asks every question behind the line, over each of its engine-frame caches; answers by the caches' names."""
     tail, number = _tail(line, questions), questions.answer.shape[1]
     return {name: read_behind(line, cache, tail, number) for name, cache in caches.items()}
 
 
-def read_behind(line: Line, cache: KV, tail: QuestionTokens, number: int | None = None) -> Answers:
+def read_behind(line: ImageSequence, cache: KV, tail: QuestionTokens, number: int | None = None) -> Answers:
     """Runs packed tokens behind the line over one of its engine-frame caches; what they say, the first `number`."""
     # Padded here, and not by the backbone, which would compile that for every length.
     room, rows = bucket(line.backbone, line.size), len(tail.ids)
@@ -200,11 +200,11 @@ def read_behind(line: Line, cache: KV, tail: QuestionTokens, number: int | None 
 
 
 def read_in_one(
-    line: Line, questions: Questions, band: Bool[np.ndarray, "n n"], sees: Sequence[bool] | None = None
+    line: ImageSequence, questions: Questions, band: Bool[np.ndarray, "n n"], sees: Sequence[bool] | None = None
 ) -> Answers:
-    """Asks every question in one forward over images and questions, under the mask of `Line.band`: nothing is cached.
+    """Asks every question in one forward over images and questions, under the mask of `ImageSequence.band`.
 
-    It is the model that remembers: positions are those at which everything was first seen.
+    Nothing is cached. It is the model that remembers: positions are those at which everything was first seen.
 
     Args:
       sees: which images the questions look at; all when None.
@@ -223,7 +223,7 @@ def read_in_one(
     )
 
 
-def _tail(line: Line, questions: Questions) -> QuestionTokens:
+def _tail(line: ImageSequence, questions: Questions) -> QuestionTokens:
     """The questions' tokens behind the line; the last question is repeated until a bucket of tokens is full."""
     backbone, (count, number) = line.backbone, questions.answer.shape
     per = sequences.QUESTION_TOKENS
@@ -254,7 +254,7 @@ def _one_behind_the_other(parts: Sequence[Tokens]) -> Tokens:
     return jax.tree.map(jnp.asarray, whole)._replace(positions=whole.positions)
 
 
-class Loop:
+class AgentLoop:
     """An agent's window as an engine keeps it: what is appended is prefilled behind what is held, once.
 
     What stays keeps the KV it was given and is only turned to its new place.
@@ -271,18 +271,18 @@ class Loop:
             self.append(lead)
 
     @property
-    def line(self) -> Line:
+    def line(self) -> ImageSequence:
         """What is held, in its order."""
-        return Line(self.backbone, [image for image, _ in self.held])
+        return ImageSequence(self.backbone, [image for image, _ in self.held])
 
     @property
     def parts(self) -> list[KV]:
         """The phase-free KV of what is held."""
         return [kv for _, kv in self.held]
 
-    def only(self, places: Sequence[int]) -> "Loop":
+    def only(self, places: Sequence[int]) -> "AgentLoop":
         """Gives the window without the others, in which everything keeps its KV."""
-        loop = Loop(self.backbone, self.room)
+        loop = AgentLoop(self.backbone, self.room)
         loop.held = [self.held[place] for place in places]
         return loop
 
@@ -309,7 +309,7 @@ class Loop:
         """Prefills an image behind the window and keeps what that gave."""
         self.held.append((image, self.prefill(image)))
 
-    def slid(self, images: Sequence[Image], most: int, pinned: int) -> "Loop":
+    def slid(self, images: Sequence[Image], most: int, pinned: int) -> "AgentLoop":
         """Gives the window after more images: at most `most` behind those `pinned`, the oldest leaving for each."""
         loop = self
         for image in images:

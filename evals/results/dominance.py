@@ -13,7 +13,7 @@ DIAGNOSTIC = ("oracle_delta", "class_mean")
 """Families that no server can have: they are told the answer, or what the images show."""
 
 
-class Beats(NamedTuple):
+class DominatingArm(NamedTuple):
     """An arm that beats a patch on an axis: accuracy less the patch's, its least over the kinds; both costs, shares."""
 
     arm: str
@@ -28,13 +28,13 @@ def is_diagnostic(arm: str) -> bool:
     return arm.split(".")[0] in DIAGNOSTIC
 
 
-def beating(
+def dominating_arms(
     rows: Rows,
     patch: str,
     probe: str = "repair.visible",
     rules: Rules = RULES,
     costs: Mapping[str, Callable[[str], float]] | None = None,
-) -> list[Beats]:
+) -> list[DominatingArm]:
     """Lists every arm that beats a patch on an axis, by axis, cheapest first.
 
     An arm beats it that is at most the rules' tolerance less accurate on each of the rules' kinds, and costs no more on
@@ -57,12 +57,12 @@ def beating(
                 continue
             better = cost < limit or max(gains) > 0
             if cost <= limit and min(gains) >= -rules.beating_tolerance - 1e-9 and better:
-                here.append(Beats(arm, axis, min(gains), cost, limit))
+                here.append(DominatingArm(arm, axis, min(gains), cost, limit))
         found += sorted(here, key=lambda beats: (beats.cost, beats.arm))
     return found
 
 
-def on_both(found: list[Beats], stored: str, work: str = AXES[-1]) -> list[str]:
+def on_both(found: list[DominatingArm], stored: str, work: str = AXES[-1]) -> list[str]:
     """Lists the arms that beat the patch on an axis of stored bytes and on that of work at once."""
     arms = dict.fromkeys(beats.arm for beats in found)
     return [arm for arm in arms if {stored, work} <= {beats.axis for beats in found if beats.arm == arm}]

@@ -12,14 +12,14 @@ from ..small_task.instances import Instance
 from ..small_task.prefix import Prefix
 from . import sequences, task
 from .instances import qwen2_5_vl, qwen3_vl
-from .task import VOCABULARY, Contexts, Questions, Size
+from .task import VOCABULARY, ContextSize, SheetsContexts, SheetsQuestions
 
 Named = Mapping[int, tuple[np.ndarray, np.ndarray]]
 """By the first token of a group: features [n,D] of cells, and of each the number [n] of its token in that group."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Material:
+class TaskSpec:
     """A task by its parts.
 
     Attributes:
@@ -30,11 +30,11 @@ class Material:
       vocabulary: its tokens.
     """
 
-    sizes: Mapping[str, Size]
+    sizes: Mapping[str, ContextSize]
     backbones: Mapping[str, Callable[[], Instance]]
     sample: Callable[..., Any]
-    ask: Callable[..., Questions]
-    form_of: Callable[[Any, Any, Size], Prefix]
+    ask: Callable[..., SheetsQuestions]
+    form_of: Callable[[Any, Any, ContextSize], Prefix]
     images: Callable[[Any], list[np.ndarray]]
     named: Callable[[Any, np.ndarray, np.ndarray], Named]
     vocabulary: Any
@@ -46,7 +46,7 @@ class Material:
         return self.backbones[backbone]()
 
 
-def named_cells(contexts: Contexts, sheet: np.ndarray, page: np.ndarray) -> Named:
+def named_cells(contexts: SheetsContexts, sheet: np.ndarray, page: np.ndarray) -> Named:
     """Tells which token names what a cell of the sheets task shows."""
     flat = lambda value: value.reshape(-1)
     address = np.concatenate([flat(contexts.sheet_address), flat(contexts.page_address)])
@@ -63,7 +63,7 @@ def named_cells(contexts: Contexts, sheet: np.ndarray, page: np.ndarray) -> Name
     }
 
 
-SHEETS = Material(
+SHEETS = TaskSpec(
     sizes=task.SIZES,
     backbones={"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl},
     sample=task.sample_contexts,

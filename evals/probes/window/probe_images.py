@@ -12,14 +12,14 @@ from models import ModelBackbone
 
 from ... import small_task
 from ...small_task import GLYPHS, VOCABULARY, Contexts, scenes
-from .line import Image, prefilled
+from .image_sequence import Image, prefilled
 
 LEAD = ("r0", "r1", "r2", "r3")
 """The pinned lead, a text of constant words. No model was trained with one: they do not need it to answer."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ImageStock:
+class ProbeImages:
     """The images of one batch of contexts.
 
     Attributes:
@@ -44,9 +44,9 @@ class ImageStock:
         return [self.lead] if lead else []
 
 
-def load_stock(
+def load_probe_images(
     backbone: ModelBackbone, contexts: Contexts, clusters: np.ndarray, seed: int, folder: Path
-) -> ImageStock:
+) -> ProbeImages:
     """Renders, reads and prefills everything of a batch of contexts; PNG files go to `folder`."""
     own = scenes.load_scene(backbone, contexts, folder)
     rng = np.random.default_rng([seed, int(clusters[0]), 11])
@@ -56,7 +56,7 @@ def load_stock(
     for number, (tokens, chunk) in enumerate(zip(others.images[:-1], others.chunks[:-1], strict=True)):
         distractors.append(Image(tokens, dataclasses.replace(chunk, id=f"distractor{number}")))
     lead = lead_image(backbone, len(contexts))
-    return ImageStock(backbone, contexts, clusters, tuple(images[:-1]), images[-1], tuple(distractors), lead)
+    return ProbeImages(backbone, contexts, clusters, tuple(images[:-1]), images[-1], tuple(distractors), lead)
 
 
 def irrelevant(contexts: Contexts, rng: np.random.Generator) -> Contexts:
@@ -121,6 +121,6 @@ def with_foreign(contexts: Contexts, which: np.ndarray, by: int) -> Contexts:
     )
 
 
-def foreign_legends(stock: ImageStock, by: int) -> list[Image]:
+def foreign_legends(stock: ProbeImages, by: int) -> list[Image]:
     """Lists the legends of the context `by` further on."""
     return [image.of_others(by) for image in stock.legends]

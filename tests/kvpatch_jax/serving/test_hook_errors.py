@@ -19,9 +19,9 @@ def connector():
 
 def assert_nothing_is_kept(engine):
     side = engine.scheduler.scheduler_side
-    assert not side._tracked
-    assert not side._ahead._held
-    assert not side._ahead._waiting
+    assert not side._requests
+    assert not side._prefetcher._held
+    assert not side._prefetcher._waiting
     assert not side._loads
     assert not side._lost
 
@@ -72,7 +72,7 @@ def nested(depth):
     ],
     ids=lambda params: f"{type(params).__name__}",
 )
-def test_whatever_a_client_sends_is_served_plainly(engine, params):
+def test_invalid_parameters_are_served_without_stored_chunks(engine, params):
     found = ask(engine, request_of("fuzzed", params))
     assert (found.count, found.invalid, found.salt) == (0, set(), None)
     assert_nothing_is_kept(engine)
@@ -108,7 +108,7 @@ PARAMS = st.one_of(
 @given(PARAMS)
 @example({"kvpatch": {"segments": [8, 18], "policy": "blind"}})
 @settings(max_examples=40, deadline=None)
-def test_no_request_harms_another(engine, params):
+def test_no_parameters_affect_another_request(engine, params):
     """Whatever it was served: nothing is kept of it, and what others are served stays as it was."""
     found = ask(engine, request_of("fuzzed", params, TOKENS[:24]))
     assert found.invalid == set()
@@ -118,16 +118,16 @@ def test_no_request_harms_another(engine, params):
 
 
 HOOKS = {
-    "arrived": "on_new_request",
-    "matched": "get_num_new_matched_tokens",
-    "allocated": "update_state_after_alloc",
-    "orders": "build_connector_meta",
-    "finished": "request_finished",
+    "add_request": "on_new_request",
+    "match": "get_num_new_matched_tokens",
+    "order_load": "update_state_after_alloc",
+    "build_commands": "build_connector_meta",
+    "finish": "request_finished",
 }
 
 
 @pytest.mark.parametrize("work", HOOKS)
-def test_a_fault_of_the_schedulers_side_costs_one_request_its_reuse(engine, work, monkeypatch, caplog):
+def test_a_scheduler_fault_costs_only_one_requests_reuse(engine, work, monkeypatch, caplog):
     """Counted by its type and logged once; a promise that was made is kept, or told to the engine as lost."""
     plan = {"kvpatch": {"segments": [8, 18], "policy": "blind", "save": False}}
     side, failures = engine.scheduler.scheduler_side, engine.scheduler.failures
@@ -136,33 +136,33 @@ def test_a_fault_of_the_schedulers_side_costs_one_request_its_reuse(engine, work
         patch.setattr(side, work, lambda *_: 1 / 0)
         found = [ask(engine, request_of(f"own {turn}", plan)) for turn in range(2)]
     for own in found:
-        if work in ("arrived", "matched"):
+        if work in ("add_request", "match"):
             assert (own.count, own.invalid, own.told, own.salt) == (0, set(), None, None)
-        elif work == "allocated":
+        elif work == "order_load":
             assert (own.count, own.invalid, own.told) == (18, set(BLOCKS[:5]), None)
         else:
             assert (own.count, own.invalid) == (18, set()), "what was promised is loaded all the same"
             assert own.loaded.any()
-            assert (own.told is None) == (work == "finished")
+            assert (own.told is None) == (work == "finish")
     kind = f"{HOOKS[work]}: ZeroDivisionError"
     assert failures[kind] >= 2
     assert caplog.text.count(f"kvpatch: {kind}") == 1
     assert_serves(engine)
 
 
-def test_a_fault_behind_the_salt_takes_it_back(engine, monkeypatch):
+def test_a_fault_after_salting_restores_the_salt(engine, monkeypatch):
     """The engine looked into its cache with the plan's salt: it is asked to look again, and the request is plain."""
-    side, matched = engine.scheduler.scheduler_side, engine.scheduler.scheduler_side.matched
+    side, matched = engine.scheduler.scheduler_side, engine.scheduler.scheduler_side.match
     request = request_of("own", {"kvpatch": {"segments": [8, 18], "policy": "blind"}}, cache_salt="mine")
 
     def fails(given, computed):
         count = matched(given, computed)
         return count if count is None else 1 / 0
 
-    monkeypatch.setattr(side, "matched", fails)
+    monkeypatch.setattr(side, "match", fails)
     engine.scheduler.on_new_request(request)
     counts = []
-    while not counts or request.request_id in side._tracked:
+    while not counts or request.request_id in side._requests:
         counts.append(engine.scheduler.get_num_new_matched_tokens(request, 0)[0])
         engine.scheduler.build_connector_meta(output_of({}, {}, {}))
     assert set(counts) == {None}
@@ -173,7 +173,7 @@ def test_a_fault_behind_the_salt_takes_it_back(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("hook", ["load", "save"])
-def test_a_fault_of_the_workers_side_is_told_by_its_blocks(engine, hook, monkeypatch):
+def test_a_worker_fault_is_reported_by_its_blocks(engine, hook, monkeypatch):
     """What was promised and may not have been written is not read by any forward."""
     plan = {"kvpatch": {"segments": [8], "save": hook == "save", "tenant": "new" if hook == "save" else "default"}}
     with monkeypatch.context() as patch:

@@ -42,13 +42,17 @@ def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+def former_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "chunk-former"]
+
+
 def saves_of(sides, name, ends, wanted, blocks=tuple(range(8)), tokens=TOKENS):
     """What a step leaves to be saved of a prompt."""
     sides.pool.prefill(name, tokens, blocks)
     return StepCommands(saves=(SaveCommand(name, "default", segments_of("tiny", tokens, ends=ends), wanted, blocks),))
 
 
-def test_what_waits_to_be_formed_holds_the_rows_that_are_wanted(sides, writing):
+def test_waiting_prefills_hold_only_the_wanted_rows(sides, writing):
     """Of a prompt of thirty tokens, eight of which are to be a canonical."""
     warm = saves_of(sides, "warm", [8], (0,), tokens=[1, *TOKENS])
     first = saves_of(sides, "first", [8, 18, 24], (0,))
@@ -65,7 +69,7 @@ def test_what_waits_to_be_formed_holds_the_rows_that_are_wanted(sides, writing):
     assert live_bytes() <= before
 
 
-def test_what_waits_to_be_formed_has_a_budget(tmp_path, writing):
+def test_waiting_prefills_stay_within_the_budget(tmp_path, writing):
     """A chunk beyond it is not read, and formed of a request that comes later. A chunk that fits behind it is."""
     with sides_of(tmp_path, pending_bytes=20 * TOKEN_BYTES) as sides:
         former = sides.worker.former
@@ -86,7 +90,7 @@ def test_what_waits_to_be_formed_has_a_budget(tmp_path, writing):
         assert former.counts == {"over_budget": 1, "canonicals": 3}
 
 
-def test_rows_that_cannot_be_read_leave_nothing_held(sides, monkeypatch):
+def test_rows_that_cannot_be_read_release_their_bytes(sides, monkeypatch):
     sides.worker.save(saves_of(sides, "alone", [10], (0,), tokens=TOKENS[8:]))
     sides.worker.former.flush()
     orders = saves_of(sides, "own", [8, 18], (0, 1))
@@ -112,7 +116,7 @@ def test_closing_waits_no_longer_than_the_patience(tmp_path, writing):
         sides.worker.close()
         assert 0.2 <= time.monotonic() - began < 30, "the gate would have held it for 60 s"
         assert former.counts == {"dropped": 2}
-        thread = former._thread
+        (thread,) = former_threads()
         writing.go.set()
         thread.join(60)
         assert not thread.is_alive()
@@ -120,18 +124,18 @@ def test_closing_waits_no_longer_than_the_patience(tmp_path, writing):
         assert former.held_bytes == 0
 
 
-def test_closing_finishes_what_was_added(tmp_path):
+def test_closing_finishes_waiting_prefills(tmp_path):
     with sides_of(tmp_path) as sides:
         sides.worker.save(saves_of(sides, "first", [8], (0,)))
         sides.worker.save(saves_of(sides, "second", [9], (0,)))
         sides.worker.close()
         assert sides.worker.former.counts == {"canonicals": 2}
-        assert not sides.worker.former._thread.is_alive()
+        assert not former_threads()
     with sides_of(tmp_path) as sides:
         assert served(sides, "again", {"segments": [9]}).count == 9
 
 
-def test_a_store_that_hangs_while_it_is_closed_is_left(tmp_path, monkeypatch):
+def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path, monkeypatch):
     """Of both sides, and another tenant's is closed all the same."""
     hang, close, closed = threading.Event(), ChunkStore.close, []
 

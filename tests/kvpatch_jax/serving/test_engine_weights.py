@@ -47,7 +47,7 @@ def connector():
         yield module
 
 
-def test_an_engine_of_other_weights_under_one_name_is_served_nothing_of_them(connector, tmp_path, caplog):
+def test_an_engine_with_other_weights_is_served_nothing(connector, tmp_path, caplog):
     """A fine-tune has the same shapes; what it would be served as exact is not what it computes."""
     own, other = (checkpoint_of(tmp_path / name, tensors_of(seed)) for name, seed in (("own", 1), ("other", 2)))
     plan = {"kvpatch": LEADING}
@@ -69,22 +69,22 @@ def test_an_engine_of_other_weights_under_one_name_is_served_nothing_of_them(con
         assert ask(engine, request_of("new", plan, TOKENS[16:])).count == 0, "the other engine formed nothing of it"
 
 
-def test_a_request_that_reads_no_cache_forms_nothing_of_other_weights(tmp_path):
+def test_a_request_that_reads_no_cache_forms_nothing_with_other_weights(tmp_path):
     with sides_of(tmp_path, weights=DIGEST) as sides:
         served(sides, "first", LEADING)
     with sides_of(tmp_path, weights=OTHER) as sides:
         request = request_of("own", {"kvpatch": LEADING}, TOKENS[16:], skip_reading_prefix_cache=True)
-        assert sides.scheduler._planned(sides.scheduler._asked(request)).wanted == ()
+        assert sides.scheduler._plan(sides.scheduler._read_request(request)).wanted == ()
 
 
-def test_engines_that_cannot_tell_their_weights_share_by_name(tmp_path):
+def test_engines_with_unknown_weights_share_by_name(tmp_path):
     with sides_of(tmp_path, weights=DIGEST) as sides:
         served(sides, "first", LEADING)
     with sides_of(tmp_path) as sides:
         assert served(sides, "again", LEADING).count == 8
 
 
-def test_a_store_that_was_filled_without_a_record_is_the_first_engines(tmp_path):
+def test_a_store_without_a_record_belongs_to_the_first_engine(tmp_path):
     with sides_of(tmp_path) as sides:
         served(sides, "first", LEADING)
     for weights, count in ((DIGEST, 8), (OTHER, 0), (DIGEST, 8)):
@@ -92,7 +92,7 @@ def test_a_store_that_was_filled_without_a_record_is_the_first_engines(tmp_path)
             assert served(sides, "again", {**LEADING, "save": False}).count == count
 
 
-def test_a_record_that_is_gone_is_written_again_by_who_uses_the_store(tmp_path):
+def test_a_deleted_record_is_written_again_on_use(tmp_path):
     """Evicted, or deleted with the tenant, while an engine lives."""
     with sides_of(tmp_path, weights=DIGEST) as sides:
         served(sides, "first", LEADING)
@@ -105,7 +105,7 @@ def test_a_record_that_is_gone_is_written_again_by_who_uses_the_store(tmp_path):
         expect_weights(store, "tiny", OTHER)
 
 
-def test_of_engines_that_claim_a_store_at_once_one_has_it(tmp_path):
+def test_only_one_of_several_concurrent_engines_claims_a_store(tmp_path):
     digests = [f"{place:02d}" * 32 for place in range(6)]
 
     def claims(digest):
@@ -120,7 +120,7 @@ def test_of_engines_that_claim_a_store_at_once_one_has_it(tmp_path):
         assert sum(pool.map(claims, digests)) == 1
 
 
-def test_a_store_that_cannot_be_written_is_taken_at_its_name(tmp_path, monkeypatch):
+def test_a_read_only_store_is_used_unchecked(tmp_path, monkeypatch):
     def refuses(self, *_):
         raise StoreReadOnlyError("store: read-only")
 
@@ -130,7 +130,7 @@ def test_a_store_that_cannot_be_written_is_taken_at_its_name(tmp_path, monkeypat
         assert store.get_encoder(RECORD, "tiny") is None
 
 
-def test_weights_are_told_from_others_by_their_checkpoint_alone(tmp_path):
+def test_the_digest_depends_on_the_tensors_alone(tmp_path):
     """Not by its path, or by how it lies in files; any tensor's name, shape or values make it another one."""
     own = tensors_of(1)
     first, second = dict(list(own.items())[:2]), dict(list(own.items())[2:])
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_the_hub_is_found_in_its_cache(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["dummy", "nowhere", "no file", "damaged", "cut", "huge header", "no config"])
-def test_weights_that_cannot_be_told_cost_the_engine_one_line_of_its_log(tmp_path, fault, caplog):
+def test_unknown_weights_cause_one_warning(tmp_path, fault, caplog):
     caplog.set_level(logging.WARNING)
     own = checkpoint_of(tmp_path / "own", tensors_of(1))
     file = own / "model-0.safetensors"
@@ -189,4 +189,4 @@ def test_weights_that_cannot_be_told_cost_the_engine_one_line_of_its_log(tmp_pat
     elif fault == "no config":
         config = SimpleNamespace()
     assert weights_digest(config) is None
-    assert caplog.text.count("could not be told from others") == 1
+    assert caplog.text.count("could not be identified") == 1

@@ -66,7 +66,7 @@ def engine_of(connector, folder, checkpoint=None, **options):
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_connector_extra_config=extra),
         scheduler_config=SimpleNamespace(async_scheduling=False),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, distributed_executor_backend="uni", **dict.fromkeys(parallel.ALONE, 1)
+            tensor_parallel_size=1, distributed_executor_backend="uni", **dict.fromkeys(parallel.UNSUPPORTED_SIZES, 1)
         ),
         cache_config=SimpleNamespace(block_size=PAGE),
         load_config=SimpleNamespace(load_format="dummy" if checkpoint is None else "auto", download_dir=None),

@@ -9,8 +9,8 @@ from models.towers.qwen2_5 import Qwen25VisionConfig
 
 from ..sheets_task import task as sheets
 from ..sheets_task.instances import WIDTH, instance_of
-from ..sheets_task.material import Material, Named
-from ..sheets_task.task import Size
+from ..sheets_task.task import ContextSize
+from ..sheets_task.task_spec import Named, TaskSpec
 from ..small_task.instances import Instance
 from ..small_task.prefix import Prefix, blank_image
 from . import task
@@ -40,7 +40,7 @@ def instance() -> Instance:
 
 
 @functools.lru_cache
-def form_of(config: Any, images: Any, size: Size) -> Prefix:
+def form_of(config: Any, images: Any, size: ContextSize) -> Prefix:
     """Finds the form that a backbone of this configuration and these image settings gives contexts of this size."""
     sheet, page = (
         blank_image(config, images, (rows + 1) * CELL, columns * CELL)
@@ -72,7 +72,7 @@ def named_cells(documents: Documents, sheet: np.ndarray, page: np.ndarray) -> Na
     return named
 
 
-DOCUMENTS = Material(
+DOCUMENTS = TaskSpec(
     sizes=task.SIZES,
     backbones={"qwen2_5_vl": instance},
     sample=task.sample_documents,
