@@ -6,7 +6,7 @@ executes the launches.
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -88,34 +88,15 @@ def resolve_edits(window: Window, edits: Sequence[Edit]) -> list[ResolvedEdit]:
     return found[::-1]
 
 
-@runtime_checkable
-class ExecutorPiece(Protocol):
-    """Piece as an executor holds it."""
-
-    @property
-    def id(self) -> str:
-        """Id of its entry."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """Where its positions count from."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        ...
-
-
-def check_pieces(pieces: Iterable[ExecutorPiece], window: Window) -> None:
-    """Refuses a window that does not consist of these pieces.
+def check_pieces(pieces: Iterable[Any], window: Window) -> None:
+    """Refuses a window that does not consist of these pieces of an executor.
 
     Raises:
       WindowError: another piece, start or number of tokens than expected.
     """
     held = [(piece.id, piece.start, piece.length) for piece in pieces]
     wanted = [(piece.entry.id, piece.start, piece.entry.tokens) for piece in window.pieces]
+    # None ends the shorter list, so that one piece too many or too few differs as well.
     for own, expected in zip([*held, None], [*wanted, None], strict=False):
         if own != expected:
             shown = []
@@ -231,6 +212,7 @@ class EditPlan:
         Raises:
           As `PagedExecutor.run`.
         """
+        # An adopted answer is in place already, and its one edit changes nothing else.
         if not self._adopt(edits, current):
             rotations: dict[str, Rotate] = {}
             for resolved in resolve_edits(self.window, edits):
@@ -246,6 +228,7 @@ class EditPlan:
             if rotations:
                 self._rotate(rotations.values())
 
+            # A joined branch is released once: the window names it for ever, and its name may not come back.
             for branch in self.window.joined:
                 if branch not in self.table.joined:
                     self.table.release(branch)
@@ -262,6 +245,7 @@ class EditPlan:
                 nbytes = sources.fetch(edit, self.window, store)
                 if nbytes is not None:
                     self._pool.meter.fetched(nbytes)
+            # Sharing and dropping change owners of slots only; nothing is launched.
             case Copy(source="shared"):
                 self.table.share(edit.branch or "", self.branch, [edit.id])
             case Copy(source="conditioned"):
@@ -278,6 +262,7 @@ class EditPlan:
             case Recompute():
                 self._recompute(edit.id, edit.start_layer)
             case Compact():
+                # Of every branch, because all of them share the pool.
                 old, new = compaction_moves(self.table.compact())
                 if old.size:
                     self.launches.append(CopyLaunch("Compact", old, new))
@@ -293,6 +278,8 @@ class EditPlan:
         answer = self.table.answers.get(self.branch)
         if answer is None:
             return False
+
+        # It is that piece if it was decoded at this place, in this length and behind the very pieces that are there.
         edit = edits[0] if len(edits) == 1 else None
         if isinstance(edit, Prefill) and edit.id == answer.piece.id and edit.id in self.window:
             wanted = self.window.piece(edit.id)
@@ -302,6 +289,8 @@ class EditPlan:
                 self.table.put(self.branch, dataclasses.replace(answer.piece, content=wanted.entry.content))
                 self.launches.append(AdoptLaunch(answer.piece))
                 return True
+
+        # Any other edit of the branch invalidates what was decoded behind the old window.
         self.table.discard(self.branch)
         return False
 
@@ -310,12 +299,14 @@ class EditPlan:
         content, given = resolved.content, self._sources[id].content
         if None not in (content, given) and content != given:
             raise InputError(f"prefill: tokens of {brief(id)!r} show {given!r}; expected {content!r}")
+
         start = resolved.start
         tokens, local = self._sources.forward(id, "prefill")
         if id in self.table.branches.get(self.branch, {}):
             raise WindowError(f"prefill: branch {self.branch!r} holds piece {brief(id)!r}; expected one without it")
         check_positions(self._rope, local, np.asarray(start, np.int32))
 
+        # The front is as the edits so far leave it, and the forward reads it when its turn comes.
         front = self.table.ordered(self.branch, before=start)
         slots = self._allocate(len(local), f"prefill of piece {brief(id)!r}")
         piece = ResidentPiece(id, content, slots, local, start)
@@ -344,6 +335,8 @@ class EditPlan:
                     f"rotate: piece {brief(edit.id)!r} from start {edit.old}; expected {old.start}, where it is"
                 )
             check_positions(self._rope, old.local, np.asarray(edit.new, np.int32))
+
+            # From a source each rotation starts at phase 0, so roundings do not add up.
             shared = self.table.is_shared(old)
             rotations = 0 if self._pool.keeps_source else old.rotations + 1
             new = dataclasses.replace(self._owned(old), start=edit.new, rotations=rotations)
@@ -375,6 +368,7 @@ class EditPlan:
         call = operator_call(kind, chunk, patch, start, (), base, base_antecedent, True, None)
         options = {word: call.options[word] for word in ("layers", "heads") if word in call.options}
 
+        # A piece that was switched to bare gets its conditioned KV back first.
         there = self.table.branches.get(self.branch, {}).get(id)
         if removal:
             if there is None:
@@ -393,6 +387,7 @@ class EditPlan:
         else:
             if there.length != chunk.length:
                 raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")
+            # The stash is read by a launch of its own, before this one overwrites the slots.
             stash = None
             if keeps_stash:
                 stash = StashedKV(there.start, there.rotations, there.patch)
@@ -415,6 +410,8 @@ class EditPlan:
         stash = old.stash
         if stash is None:
             raise WindowError(f"condition: nothing of piece {brief(id)!r} was kept; expected it bare before")
+
+        # The stash has its keys at their old positions; they rotate in place if the piece moved meanwhile.
         rotated = int(stash.start != start and not self._pool.keeps_source)
         piece = dataclasses.replace(
             self._owned(old), start=start, rotations=stash.rotations + rotated, stash=None, patch=stash.patch
@@ -433,6 +430,8 @@ class EditPlan:
             return old
         slots = self._allocate(old.length, f"a copy of shared piece {brief(old.id)!r}")
         self.table.allocator.release(old.slots)
+
+        # The other branch still owns the old slots, so a copy that runs later finds them unchanged.
         if copied:
             self.launches.append(CopyLaunch("copy on write", old.slots, slots))
         return dataclasses.replace(old, slots=slots)

@@ -80,6 +80,7 @@ class EditRun:
         Raises:
           PoolLostError: a launch failed after the pool was donated to it.
         """
+        # Undos run last to first: slots may be written twice in a run.
         undos: list[Undo] = []
         try:
             for launch in self._plan.launches:
@@ -88,6 +89,7 @@ class EditRun:
                 if undo is not None:
                     undos.append(undo)
         except BaseException as error:
+            # With the vectors lost there is nothing left to undo.
             self._pool.check(error)
             for undo in reversed(undos):
                 undo()
@@ -98,9 +100,11 @@ class EditRun:
         pool, meter = self._pool, self._pool.meter
         match launch:
             case ForwardLaunch(piece=piece, start_layer=first):
+                # The forward may fail, so it runs before anything is written.
                 kv = self._forward(launch)
                 undo = self._saved(piece.slots)
                 pool.write(launch.kind, piece, kv, first=first)
+                # KV of some layers alone is no prefill to form a patch of.
                 if not first:
                     self._observe(self._plan.window, piece.id, launch.tokens, piece.length, kv)
                 return undo
@@ -115,6 +119,7 @@ class EditRun:
                 return undo
 
             case RotateLaunch(moves=moves, whole=whole):
+                # Rotations into new slots leave the old ones as they are.
                 rotation = pool.rotation_of(moves)
                 undo = self._rotation_undo(rotation, moves) if not whole and self._forwards_left else None
                 pool.rotate(rotation, whole=whole)
@@ -170,6 +175,7 @@ class EditRun:
             meter.ran(launch.kind, self._pool.vectors.engine, counts, keys, launch.start_layer)
             return dict(out.kv)
 
+        # Padding of both follows the question, so no position that counts sees it.
         together = packed(tokens, piece.length, question.tokens, question.length)
         places = np.array([[piece.length + question.length - 1]], np.int32)
         prefill = getattr(self._backbone, "prefill_padded", self._backbone.prefill)
@@ -194,8 +200,11 @@ class EditRun:
         """Returns the undo of a rotation in place: from the source again, or of saved keys."""
         pool = self._pool
         if pool.keeps_source:
+            # The rotation has no influence on the source, from which the old keys come back bit for bit.
             back = rotation._replace(old=rotation.new, new=rotation.old)
             return lambda: pool.rotate(back, counted=False)
+
+        # Without a source, rotating back would round a second time.
         slots = all_slots(move.new for move in moves)
         rotating = {channel.name for channel in pool.layout.channels if channel.rotates}
         rows = {name: value for name, value in pool.read(slots).engine.items() if name in rotating}

@@ -69,14 +69,18 @@ class PagedExecutor:
         Raises:
           PoolError: no pages, or an empty page. InputError: an invalid option.
         """
+        # Options are checked before anything is allocated.
         options = PoolOptions(**{**vars(options or PoolOptions()), **changes})
         self.backbone, self.layout, self.store, self.aligned = backbone, backbone.layout, store, options.aligned
         self.buckets = getattr(backbone, "buckets", None)
+
+        # Inputs, as canonicals behind this lead, padded to the buckets of the backbone's prompts.
         self.dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
         self.lead = None if lead is None else lead_digest(backbone.fingerprint, lead_tokens(backbone, lead))
         self.sources = PieceSources(backbone, buckets=self.buckets, single=True, lead=self.lead)
         self.formers: list[PrefillObserver] = []
 
+        # The pool's vectors on the device, and the books of them on the host.
         self.meter = CostMeter(backbone)
         self.pool = PagedPool(self.layout, self.meter, self.buckets, options)
         self.books = SlotTable(SlotAllocator(pages, page_size))
@@ -161,6 +165,7 @@ class PagedExecutor:
           As `run`; then window and pool are as they were, for an invalid question too. NotFiniteError: also of the
           question's logits if it ran together with a piece.
         """
+        # An invalid question is refused before the edits run.
         question = FusedQuestion(*self.question(window, tokens, length))
         self._run(window, edits, question)
         return self.prefill(window, tokens, length).logits if question.logits is None else question.logits
@@ -173,6 +178,7 @@ class PagedExecutor:
         plan = EditPlan(window, self.books.copy(), self.sources, self.pool)
         plan.add(edits, self.current(window.branch), self.store)
 
+        # The books are replaced only after every launch has succeeded.
         alive = self.books.allocator.counts > 0
         EditRun(plan, self.pool, self.backbone, alive, question, self._notify_formers).execute()
         self.books = plan.table
@@ -189,6 +195,8 @@ class PagedExecutor:
         """Releases everything that a branch holds."""
         books = self.books.copy()
         books.release(branch)
+
+        # Forks of it that were joined are forgotten with it, so that their names are free again.
         books.joined = {other for other in books.joined if not other.startswith(f"{branch}/")}
         self.books = books
         self._current.pop(branch, None)
@@ -211,6 +219,8 @@ class PagedExecutor:
           WindowError: as `context`. What the backbone raises.
         """
         tokens, length, context = self._asked(window, tokens, length, 1)
+
+        # "last" is the last token that counts, which padding may follow.
         wanted = options.get("logits", "last")
         if isinstance(wanted, str) and wanted == "last":
             options["logits"] = np.full((len(tokens.embeddings), 1), length - 1, np.int32)
@@ -254,6 +264,8 @@ class PagedExecutor:
         """Returns a question in place, how many of its tokens count and its context; counts it in the ledger."""
         tokens, length = self.question(window, tokens, length)
         context = self.context(window)
+
+        # Attention reads whole pages; the ledger records the keys that count, and those with padding.
         keys = key_count(context)
         seen = int(np.asarray(context.seen).sum()) if isinstance(context, Paged) else keys
         vectors: Any = context.pool if isinstance(context, Paged) else context or {}
@@ -267,6 +279,8 @@ class PagedExecutor:
         count = size if length is None else length
         if not 1 <= count <= size:
             raise InputError(f"question: length {length} of {size} tokens; expected 1 to all")
+
+        # Positions of padding do not matter: nothing that counts sees it.
         padded = padded_tokens(tokens, max(size, bucket(self.buckets, count)))
         return padded.shift(window.next_start), count
 
@@ -322,6 +336,7 @@ class PagedExecutor:
         backbone: Any = self.backbone
         step = backbone.decode(tokens.shift(window.next_start + offset), cache, slots[None])
 
+        # From here nothing can fail: enter the tokens, with those before them as one piece.
         local = np.asarray(tokens.positions[0], np.float32) + offset
         if before is not None:
             slots, local = np.concatenate([before.slots, slots]), np.concatenate([before.local, local])
@@ -378,6 +393,7 @@ class PagedExecutor:
         """
         self.check_backbone(window)
         if window.pieces != self.current(window.branch):
+            # Name the first piece that differs; if none does, their states do.
             check_pieces(self.pieces(window.branch), window)
             raise WindowError(
                 f"executor: branch {window.branch!r} serves its pieces in other states; expected a window whose edits "
@@ -399,11 +415,6 @@ class PagedExecutor:
     @pools.setter
     def pools(self, vectors: Pools) -> None:
         self.pool.vectors = vectors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pool and of its source."""
-        return self.pool.nbytes
 
     @property
     def lost(self) -> bool:
