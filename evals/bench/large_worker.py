@@ -1,4 +1,4 @@
-"""Our side of the large comparison, a process of its own: `python -m evals.bench.large_ours REQUEST`, JSON both ways.
+"""Our side of the large comparison, a process of its own: `python -m evals.bench.large_worker REQUEST`, JSON both ways.
 
 Two models of some gigabytes are never in memory together, and each side's peak is its own.
 """
@@ -26,8 +26,8 @@ from models.checkpoints.source import OpenFile
 from models.inputs.qwen_images import ImageConfig
 
 from .checkpoints import pad_cache, random_backbone
-from .large_prompt import MATMUL, MERGE, PATCH, LargeSize, prompt_arrays
-from .timing import stopwatch
+from .large_model import MATMUL, MERGE, PATCH, LargeSize, prompt_arrays
+from .timing import stopwatch, timed
 
 
 def peak_bytes() -> int:
@@ -68,19 +68,18 @@ def measure(size: LargeSize, folder: Path, seed: int) -> dict[str, Any]:
         peaks[f"load {name}"] = peak_bytes()
     assert backbone is not None
 
-    def timed(name: str, call: Callable[[], Any]) -> Any:
+    def run_timed(name: str, call: Callable[[], Any]) -> Any:
+        # The first call compiles.
         first[name] = stopwatch(lambda: jax.block_until_ready(call()))
-        begin = time.perf_counter()
-        found = jax.block_until_ready(call())
-        seconds[name] = time.perf_counter() - begin
+        value, seconds[name], _ = timed(call)
         peaks[name] = peak_bytes()
-        return found
+        return value
 
     arrays = prompt_arrays(size, seed)
     new_ids = arrays.pop("new_ids")
-    features = timed("tower", lambda: backbone.encode(**arrays))
+    features = run_timed("tower", lambda: backbone.encode(**arrays))
     tokens = backbone.embed(**arrays, features=features)
-    out = timed("prefill", lambda: backbone.prefill(tokens))
+    out = run_timed("prefill", lambda: backbone.prefill(tokens))
     logits = [np.asarray(out.logits[:, -1:])]
     cache = pad_cache(to_engine(backbone.layout, out.kv, tokens.positions, 0), size.new_tokens)
     del out
@@ -99,43 +98,42 @@ def _decoded(
     seconds: dict[str, float],
     first: dict[str, float],
 ) -> list[np.ndarray]:
-    """Logits behind each of the new tokens; the median of a step goes into `seconds`."""
-    length, taken, logits = tokens.embeddings.shape[1], [], []
+    """Decodes the new tokens: the logits after each; the median of a step goes into `seconds`."""
+    length, step_seconds, logits = tokens.embeddings.shape[1], [], []
     place = int(np.max(tokens.positions)) + 1
     for index, token in enumerate(ids):
         begin = time.perf_counter()
         embedded = backbone.embed(np.full((1, 1), token), np.full((1, 1, 3), place + index, np.int32))
-        found, cache = backbone.decode(embedded, cache, np.array([[length + index]], np.int32))
-        logits.append(np.asarray(found))
-        taken.append(time.perf_counter() - begin)
-    first["step"], seconds["step"] = taken[0], float(np.median(taken[1:]))
+        step_logits, cache = backbone.decode(embedded, cache, np.array([[length + index]], np.int32))
+        logits.append(np.asarray(step_logits))
+        step_seconds.append(time.perf_counter() - begin)
+    first["step"], seconds["step"] = step_seconds[0], float(np.median(step_seconds[1:]))
     return logits
 
 
 def _matmul() -> float:
-    """Seconds of one product of square float32 matrices: what the other numbers are made of."""
+    """Times one product of square float32 matrices: what the other numbers are compared with."""
     square = jnp.ones((MATMUL, MATMUL), jnp.float32)
     product = jax.jit(jnp.matmul)
-    call = lambda: product(square, square).block_until_ready()
-    call()
-    return min(stopwatch(call) for _ in range(5))
+    jax.block_until_ready(product(square, square))
+    return min(stopwatch(lambda: jax.block_until_ready(product(square, square))) for _ in range(5))
 
 
 @contextlib.contextmanager
 def _profiled() -> Iterator[dict[str, float]]:
-    """CPU seconds of the threads that load: reading, looking for NaN, casting and putting into place; all together."""
-    found: defaultdict[str, float] = defaultdict(float)
+    """Measures CPU seconds of the threads that load: reading, looking for NaN, casting and placing; all together."""
+    spent: defaultdict[str, float] = defaultdict(float)
     file: Any = OpenFile
     work: Any = filling
     before = file.read_into, work.check_finite, work.convert
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
             begin = time.thread_time()
             try:
-                return call(*given, **named)
+                return call(*arguments, **named)
             finally:
-                found[name] += time.thread_time() - begin
+                spent[name] += time.thread_time() - begin
 
         return run
 
@@ -148,14 +146,14 @@ def _profiled() -> Iterator[dict[str, float]]:
         yield profile
     finally:
         file.read_into, work.check_finite, work.convert = before
-        profile |= found | {"all": time.process_time() - begin}
+        profile |= spent | {"all": time.process_time() - begin}
 
 
 def main(request: str) -> None:
-    """Does what a request {"call", "size", "folder", "seed"} asks, and prints the answer as the last line."""
-    asked = json.loads(request)
-    call = {"make": make, "measure": measure}[asked["call"]]
-    print(json.dumps(call(LargeSize(**asked["size"]), Path(asked["folder"]), asked["seed"])))
+    """Answers a request {"call", "size", "folder", "seed"}; prints the answer as the last line."""
+    fields = json.loads(request)
+    call = {"make": make, "measure": measure}[fields["call"]]
+    print(json.dumps(call(LargeSize(**fields["size"]), Path(fields["folder"]), fields["seed"])))
 
 
 if __name__ == "__main__":
