@@ -293,7 +293,7 @@ def to_phase_free(layout: KVLayout, kv: KV, local: Positions, start: Start = 0) 
     """Turns keys of the engine frame (at start 0: local frame) back: inverts `to_engine`, attention scaling included.
 
     The result has kv's dtype. Keys that an engine cached in bfloat16 are rounded again by that, and once more where
-    they are placed: given in float32, they come back bit by bit (`engines.splice_ragged` takes such chunks).
+    they are placed: given in float32, they come back bit by bit (`pool.RAGGED.splice` takes such chunks).
 
     Raises:
       As `to_engine`. FrameError: kv that is phase-free already.
