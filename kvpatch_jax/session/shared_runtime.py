@@ -9,13 +9,13 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..backbone import Backbone, Tokens
 from ..cache import brief
 from ..errors import InputError, PoolError, PoolLostError, SessionBusyError, SessionClosedError
-from ..sampling import Sampling, TextPiece, check_steps
+from ..sampling import Sampling, check_steps
 from ..window import (
     ApplyPatch,
     Compact,
@@ -32,6 +32,7 @@ from ..window import (
 from .decode_batch import DecodeRequest
 from .decode_loop import DecodeLoop
 from .fair_lock import FairLock, WaitTicket, arrival
+from .runtime import TokenIterator
 
 GONE = -1
 """In place of which pool a branch was placed in: its own is gone, and it is not placed again yet."""
@@ -115,7 +116,7 @@ class SharedRuntime:
 
         Raises:
           SessionBusyError: no room, for as long as it may wait. PoolError: more than the whole pool has.
-          PoolLostError: the pool was lost, to this run or since the branch's last one; `anew` places the window again.
+          PoolLostError: the pool was lost, to this run or since the branch's last one; `reprefill` places the window.
           SessionClosedError: they were closed meanwhile. Else as `PagedExecutor.run`.
         """
         with self.locked():
@@ -123,7 +124,7 @@ class SharedRuntime:
             self._check_kept(window)
             return self._with_room(window, edits)
 
-    def anew(self, window: Window) -> Window:
+    def reprefill(self, window: Window) -> Window:
         """Places the pieces of a window again where the pool was lost; returns the window as it is served then.
 
         Raises:
@@ -179,7 +180,7 @@ class SharedRuntime:
         if branch not in self._since and "/" in branch:  # a fork that holds nothing yet
             branch = branch.rpartition("/")[0]
         if self._since.get(branch, self.renewed) != self.renewed:
-            raise PoolLostError(f"sessions: the pool with branch {brief(branch)!r} was lost; expected `anew`")
+            raise PoolLostError(f"sessions: the pool with branch {brief(branch)!r} was lost; expected `reprefill`")
 
     def _lose(self, error: BaseException | None) -> None:
         """Begins the pool anew; every answer ends, and every session finds its window gone at its next call."""
@@ -188,7 +189,7 @@ class SharedRuntime:
                 self._since.setdefault(branch, self.renewed)
         self.executor.renew()
         self.renewed += 1
-        lost = PoolLostError("answer: the pool was lost while it grew; expected the question again, behind `anew`")
+        lost = PoolLostError("answer: the pool was lost while it grew; expected the question again, after `reprefill`")
         lost.__cause__ = error
         self.driver.drop(lost)
 
@@ -220,7 +221,7 @@ class SharedRuntime:
                 if self.executor.lost:
                     self._lose(None)
                 if self.renewed != renewed:
-                    raise PoolLostError("sessions: the pool was lost while this waited for room; expected `anew`")
+                    raise PoolLostError("sessions: the pool was lost while this waited for room; expected `reprefill`")
         finally:
             if place is not None:
                 line.leave(place)
@@ -266,7 +267,7 @@ class SharedRuntime:
         sampling: Sampling | None,
         key: int | None,
         stop: Sequence[int] | None,
-    ) -> Iterator[TextPiece]:
+    ) -> TokenIterator:
         """See `Runtime.answer`. The question is in the line when this returns.
 
         Raises:
@@ -286,7 +287,7 @@ class SharedRuntime:
             self._check_kept(window)
             self.executor.check_current(window)
             if not steps:
-                return iter(())
+                return (piece for piece in ())
             # No window has a branch of such a name: its forks' names are not empty.
             own = f"{window.branch}//{next(self._numbers)}"
             books = self.executor.books.copy()

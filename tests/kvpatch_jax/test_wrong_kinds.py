@@ -169,10 +169,10 @@ def test_every_call_of_a_session_refuses_what_it_does_not_take(backbone):
         session.add(image_of(0), id="shot")
         asked = {"question": [3], "steps": 1, "stop": None, "temperature": 0.0, "top_p": 1.0, "top_k": None, "look": 1}
         calls = {
-            "add": (session.add, {"thing": [3], "id": None, "kind": None}),
-            "recall": (session.recall, {"thing": "shot"}),
+            "add": (session.add, {"item": [3], "id": None, "kind": None}),
+            "recall": (session.recall, {"item": "shot"}),
             "evict": (session.evict, {"id": "none"}),
-            "replace": (session.replace, {"id": "none", "thing": [1]}),
+            "replace": (session.replace, {"id": "none", "item": [1]}),
             "reorder": (session.reorder, {"ids": []}),
             "fork": (session.fork, {"keep": 1}),
             # What is a number here makes an answer, and programs for it.

@@ -23,7 +23,7 @@ from kvpatch_jax.store import ChunkStore
 from models import ModelBackbone, load
 from tests.goldens.load import write_checkpoint
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RANK = 2
 
 

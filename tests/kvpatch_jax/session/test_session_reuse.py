@@ -226,7 +226,7 @@ def test_a_restored_session_goes_on(backbone, saved, tmp_path: Path):
         session.save(again)
         session.save(again)  # in place of itself
         assert told(session) == expected
-        assert (session.keep, session.around) == (2, ("w30 ", " w31"))
+        assert (session.keep, session.config.around) == (2, ("w30 ", " w31"))
     with kvp.Session.restore(again, backbone) as session:
         branch = session.fork()
         branch.save(tmp_path / "branch")

@@ -290,15 +290,15 @@ def test_a_pool_that_is_lost_is_begun_anew_for_all(sessions, monkeypatch):
     assert "no memory left" in str(raised.value.__cause__)
     monkeypatch.setattr(shared.driver.batch.backbone, "advance_answers", advance)
     window = other.window
-    with pytest.raises(PoolLostError, match="expected `anew`"):
+    with pytest.raises(PoolLostError, match="expected `reprefill`"):
         other.add(40)
-    with pytest.raises(PoolLostError, match="expected `anew`"):
+    with pytest.raises(PoolLostError, match="expected `reprefill`"):
         one.ask(1, 8)
     assert other.window is window
     for agent, said in zip((one, other), expected, strict=True):
-        agent.window = shared.anew(agent.window)
+        agent.window = shared.reprefill(agent.window)
         assert agent.ask(1, 8) == said
-        assert shared.anew(agent.window) is agent.window
+        assert shared.reprefill(agent.window) is agent.window
     assert sessions.stats().renewed == 1
     expect_balanced(shared, {one.window.branch, other.window.branch})
 
@@ -329,7 +329,7 @@ def test_closing_ends_answers_and_waits(backbone, monkeypatch):
     assert len(ended) == 1
     with pytest.raises(SessionClosedError):
         ids_of(answer)
-    for use in (lambda: one.add(41), lambda: one.ask(1), lambda: shared.anew(one.window)):
+    for use in (lambda: one.add(41), lambda: one.ask(1), lambda: shared.reprefill(one.window)):
         with pytest.raises(SessionClosedError):
             use()
     shared.release(one.window.branch)
@@ -459,7 +459,7 @@ def test_sessions_share_pool_and_store_and_outlive_a_lost_pool(backbone, tmp_pat
         third = sessions.restore(tmp_path / "third")
         assert third.ask(question, steps=3, stop=()).ids == expected[-1]
         third.close()
-        with pytest.raises(SessionError, match="another one"):
+        with pytest.raises(SessionError, match="beside a runtime"):
             kvp.Session(backbone, ChunkStore(tmp_path / "other"), runtime=sessions.shared)
 
         executor, fork = sessions.shared.executor, first.fork()

@@ -33,11 +33,19 @@ def backbone(tmp_path_factory) -> Any:
     return checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("chat"))
 
 
-def laid_out(session: kvp.Session, question: str) -> list[int]:
-    """Token ids of window and question."""
-    things = [session._known[piece.entry.id].thing for piece in session.window.pieces]
-    items = [*(thing.items for thing in things if thing is not None), session._items(question)]
-    return [int(token) for each in items for token in session.backbone.prepare(list(each))["input_ids"][0]]
+class PreparedTokens:
+    """A backbone that keeps the token ids of everything it prepares, in order."""
+
+    def __init__(self, backbone: Any):
+        self.backbone, self.ids = backbone, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backbone, name)
+
+    def prepare(self, items: Any) -> Any:
+        prompt = self.backbone.prepare(items)
+        self.ids += [int(token) for token in prompt["input_ids"][0]]
+        return prompt
 
 
 def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, tmp_path: Path):
@@ -50,11 +58,12 @@ def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, tmp_path: Pa
     system = {"role": "system", "content": [{"type": "text", "text": SYSTEM}]}
     prompt = backbone.chat([system, {"role": "user", "content": content}])
     expected = np.asarray(backbone.generate(backbone.embed(**prompt), 4, stop=()))[0].tolist()
-    with kvp.Session(backbone, keep=2, chat=True, lead=SYSTEM) as session:
+    prepared = PreparedTokens(backbone)
+    with kvp.Session(prepared, keep=2, chat=True, lead=SYSTEM) as session:
         for image in images:
             session.add(image)
-        assert laid_out(session, ASKED) == prompt["input_ids"][0].tolist()
         assert list(session.ask(ASKED, steps=4, stop=()).ids) == expected
+        assert prepared.ids == prompt["input_ids"][0].tolist()
         assert [piece.entry.kind for piece in session.window.pieces] == ["text", "chunk", "chunk"]
         session.add(image_of(2))  # the first image leaves, what the template put in front stays
         assert len(session.gone) == 1
@@ -62,7 +71,7 @@ def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, tmp_path: Pa
         session.save(tmp_path / "session")
         told = session.ask(ASKED, steps=4, stop=()).ids
     with kvp.Session.restore(tmp_path / "session", backbone) as again:
-        assert again.chat
+        assert again.config.chat
         assert again.ask(ASKED, steps=4, stop=()).ids == told
         with again.fork() as branch:
             assert branch.ask(ASKED, steps=4, stop=()).ids == told
@@ -80,11 +89,17 @@ def test_templates_that_images_do_not_stay_chunks_in_are_refused(backbone, unche
     for wrong in ({"lead": image_of(0)}, {"lead": 0}, {"around": ("a", "b")}, {"chat": "yes"}):
         with pytest.raises(SessionError, match="expected"):
             kvp.Session(backbone, **{"chat": True, **wrong})
-    with pytest.raises(SessionError, match="chat with a"):
+    with pytest.raises(SessionError, match=r"session\.chat: got a Without"):
         kvp.Session(Without(reader()), chat=True)
-    with kvp.Session(reader(), keep=1) as session:  # and without it nothing is put anywhere
+
+
+def test_without_chat_nothing_is_added_to_a_question():
+    prepared = PreparedTokens(reader())
+    with kvp.Session(prepared, keep=1) as session:
         session.add(image_of(0))
-        assert session._items(QUESTION) == [kvp.Text(QUESTION)]
+        del prepared.ids[:]
+        session.ask(QUESTION, steps=1)
+        assert prepared.ids == prepared.backbone.prepare([kvp.Text(QUESTION)])["input_ids"][0].tolist()
 
 
 class Without:
