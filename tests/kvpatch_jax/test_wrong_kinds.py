@@ -200,7 +200,7 @@ def test_a_field_of_a_batch_that_others_call_otherwise_is_answered_with_ours(bac
     items = [{"front": [], "question": [3], "max_tokens": 8}, BatchItem([], [3], steps=1)]
     kvp.answer_batch(backbone, None, items, out=tmp_path / "answers.jsonl")
     (line, _) = kvp.batch.read_answers(tmp_path / "answers.jsonl")
-    assert line["message"] == "item: field 'max_tokens'; expected 'steps'"
+    assert line["message"] == "item: got field 'max_tokens'; expected 'steps'"
 
 
 def test_a_window_lists_its_ids_as_a_session_does(backbone):

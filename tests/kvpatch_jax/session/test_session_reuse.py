@@ -173,13 +173,16 @@ def test_what_was_deleted_is_prefilled_or_refused(backbone, tmp_path: Path, monk
         assert own.delete(name, backbone.fingerprint)
         session.recall(name)
         assert session.fidelity(name) == "exact"
-        session.slide(0)
-        session.memory = 0
-        session.slide(0)
-        before = session.window
-        with pytest.raises(SessionError, match="given again"):
-            session.recall(name)
-        assert session.window == before
+
+        with kvp.Session(backbone, own, 1, rank=0, uncertified=True, memory=0) as forgetful:
+            forgetful.add(image_of(0))
+            name = forgetful.add(image_of(1))
+            forgetful.slide(0)
+            own.delete(name, backbone.fingerprint)
+            before = forgetful.window
+            with pytest.raises(SessionError, match="given again"):
+                forgetful.recall(name)
+            assert forgetful.window == before
 
 
 def test_a_goal_without_a_certificate_is_as_promised(backbone, store):
@@ -290,6 +293,7 @@ def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path)
             assert session.ask("w7 IMAGE#A", steps=2, stop=()).recalled == ["IMAGE#A"]
             with pytest.raises(UnknownReferenceError):
                 session.ask("w7 IMAGE#C")
+            assert (session.window, session.runtime.executor.books.allocator.counts.tolist()) == before
 
             seen: list[RetrievalQuery] = []
 
@@ -298,32 +302,34 @@ def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path)
                 assert looking.hidden(1).shape == looking.vector.shape
                 return ["IMAGE#A"] if len(looking.ids) == 2 else []
 
-            session.retriever = find
-            plain = session.fork()
-            plain.retriever = None
-            whole = plain.ask(QUESTION, steps=5, stop=()).ids
-            plain.close()
-            found = session.ask(QUESTION, steps=5, stop=(), look=2)
-            assert found.ids[:2] == whole[:2]
+            plain = session.ask(QUESTION, steps=5, stop=()).ids
+            session.save(tmp_path / "session")
+
+            def retrieving(retriever: Any) -> kvp.Session:
+                options = {"linker": linker, "retriever": retriever, "rank": 0}
+                return kvp.Session.restore(tmp_path / "session", backbone, own, **options)
+
+            with retrieving(find) as asking:
+                found = asking.ask(QUESTION, steps=5, stop=(), look=2)
+                assert len(found.ids) == 5  # read to its end
+            assert found.ids[:2] == plain[:2]
             assert [len(each.ids) for each in seen] == [0, 2, 4]
             assert found.recalled == ["IMAGE#A"]
             behind = session.fork(keep=4)
-            behind.retriever = None
             behind.add(image_of(8))
             assert found.ids[2:] == behind.ask(_ids(backbone, found.ids[:2]), steps=3, stop=()).ids
             behind.close()
 
-            session.retriever = lambda looking: ["none"]
-            with pytest.raises(UnknownReferenceError):
-                session.ask(QUESTION, steps=2)
-            session.retriever = lambda looking: "IMAGE#A"
-            with pytest.raises(InputError, match="list of names"):
-                session.ask(QUESTION, steps=2)
-            width = len(seen[0].vector)
-            session.retriever = ExactRetriever(width)
-            session.retriever.add("IMAGE#B", seen[0].vector)
-            assert session.ask(QUESTION, steps=1).recalled == ["IMAGE#B"]
-            assert (session.window, session.runtime.executor.books.allocator.counts.tolist()) == before
+            with retrieving(lambda looking: ["none"]) as asking, pytest.raises(UnknownReferenceError):
+                asking.ask(QUESTION, steps=2)
+            with retrieving(lambda looking: "IMAGE#A") as asking, pytest.raises(InputError, match="list of names"):
+                asking.ask(QUESTION, steps=2)
+            nearest = ExactRetriever(len(seen[0].vector))
+            nearest.add("IMAGE#B", seen[0].vector)
+            with retrieving(nearest) as asking:
+                before = asking.window, asking.runtime.executor.books.allocator.counts.tolist()
+                assert asking.ask(QUESTION, steps=1).recalled == ["IMAGE#B"]
+                assert (asking.window, asking.runtime.executor.books.allocator.counts.tolist()) == before
 
 
 def _ids(backbone: Any, behind: tuple[int, ...]) -> list[int]:

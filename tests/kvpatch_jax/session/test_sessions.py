@@ -108,7 +108,7 @@ def test_tokens_are_the_same_alone_and_in_company(layout: str):
         assert "answers 7" in str(stats)
         # Fewer launches than tokens: they were made together; and a program for each shape, no more.
         assert stats.steps < 6 + 6 * 6
-        shapes = {shape for shape in shared.driver.batch.shapes if shape[0] == "answers"}
+        shapes = {shape for shape in shared.decode_loop.batch.shapes if shape[0] == "answers"}
         assert shapes <= {("answers", rows, 8) for rows in (1, 4, 8)}
         assert shared.backbone.programs.next_in_pages._cache_size() <= 3
 
@@ -195,7 +195,7 @@ def test_an_answer_stays_behind_the_window_it_was_asked_behind(sessions):
 
 def test_a_row_whose_logits_are_not_finite_ends_alone(sessions, monkeypatch):
     shared, (one, other) = sessions.shared, agents_of(sessions, 2)
-    asked, batch = question_of(shared.backbone, 1), shared.driver.batch
+    asked, batch = question_of(shared.backbone, 1), shared.decode_loop.batch
     expected = ids_of(shared.answer(other.window, asked, None, 12, None, None, ()))
     answers = [shared.answer(agent.window, asked, None, 12, None, None, ()) for agent in (one, other)]
     begun = [int(next(answer).ids[0]) for answer in answers]
@@ -203,13 +203,13 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(sessions, monkeypatch):
 
     def refusing(pool, rows, draws):
         rows, pool = advance(pool, rows, draws)
-        first = [place for place, row in enumerate(batch.rows) if row.ask.window == one.window.branch]
+        first = [place for place, row in enumerate(batch.rows) if row.request.window == one.window.branch]
         token = np.asarray(rows.token).copy()
         token[first] = -1
         return rows._replace(token=jax.numpy.asarray(token)), pool
 
     monkeypatch.setattr(batch.backbone, "advance_answers", refusing)
-    with pytest.raises(NotFiniteError, match="hold NaN"):
+    with pytest.raises(NotFiniteError, match="logits with NaN"):
         ids_of(answers[0])
     assert [begun[1], *ids_of(answers[1])] == expected
     expect_balanced(shared, {one.window.branch, other.window.branch})
@@ -284,11 +284,11 @@ def test_a_pool_that_is_lost_is_begun_anew_for_all(sessions, monkeypatch):
         jax.block_until_ready(advance(pool, rows, draws))  # which donates it
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(shared.driver.batch.backbone, "advance_answers", failing)
+    monkeypatch.setattr(shared.decode_loop.batch.backbone, "advance_answers", failing)
     with pytest.raises(PoolLostError) as raised:
         one.ask(1, 8)
     assert "no memory left" in str(raised.value.__cause__)
-    monkeypatch.setattr(shared.driver.batch.backbone, "advance_answers", advance)
+    monkeypatch.setattr(shared.decode_loop.batch.backbone, "advance_answers", advance)
     window = other.window
     with pytest.raises(PoolLostError, match="expected `reprefill`"):
         other.add(40)
@@ -360,7 +360,7 @@ def test_turns_are_taken_in_the_order_of_asking():
 
         thread = threading.Thread(target=work)
         thread.start()
-        while len(turns._queue) <= len(started):
+        while turns.queued <= len(started):
             time.sleep(0.001)
         started.append(name)
         return thread
