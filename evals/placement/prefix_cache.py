@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from kvpatch_jax.plan import Terms, WindowRequest
+from .trace_replay import Terms, WindowRequest
 
 Path = tuple[str, ...]
 

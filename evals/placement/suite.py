@@ -10,18 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.plan import (
-    ARRIVAL,
-    LEAST_RECENT,
-    ONLINE,
-    ServedWindow,
-    Terms,
-    WindowRequest,
-    optimum,
-    replay,
-    total,
-)
-from kvpatch_jax.plan.offline_schedule import schedule
 from kvpatch_jax.traces import Trace
 from kvpatch_jax.window import Entry
 
@@ -29,9 +17,11 @@ from ..results.environment import environment
 from ..results.intervals import Interval, ratio
 from ..results.parts import make_out
 from ..results.tables import markdown_table
-from . import figures, rebuilding
-from .drawn import KINDS, bytes_of_chunks, drawn, released_costs, wanted_of
+from . import cascade_fidelity, figures
+from .drawn_traces import KINDS, bytes_of_chunks, drawn, released_costs, wanted_of
+from .offline_schedule import optimum, schedule
 from .prefix_cache import serve_by_prefix
+from .trace_replay import ARRIVAL, LEAST_RECENT, ONLINE, ServedWindow, Terms, WindowRequest, replay, total
 
 OURS = ("online", "offline")
 OTHERS = ("arrival", "LRU", "prefix cache", "prefix cache, ordered")
@@ -67,7 +57,7 @@ def run(*, seed: int = 0, out: str | None = None, quick: bool = False, traces: S
         "environment": environment(),
         "rows": rows,
         "solved": solved,
-        "cascade": {} if quick else rebuilding.measure(seed),
+        "cascade": {} if quick else cascade_fidelity.measure(seed),
     }
     if folder is not None:
         figures.draw(result, folder)
@@ -169,7 +159,7 @@ def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     parts = [_forming(result["rows"]), _paired(result["rows"]), _shares(result["rows"]), _solved(result["solved"])]
     if result["cascade"]:
-        parts.append(rebuilding.table(result["cascade"]))
+        parts.append(cascade_fidelity.table(result["cascade"]))
     return "\n\n".join(parts) + "\n"
 
 

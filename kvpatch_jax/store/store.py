@@ -290,7 +290,7 @@ class ChunkStore:
         self.tenant_disk.expect_open()
         if not isinstance(served, PatchKey | PatchMetadata):
             raise InputError(
-                f"store: get_patches of {served!r:.80}; expected what they are to serve: Served(chunk.id, "
+                f"store: get_patches of {served!r:.80}; expected what they are to serve: PatchKey(chunk.id, "
                 "chunk.backbone, antecedent), or a patch's metadata"
             )
         names = self._reader.names_beginning(self.names.patches(served))

@@ -68,7 +68,7 @@ class FormerStats:
 class PatchFormer:
     """Forms patches of an executor's prefills and stores them with their canonicals.
 
-        former = Former(backbone, store, rank=16)
+        former = PatchFormer(backbone, store, rank=16)
         former.watch(executor)
         …                                # run edits, answer questions
         former.flush()                   # what was seen so far is stored, or among former.errors

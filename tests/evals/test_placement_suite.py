@@ -1,8 +1,8 @@
 """The suite of placement: what windows of a trace want, the prefix cache that it is held against, its tables."""
 
-from evals.placement.drawn import KINDS, drawn, released_costs, wanted_of
+from evals.placement import ONLINE, Terms, WindowRequest, replay, total
+from evals.placement.drawn_traces import KINDS, drawn, released_costs, wanted_of
 from evals.placement.prefix_cache import serve_by_prefix
-from kvpatch_jax.plan import ONLINE, Terms, WindowRequest, replay, total
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Entry
 

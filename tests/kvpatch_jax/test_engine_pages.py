@@ -139,7 +139,7 @@ def test_keys_of_a_narrow_cache_come_back_bit_by_bit(name, functions, options):
     expected = convert(layout, kvp.pool.splice(pool, slots, chunk, None, 70), **options)
     others = {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        kept = kvp.frames.EngineKV({**cached, rotating: cached[rotating].astype(dtype)})
+        kept = kvp.core.frames.EngineKV({**cached, rotating: cached[rotating].astype(dtype)})
         free = kvp.to_phase_free(layout, kept, chunk.local, 70)
         zeros = jnp.zeros(expected.shape, jnp.bfloat16)
         again = splice(zeros, slots, dataclasses.replace(chunk, kv=free), None, 70)

@@ -327,17 +327,17 @@ import threading
 from types import SimpleNamespace
 import numpy as np
 import kvpatch_jax as kvp
-from kvpatch_jax.serving.vllm import Segment, Settings
-from kvpatch_jax.serving.vllm.prefetcher import Ahead
+from kvpatch_jax.serving.vllm import ConnectorConfig, PromptSegment
+from kvpatch_jax.serving.vllm.prefetcher import Prefetcher
 from kvpatch_jax.serving.vllm.forming import ChunkFormer, FormingTask
-ahead, reading, writing = Ahead(2, 8, 60.0), threading.Event(), threading.Event()
+ahead, reading, writing = Prefetcher(2, 8, 60.0), threading.Event(), threading.Event()
 hang = lambda event: (event.set(), threading.Event().wait())
 ahead.add("own", lambda: hang(reading))
 layout = kvp.KVLayout.gqa(2, 1, 64, kvp.Rope(1e4, 64))
 stores = SimpleNamespace(of=lambda tenant: hang(writing))
-former = ChunkFormer(Settings(store="s", backbone="b", patience=0.1), layout, stores)
+former = ChunkFormer(ConnectorConfig(store="s", backbone="b", patience=0.1), layout, stores)
 for name in "ab":
-    former.add([FormingTask("t", Segment(name, 0, 4), (), np.arange(4))], lambda segment: {}, 1)
+    former.add([FormingTask("t", PromptSegment(name, 0, 4), (), np.arange(4))], lambda segment: {}, 1)
 reading.wait()
 writing.wait()
 print("at the end")

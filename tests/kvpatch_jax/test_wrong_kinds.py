@@ -94,7 +94,7 @@ def store_calls(store: ChunkStore) -> dict[str, tuple[Call, dict[str, Any]]]:
         "get_patches": (store.get_patches, {"served": patch.metadata}),
         "put_basis": (store.put_basis, {"basis": None}),
         "get_basis": (store.get_basis, {"digest": "a", "layout": chunk.layout, "backbone": "b"}),
-        "Served": (lambda **given: store.get_patches(PatchKey(**given)), served),
+        "PatchKey": (lambda **given: store.get_patches(PatchKey(**given)), served),
         "StaticLibrary": (stores.StaticLibrary, {"store": store, "quota": 1, "ttl": None}),
         "DynamicLibrary": (stores.DynamicLibrary, {"store": store}),
         "library.put": (library.put, entry),
@@ -122,7 +122,7 @@ def test_every_call_of_a_store_refuses_what_it_does_not_take(store: ChunkStore):
 
 
 def test_a_name_in_place_of_what_patches_serve_says_what_is_expected(store: ChunkStore):
-    with pytest.raises(InputError, match=r"get_patches of 'id'; expected .*Served\(chunk\.id, chunk\.backbone"):
+    with pytest.raises(InputError, match=r"get_patches of 'id'; expected .*PatchKey\(chunk\.id, chunk\.backbone"):
         store.get_patches("id")
 
 

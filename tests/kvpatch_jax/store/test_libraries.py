@@ -344,7 +344,7 @@ class Refreshing(RuleBasedStateMachine):
         self.newest: dict[str, tuple[int, str | None]] = {}
         self.held: list[tuple] = []
 
-    @rule(which=st.integers(0, 1), name=st.sampled_from("AB"), content=st.text(min_size=1, max_size=5))
+    @rule(which=st.integers(0, 1), name=st.sampled_from("AB"), content=st.text("ab \n0", min_size=1, max_size=5))
     def publish(self, which, name, content):
         reference = self.libraries[which].publish(name, content)
         version = self.newest.get(name, (0, None))[0] + 1

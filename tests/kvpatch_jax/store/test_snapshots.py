@@ -325,11 +325,11 @@ def test_queued_puts_are_in_an_open_stores_snapshot(tmp_path: Path):
 
 PROGRAM = """
 import sys, numpy as np
-from kvpatch_jax.store import ChunkStore, Served, load_snapshot
+from kvpatch_jax.store import ChunkStore, PatchKey, load_snapshot
 load_snapshot(sys.argv[1], sys.argv[2], tenant="one")
 with ChunkStore(sys.argv[2], tenant="one") as store:
     chunk = store.get("B", "tiny")
-    (patch,) = store.get_patches(Served("B", "tiny", ("A",)))
+    (patch,) = store.get_patches(PatchKey("B", "tiny", ("A",)))
     print(*[np.asarray(value).tobytes().hex() for value in (*chunk.kv.values(), chunk.local, *patch.factors["k"])])
 """
 

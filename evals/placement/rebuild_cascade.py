@@ -8,10 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from ..errors import InputError, StalePatchError
-from ..window import Entry, PatchNote, PlacedPiece, Recompute, Window
+from kvpatch_jax.errors import InputError, StalePatchError
+from kvpatch_jax.window import Entry, PatchNote, PlacedPiece, Recompute, Window
+
 from .piece_order import Cost, Front
-from .placement import NOTHING, Price, StoredPatches, flops_of, placing
+from .window_placement import NOTHING, Price, StoredPatches, flops_of, placing
 
 NODES = 50_000
 """Choices of stored patches that are looked at; beyond, the best one found so far is taken."""

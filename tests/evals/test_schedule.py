@@ -6,12 +6,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evals.placement import (
+    ARRIVAL,
+    LEAST_RECENT,
+    OFFLINE,
+    ONLINE,
+    Policy,
+    Terms,
+    WindowRequest,
+    optimum,
+    replay,
+    schedule,
+    total,
+)
 from kvpatch_jax.errors import InputError
-from kvpatch_jax.plan import ARRIVAL, LEAST_RECENT, ONLINE, Terms, WindowRequest, optimum, replay, total
-from kvpatch_jax.plan.offline_schedule import schedule
-from kvpatch_jax.plan.schedule import OFFLINE, Policy
 from kvpatch_jax.window import Entry
-from tests.kvpatch_jax.test_placement import COSTS, LEAD, chunk
+from tests.evals.test_placement import COSTS, LEAD, chunk
 
 
 def trace(

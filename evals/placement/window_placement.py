@@ -5,9 +5,10 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ..cache import EXACT, Antecedent, Member, Patch, brief
-from ..errors import InputError
-from ..window import ApplyPatch, Copy, Costs, Edit, Entry, Fetch, PatchNote, Prefill, Window
+from kvpatch_jax.cache import EXACT, Antecedent, Member, Patch, brief
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.window import ApplyPatch, Copy, Costs, Edit, Entry, Fetch, PatchNote, Prefill, Window
+
 from .piece_order import BEAM, EXHAUSTIVE, Cost, Forward, Front, OrderProblem, PartialPlacement, cheapest
 
 Price = Callable[[Sequence[Edit]], Cost]

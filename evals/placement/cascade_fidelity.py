@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpatch_jax.plan import Dependent, rebuild
 from models import Buckets, ModelBackbone, load
 
 from .. import small_task
@@ -25,6 +24,7 @@ from ..probes.window.stock import foreign_legends, load_stock
 from ..results.intervals import paired_difference, ratio
 from ..results.tables import markdown_table
 from ..trained import MAIN, shipped
+from .rebuild_cascade import Dependent, rebuild
 
 CONTEXTS = 8
 QUESTIONS = {"chain": 6, "override": 4, "aggregate": 4, "page": 2}

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from ..window import Promise
+from kvpatch_jax.window import Promise
 
 Front = Literal["exact", "served"]
 """What a piece that runs is to find in front of it: exact KV, so that the patch formed of it is the one that `target`

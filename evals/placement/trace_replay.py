@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from ..errors import InputError
-from ..window import Costs, Entry, Prefill, Promise
+from kvpatch_jax.errors import InputError
+from kvpatch_jax.window import Costs, Entry, Prefill, Promise
+
 from .piece_order import Cost, Front, Order, OrderProblem, PartialPlacement, cheapest, walk
-from .placement import Price, flops_of, note_of, placing
+from .window_placement import Price, flops_of, note_of, placing
 
 StoredItem = tuple[str, tuple[str, ...]]
 """A stored patch: of a chunk, by its id, and of those in front, in order. Right behind the lead it is the canonical."""

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evals.placement import Front, StoredPatches, note_of, place
+from evals.placement.piece_order import OrderProblem, cheapest, walk
 from kvpatch_jax.backbone import ForwardCosts
 from kvpatch_jax.errors import InputError, StalePatchError
-from kvpatch_jax.plan.piece_order import Front, OrderProblem, cheapest, walk
-from kvpatch_jax.plan.placement import StoredPatches, note_of, place
 from kvpatch_jax.window import Costs, Entry, PatchNote, Prefill, Promise, Window
 
 COSTS = Costs("a backbone", 4, 512, 256, 128, ForwardCosts((1000,) * 4, (7,) * 4, (0,) * 4, 10))

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import InputError
+from kvpatch_jax.errors import InputError
+
 from .piece_order import Cost, Front, Order, filled, walk
-from .schedule import (
+from .trace_replay import (
     ARRIVAL,
     OFFLINE,
     ONLINE,

@@ -6,13 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evals.placement import Dependent, Front, StoredPatches, carried_out, cascade, dependents, note_of, rebuild
 from kvpatch_jax.errors import InputError, StalePatchError
-from kvpatch_jax.plan import Dependent, rebuild
-from kvpatch_jax.plan.cascade import carried_out, cascade, dependents
-from kvpatch_jax.plan.piece_order import Front
-from kvpatch_jax.plan.placement import StoredPatches, note_of
 from kvpatch_jax.window import Entry, PatchNote, Promise, Window
-from tests.kvpatch_jax.test_placement import COSTS, LEAD, chunk, patch_behind, started
+from tests.evals.test_placement import COSTS, LEAD, chunk, patch_behind, started
 
 
 def changed(rng: np.random.Generator, promise: Promise) -> tuple[Window, list[PatchNote]]:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvpatch_jax.backbone import ForwardCosts
-from kvpatch_jax.plan import WindowRequest
 from kvpatch_jax.traces import Event, Trace
 from kvpatch_jax.window import Costs, Entry, Window
+
+from .trace_replay import WindowRequest
 
 LEAD = 64
 """Tokens of the text in front."""
