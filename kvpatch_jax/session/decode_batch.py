@@ -227,8 +227,16 @@ class DecodeBatch:
 
         # M-RoPE alone has fractional positions, of a question with a video.
         fractional = any(isinstance(row.position, float) for row in self.rows)
-        rows = [_row_arrays(row, pages, np.float32 if fractional else np.int32) for row in self.rows]
-        draws = [row.request.draws for row in self.rows]
+        rows, draws = [], []
+        for row in self.rows:
+            assert row.where is not None
+            where, decoded = _widened(row.where, pages), row.count - 1
+            token, place = np.array([row.token], np.int32), np.array([row.behind + decoded], np.int32)
+            position = np.array([row.position + decoded], np.float32 if fractional else np.int32)
+            index, keys = np.array([row.count], np.int32), (where.table, where.seen, where.places_of_keys())
+            rows.append(AnswerRows(token, place, position, index, *keys))
+            draws.append(row.request.draws)
+
         padding = row_bucket(len(rows), self.size) - len(rows)
         rows += [no_row(rows[0])] * padding
         draws += [draws[0]._replace(temperature=np.zeros(1, np.float32))] * padding
@@ -246,19 +254,4 @@ def _widened(where: Paged, pages: int) -> Paged:
     keys = ((0, 0), (0, room * where.page_size))
     return Paged(
         where.pool, table, np.pad(np.asarray(where.seen), keys), np.pad(np.asarray(where.places_of_keys()), keys)
-    )
-
-
-def _row_arrays(row: DecodeRow, pages: int, position_type: type[np.generic]) -> AnswerRows:
-    """Returns a row as arrays, with a table of so many pages."""
-    assert row.where is not None
-    where, decoded = _widened(row.where, pages), row.count - 1
-    return AnswerRows(
-        np.array([row.token], np.int32),
-        np.array([row.behind + decoded], np.int32),
-        np.array([row.position + decoded], position_type),
-        np.array([row.count], np.int32),
-        where.table,
-        where.seen,
-        where.places_of_keys(),
     )

@@ -4,7 +4,6 @@ import collections
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..errors import SessionBusyError
@@ -131,9 +130,6 @@ class WaitQueue:
 
     def __len__(self) -> int:
         return len(self._tickets)
-
-    def __iter__(self) -> Iterator[WaitTicket]:
-        return iter(self._tickets)
 
     @property
     def first(self) -> WaitTicket | None:

@@ -166,7 +166,7 @@ class PieceRegistry:
 
     def list_names(self, names: Sequence[str]) -> str:
         """Returns the last names as an error message shows them."""
-        return ", ".join(repr(brief(name)) for name in names[-8:]) or "the pieces of the window, which is empty"
+        return ", ".join(repr(brief(name)) for name in names[-8:]) or "its pieces, of which there is none"
 
     def read(self, item: Any) -> SessionInput:
         """Reads a caller's input. Needs no lock."""

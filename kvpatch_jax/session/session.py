@@ -1,6 +1,5 @@
 """`Session`: an agent's window, and what it takes to add, recall, slide, fork and ask it."""
 
-import dataclasses
 import os
 import secrets
 import weakref
@@ -86,16 +85,13 @@ class Session:
           runtime: shared with other sessions. None: a `PrivateRuntime`.
           branch: of the pool of a shared runtime.
           name: in events. None: the branch, or a random name.
-          config: a `SessionConfig`. None: the default.
-          options: fields of `config` to override, as in `Session(backbone, memory="1 GiB")`.
+          config, options: a `SessionConfig`, and fields that override it, as in `Session(backbone, memory="1 GiB")`.
 
         Raises:
           SessionError: an invalid argument, or one that belongs to other weights. CertificateError: a certificate of
           other weights. What adding the lead raises.
         """
-        if config is not None and not isinstance(config, SessionConfig):
-            raise SessionError(f"session.config: got {config!r:.80}; expected a SessionConfig, or None")
-        config = dataclasses.replace(config or SessionConfig(), **options)
+        config = SessionConfig.with_options(config, options)
         check_arguments(backbone, store, keep, runtime, name)
         config.check_backbone(backbone.fingerprint)
         if config.chat:
@@ -106,7 +102,9 @@ class Session:
         first = [] if lead is None or isinstance(lead, int) else list(lead) if several else [lead]
         pinned = lead if isinstance(lead, int) else len(first) or None
 
-        users = RuntimeRefCount(runtime or config.private_runtime(backbone, store), runtime is None)
+        users = RuntimeRefCount(
+            config.private_runtime(backbone, store) if runtime is None else runtime, runtime is None
+        )
         costs = Costs.of(backbone, users.runtime.executor.dtype)
         window = Window.empty(costs, lead=pinned, promise=promise, branch=branch)
         self._compose(PieceRegistry(name or branch or secrets.token_hex(8), users, window, config), keep)
@@ -286,7 +284,7 @@ class Session:
     def reorder(self, ids: Iterable[str]) -> None:
         """Reorders order-free chunks: the places of the named chunks are filled in this order.
 
-        A chunk that moves is rotated. It is approximate if it then follows other chunks than it was formed for.
+        Chunks that move are rotated, and approximate if they then follow others than they were formed for.
 
         Raises:
           SessionClosedError. SessionError: an unknown name. WindowError: a piece that is not order-free, or pinned.
@@ -333,8 +331,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------------------------------------------ questions
 
     @with_our_names
     @retry_after_pool_loss
@@ -396,16 +392,15 @@ class Session:
     ) -> DisposabilityReport:
         """Probes whether a question needs a chunk, or what the chunk absorbed. The window stays as it is.
 
-        The question is answered as the window is, without the chunk's conditioning, and without the chunk, on forks. No
-        piece is prefilled again. A canonical that is not in the store takes a forward of the chunk alone.
+        It is answered as the window is, without the chunk's conditioning, and without the chunk, on forks. No piece is
+        prefilled again. A canonical that is not in the store takes a forward of the chunk alone.
 
         Args:
           chunk: its name.
           question: as of `ask`.
           steps: of the answers, which are greedy.
           bound: mean nats per token that count as no change.
-          erased: also ask without any trace of the chunk: what follows it is served bare. That is closer to a prefill
-            without the chunk, and further from what this session would serve without it.
+          erased: also ask without any trace of the chunk: what follows it is served bare.
 
         Raises:
           SessionClosedError. SessionError: an unknown name, or a text. WindowError: a chunk of the lead, or one that is
@@ -437,14 +432,11 @@ class Session:
         with self._registry.lock:
             return self._registry.stats()
 
-    # --------------------------------------------------------------------------------------------------- files
-
     def save(self, path: str | os.PathLike[str], *, kv: bool = True) -> None:
         """Writes the session to a file. An existing file is replaced as a whole or not at all.
 
-        The file has the window, names, the inputs of the pieces (pixels, texts, token ids; of evicted chunks as long as
-        they are kept), and the KV of the window as it is in the pool, because a survivor's KV cannot be computed again.
-        The store is not included.
+        The file has the window, names, the inputs of the pieces (of evicted chunks while they are kept), and the KV of
+        the window as it is in the pool, because a survivor's KV cannot be computed again. It does not have the store.
 
         Args:
           kv: False leaves out the KV. The restored session then prefills its window, and forgets what had left.

@@ -1,6 +1,7 @@
 """Arguments of a session: its options, checks, and what a chat template contributes."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -89,6 +90,17 @@ class SessionConfig:
         for name in ("largest_image", "memory"):
             size = size_of(getattr(self, name), f"session.{name}", refused=SessionError)
             object.__setattr__(self, name, size)
+
+    @classmethod
+    def with_options(cls, config: "SessionConfig | None", options: Mapping[str, Any]) -> "SessionConfig":
+        """Returns a config, or the default, with some fields overridden.
+
+        Raises:
+          SessionError: no config, or an invalid option. TypeError: an unknown option.
+        """
+        if config is not None and not isinstance(config, SessionConfig):
+            raise SessionError(f"session.config: got {config!r:.80}; expected a SessionConfig, or None")
+        return dataclasses.replace(config or cls(), **options)
 
     def private_runtime(self, backbone: Backbone, store: PatchStore | None) -> PrivateRuntime:
         """Returns a new runtime for one session, with a pool of these options."""

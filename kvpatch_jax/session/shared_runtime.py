@@ -285,13 +285,21 @@ class SharedRuntime:
         backbone: Any = self.backbone
         draws, stops = backbone.answer_choices(sampling, key, stop)
         question, count = self.executor.question(window, tokens, length)
-        deadline = time.monotonic() + self.timeout
+        loop, door, deadline = self.decode_loop, self.decode_loop.door, time.monotonic() + self.timeout
         with self.locked():
             self.check_open()
             self._check_pool(window)
-            self._wait_at_door(deadline)
-            # Waiting releases the lock, so the pool may have been lost meanwhile.
-            self._check_pool(window)
+
+            # Waits until fewer questions are queued than may be.
+            if len(loop.requests) >= self.waiting or door.first is not None:
+                ticket = door.enter()
+                try:
+                    while door.first is not ticket or len(loop.requests) >= self.waiting:
+                        self._wait(door, ticket, deadline, f"a place among {self.waiting} questions that wait")
+                finally:
+                    door.leave(ticket)
+                # Waiting releases the lock, so the pool may have been lost meanwhile.
+                self._check_pool(window)
             self.executor.check_current(window)
             if not steps:
                 return (piece for piece in ())
@@ -304,22 +312,10 @@ class SharedRuntime:
             self.executor.books = books
             request = DecodeRequest(arrival(), branch, window.branch, question, count, steps, draws, stops, deadline)
             try:
-                return self.decode_loop.submit(request)
+                return loop.submit(request)
             except BaseException:
                 self.executor.release(branch)
                 raise
-
-    def _wait_at_door(self, deadline: float) -> None:
-        """Waits until fewer questions are queued than may be."""
-        loop, queue = self.decode_loop, self.decode_loop.door
-        if len(loop.requests) < self.waiting and queue.first is None:
-            return
-        ticket = queue.enter()
-        try:
-            while queue.first is not ticket or len(loop.requests) >= self.waiting:
-                self._wait(queue, ticket, deadline, f"a place among {self.waiting} questions that wait")
-        finally:
-            queue.leave(ticket)
 
     # -------------------------------------------------------------------------------------------------- end
 

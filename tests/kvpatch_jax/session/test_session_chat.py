@@ -81,7 +81,7 @@ def test_a_session_is_asked_as_the_checkpoint_was_trained(backbone, prepared, tm
             assert branch.ask(ASKED, steps=4, stop=()).ids == told
 
 
-def test_templates_that_images_do_not_stay_chunks_in_are_refused(backbone, unchecked, tmp_path: Path):
+def test_chat_templates_that_change_images_are_refused(backbone, unchecked, tmp_path: Path):
     with pytest.raises(InputError, match=r"'\\n' between two images"):
         kvp.Session(checkpoint("llava", tmp_path), chat=True)
     plain = reader()

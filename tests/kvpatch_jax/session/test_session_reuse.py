@@ -67,7 +67,7 @@ def loop(backbone: Any, store: Any, monkeypatch: pytest.MonkeyPatch, **options: 
         return session.stats(), answer, towers
 
 
-def test_what_is_exact_is_read_from_the_store_and_nothing_is_formed_for_nobody(backbone, tmp_path, monkeypatch):
+def test_exact_data_is_read_from_the_store_and_no_unusable_patch_is_formed(backbone, tmp_path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own:
         (first, before, towers), (second, after, again) = (loop(backbone, own, monkeypatch) for _ in range(2))
         assert own.patch_count(chunk_id(backbone.fingerprint, image_of(1)), backbone.fingerprint) == 0
@@ -157,7 +157,7 @@ def test_a_certificate_serves_no_session_beyond_what_was_measured(backbone, stor
             assert session.window.as_promised == (said is not None)
 
 
-def test_what_was_deleted_is_prefilled_or_refused(backbone, tmp_path: Path, monkeypatch):
+def test_chunks_deleted_from_the_store_are_prefilled_or_refused(backbone, tmp_path: Path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own, kvp.Session(backbone, own, 1, rank=4, uncertified=True) as session:
         session.add(image_of(0))
         name = session.add(image_of(1))
@@ -221,7 +221,7 @@ def told(session: kvp.Session) -> list[Any]:
     return [*first, session.ids, session.ask(QUESTION, steps=4, stop=()).ids]
 
 
-def test_a_restored_session_goes_on(backbone, saved, tmp_path: Path):
+def test_a_restored_session_answers_alike(backbone, saved, tmp_path: Path):
     path, expected = saved
     with kvp.Session.restore(path, backbone) as session:
         assert [session.fidelity(name) for name in session.ids] == ["exact", "survivor", "survivor"]
@@ -243,7 +243,7 @@ def test_a_restored_session_goes_on(backbone, saved, tmp_path: Path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["again", "bare", "branch"]
 
 
-def test_files_that_are_no_sessions_are_refused(backbone, saved, tmp_path: Path):
+def test_damaged_and_foreign_files_of_sessions_are_refused(backbone, saved, tmp_path: Path):
     path, _ = saved
     content, bad = path.read_bytes(), tmp_path / "bad"
     other = tiny("gqa")
@@ -272,7 +272,7 @@ def test_files_that_are_no_sessions_are_refused(backbone, saved, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_references_and_what_is_found_serve_one_answer(backbone, tmp_path: Path):
+def test_references_and_retrieved_chunks_serve_one_answer(backbone, tmp_path: Path):
     with kvp.ChunkStore(tmp_path / "store") as own:
         library = StaticLibrary(own, quota=1 << 20)
         library.put("A", image_of(8))

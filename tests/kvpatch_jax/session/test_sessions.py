@@ -131,7 +131,7 @@ def test_stop_tokens_steps_and_questions_behind_nothing(sessions):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_asked_is_refused_at_once(sessions):
+def test_invalid_questions_are_refused_at_once(sessions):
     shared, agent = sessions.shared, agents_of(sessions, 1)[0]
     asked = question_of(shared.backbone, 1)
     for steps, sampling, key, stop in (
@@ -153,7 +153,7 @@ def test_what_cannot_be_asked_is_refused_at_once(sessions):
     expect_balanced(shared, {agent.window.branch})
 
 
-def test_letting_go_of_an_answer_frees_its_slots_before_the_next_token(sessions):
+def test_dropping_an_answer_releases_its_slots_before_the_next_token(sessions):
     shared, (one, other) = sessions.shared, agents_of(sessions, 2)
     asked = question_of(shared.backbone, 1)
     ask = lambda agent: shared.answer(agent.window, asked, None, 40, None, None, ())
@@ -176,7 +176,7 @@ def test_letting_go_of_an_answer_frees_its_slots_before_the_next_token(sessions)
     expect_balanced(shared, {one.window.branch, other.window.branch})
 
 
-def test_an_answer_stays_behind_the_window_it_was_asked_behind(sessions):
+def test_an_answer_ignores_later_edits_of_its_window(sessions):
     """The window slides, is packed and is let go of while it grows: what it reads was copied on write."""
     shared, agent = sessions.shared, agents_of(sessions, 1, pieces=3)[0]
     asked = question_of(shared.backbone, 1)
@@ -243,7 +243,7 @@ def test_a_full_pool_makes_edits_and_questions_wait(sessions):
     expect_balanced(shared, {one.window.branch, other.window.branch})
 
 
-def test_waiting_ends_and_what_never_fits_does_not_wait(backbone):
+def test_waiting_times_out_and_what_never_fits_does_not_wait(backbone):
     with opened(backbone, timeout=0.1, waiting=1) as sessions:
         shared, agent = sessions.shared, agents_of(sessions, 1)[0]
         window = agent.window
@@ -275,7 +275,7 @@ def test_waiting_ends_and_what_never_fits_does_not_wait(backbone):
         expect_balanced(shared, {agent.window.branch})
 
 
-def test_a_pool_that_is_lost_is_begun_anew_for_all(sessions, monkeypatch):
+def test_a_lost_pool_is_allocated_again_and_windows_are_prefilled(sessions, monkeypatch):
     shared, (one, other) = sessions.shared, agents_of(sessions, 2)
     expected = [agent.ask(1, 8) for agent in (one, other)]
     advance = shared.backbone.advance_answers
@@ -349,7 +349,7 @@ def test_in_a_forked_process_nothing_waits_for_ever(sessions, monkeypatch):
     monkeypatch.undo()
 
 
-def test_turns_are_taken_in_the_order_of_asking():
+def test_the_lock_is_handed_on_in_the_order_of_requests():
     turns, order = FairLock(), []
 
     def take(name: str, first: bool = False) -> threading.Thread:
