@@ -149,6 +149,7 @@ def answer_batch(
       backbone, rank or dtype, or that another run writes to. AmbiguousTextError: every item has a str that looks like a
       file. ConfigError: another mesh than the backbone's. As `BatchConfig`.
     """
+    # Everything is refused before the file of answers is created.
     check_backbone(backbone, store, "answer_batch")
     if config is not None and not isinstance(config, BatchConfig):
         raise InputError(f"answer_batch: got config {config!r:.80}; expected a BatchConfig, or None")
@@ -174,6 +175,8 @@ def answer_batch(
         "dtype": None if config.dtype is None else np.dtype(config.dtype).name,
         "shard": list(config.shard),
     }
+
+    # Lines of an earlier run stay. Items are identified by the digest of all that their answers depend on.
     jobs, rejected = shard_of(found, *config.shard)
     digests = {item.index: item.digest for item in (*jobs, *rejected)}
     with AnswerFile(shard_path(out, *config.shard), header, digests, config.retry) as file:
@@ -212,6 +215,7 @@ def _over_mesh(backbone: Backbone, mesh: Mesh | None) -> tuple[Place, int, Backb
     if own is not None:
         mesh = own
     else:
+        # Parameters are copied to every device. A mesh with explicit axes would need annotations in the model.
         mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         model: Any = backbone
         backbone = model.replaced(jax.device_put(model.parameters, NamedSharding(mesh, PartitionSpec())))
@@ -293,6 +297,7 @@ class _BatchRun:
 
     def _queue(self, ids: tuple[str, ...], jobs: list[ResolvedItem]) -> None:
         """Queues the questions after one prefix, and answers those whose forward is full."""
+        # A chunk that failed fails all its items; a question only its own.
         try:
             prefix = self._cache.prefix(ids)
         except KVPatchError as error:
@@ -307,6 +312,7 @@ class _BatchRun:
                 self._fail([job], error)
                 continue
 
+            # Lengths in buckets and steps in powers of two make few programs, and let more questions share one.
             length, keys = tokens.embeddings.shape[1], prefix.tokens
             if self._padded:
                 length, keys = self._buckets.round_up(length), self._buckets.round_up(keys)
@@ -327,6 +333,7 @@ class _BatchRun:
 
     def _flush(self, size: _ForwardSize) -> None:
         """Runs the waiting questions of one size, and writes their answers."""
+        # The last row fills up the forward, so that its program has one size.
         rows = self._waiting.pop(size)
         try:
             ids = self._generate(size, [*rows, *[rows[-1]] * (self._batch - len(rows))])
@@ -363,6 +370,7 @@ class _BatchRun:
         if size.keys:
             context = joined_context([row.prefix.kv for row in rows], size.keys, place)
         if size.keys and self._padded:
+            # Questions attend to themselves causally, and to their prefix without its padding.
             seen = np.zeros((len(rows), 1, size.tokens, size.keys + size.tokens), bool)
             seen[..., size.keys :] = np.tri(size.tokens, dtype=bool)
             for number, row in enumerate(rows):

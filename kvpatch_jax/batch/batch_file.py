@@ -58,6 +58,7 @@ class AnswerFile:
 
     def _resume(self, header: Line, digests: Mapping[int, str], retry: bool) -> None:
         """Reads the lines of an earlier run into `done`, and writes the header of a new file."""
+        # A killed run may have left half a line, or half a header.
         self._file.seek(0)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
@@ -81,6 +82,7 @@ class AnswerFile:
                 )
             self.done[index] = line
 
+        # The file is replaced as a whole, so that a kill in between loses no line.
         failed = [index for index, line in self.done.items() if "error" in line]
         if retry and failed:
             for index in failed:

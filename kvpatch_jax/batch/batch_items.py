@@ -122,6 +122,7 @@ def listed(items: Iterable[Any], backbone: str, steps: int = STEPS) -> ItemList:
         if item.order_free:
             order_free.add(index)
 
+    # Items that cannot be asked are part of the batch: they get a line each, and shards have to agree.
     digests = {item.index: item.digest for item in (*resolved, *rejected)}
     digest = digest_of([b"items", *(encoded(digests[index]) for index in range(len(digests)))], size=16)
 
@@ -143,6 +144,7 @@ def shard_of(items: ItemList, index: int, count: int) -> tuple[list[ResolvedItem
     Items with the same prefix stay in one shard. Otherwise shards have about equally many items.
     """
     resolved = sorted(items.resolved, key=lambda item: (item.front, item.index))
+    # Both ends of a shard move past the items of one prefix, so that neighbouring shards meet.
     ends = []
     for part in (index, index + 1):
         end = -(-len(resolved) * part // count)
@@ -221,6 +223,7 @@ class _ContentReader:
             if sort == "text" and not item:
                 raise InputError(f"item.{field}: got an empty text; expected one with tokens")
 
+        # Many items may name one file, which is then decoded once. Its error is remembered too.
         path = os.path.abspath(items[0]) if len(items) == 1 and isinstance(items[0], os.PathLike) else None
         found = None if path is None else self._ids.get(path)
         if found is None:

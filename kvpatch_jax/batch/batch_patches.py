@@ -156,6 +156,7 @@ class BatchPatchCache:
         for id in ids:
             if id in self._chunks or (id,) in self._errors:
                 continue
+            # Ids are of contents here; another program may have stored something else under one.
             found = None if self._store is None else self._store.get(id, self._backbone.fingerprint)
             if found is not None and found.content == id:
                 self._chunks[id] = found
@@ -165,6 +166,7 @@ class BatchPatchCache:
                 missing.setdefault(self._embed(id).embeddings.shape[1], []).append(id)
             except KVPatchError as error:
                 self._errors[(id,)] = error
+
         for group in missing.values():
             for begin in range(0, len(group), self.rows):
                 self._form_canonicals(group[begin : begin + self.rows])
@@ -177,6 +179,7 @@ class BatchPatchCache:
         except KVPatchError as error:
             self._errors |= {(id,): error for id in ids}
             return
+
         for row, id in enumerate(ids):
             self.counts["canonicals"] += 1
             local = np.asarray(tokens[row].positions)[0]
@@ -230,6 +233,7 @@ class BatchPatchCache:
                 self._exact[path] = _engine_kv(kv, self._chunks[path[-1]], self._start(path))
                 if path not in needed:
                     continue
+                # KV that is not finite would be stored, and served to all items with this prefix.
                 try:
                     if not np.isfinite(np.asarray(out.logits)[row]).all():
                         raise NotFiniteError(f"chunk {path[-1][:16]!r}: got logits with NaN or infinity; expected none")
@@ -254,6 +258,8 @@ class BatchPatchCache:
         wanted = asked_behind(antecedent, chunk.id, chunk.content, backbone.layout, backbone.fingerprint)
         ranks, asked = choose_ranks(chunk, self._rank)
         expected = wanted.antecedent, wanted.layers, "joint", "phase_free", False, asked
+
+        # Only a patch that equals the one formed here: otherwise answers would depend on the store.
         for patch in self._store.get_patches(wanted):
             metadata = patch.metadata
             found = (

@@ -138,6 +138,7 @@ class DecodeBatch:
           NotFiniteError: of its logits. What the backbone raises.
         """
         executor = self.executor
+        # The question sees its context and itself, but not the slots that are reserved for the answer.
         where, behind = self._locate(request)
         slots = executor.books.held(request.branch, "").slots[: request.length]
         context = where._replace(seen=where.seen & (where.places_of_keys() < behind))
@@ -167,6 +168,7 @@ class DecodeBatch:
         self.steps += 1
         self.shapes.add(("answers", *rows.table.shape))
 
+        # Rows beyond those of the batch are padding.
         ended = []
         for row, token in zip(self.rows, np.asarray(rows.token).tolist(), strict=False):
             row.token, row.count = token, row.count + 1
@@ -186,6 +188,7 @@ class DecodeBatch:
         """Removes a row."""
         self.rows.remove(row)
         self._arrays = None
+        # The first token came with the question, which `begin` has metered.
         if row.count > 1:
             keys = row.behind if row.where is None else row.where.key_count
             decoded = row.count - 1

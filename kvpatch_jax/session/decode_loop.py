@@ -161,6 +161,7 @@ class DecodeLoop:
                     self._end(request, SessionBusyError(found))
                 continue
 
+            # An error of one question (logits that are not finite) ends it alone, unless the pool is lost.
             try:
                 row = self.batch.begin(request)
             except Exception as error:

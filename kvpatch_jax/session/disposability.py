@@ -102,6 +102,7 @@ class DisposabilityProbe:
         id = registry.find(chunk).entry.id
         if window.piece(id).entry.kind != "chunk":
             raise SessionError(f"needs: got {brief(chunk)!r:.80}, a text, which has no canonical; expected a chunk")
+        # Raises for a chunk of the lead, before anything runs.
         without, _ = window.evict(id)
         questions = registry.counters["questions"]
 
@@ -166,6 +167,7 @@ class DisposabilityProbe:
         """Provides the executor with a piece's canonical. Returns the number of forwards that this took."""
         registry, runtime = self._registry, self._registry.runtime
         record, backbone = registry.records[id], runtime.backbone
+        # The lock is not held during reads and forwards, on which other sessions would wait.
         with runtime.locked():
             source, lead = runtime.executor.sources[id], runtime.executor.lead
         if source.chunk is not None:

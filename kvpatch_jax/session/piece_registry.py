@@ -107,6 +107,7 @@ class PieceRegistry:
         self.name, self.users, self.window, self.config = name, users, window, config
         self.runtime = users.runtime
         self.watchers: list[Watcher] = []
+        # Re-entrant, because events are notified under it, and a watcher may read the session.
         self.lock = threading.RLock()
         self.closed = False
         self.records: dict[str, PieceRecord] = {}
@@ -128,6 +129,7 @@ class PieceRegistry:
         name = f"{self.name}/{window.branch.rpartition('/')[2]}"
         branch = PieceRegistry(name, self.users, window, self.config)
         branch.ids, branch.used_names = dict(self.ids), self.used_names.copy()
+        # Records are copied, because each session releases its own tokens. The runtime has the arrays once.
         for id, record in self.records.items():
             branch.records[id] = PieceRecord(record.entry, record.name, record.input)
             if record.tokens is not None:
@@ -203,6 +205,7 @@ class PieceRegistry:
         if name is not None:
             if not isinstance(name, str) or not name:
                 raise InputError(f"session.id: got {name!r:.80}; expected a name")
+            # A name without UTF-8, such as a lone surrogate, could not be saved.
             encoded(name)
             if name in self.used_names or self.knows(name):
                 raise SessionError(f"session.id: got {name!r:.80}, the name of another piece; expected a new name")
@@ -228,6 +231,8 @@ class PieceRegistry:
         if kind is None:
             kind = "text" if read.textual and not order_free else "chunk"
         name, piece_id = self.new_names(read.content, name)
+
+        # Provided before it is placed, because edits of the placement read the tokens.
         tokens = self.embed(read)
         record = PieceRecord(tokens.entry(piece_id, read, kind, order_free), name, read)
         self.provide_tokens(record, tokens)
@@ -246,6 +251,7 @@ class PieceRegistry:
         """Embeds an input. The output of the vision tower is read from the store, or computed and stored."""
         backbone: Any = self.runtime.backbone
         store, former = self.runtime.store, self.runtime.former
+        # The former writes to the store in the background; without it, nothing would be stored.
         if read.textual or former is None or not isinstance(store, EncoderStore):
             return embedded(backbone, read.items)
 
@@ -313,6 +319,7 @@ class PieceRegistry:
 
     def run(self, window: Window, edits: Edits) -> None:
         """Executes edits. The window is the session's once they have succeeded."""
+        # Raises without changes, so that window and counters stay as they are.
         ledger = self.runtime.run(window, edits)
 
         counters = self.counters
@@ -327,6 +334,17 @@ class PieceRegistry:
             elif isinstance(edit, Drop):
                 counters["left"] += 1
         self.window = window
+
+    def evict(self, op: Op, window: Window, edits: Edits, **fields: Any) -> tuple[str, ...]:
+        """Executes edits by which pieces leave, and returns the names of the chunks that left."""
+        before = set(self.window.gone)
+        # Nothing may have left; then nothing is executed, and the event is still one.
+        if edits:
+            self.run(window, edits)
+        left = self.names([id for id in self.window.gone if id not in before])
+        self.trim_evicted()
+        self.notify(op, **fields)
+        return left
 
     def stats(self) -> Stats:
         """Returns the counts so far, with those of the window and the pool."""
@@ -346,6 +364,7 @@ class PieceRegistry:
     def reprefill(self) -> None:
         """Prefills the window again after its pool was lost. Survivors forget what was evicted."""
         with self.lock:
+            # Tokens may have been discarded once the pieces were in the pool.
             for piece in self.window.pieces:
                 record = self.records.get(piece.entry.id)
                 if record is not None:

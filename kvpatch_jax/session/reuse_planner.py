@@ -75,6 +75,7 @@ class ReusePlanner:
         evicted = entry.id in registry.window.evicted_by_id
         seen_before = evicted or self._is_stored(entry)
 
+        # The lead is not settled until the first chunk; nothing leaves before that.
         stay, sliding = registry.window, ()
         if self.keep is not None and entry.kind != "text" and stay.lead_settled:
             stay, sliding = stay.slide(self.keep - 1)
@@ -88,6 +89,7 @@ class ReusePlanner:
                 enter = stay.recall(entry.id, method, note) if evicted else stay.append(entry, method, note)
                 window, edits = enter[0], (*sliding, *enter[1])
             try:
+                # Only forwards read tokens. A chunk whose content was discarded can still be served by a patch.
                 for edit in edits:
                     if isinstance(edit, Prefill | Recompute):
                         registry.provide_tokens(record if edit.id == entry.id else registry.records[edit.id])
@@ -99,6 +101,7 @@ class ReusePlanner:
                     raise
                 choice = "prefill", None
 
+        # Counted last: a call that raises has counted nothing.
         if isinstance(choice, Plan):
             self.known = choice.known
         if entry.kind == "chunk" and seen_before:

@@ -215,6 +215,7 @@ class PrivateRuntime:
         with self._lock:
             if self.executor.lost:
                 self.executor.renew()
+            # Another call may have done it meanwhile.
             if self.executor.current(window.branch) == window.pieces:
                 return window
             again, edits = window.anew()

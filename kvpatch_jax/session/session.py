@@ -3,7 +3,7 @@
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ..backbone import Backbone
@@ -11,9 +11,8 @@ from ..cache import brief, names_of
 from ..errors import SessionError
 from ..plan import Plan
 from ..sampling import Sampling
-from ..traces import Op
 from ..utils.argument_names import with_our_names
-from ..window import Costs, Edits, Fidelity, Kind, PatchStore, Promise, Window
+from ..window import Costs, Fidelity, Kind, PatchStore, Promise, Window
 from . import session_checkpoint
 from .answers import Answer
 from .disposability import UNCHANGED, DisposabilityProbe, DisposabilityReport
@@ -125,6 +124,7 @@ class Session:
         self._questions = QuestionRunner(registry)
         self._answers: weakref.WeakSet[Answer] = weakref.WeakSet()
 
+        # A runtime forms no patches by default until one of its sessions may serve them.
         former = registry.runtime.former
         if former is not None and (self.config.certificate is not None or self.config.uncertified):
             former.form_patches(RANK)
@@ -199,12 +199,15 @@ class Session:
         """
         registry = self._registry
         registry.check_open()
+        # Decoding an image takes long and needs no lock.
         read = registry.read(item)
+
         with registry.lock:
             registry.check_open()
             evicted = registry.find_evicted(read.content, id)
             if evicted is not None:
                 return self._planner.recall(evicted, read)
+
             with registry.admit(read, id, order_free, kind) as record:
                 self._planner.place(record)
             registry.notify("add", record, read.items, keep=self._planner.keep)
@@ -231,6 +234,7 @@ class Session:
 
         with registry.lock:
             registry.check_open()
+            # A content may be in the window and evicted. The evicted piece is meant, for the other needs no recall.
             record = registry.find(item) if read is None else registry.find_content(read.content)
             if record is None:
                 found = brief(item) if isinstance(item, str) else f"a {type(item).__name__}"
@@ -245,7 +249,10 @@ class Session:
         Raises:
           SessionClosedError. WindowError: an invalid number.
         """
-        return self._evict("slide", lambda window: window.slide(keep), keep=keep)
+        registry = self._registry
+        with registry.lock:
+            registry.check_open()
+            return registry.evict("slide", *registry.window.slide(keep), keep=keep)
 
     @retry_after_pool_loss
     def evict(self, id: str) -> tuple[str, ...]:
@@ -254,10 +261,11 @@ class Session:
         Raises:
           SessionClosedError. SessionError: an unknown name. WindowError: a piece of the lead, or one that has left.
         """
-        with self._registry.lock:
-            self._registry.check_open()
-            record = self._registry.find(id)
-            return self._evict("evict", lambda window: window.evict(record.entry.id), chunk=record.name)
+        registry = self._registry
+        with registry.lock:
+            registry.check_open()
+            record = registry.find(id)
+            return registry.evict("evict", *registry.window.evict(record.entry.id), chunk=record.name)
 
     @retry_after_pool_loss
     def replace(self, id: str, item: Any, *, name: str | None = None, order_free: bool = False) -> str:
@@ -272,6 +280,7 @@ class Session:
         registry = self._registry
         registry.check_open()
         read = registry.read(item)
+
         with registry.lock:
             registry.check_open()
             old = registry.find(id)
@@ -320,6 +329,8 @@ class Session:
         with registry.lock:
             if registry.closed:
                 return
+
+            # Answers may be read by other threads. They end with an error instead of reading released KV.
             registry.closed = True
             registry.notify("close")
             for answer in list(self._answers):
@@ -381,6 +392,7 @@ class Session:
         with registry.lock:
             registry.check_open()
             answer = self._questions.ask(question, options, self._fork)
+            # Held weakly: an answer that nobody reads any more ends by itself.
             self._answers.add(answer)
             registry.counters["asked"] += 1
             if isinstance(question, str):
@@ -484,17 +496,3 @@ class Session:
         branch = Session._of(pieces, keep)
         branch._planner.known = self._planner.known
         return branch, pieces
-
-    def _evict(self, op: Op, change: Callable[[Window], tuple[Window, Edits]], **fields: Any) -> tuple[str, ...]:
-        """Changes the window, and returns the names of the chunks that left."""
-        registry = self._registry
-        with registry.lock:
-            registry.check_open()
-            before = set(registry.window.gone)
-            window, edits = change(registry.window)
-            if edits:
-                registry.run(window, edits)
-            left = registry.names([id for id in registry.window.gone if id not in before])
-            registry.trim_evicted()
-            registry.notify(op, **fields)
-            return left

@@ -30,6 +30,7 @@ def save(path: str | os.PathLike[str], registry: PieceRegistry, keep: int | None
     Raises:
       SessionError: a file that cannot be written.
     """
+    # Snapshots and page size belong together, so they are taken under one lock.
     executor = registry.runtime.executor
     with registry.runtime.locked():
         snapshots = taken(executor, registry.window) if kv else None
@@ -102,6 +103,7 @@ def restore(
 
 def _restore_pieces(registry: PieceRegistry, window: Window, saved: session_file.SavedSession) -> None:
     """Restores the records of a saved session, and the KV of its window."""
+    # The file is consistent with its digest, but a foreign program may have written it.
     entries = {piece.entry.id: piece.entry for piece in (*window.pieces, *window.evicted)}
     for piece in saved.pieces:
         if piece.id not in entries:
@@ -115,6 +117,7 @@ def _restore_pieces(registry: PieceRegistry, window: Window, saved: session_file
         raise SessionError(f"session.pieces: got none for {missing[0]!r:.80}; expected all of the saved window")
     registry.used_names = UsedNames(saved.used)
 
+    # Without KV, the window is prefilled.
     if saved.kept is None:
         window, edits = window.anew()
         for piece in window.pieces:

@@ -51,6 +51,7 @@ def read_input(backbone: Backbone, item: Any, largest_image: int) -> SessionInpu
     Raises:
       InputError: an empty input, or one of another kind. ImageError: an image that cannot be read, or is too large.
     """
+    # One input may be several items, such as the frames of a clip.
     several = False
     if isinstance(item, np.ndarray | jax.Array) and item.ndim == 4:
         item, several = list(np.asarray(item)), True
@@ -140,11 +141,13 @@ def embedded(
     if not prompt["input_ids"].shape[1]:
         raise InputError(f"session: got {items!r:.80}, which has no token; expected at least one")
 
+    # Padding to buckets keeps the number of compiled programs small.
     model: Any = backbone
     if hasattr(model, "embed_padded"):
         tokens, length = model.embed_padded(**prompt)
     else:
         tokens = model.embed(**prompt)
         length = tokens.embeddings.shape[1]
+    # Positions of videos are fractional; the next piece starts at a whole one.
     places = np.asarray(tokens.positions)[:, :length]
     return EmbeddedInput(tokens, length, int(np.floor(places.max())) - int(np.floor(places.min())) + 1)

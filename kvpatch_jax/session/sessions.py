@@ -106,6 +106,7 @@ class Sessions:
 
         executor = PagedExecutor(backbone, pages, page_size, dtype, store=store, **options)
         self.backbone, self.store = backbone, store
+        # The former has a thread, which must not outlive a constructor that raises.
         former = None if store is None else PatchFormer(backbone, store, rank)
         try:
             self.shared = SharedRuntime(executor, former, batch=batch, waiting=waiting, timeout=timeout)

@@ -144,6 +144,8 @@ class SharedRuntime:
                 self._renew_pool(None)
             if self._pool_of.get(window.branch) == self.renewed:
                 return window
+
+            # Marked until the prefill has succeeded: if it raises, the next call must not use the branch.
             self._pool_of[window.branch] = LOST
             self.executor.release(window.branch)
             again, edits = window.anew()
@@ -159,6 +161,7 @@ class SharedRuntime:
             if pages > self.executor.books.allocator.pages:
                 return False
             ticket = queue.enter()
+            # `_wait` releases the lock, so that others can release pages meanwhile.
             try:
                 while queue.first is not ticket or self.executor.books.allocator.free_pages < pages:
                     self._wait(queue, ticket, deadline, f"room for {window.tokens} tokens")
@@ -226,6 +229,7 @@ class SharedRuntime:
                         self._renew_pool(error)
                         raise
                     except PoolError:
+                        # Waiting is in vain if nobody else holds pages, or the window exceeds the pool.
                         others = any(branch != window.branch for branch in self.executor.books.branches)
                         if not others or self._pages(window) > self.executor.books.allocator.pages:
                             raise
@@ -234,6 +238,7 @@ class SharedRuntime:
                 self._wait(queue, ticket, deadline, f"room for {window.tokens} tokens")
                 if self.executor.lost:
                     self._renew_pool(None)
+                # While it waited, the KV that the edits start from was lost with another pool.
                 if self.renewed != renewed:
                     raise PoolLostError("sessions: got the pool lost while waiting for room; expected `reprefill`")
         finally:
@@ -241,6 +246,7 @@ class SharedRuntime:
                 queue.leave(ticket)
                 loop.wake()
 
+        # Compaction moved the slots of answers too, so their tables are stale.
         self._pool_of[window.branch] = self.renewed
         if any(isinstance(edit, Compact) for edit in edits):
             loop.batch.moved()
@@ -321,6 +327,7 @@ class SharedRuntime:
 
     def close(self) -> None:
         """Ends all answers and waits with SessionClosedError, and forms pending patches. Idempotent."""
+        # A forked process has copies of the locks, perhaps held by threads that it does not have.
         if os.getpid() != self._process:
             return
         with self.locked():
@@ -329,6 +336,7 @@ class SharedRuntime:
                 self.decode_loop.drop(SessionClosedError("answer: got its sessions closed; expected them open"))
                 self.decode_loop.room.call(everybody=True)
                 self.decode_loop.door.call(everybody=True)
+        # Not under the lock, which the loop needs in order to end.
         self.decode_loop.join()
         if self.former is not None:
             self.former.close()

@@ -114,6 +114,7 @@ class Event:
             check_path(path)
 
         # What the operation requires and allows.
+        # A field at its default counts as not given.
         required, allowed = _FIELDS[self.op]
         given = {name for name, default in _DEFAULTS.items() if getattr(self, name) != default}
         if missing := sorted(required - given):
@@ -216,6 +217,7 @@ def check_history(events: Sequence[Event]) -> None:
         if event.session in closed:
             raise TraceError(f"{found}, which was closed; expected another session")
 
+        # Branches know the ids of the session that they were forked from.
         last, ids = event.at, known.setdefault(event.session, set())
         if event.op in ("add", "replace") and event.chunk in ids and event.chunk != event.replaced:
             raise TraceError(f"{found}: {event.chunk!r:.80} was added before; expected a new id, or a recall")

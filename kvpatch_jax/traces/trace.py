@@ -105,6 +105,7 @@ class Trace:
         paths = []
         for name in event.payload:
             check_path(name)
+            # A link inside the folder may lead out of it.
             root, path = os.path.realpath(self.folder), os.path.realpath(self.folder / name)
             if os.path.commonpath([root, path]) != root or not os.path.isfile(path):
                 found = f"{name!r:.80} in {str(self.folder)!r:.80}"
@@ -172,6 +173,7 @@ def _read(file: Any, name: str, torn: bool) -> tuple[str, dict[str, Scalar], tup
     kind, parameters = head.get("kind"), head.get("parameters", {})
     _check_header(kind, parameters)
 
+    # `readline` is bounded, because a line of a hostile file may be larger than memory.
     events: list[Event] = []
     while line := file.readline(LINE + 1):
         where = f"{name!r:.200}, line {len(events) + 2}"
@@ -277,6 +279,7 @@ class Recorder:
         """
         if not isinstance(getattr(session, "watchers", None), list):
             raise TraceError(f"recorder: got a {type(session).__name__}; expected a Session, which has watchers")
+        # Twice is once: each event would be written twice otherwise.
         if self not in session.watchers:
             session.watchers.append(self)
 
@@ -295,6 +298,7 @@ class Recorder:
                 payload = self._keep_images(items) if self._payloads else ()
                 self._append(_event_line(dataclasses.replace(event, at=self._last, payload=event.payload or payload)))
             except Exception as error:
+                # The session must not fail because its recorder does.
                 self.error = error
 
     def close(self) -> None:
