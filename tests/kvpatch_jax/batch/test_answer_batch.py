@@ -104,7 +104,7 @@ def done(backbone, items, tmp_path_factory):
     return report, shelf, path, counting.forwards
 
 
-def test_each_chunk_is_formed_once_alone_and_once_behind_each_antecedent(done):
+def test_each_chunk_is_prefilled_once_alone_and_once_after_each_antecedent(done):
     report, shelf, _, forwards = done
     # Chunks: two legends, a page. Behind others: page|first, first|second, second|first, page|first,second.
     assert (report.canonicals, report.conditioned, report.again, report.patches) == (3, 4, 0, 4)
@@ -117,24 +117,24 @@ def test_each_chunk_is_formed_once_alone_and_once_behind_each_antecedent(done):
         assert patch.metadata.behind.exact
 
 
-def test_an_item_that_does_not_say_has_as_many_tokens_as_the_checkpoint_says(backbone, monkeypatch, tmp_path):
+def test_answers_are_as_long_as_the_checkpoint_says_by_default(backbone, monkeypatch, tmp_path):
     monkeypatch.setattr(backbone, "answer_tokens", 3)
     items = [BatchItem([], [5, 6], stop=()), BatchItem([], [5, 6], stop=(), steps=2)]
     answer_batch(backbone, None, items, out=tmp_path / "a.jsonl")
     assert [len(line["ids"]) for line in read_answers(tmp_path / "a.jsonl")] == [3, 2]
 
 
-def test_what_has_nothing_in_front_is_answered_as_ever(backbone, items, done):
+def test_a_question_without_a_prefix_equals_the_public_functions(backbone, items, done):
     check_answers(backbone, items[-1:], read_answers(done[2])[-1:])
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_the_public_functions(backbone, items, done):
+def test_answers_equal_those_of_the_public_functions(backbone, items, done):
     check_answers(backbone, items, read_answers(done[2]))
 
 
 @pytest.mark.slow
-def test_answers_of_a_trained_model_are_those_of_the_public_functions(tmp_path):
+def test_answers_of_a_trained_model_equal_those_of_the_public_functions(tmp_path):
     items, backbone = task_items(), load(ROOT / "evals" / "trained" / "qwen2_5_vl", dtype="float32")
     report = answer_batch(backbone, None, items, out=tmp_path / "a.jsonl", rank=RANK, batch=4)
     assert (report.canonicals, report.conditioned, report.failed) == (3, 4, 0)
@@ -164,7 +164,7 @@ def check_answers(backbone: ModelBackbone, items: list[BatchItem], lines: list[d
         assert line["fidelity"] == ("approximate" if item.front else "exact")
 
 
-def test_what_is_stored_is_formed_by_nobody_again(backbone, items, done, tmp_path):
+def test_stored_canonicals_and_patches_are_not_formed_again(backbone, items, done, tmp_path):
     _, shelf, path, _ = done
     counting = counting_of(backbone)
     again = answer_batch(counting, shelf, items, out=tmp_path / "a.jsonl", rank=RANK, batch=2)
@@ -203,7 +203,7 @@ def test_answers_do_not_depend_on_the_shards(backbone, items, done, tmp_path, co
         read_answers(*[report.path for report in reports if report.items][1:])
 
 
-def test_a_run_that_was_cut_anywhere_goes_on(backbone, items, done, tmp_path):
+def test_a_run_that_was_cut_anywhere_continues_after_its_lines(backbone, items, done, tmp_path):
     _, shelf, path, _ = done
     whole = path.read_bytes()
     ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
@@ -255,7 +255,9 @@ def test_damaged_and_foreign_files_are_left_alone(backbone, items, done, tmp_pat
     assert path.read_bytes() == before
 
 
-def test_bad_items_are_told_and_the_others_go_on(backbone, items, done, tmp_path, unchecked):
+def test_invalid_items_get_a_line_with_their_error_and_the_others_are_answered(
+    backbone, items, done, tmp_path, unchecked
+):
     (tmp_path / "none.png").write_bytes(b"\x89PNG, but cut short")
     (tmp_path / "note.txt").write_text("a text")
     good = items[0]
@@ -312,7 +314,7 @@ def test_a_full_store_changes_no_answer(backbone, items, done, tmp_path):
     assert read_answers(tmp_path / "a.jsonl")[0]["ids"] == read_answers(done[2])[0]["ids"]
 
 
-def test_a_stored_chunk_of_other_content_is_not_taken(backbone, items, done, tmp_path):
+def test_a_stored_chunk_of_other_content_is_not_served(backbone, items, done, tmp_path):
     shelf, real = MemoryPatchStore(), done[1]
     ids = list(real.chunks)
     shelf.chunks = {id: real.chunks[ids[place - 1]] for place, id in enumerate(ids)}
@@ -346,7 +348,7 @@ def test_options_override_those_of_the_config(backbone, items, done, tmp_path):
         ({"out": "/dev/null/answers.jsonl"}, "cannot be written"),
     ],
 )
-def test_bad_calls_are_refused(backbone, items, tmp_path, unchecked, options, message):
+def test_invalid_calls_are_refused(backbone, items, tmp_path, unchecked, options, message):
     call: dict[str, Any] = {"items": items, "out": tmp_path / "a.jsonl"} | options
     with pytest.raises(InputError, match=message):
         answer_batch(backbone, None, call.pop("items"), **call)
@@ -435,9 +437,7 @@ def heard():
 
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("place", ["prefill 1", "prefill 4", "generate 0", "generate 2", "add 1"])
-def test_an_interrupt_anywhere_ends_the_run_and_the_same_call_goes_on(
-    backbone, items, done, tmp_path, monkeypatch, place
-):
+def test_after_an_interrupt_anywhere_the_same_call_continues(backbone, items, done, tmp_path, monkeypatch, place):
     """Ctrl-C while chunks are formed, while a question is answered, and while its line is being written."""
     what, at = place.split()
     calls = dict.fromkeys(("prefill", "generate", "add"), 0)

@@ -102,7 +102,7 @@ def test_stored_patches_are_not_formed_again(backbone, tmp_path, monkeypatch):
     assert larger.patches == 2, "those of a smaller rank are formed again"
 
 
-def test_a_session_that_may_serve_patches_has_them_formed(backbone, tmp_path, monkeypatch):
+def test_patches_are_formed_for_sessions_that_may_serve_them(backbone, tmp_path, monkeypatch):
     with kvp.ChunkStore(tmp_path / "store") as own:
         assert loop(backbone, own, monkeypatch, rank=0, uncertified=True)[0].formed.patches == 0
         assert loop(backbone, own, monkeypatch, uncertified=True)[0].formed.patches == 2
@@ -118,7 +118,7 @@ def test_a_session_that_may_serve_patches_has_them_formed(backbone, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_stored_patch_serves_what_comes_back_where_that_is_allowed(backbone, store):
+def test_a_stored_patch_serves_a_returning_chunk_if_uncertified_is_allowed(backbone, store):
     with kvp.Session(backbone, store, keep=1, rank=0, uncertified=True) as session:
         session.add(image_of(0))
         name = session.add(image_of(1))  # met by another session, behind the very image that stands in front here

@@ -177,7 +177,7 @@ def test_dropping_an_answer_releases_its_slots_before_the_next_token(sessions):
 
 
 def test_an_answer_ignores_later_edits_of_its_window(sessions):
-    """The window slides, is packed and is let go of while it grows: what it reads was copied on write."""
+    """The window slides and is compacted while the answer is decoded: what it reads was copied on write."""
     shared, agent = sessions.shared, agents_of(sessions, 1, pieces=3)[0]
     asked = question_of(shared.backbone, 1)
     ask = lambda: shared.answer(agent.window, asked, None, 40, None, None, ())

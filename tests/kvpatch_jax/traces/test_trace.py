@@ -36,7 +36,7 @@ def write(path: Path, *lines: object, end: bytes = b"\n") -> Path:
     return path
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_written_trace_reads_back_equal(tmp_path):
     trace = Trace(EVENTS, "test", {"seed": 3, "rate": 0.5, "name": "ü", "none": None})
     trace.write(tmp_path / "trace.jsonl")
     again = Trace.read(tmp_path / "trace.jsonl")
@@ -111,7 +111,7 @@ def test_hostile_fields_are_refused_by_their_line(tmp_path, unchecked, fields, m
         b'{"at": 0, "session": "a", "op": "ask", "text": "' + b"x" * LINE + b'"}',
     ],
 )
-def test_lines_that_are_none_are_refused(tmp_path, line):
+def test_lines_that_are_no_event_are_refused(tmp_path, line):
     with pytest.raises(TraceError, match="line 2"):
         Trace.read(write(tmp_path / "t.jsonl", HEADER, line))
 
@@ -146,7 +146,7 @@ def test_empty_missing_and_odd_files_are_refused(tmp_path):
         Trace(()).write(tmp_path / "no" / "folder.jsonl")
 
 
-def test_a_line_that_was_cut_off_is_left_out_only_where_that_is_asked_for(tmp_path):
+def test_a_line_that_was_cut_off_is_left_out_only_on_request(tmp_path):
     whole = write(tmp_path / "t.jsonl", HEADER, ADD, {**ADD, "chunk": "two"})
     content = whole.read_bytes()
     first = content.index(b"\n", content.index(b"\n") + 1) + 1
@@ -173,12 +173,12 @@ def test_a_line_that_was_cut_off_is_left_out_only_where_that_is_asked_for(tmp_pa
         (Event(6, "c", "evict", "one"), "'one' was never added"),
     ],
 )
-def test_what_cannot_have_happened_is_refused(last, message):
+def test_impossible_histories_are_refused(last, message):
     with pytest.raises(TraceError, match=message):
         Trace((*EVENTS, last))
 
 
-def test_payloads_stay_in_their_folder(tmp_path):
+def test_payloads_outside_of_the_folder_are_refused(tmp_path):
     inside = tmp_path / "inside"
     inside.mkdir()
     (tmp_path / "secret.png").write_bytes(b"x")
@@ -206,7 +206,7 @@ class NotifyingSession:
             watcher(event, things)
 
 
-def test_a_recorder_writes_as_it_happens(tmp_path):
+def test_a_recorder_writes_each_event_as_it_happens(tmp_path):
     now = iter([10.0, 10.5, 10.25, 12.0])
     session, pixels = NotifyingSession(), np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     Image.fromarray(pixels).save(tmp_path / "shot.png")
@@ -229,7 +229,7 @@ def test_a_recorder_writes_as_it_happens(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_session_does_is_recorded_and_can_be_followed(tmp_path):
+def test_windows_of_a_session_follow_from_its_recorded_trace(tmp_path):
     """A real session: what the trace says of its windows is what they held."""
     from session_cases import QUESTION, image_of, reader
 
@@ -267,7 +267,7 @@ def test_what_a_session_does_is_recorded_and_can_be_followed(tmp_path):
     assert {each.text for each in found} == {QUESTION}
 
 
-def test_recording_that_fails_is_no_sessions_error(tmp_path, unchecked):
+def test_a_recorder_that_fails_raises_nothing_in_the_session(tmp_path, unchecked):
     session, recorder = NotifyingSession(), Recorder(tmp_path / "t.jsonl")
     recorder.watch(session)
     session.notify(Event(0, "a", "add", "one"))
