@@ -17,7 +17,7 @@ from ..backbone import Backbone, Output, Tokens, check_tokens
 from ..cache import Antecedent, Chunk, Member, Patch
 from ..core import EngineKV, to_engine
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
-from ..patching import Rank, apply_patch, choose_ranks, factor_dtype, form_patch
+from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
 from ..window import PatchStore, asked_behind, bucket, padded_chunk, padded_patch
 
 Path = tuple[str, ...]
@@ -137,7 +137,7 @@ class BatchPatchCache:
         for depth, id in enumerate(ids, 1):
             chunk = self._padded_chunk(id)
             patch = self._patches.get(ids[:depth])
-            placed = apply_patch(chunk, patch, start, antecedent=_antecedent(ids[: depth - 1]))
+            placed = apply_patch(Placed(chunk, patch, start, antecedent=_antecedent(ids[: depth - 1])))
             kv.append({name: np.asarray(value)[:, : chunk.length] for name, value in placed.items()})
             start, tokens = start + chunk.span, tokens + chunk.length
         return QuestionPrefix(tuple(kv), tokens, start, len(ids) < 2)

@@ -58,12 +58,12 @@ OPTIONS = {
 
 def form(engine, images):
     """Has the engine form each chunk from a request of it alone, and patches of two ranks from whole prompts."""
-    settings = engine.worker.settings
+    settings = engine.worker.config
     for tenant, rank in (("blind", None), *((f"rank{rank}", rank) for rank in RANKS)):
         alone = [prompt_of([image], QUESTION) for image in images]
         engine.ask(*alone, steps=1, tenant=tenant)
         if rank is not None:
-            engine.worker.former.settings = dataclasses.replace(settings, rank=rank)
+            engine.worker.former.config = dataclasses.replace(settings, rank=rank)
             engine.one(prompt_of(images, QUESTION), steps=1, tenant=tenant)
 
 
@@ -104,7 +104,7 @@ def own_answers(drawn, folder):
     def placed(patches):
         fronts = [[chunk.id for chunk in chunks[:place]] for place in range(len(chunks))]
         each = zip(chunks, patches, starts, fronts, strict=True)
-        return scenes.joined([dict(kvp.apply_patch(*one)) for one in each])
+        return scenes.joined([dict(kvp.apply_patch(kvp.Placed(*one))) for one in each])
 
     exact = scenes.engine(scene, whole, tokens)
     caches = {"re-prefill": exact, "prefix cache": exact, "leading": exact, "blind": placed([None] * len(chunks))}
