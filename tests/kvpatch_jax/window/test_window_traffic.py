@@ -61,7 +61,7 @@ def loop_of(shelf: Shelf, rank: int = 8, **options) -> tuple[Drill, PatchFormer,
     return drill, former, counting
 
 
-def test_a_prefill_gives_its_patch_and_needs_no_forward_where_the_canonical_is_stored():
+def test_a_prefill_gives_its_patch_without_a_forward_if_the_canonical_is_stored():
     shelf = Shelf()
     drill, former, counting = loop_of(shelf)
     with former:
@@ -93,7 +93,7 @@ def test_a_prefill_gives_its_patch_and_needs_no_forward_where_the_canonical_is_s
     assert counting.forwards == 1
 
 
-def test_what_left_the_pool_is_formed_all_the_same():
+def test_patches_of_evicted_pieces_are_still_formed():
     shelf = Shelf()
     drill, former, _ = loop_of(shelf)
     for id in ("c0", "c1"):
@@ -176,7 +176,7 @@ def test_canonicals_behind_a_lead_are_formed_stored_and_fetched_as_such():
         executor.provide("c0", chunk=canonical(counting, "c0", tokens_of(counting, 0, 5)))
 
 
-def test_errors_stay_where_they_are_and_waiting_is_bounded():
+def test_errors_are_kept_and_the_queue_is_bounded():
     shelf, told = Shelf(), []
     drill, former, _ = loop_of(shelf, pending=1, on_error=told.append)
     shelf.broken = True
@@ -197,7 +197,7 @@ def test_errors_stay_where_they_are_and_waiting_is_bounded():
 
 
 @pytest.mark.slow
-def test_texts_and_strangers_are_left_alone():
+def test_texts_and_mismatched_chunks_are_skipped():
     shelf = Shelf()
     drill, former, counting = loop_of(shelf)
     text = tokens_of(drill.backbone, 3, 8)
