@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 
 from kvpatch_jax.backbone import Backbone, Output, Tokens, joined
 from kvpatch_jax.cache import Chunk, Patch, brief
-from kvpatch_jax.core import AnyArray, EngineKV, KVLayout, PhaseFreeKV, as_start, check_positions, ops, placed
+from kvpatch_jax.core import AnyArray, EngineKV, KVLayout, PhaseFreeKV, as_start, check_positions, ops, rotate_kv
 from kvpatch_jax.errors import NotFiniteError, WindowError
-from kvpatch_jax.patching import arrays_of, operator_call
+from kvpatch_jax.patching import Placed, arrays_of
 from kvpatch_jax.window import (
     ApplyPatch,
     Compact,
@@ -60,7 +60,7 @@ class HostPiece:
         """Returns R(start + local) · (KV + u v), rounded once."""
         start = np.asarray(as_start(layout.rope, self.start))
         if self.patch is None or not self.patch.factors:
-            return EngineKV(placed(layout, self.kv, self.local, start))
+            return EngineKV(rotate_kv(layout, self.kv, self.local, start))
         metadata = self.patch.metadata
         layers = None if len(metadata.layers) == layout.layers else metadata.layers
         kv, factors = arrays_of(self.kv), dict(self.patch.factors)
@@ -228,12 +228,12 @@ class _HostRun:
             rows = there.kv.items()
             base = {name: value[:, 0] if chunk.batch is None and value.ndim == 5 else value for name, value in rows}
             base_antecedent = patch.metadata.base_behind or ()
-        call = operator_call(kind, chunk, patch, start, (), base, base_antecedent, True, None)
+        placed = Placed(chunk, patch, start, base=base, base_antecedent=base_antecedent, allow_stale=True)
         if there is not None and there.length != chunk.length:
             raise WindowError(f"{kind}: chunk {brief(id)!r} of {chunk.length} tokens; expected {there.length}")
 
         local = np.asarray(chunk.local, np.float32)[: chunk.length]
-        kv = {name: value[..., : chunk.length, :, :] for name, value in call.kv.items()}
+        kv = {name: value[..., : chunk.length, :, :] for name, value in placed.kv.items()}
         trimmed = None if patch is None else trimmed_patch(patch, chunk.length)
         piece = HostPiece(id, kv, local, start, trimmed, there if keeps_stash else None)
         self.own[id] = piece

@@ -17,7 +17,7 @@ from ..backbone import Backbone, Output, Tokens, check_tokens
 from ..cache import Antecedent, Chunk, Member, Patch
 from ..core import EngineKV, to_engine
 from ..errors import InputError, KVPatchError, NotFiniteError, StoreError
-from ..patching import Rank, apply_patch, choose_ranks, factor_dtype, form_patch
+from ..patching import Placed, Rank, apply_patch, choose_ranks, factor_dtype, form_patch
 from ..window import PatchStore, asked_behind, bucket, padded_chunk, padded_patch
 
 Path = tuple[str, ...]
@@ -121,7 +121,7 @@ class BatchPatchCache:
             chunk = self._padded(ids[depth - 1])
             patch = self._patches.get(ids[:depth])
             behind = self._behind(ids[: depth - 1])
-            served = apply_patch(chunk, patch, start, antecedent=behind)
+            served = apply_patch(Placed(chunk, patch, start, antecedent=behind))
             found.append({name: np.asarray(value)[:, : chunk.length] for name, value in served.items()})
             start, tokens = start + chunk.span, tokens + chunk.length
         return QuestionPrefix(tuple(found), tokens, start, len(ids) < 2)

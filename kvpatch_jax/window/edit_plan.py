@@ -15,7 +15,7 @@ from ..backbone import Tokens
 from ..cache import Chunk, Patch, brief
 from ..core import Factors, check_positions
 from ..errors import InputError, WindowError
-from ..patching import operator_call
+from ..patching import Placed
 from ..pool import compaction_moves
 from .edits import ApplyPatch, Compact, Copy, Drop, Edit, Fetch, Prefill, Recompute, Rotate
 from .entry import PlacedPiece
@@ -365,8 +365,8 @@ class EditPlan:
         # A removal patch is added to what the piece has in the pool; here the canonical stands for its shapes.
         base_antecedent = (patch.metadata.base_behind or ()) if patch is not None and removal else ()
         base = chunk.kv if removal else None
-        call = operator_call(kind, chunk, patch, start, (), base, base_antecedent, True, None)
-        options = {word: call.options[word] for word in ("layers", "heads") if word in call.options}
+        placed = Placed(chunk, patch, start, base=base, base_antecedent=base_antecedent, allow_stale=True)
+        options = {word: value for word, value in placed.options.items() if word != "frame"}
 
         # A piece that was switched to bare gets its conditioned KV back first.
         there = self.table.branches.get(self.branch, {}).get(id)
@@ -402,7 +402,7 @@ class EditPlan:
             )
         self.table.put(self.branch, piece)
         base = there if removal else None
-        self.launches.append(PlaceLaunch(kind, piece, call.kv, call.factors, options, added, base))
+        self.launches.append(PlaceLaunch(kind, piece, placed.kv, placed.factors, options, added, base))
 
     def _restore(self, id: str, start: int, counted: bool = True) -> ResidentPiece:
         """Plans that stashed KV returns to the piece's place: bit for bit if the piece did not move meanwhile."""

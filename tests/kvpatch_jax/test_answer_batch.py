@@ -152,7 +152,7 @@ def check_answers(backbone: ModelBackbone, items: list[BatchItem], lines: list[d
         ):
             ids = [each.id for each in chunks[:place]]
             patch = kvp.form_patch(chunk, kv, RANK, ids) if place else None
-            placed.append(kvp.apply_patch(chunk, patch, start, ids))
+            placed.append(kvp.apply_patch(kvp.Placed(chunk, patch, start, ids)))
             start += chunk.span
         tokens = backbone.embed(**backbone.prepare([item.question])).shift(start)
         ids = backbone.generate(tokens, item.steps, kvp.joined(*placed) if placed else None, stop=item.stop)[0]

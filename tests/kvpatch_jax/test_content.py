@@ -348,10 +348,10 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
     sum_ = kvp.accumulate(None, conditioned, chunk)
     for call in (
         lambda given: kvp.form_patch(chunk, conditioned, 4, given),
-        lambda given: kvp.apply_patch(chunk, patch, 0, given),
-        lambda given: kvp.apply_patch(chunk, None, 0, given),
-        lambda given: kvp.apply_patch(chunk, patch, 0, given, allow_stale=True),
-        lambda given: kvp.apply_patch(chunk, patch, 0, ["a"], base=chunk.kv, base_antecedent=given),
+        lambda given: kvp.apply_patch(kvp.Placed(chunk, patch, 0, given)),
+        lambda given: kvp.apply_patch(kvp.Placed(chunk, None, 0, given)),
+        lambda given: kvp.apply_patch(kvp.Placed(chunk, patch, 0, given, allow_stale=True)),
+        lambda given: kvp.apply_patch(kvp.Placed(chunk, patch, 0, ["a"], base=chunk.kv, base_antecedent=given)),
         lambda given: kvp.accumulate(None, conditioned, chunk, given),
         lambda given: kvp.orbit_patch(sum_, 4, given),
         lambda given: kvp.removal_patch(chunk, conditioned, chunk.kv, 4, given, ["a"]),
@@ -364,7 +364,7 @@ def test_a_bare_antecedent_is_refused_by_every_operator(unchecked: None):
         for given in ("abc", [chunk.kv], [1], 3):
             with pytest.raises(InputError, match=r"antecedent.*expected"):
                 call(given)
-    assert kvp.apply_patch(chunk, patch, 0, iter(["a", "b", "c"]))  # any sequence of names will do
+    assert kvp.apply_patch(kvp.Placed(chunk, patch, 0, iter(["a", "b", "c"])))  # any sequence of names will do
 
 
 def test_a_bare_backbone_is_refused_where_a_library_wants_several(store, unchecked: None):

@@ -227,15 +227,13 @@ def fields_of(value: Any) -> dict[str, Any]:
 def test_every_operator_refuses_what_it_does_not_take(backbone):
     chunk = chunk_of("gqa")
     kv, layout = conditioned_of(chunk), chunk.layout
-    patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(chunk, None, 3)
+    patch, placed = kvp.form_patch(chunk, kv, 4, ["a"]), kvp.apply_patch(kvp.Placed(chunk, None, 3))
     calls = {
         "make_chunk": (kvp.make_chunk, {"backbone": backbone, "items": [[1]], "encoder": None, "lead": None}),
         "conditioned": (kvp.conditioned, {"backbone": backbone, "units": [[[1]]], "lead": None}),
         "form_patch": (kvp.form_patch, {"chunk": chunk, "conditioned": kv, "rank": 4, "antecedent": ["a"]}),
-        "apply_patch": (
-            kvp.apply_patch,
-            {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None},
-        ),
+        "apply_patch": (kvp.apply_patch, {"placed": kvp.Placed(chunk, patch, 0, ["a"])}),
+        "Placed": (kvp.Placed, {"chunk": chunk, "patch": patch, "start": 0, "antecedent": ["a"], "base": None}),
         "accumulate": (kvp.accumulate, {"acc": None, "conditioned": kv, "chunk": chunk, "antecedent": ["a"]}),
         "orbit_patch": (kvp.orbit_patch, {"acc": kvp.accumulate(None, kv, chunk), "rank": 4, "antecedent": ["a"]}),
         "correction_patch": (lambda patch: kvp.correction_patch(chunk, patch, kv, 4, ["a"]), {"patch": patch}),
@@ -303,6 +301,6 @@ def test_a_forgotten_antecedent_is_told():
     chunk = chunk_of("gqa")
     patch = kvp.form_patch(chunk, conditioned_of(chunk), 4, ["a", "b"])
     with pytest.raises(StalePatchError, match=r"got no antecedent; expected antecedent=\('a', 'b'\)"):
-        kvp.apply_patch(chunk, patch, 0)
+        kvp.apply_patch(kvp.Placed(chunk, patch, 0))
     with pytest.raises(StalePatchError, match=r"formed behind \('a', 'b'\); expected \('b',\)"):
-        kvp.apply_patch(chunk, patch, 0, ["b"])
+        kvp.apply_patch(kvp.Placed(chunk, patch, 0, ["b"]))

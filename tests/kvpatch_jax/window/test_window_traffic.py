@@ -111,7 +111,7 @@ def test_patches_of_evicted_pieces_are_still_formed():
     assert not former.errors
     patch = next(patch for patch in shelf.patches if patch.metadata.chunk == "c2")
     chunk = shelf.chunks["c2"]
-    found = kvp.apply_patch(chunk, patch, 0, antecedent)
+    found = kvp.apply_patch(kvp.Placed(chunk, patch, 0, antecedent))
     expected = kvp.to_engine(drill.backbone.layout, wanted, np.asarray(chunk.local)[: chunk.length], 0)
     for name, value in expected.items():
         given = np.asarray(found[name])[:, : chunk.length]
