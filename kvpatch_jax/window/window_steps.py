@@ -8,7 +8,7 @@ from ..cache import Patch, brief
 from ..errors import PatchMismatchError, StalePatchError, WindowError
 from .costs import Costs
 from .edits import ApplyPatch, Copy, Drop, Edit, Edits, Fetch, Prefill, Rotate, in_order, new_edit
-from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece, tuple_of
+from .entry import BARE, FRESH, LIMIT, Entry, How, PatchNote, PieceState, PlacedPiece
 from .provenance_chain import chain_digest, linked
 from .window_state import WindowState, recallable
 
