@@ -135,8 +135,9 @@ class ChunkStore:
     def put_async(self, chunk: Chunk, *, encoding: Encoding | None = None, ttl: Seconds | None = None) -> Ack:
         """Queues a `put`. The future is done when the chunk is durable, or holds the error.
 
-        It is also done when a later put or deletion of its name replaces it. The arrays must not change until then. A callback of the future must not wait for another future. Waits while
-        the queue is full. `flush` and `close` raise the errors of failed puts.
+        It is also done when a later put or deletion of its name replaces it. The arrays must not change until then. A
+        callback of the future must not wait for another future. Waits while the queue is full. `flush` and `close`
+        raise the errors of failed puts.
         """
         self.tenant_disk.expect_open()
         began = time.perf_counter()

@@ -87,7 +87,7 @@ class StoredPatches:
             basis = self.basis(metadata.basis, metadata.layout, metadata.backbone)
             if basis is None:
                 raise InputError(
-                    f"store: got a patch in basis {metadata.basis}; expected the basis to be stored, by put_basis"
+                    f"store: got a patch in basis {metadata.basis}; expected it stored first, by put_basis"
                 )
             check_in_basis(patch, basis)
             bases[basis.digest] = basis
