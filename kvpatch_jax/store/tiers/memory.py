@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Literal
 
 from ..disk.counters import Counters
-from ..io.thread_pool import tell_of_forks
+from ..io.thread_pool import register_fork_guard
 
 Policy = Literal["lru", "slru"]
 PROTECTED_SHARE = 0.8
@@ -77,7 +77,7 @@ class MemoryTier[V]:
         self._asked: collections.Counter[Hashable] = collections.Counter()
         self._bytes = 0
         self._lock = threading.RLock()
-        tell_of_forks(self)
+        register_fork_guard(self)
 
     def forked(self) -> None:
         """Replaces the lock in a forked process, where its holder may not exist."""

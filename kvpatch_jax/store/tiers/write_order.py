@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from ..format.naming import Name
-from ..io.thread_pool import tell_of_forks
+from ..io.thread_pool import register_fork_guard
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,7 +42,7 @@ class WriteOrder:
         self._busy: set[str] = set()  # paths that are being written
         self._closed: list[str] = []  # prefixes of paths that are being deleted
         self._changed = threading.Condition()
-        tell_of_forks(self)
+        register_fork_guard(self)
 
     def forked(self) -> None:
         """Forgets, in a forked process, the writes of its parent's threads."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from ...errors import StoreClosedError
 from ..format.naming import Name
 from ..format.objects import Blob
-from ..io.thread_pool import tell_of_forks
+from ..io.thread_pool import register_fork_guard
 from .write_order import Write, WriteOrder
 
 Put = Callable[[Sequence[tuple[Write, Blob]]], object]
@@ -76,7 +76,7 @@ class Writer:
         self._closed = self._ended = False
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        tell_of_forks(self)
+        register_fork_guard(self)
 
     def forked(self) -> None:
         """Empties the queue in a forked process. The parent writes the queued objects; futures here raise an error."""
