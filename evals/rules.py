@@ -57,7 +57,7 @@ class Rules:
         headline_arms: what each of them is asked in the main job.
       exclusion: what is left out of the counts, in words.
       rank_kinds, rank_tolerance: a rank is sufficient that is within the tolerance of re-prefill on all these kinds.
-      beating_kinds, beating_tolerance, axes: what it takes to beat the patch (`results.beating`).
+      beating_kinds, beating_tolerance, axes: what it takes to beat the patch (`results.dominance`).
       verdicts: the bars of the comparison with the paper, by name.
       arms: their settings.
     """

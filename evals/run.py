@@ -6,7 +6,7 @@ alternatives. Leaves results.json, items.jsonl, table.md, figures and report.htm
 `--backbone=all` does so for every shipped instance, each in a folder of its own, and sets them side by side.
 """
 
-from . import greeting as greeting  # isort: split
+from . import startup_message as startup_message  # isort: split
 
 from . import extra as extra  # isort: split
 
@@ -33,7 +33,7 @@ from .compilation import use_compilation_cache
 from .console import Progress, in_words, quiet_backends
 from .pictured_context import read_example
 from .probes.results_table import ResultsTable
-from .probes.window import FULL, QUICK, Parts, WindowSizes, measure_window, work_of
+from .probes.window import FULL, QUICK, ProbeParts, WindowSizes, measure_window, work_of
 from .report import side_by_side
 from .report.drawing import draw_all
 from .report.page import write_report
@@ -181,7 +181,7 @@ def _ticks(config: RunConfig, arms: int) -> int:
 
 
 def measure(
-    backbone: ModelBackbone, config: RunConfig, folder: Path, progress: Progress, parts: Parts | None = None
+    backbone: ModelBackbone, config: RunConfig, folder: Path, progress: Progress, parts: ProbeParts | None = None
 ) -> list[ResultsTable]:
     """Runs the probes of a backbone, scene by scene: what was cached and asked, by every arm; and those of the control.
 
@@ -324,11 +324,11 @@ def _batches(contexts: int, config: RunConfig) -> int:
     return -(-contexts // config.batch)
 
 
-def kept_parts(config: RunConfig, backbone: ModelBackbone, folder: Path) -> Parts:
+def kept_parts(config: RunConfig, backbone: ModelBackbone, folder: Path) -> ProbeParts:
     """Finds what the window's suite has finished in a folder; ends the program where that is of another run."""
     about = {"model": Path(config.backbone).name, "fingerprint": backbone.fingerprint, "seed": config.seed}
     with errors_as_one_line():
-        return Parts(folder, {**about, **dataclasses.asdict(config.window)})
+        return ProbeParts(folder, {**about, **dataclasses.asdict(config.window)})
 
 
 def arms_of(config: RunConfig, backbone: ModelBackbone) -> list[str]:

@@ -156,7 +156,7 @@ class SheetsTrainer(Trainer):
     def _first_plan(self) -> dict[str, Any]:
         return {}  # one per size of context, made when it first comes
 
-    def _draw(self, step: int) -> sheets.Drawn:
+    def _draw(self, step: int) -> sheets.SheetsBatch:
         return sheets.draw_batch(self.recipe, step, self.material)
 
     def _update(self, state, moments, batch, labels):
@@ -165,14 +165,14 @@ class SheetsTrainer(Trainer):
         updates, moments = self.optimiser.update(gradients, moments, state)
         return optax.apply_updates(state, updates), moments, {"loss": loss, "right": right}
 
-    def _take(self, drawn: sheets.Drawn) -> dict[str, Array]:
+    def _take(self, drawn: sheets.SheetsBatch) -> dict[str, Array]:
         if drawn.size not in self.plan:
             self.plan[drawn.size] = sheets.image_plan(drawn, self.config)
         found = self._jitted(self.state, self.moments, drawn.batch, self.plan[drawn.size])
         self.state, self.moments, parts = found
         return parts
 
-    def _note(self, tally: "Tally", parts: dict[str, Array], drawn: sheets.Drawn) -> None:
+    def _note(self, tally: "Tally", parts: dict[str, Array], drawn: sheets.SheetsBatch) -> None:
         right, asked = np.asarray(parts["right"]), drawn.batch["answer"] >= 0
         tally.setdefault("loss", []).append((float(parts["loss"]), 1.0))
         for number, name in enumerate(self.kinds):
@@ -271,8 +271,8 @@ _DEFINE = {
 
 TASKS: dict[str, tuple[type, type[Trainer]]] = {
     "small": (Recipe, Trainer),
-    "sheets": (sheets.Recipe, SheetsTrainer),
-    "documents": (documents_task.Recipe, DocumentsTrainer),
+    "sheets": (sheets.SheetsRecipe, SheetsTrainer),
+    "documents": (documents_task.DocumentsRecipe, DocumentsTrainer),
 }
 """Recipe and trainer of each task by name."""
 

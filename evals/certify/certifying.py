@@ -11,7 +11,7 @@ import numpy as np
 from kvpatch_jax.plan import Certificate, CertifiedLoss, CertifiedPlan
 from models import ModelBackbone
 
-from ..probes.window.line import read_behind
+from ..probes.window.image_sequence import read_behind
 from ..results.tables import aligned_table
 from ..small_task.scenes import Answers
 from .asking import scored

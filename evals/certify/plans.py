@@ -13,10 +13,11 @@ import numpy as np
 import kvpatch_jax as kvp
 from kvpatch_jax.cache import Antecedent, Member
 from kvpatch_jax.plan import Certificate, CertifiedPlan, DeviceCosts, Goal, PatchInventory, Plan, Rates, plan
-from kvpatch_jax.window import Costs, Entry, HostExecutor, Window
+from kvpatch_jax.window import Costs, Entry, Window
 from models import ModelBackbone
 
-from ..probes.window.line import KV, Line, on_host, read_behind
+from ..oracles import HostExecutor
+from ..probes.window.image_sequence import KV, ImageSequence, on_host, read_behind
 from .asking import scored
 from .certifying import Step, divergence
 from .journal import Journal
@@ -82,7 +83,7 @@ def carried_out(
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Plans a batch, runs it and asks: KL of each answer, whose window, and the share of approximate chunks."""
-    line = Line(windows.backbone, [windows.lead, *windows.pieces])
+    line = ImageSequence(windows.backbone, [windows.lead, *windows.pieces])
     target = line.prefill()
     executor = HostExecutor(windows.backbone)
     planned = planned_for(windows, modality, line, target, goal, certificate, ranks, rng, executor)
@@ -105,7 +106,7 @@ def _patch(chunk: kvp.Chunk, kv: KV, rank: int, front: Sequence[Member]) -> kvp.
 def planned_for(
     windows: Windows,
     modality: str,
-    line: Line,
+    line: ImageSequence,
     target: Sequence[KV],
     goal: Goal,
     certificate: Certificate,

@@ -18,7 +18,7 @@ from kvpatch_jax.plan import Promise
 from kvpatch_jax.repair import SplicedCache, cacheblend, fraction_to_count
 
 from ..probes.repair import leading
-from ..probes.window.line import KV, Image, Line, Loop, bucket, cut, filled, on_host
+from ..probes.window.image_sequence import KV, AgentLoop, Image, ImageSequence, bucket, cut, filled, on_host
 from .windows import Windows
 
 RANKS = (4, 8, 16, 32, 64)
@@ -47,11 +47,11 @@ class Stage:
       kept: the window that an agent's loop holds when these pieces have come, one by one, and older ones have left.
     """
 
-    def __init__(self, windows: Windows, promise: Promise, kept: Loop):
+    def __init__(self, windows: Windows, promise: Promise, kept: AgentLoop):
         """Prefills the window, or takes what the loop keeps."""
         self.windows, self.kept = windows, kept
         self.promise: Promise = promise
-        self.line = Line(windows.backbone, [windows.lead, *windows.pieces])
+        self.line = ImageSequence(windows.backbone, [windows.lead, *windows.pieces])
         self.target = self.line.prefill() if promise == "forget" else self.kept.parts
         self.whole = self.line.engine(self.target)
         self.last = len(self.line) - 1
@@ -69,9 +69,9 @@ class Stage:
         """Where the pieces stand."""
         return range(1, len(self.line))
 
-    def held(self, parts: Mapping[int, KV], images: Mapping[int, Image] | None = None) -> Loop:
+    def held(self, parts: Mapping[int, KV], images: Mapping[int, Image] | None = None) -> AgentLoop:
         """What stands in front, with some of it served or shown otherwise: something to prefill behind."""
-        loop = Loop(self.windows.backbone, self.kept.room)
+        loop = AgentLoop(self.windows.backbone, self.kept.room)
         shown = {**dict(enumerate(self.line.images)), **(images or {})}
         loop.held = [(shown[place], parts[place]) for place in sorted(parts)]
         return loop
@@ -81,7 +81,7 @@ def stages(windows: Windows) -> Iterator[Stage]:
     """The windows under either promise."""
     every = [*windows.older, *windows.pieces]
     largest = sorted((image.size for image in every), reverse=True)[: len(windows.pieces) + 1]
-    loop = Loop(windows.backbone, windows.lead.size + sum(largest), windows.lead)
+    loop = AgentLoop(windows.backbone, windows.lead.size + sum(largest), windows.lead)
     kept = loop.slid(every, len(windows.pieces), 1)
     for promise in get_args(Promise):
         yield Stage(windows, promise, kept)
@@ -91,7 +91,7 @@ def ways(stage: Stage, ranks: tuple[int, ...]) -> Iterator[Way]:
     """Every way of serving the windows, under the stage's promise."""
     line, last, promise, others = stage.line, stage.last, stage.promise, len(stage.windows.pieces) - 1
     if promise == "forget":
-        loop = Loop(stage.windows.backbone, stage.kept.room, stage.windows.lead)
+        loop = AgentLoop(stage.windows.backbone, stage.kept.room, stage.windows.lead)
         for piece in stage.windows.pieces:
             loop.append(piece)
         yield Way("prefill", 0, others, promise, line.engine(loop.parts))
@@ -188,7 +188,7 @@ def _accumulated(stage: Stage) -> Accumulated:
     total: Accumulated | None = None
     for order in orders_of(last - 1, ORDERS, hold_out=[own]):
         images = [line.images[0], *(line.images[1 + place] for place in order), line.images[last]]
-        turned = Line(line.backbone, images)
+        turned = ImageSequence(line.backbone, images)
         chunk = line.images[last].chunk
         total = kvp.accumulate(total, of_chunk(chunk, turned.prefill()[-1]), chunk, line.antecedent(last))
     assert total is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from ..sheets_task.task import Questions
+from ..sheets_task.task import SheetsQuestions
 from . import task
 from .drawing import CELL, render
 from .task import VOCABULARY, Documents
@@ -29,7 +29,9 @@ def question_in_words(ids: Int[np.ndarray, " N"]) -> str:
     }.get(ask, f"{ask} {about}")
 
 
-def draw(documents: Documents, questions: Questions, said: Mapping[str, Int[np.ndarray, "B N"]], path: Path) -> Path:
+def draw(
+    documents: Documents, questions: SheetsQuestions, said: Mapping[str, Int[np.ndarray, "B N"]], path: Path
+) -> Path:
     """Draws one context of every kind, a table of questions and answers below each; answers that are wrong are grey.
 
     Args:
@@ -71,7 +73,7 @@ def _side_by_side(images: list[UInt8[np.ndarray, "_ _ 3"]]) -> tuple[UInt8[np.nd
     return whole, lefts[:-1]
 
 
-def _mark(axis, documents: Documents, questions: Questions, index: int, lefts: list[int]) -> None:
+def _mark(axis, documents: Documents, questions: SheetsQuestions, index: int, lefts: list[int]) -> None:
     """Frames the first two questions' cells and the entries of their items."""
     from matplotlib.patches import Rectangle
 
@@ -86,7 +88,7 @@ def _mark(axis, documents: Documents, questions: Questions, index: int, lefts: l
             axis.add_patch(Rectangle(corner, CELL, CELL, fill=False, edgecolor=colour, linewidth=1.8))
 
 
-def _table(axis, questions: Questions, said: Mapping[str, Int[np.ndarray, "B N"]], index: int) -> None:
+def _table(axis, questions: SheetsQuestions, said: Mapping[str, Int[np.ndarray, "B N"]], index: int) -> None:
     """Writes the questions, the right answers, and what each arm answers."""
     rows, colours = [], []
     for number in range(len(questions.kind)):

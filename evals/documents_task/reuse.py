@@ -5,8 +5,8 @@ from jaxtyping import Int
 
 from ..sheets_task import reuse
 from ..sheets_task import task as sheets
-from .material import DOCUMENTS
 from .task import Documents
+from .task_spec import DOCUMENTS
 
 
 class DocumentReuse(reuse.Reuse):

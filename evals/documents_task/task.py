@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..sheets_task import task as sheets
-from ..sheets_task.task import Contexts, Questions, Size
-from ..sheets_task.training import Recipe as SheetsRecipe
+from ..sheets_task.task import ContextSize, SheetsContexts, SheetsQuestions
+from ..sheets_task.training import SheetsRecipe as SheetsRecipe
 from .faces import SEEN, UNSEEN
 
 SIZES = sheets.SIZES
@@ -36,7 +36,7 @@ EDGES = FILLS[:8]
 ICONS = ("disc", "square", "triangle", "plus", "diamond", "ring", "bars", "cross")
 
 
-class Vocabulary:
+class DocumentsVocabulary:
     """Token ids of the task, by name. `names[id]` is the text of a token.
 
     Attributes:
@@ -87,12 +87,12 @@ def code(glyph: int) -> str:
     return f"{LETTERS[glyph // sheets.SHAPES]}{glyph % sheets.SHAPES + 1}"
 
 
-VOCABULARY = Vocabulary()
+VOCABULARY = DocumentsVocabulary()
 
 
 @dataclasses.dataclass(frozen=True)
-class Documents(Contexts):
-    """The meaning of a batch of contexts, as `Contexts`, and how they are drawn.
+class Documents(SheetsContexts):
+    """The meaning of a batch of contexts, as `SheetsContexts`, and how they are drawn.
 
     document: [B], index into DOCUMENTS. face: [B, sheets + 1], index into the faces seen, or behind those into the
     unseen; the page's last. variety: [B], 0 … 1, how unlike one another documents are in paper, ink, place and noise.
@@ -109,7 +109,7 @@ class Documents(Contexts):
 
 
 def sample_documents(
-    rng: np.random.Generator, count: int, size: Size = SIZES["4"], unseen: bool = False, variety: float = 1.0
+    rng: np.random.Generator, count: int, size: ContextSize = SIZES["4"], unseen: bool = False, variety: float = 1.0
 ) -> Documents:
     """Draws `count` contexts of this size.
 
@@ -162,7 +162,7 @@ class _Asker(sheets.Asker):
 
 def ask(
     documents: Documents, rng: np.random.Generator, counts: dict[str, int], shown: np.ndarray | None = None
-) -> Questions:
+) -> SheetsQuestions:
     """Draws `counts[kind]` questions of each kind per context, answerable from the sheets shown (all when None).
 
     * page: a part of the item in a code's cell, or of the code in an item's.
@@ -175,7 +175,7 @@ def ask(
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe(SheetsRecipe):
+class DocumentsRecipe(SheetsRecipe):
     """Every training choice; see that of the sheets task.
 
     reading: steps at first that ask most of all what the page alone tells, so that reading is learnt first.

@@ -18,9 +18,9 @@ from models import Buckets, ModelBackbone, load
 
 from .. import small_task
 from ..probes.window.common import patch_of
-from ..probes.window.line import Line, cut, joined, read
-from ..probes.window.stock import ImageStock as Stock
-from ..probes.window.stock import foreign_legends, load_stock
+from ..probes.window.image_sequence import ImageSequence, cut, joined, read
+from ..probes.window.probe_images import ProbeImages as Stock
+from ..probes.window.probe_images import foreign_legends, load_probe_images
 from ..results.intervals import paired_difference, ratio
 from ..results.tables import markdown_table
 from ..trained import MAIN, shipped
@@ -91,7 +91,7 @@ def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tup
     """KL to re-prefill of every subset of pieces that could be rebuilt, [B, Q] each; tokens of the pieces."""
     rng = np.random.default_rng([seed, 16])
     contexts = small_task.sample_contexts(rng, count)
-    stock = load_stock(backbone, contexts, np.arange(count), seed, folder)
+    stock = load_probe_images(backbone, contexts, np.arange(count), seed, folder)
     old, new = _lines(stock)
     before, after = old.prefill(), new.prefill()
     questions = small_task.ask(contexts, rng, QUESTIONS)
@@ -117,12 +117,14 @@ def _losses(backbone: ModelBackbone, seed: int, count: int, folder: Path) -> tup
     return found, [new.images[place].size for place in places]
 
 
-def _lines(stock: Stock) -> tuple[Line, Line]:
+def _lines(stock: Stock) -> tuple[ImageSequence, ImageSequence]:
     """The window before and behind the replacement of its first legend, which another context's takes the place of."""
     pages = [stock.page, stock.page.of_others(1), stock.page.of_others(2)]
     rest = [*stock.legends[1:], *pages]
     lead, other = stock.front(True), foreign_legends(stock, 3)[0]
-    return Line(stock.backbone, [*lead, other, *rest]), Line(stock.backbone, [*lead, stock.legends[0], *rest])
+    return ImageSequence(stock.backbone, [*lead, other, *rest]), ImageSequence(
+        stock.backbone, [*lead, stock.legends[0], *rest]
+    )
 
 
 def table(result: Mapping[str, Any]) -> str:

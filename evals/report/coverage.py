@@ -1,4 +1,4 @@
-"""What five papers show, and which of our rows show the same: the page docs/reference/coverage.md.
+"""What five papers show, and which of our rows show the same: the page docs/experiments/coverage.md.
 
     python -m evals.report.coverage                              # writes the page anew
     python -m evals.report.coverage default=out/run/results.json # says which of the rows named here a run lacks
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 
 from ..results.tables import markdown_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
+PAGE = Path(__file__).parents[2] / "docs" / "experiments" / "coverage.md"
 SUITES = {
     "default": "`python -m evals.run`",
     "window": "`--suite=window`",
     "pretrained": "`--suite=pretrained`",
     "sheets": "`--task=sheets`",
     "documents": "`--task=documents`",
-    "engine": "`tests/serving/run`, shown in [In vLLM](../guides/vllm.md)",
+    "engine": "`tests/serving/run`, shown in [In vLLM](vllm.md)",
 }
 RowName = tuple[str, str, str, str]
 
 
-class Item(NamedTuple):
+class CoverageItem(NamedTuple):
     """A table or figure. rows: ours, none where it is not covered; note: how ours differs, or why there is none."""
 
     where: str
@@ -47,10 +47,10 @@ _ENGINE_WAYS = ("reuse off", "prefix cache", "chunks and patches")
 _PATCHES = ("patch.rank=8", "patch.rank=16", "patch.rank=32")
 _SHEETS = "sheets.4"
 
-PAPERS: Mapping[str, tuple[Item, ...]] = {
+PAPERS: Mapping[str, tuple[CoverageItem, ...]] = {
     "Kamera: Unified Position-Invariant Multimodal KV Cache for Training-Free Reuse (arXiv 2606.23581)": (
-        Item("Fig. 1, 2", "the idea, drawn", (), "diagrams, no measurement"),
-        Item(
+        CoverageItem("Fig. 1, 2", "the idea, drawn", (), "diagrams, no measurement"),
+        CoverageItem(
             "Fig. 3",
             "structure of the deficit: rank, depth",
             (
@@ -63,7 +63,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "every layer has its rows",
         ),
-        Item(
+        CoverageItem(
             "Table 1",
             "eviction: recall needs a fresh patch, survivors the rotation alone",
             (
@@ -76,15 +76,15 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "small models and text, not video",
         ),
-        Item("Table 2", "a menu of operating points", (), "a list of cases, no measurement"),
-        Item(
+        CoverageItem("Table 2", "a menu of operating points", (), "a list of cases, no measurement"),
+        CoverageItem(
             "Fig. 4",
             "no cheap signal says where the deficit is",
             _rows("window", "window.gate", "rank_correlation", "all"),
             "one signal alone, the gate's divergence of antecedents; attention mass and motion are not measured as "
             "predictors of Δ",
         ),
-        Item(
+        CoverageItem(
             "Table 3",
             "accuracy of answers that need both chunks",
             (
@@ -95,7 +95,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "tasks of ours in place of MM-NIAH, which needs large vision-language checkpoints",
         ),
-        Item(
+        CoverageItem(
             "Table 4",
             "patch against token methods at one budget",
             (
@@ -110,7 +110,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "documents are drawn by us, for small models; document QA as published needs large checkpoints",
         ),
-        Item(
+        CoverageItem(
             "Fig. 5",
             "KL against rank",
             (
@@ -119,7 +119,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "widths 128 and 192; no model of width 1024",
         ),
-        Item(
+        CoverageItem(
             "Fig. 6",
             "choosing tokens, layers or heads misses",
             (
@@ -130,7 +130,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "injection of single layers is not covered",
         ),
-        Item(
+        CoverageItem(
             "Fig. 7, Table 5",
             "flipped answers that come back",
             (
@@ -139,7 +139,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "tasks of ours and text in place of MuirBench and MileBench",
         ),
-        Item(
+        CoverageItem(
             "Table 6",
             "at the bytes of rank 16 and 64",
             (
@@ -157,13 +157,13 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "at the bytes of ranks 8 and 16; low-rank keys (ShadowKV) in two readings, at bytes of their own",
         ),
-        Item(
+        CoverageItem(
             "Fig. 8",
             "shallow layers are reused as they are",
             _rows("pretrained", "deficit", "relative_norm", "layer=0.k", "layer=1.k"),
             "norms by layer, not a map of features by tokens",
         ),
-        Item(
+        CoverageItem(
             "Table 7, Fig. 9",
             "the deficit by a mask, over six backbones",
             (
@@ -174,7 +174,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             "over our small models of five architectures with `--backbone=all`; of released checkpoints SmolLM2-135M "
             "alone, on text",
         ),
-        Item(
+        CoverageItem(
             "Table 8",
             "repair frontier: layers re-prefilled, tokens recomputed",
             (
@@ -187,25 +187,25 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "layers are re-prefilled in drift, and from the residual in the sheets task",
         ),
-        Item(
+        CoverageItem(
             "Fig. 10",
             "modalities: text is a negative control",
             _rows("pretrained", "text", "loss_difference", "blind", "patch.rank=16"),
             "text alone; audio and video are not covered: no small model of ours takes them",
         ),
-        Item(
+        CoverageItem(
             "Fig. 11",
             "roofline and time to the first token on an H100",
             _rows("engine", "trained", "median_seconds_of_the_first_question", "re-prefill", "blind", "rank 16"),
             f"time to the first token alone, of {_ON_CPU}; the roofline is not covered: {_SCALE}",
         ),
-        Item(
+        CoverageItem(
             "Fig. 12",
             "inside SGLang's kernel and pool",
             _rows("engine", "trained", "right", "re-prefill", "leading", "blind", "rank 8", "rank 16"),
             "vLLM's pool with tpu-inference, its Pallas attention replaced by XLA on a CPU; no SGLang",
         ),
-        Item(
+        CoverageItem(
             "App. D",
             "drift: what a stored patch survives",
             (
@@ -220,14 +220,14 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
         ),
     ),
     "MPIC: position-independent multimodal context caching": (
-        Item("Fig. 1 to 3, 5 to 7", "the system, drawn, and its prefix baseline's time", (), "no row of ours"),
-        Item(
+        CoverageItem("Fig. 1 to 3, 5 to 7", "the system, drawn, and its prefix baseline's time", (), "no row of ours"),
+        CoverageItem(
             "Fig. 4, 8, 11, 12",
             "attention is on the first tokens of an image",
             _rows("pretrained", "text", "eta", "first_k.budget=0.15", "random.budget=0.15"),
             "what recomputing the first tokens brings, against random ones; no map of attention",
         ),
-        Item(
+        CoverageItem(
             "Fig. 9, 13",
             "score and time to the first token, by number of images",
             (
@@ -237,7 +237,7 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             f"scores; time to the first token with one number of images, of {_ON_CPU}",
         ),
-        Item(
+        CoverageItem(
             "Fig. 10",
             "throughput under load",
             (
@@ -248,8 +248,8 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
         ),
     ),
     "VLCache: computing 2 % of the vision tokens": (
-        Item("Fig. 1, 4", "the system, drawn", (), "diagrams, no measurement"),
-        Item(
+        CoverageItem("Fig. 1, 4", "the system, drawn", (), "diagrams, no measurement"),
+        CoverageItem(
             "Fig. 2, 3, 5",
             "earlier tokens and layers correct more than later ones",
             (
@@ -258,14 +258,14 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "budgets by layer are fitted on text, on one model, by blocks of layers as they are served",
         ),
-        Item("Tables 1, 2, 6, 8, 10", "speedup", (), f"not covered: {_SCALE}"),
-        Item(
+        CoverageItem("Tables 1, 2, 6, 8, 10", "speedup", (), f"not covered: {_SCALE}"),
+        CoverageItem(
             "Tables 3, 4, 7, 9, 11",
             "accuracy on released checkpoints",
             (),
             f"not covered: {_SCALE}; of released weights SmolLM2-135M's alone were run, on text",
         ),
-        Item(
+        CoverageItem(
             "Table 5",
             "against CacheBlend (KV distance) and KVShare (attention distance)",
             _rows("pretrained", "text", "eta", "vlcache.budget=0.15", "cacheblend.budget=0.15", "kvshare.budget=0.15"),
@@ -273,9 +273,11 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
         ),
     ),
     "InfoFlow KV: information-flow-aware recomputation for long context": (
-        Item("Fig. 1", "the method, drawn", (), "a diagram, no measurement"),
-        Item("Tables 1, 2", "geometries of positions", (), "not covered: chunks always stand at their true positions"),
-        Item(
+        CoverageItem("Fig. 1", "the method, drawn", (), "a diagram, no measurement"),
+        CoverageItem(
+            "Tables 1, 2", "geometries of positions", (), "not covered: chunks always stand at their true positions"
+        ),
+        CoverageItem(
             "Tables 3, 4, Fig. 2",
             "tokens chosen by the query's attention, by budget",
             (
@@ -295,8 +297,8 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
             ),
             "on text and questions of ours; tasks of ours",
         ),
-        Item("Tables 5, 6", "sequence parallelism on four H100s", (), f"not covered: {_SCALE}"),
-        Item(
+        CoverageItem("Tables 5, 6", "sequence parallelism on four H100s", (), f"not covered: {_SCALE}"),
+        CoverageItem(
             "Fig. 3, 4",
             "a needle in long contexts",
             _rows(
@@ -311,14 +313,14 @@ PAPERS: Mapping[str, tuple[Item, ...]] = {
         ),
     ),
     "Cross-query KV segment reuse for template-heavy agents": (
-        Item(
+        CoverageItem(
             "§5 (announced, no table or figure)",
             "quality against exact prefixes, of text at a moved place",
             _rows("pretrained", "text", "loss_difference", "blind", "first_k.budget=0.15"),
             "the paper has no figures of its own to set beside these",
         ),
-        Item("§5, int8", "cached values at 8 bits", _rows("pretrained", "text", "eta", "kv.bits=8"), ""),
-        Item("§5, agents", "ReAct and ToolBench", (), f"not covered: {_SCALE}"),
+        CoverageItem("§5, int8", "cached values at 8 bits", _rows("pretrained", "text", "eta", "kv.bits=8"), ""),
+        CoverageItem("§5, agents", "ReAct and ToolBench", (), f"not covered: {_SCALE}"),
     ),
 }
 

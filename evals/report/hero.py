@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..results.beating import pareto_front
+from ..results.dominance import pareto_front
 from ..results.headline import seeds_of
 from ..results.rows import Rows
 from .comparison import VISIBLE

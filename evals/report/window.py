@@ -19,7 +19,7 @@ PREFIX = "window."
 LEADS = {"lead=0": "no lead", "lead=1": "pinned lead"}
 
 
-class Drawn(NamedTuple):
+class FigureSpec(NamedTuple):
     """A figure: of which probes, arms and kinds (a panel for each of both), by which metric, in what words."""
 
     title: str
@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
 
 FORGET, REMEMBER = "against re-prefill (forget)", "against the banded model (remember)"
 FIGURES = {
-    "window_reorder": Drawn(
+    "window_reorder": FigureSpec(
         "Reorder: one patch for every order of K images",
         {"window.reorder": ""},
         ("oracle", "orbit", "transfer", "blind"),
@@ -42,7 +42,7 @@ FIGURES = {
         "η",
         "K images in front of the page",
     ),
-    "window_slide": Drawn(
+    "window_slide": FigureSpec(
         "Slide: what survivors need when the oldest legends leave",
         {"window.slide": FORGET, "window.slide.remember": REMEMBER},
         ("keep", "removal", "oracle", "blind", "blind_behind_lead"),
@@ -51,7 +51,7 @@ FIGURES = {
         "KL, nats",
         "legends that left",
     ),
-    "window_recall": Drawn(
+    "window_recall": FigureSpec(
         "Recall: the page put back as the window turned over",
         {"window.recall": FORGET, "window.recall.remember": REMEMBER},
         ("oracle", "fresh", "fixed_earlier", "stale", "blind"),
@@ -60,7 +60,7 @@ FIGURES = {
         "KL, nats",
         "share of the window that was replaced",
     ),
-    "window_drift": Drawn(
+    "window_drift": FigureSpec(
         "Drift: the stored patch behind legends that changed, and what mends it",
         {"window.drift": ""},
         ("oracle", "rebuilt", "update", "deepest", "deep", "shallow", "stored", "blind"),
@@ -69,7 +69,7 @@ FIGURES = {
         "KL, nats",
         "",
     ),
-    "window_many": Drawn(
+    "window_many": FigureSpec(
         "Many chunks: every image served from the cache and moved",
         {"window.many": ""},
         ("oracle", "kept", "transfer", "blind_fresh_page", "blind"),
@@ -106,7 +106,7 @@ def window_figures(results: Results, out: Path) -> list[Path]:
     return written
 
 
-def _panels(rows: Rows, drawn: Drawn, probes: Sequence[str], path: Path) -> Path:
+def _panels(rows: Rows, drawn: FigureSpec, probes: Sequence[str], path: Path) -> Path:
     kinds = [kind for kind in drawn.kinds if kind in rows.kinds(probes[0], drawn.metric)]
     with matplotlib.rc_context(STYLE):
         count = len(probes) * len(kinds)
@@ -126,7 +126,7 @@ def _panels(rows: Rows, drawn: Drawn, probes: Sequence[str], path: Path) -> Path
         return save(figure, f"{drawn.title}\nround, solid: no lead; square, dashed: pinned lead", path)
 
 
-def _series(panel: Axes, rows: Rows, probe: str, drawn: Drawn, kind: str) -> None:
+def _series(panel: Axes, rows: Rows, probe: str, drawn: FigureSpec, kind: str) -> None:
     varied = list(dict.fromkeys(split_arm(arm)[1] for arm in rows.arms(probe) if split_arm(arm)[1]))
     points = [
         (name, lead, place, rows.get(probe, f"{name}.{each}.{lead}", f"{drawn.metric}.{kind}"))

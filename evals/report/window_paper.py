@@ -12,7 +12,7 @@ from .figures import Results
 from .wording import number, show, within
 
 
-class Beside(NamedTuple):
+class PaperComparison(NamedTuple):
     """A published figure beside ours. how: in words, how ours differs ("" where it does not)."""
 
     about: str
@@ -205,7 +205,7 @@ PUBLISHED = (
 )
 
 
-def beside_the_paper(results: Results) -> list[Beside]:
+def beside_the_paper(results: Results) -> list[PaperComparison]:
     """Sets every published figure of the window beside this run's, for its kind of attention; all words generated."""
     rows, kind = Rows(results), attention_of(results)
     found = []
@@ -218,7 +218,7 @@ def beside_the_paper(results: Results) -> list[Beside]:
         verdict = within(got, low - 1e-9, high + 1e-9)
         verdict = {"same direction": "within", "differs": "differs", "undecided": "undecided"}[verdict]
         how = _how(got, quoted, low, high, verdict)
-        found.append(Beside(each.about, f"{quoted.words} ({kind}; {each.where})", show(got), verdict, how))
+        found.append(PaperComparison(each.about, f"{quoted.words} ({kind}; {each.where})", show(got), verdict, how))
     return found
 
 

@@ -3,8 +3,8 @@
 from .task import KINDS as KINDS
 from .task import SIZES as SIZES
 from .task import VOCABULARY as VOCABULARY
-from .task import Contexts as Contexts
-from .task import Questions as Questions
+from .task import SheetsContexts as SheetsContexts
+from .task import SheetsQuestions as SheetsQuestions
 from .task import ask as ask
 from .task import render as render
 from .task import sample_contexts as sample_contexts

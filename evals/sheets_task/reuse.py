@@ -25,8 +25,8 @@ from ..results.costs import ChunkCosts, input_width
 from ..rules import RULES
 from ..small_task.prefix import positions_behind, prefix_positions, within_own
 from . import task
-from .material import SHEETS
-from .task import Contexts, Questions
+from .task import SheetsContexts, SheetsQuestions
+from .task_spec import SHEETS
 
 MOVED = 37
 KV = dict[str, Array]
@@ -43,7 +43,7 @@ class Reuse:
 
     material = SHEETS
 
-    def __init__(self, backbone: ModelBackbone, contexts: Contexts, questions: Questions):
+    def __init__(self, backbone: ModelBackbone, contexts: SheetsContexts, questions: SheetsQuestions):
         self.backbone, self.contexts, self.questions = backbone, contexts, questions
         config, count = backbone.config, len(contexts)
         self.form = self.material.form_of(config, backbone.image_config, contexts.size)

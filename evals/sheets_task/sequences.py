@@ -11,11 +11,11 @@ import numpy as np
 
 from ..small_task.prefix import Prefix, blank_image, positions_behind, prefix_positions, within_own
 from . import task
-from .task import Contexts, Questions, Size
+from .task import ContextSize, SheetsContexts, SheetsQuestions
 
 
 @functools.lru_cache
-def form_of(config: Any, images: Any, size: Size) -> Prefix:
+def form_of(config: Any, images: Any, size: ContextSize) -> Prefix:
     """Finds the form that a backbone of this configuration and these image settings gives contexts of this size."""
     sheet, page = (
         blank_image(config, images, *(count * task.CELL_PIXELS for count in shape))
@@ -25,14 +25,14 @@ def form_of(config: Any, images: Any, size: Size) -> Prefix:
     return Prefix(ids, local, config.image_token)
 
 
-def context_images(contexts: Contexts) -> list[np.ndarray]:
+def context_images(contexts: SheetsContexts) -> list[np.ndarray]:
     """Renders every context's sheets in their order, then its page: B · chunks images uint8 [H,W,3]."""
     sheets, pages = task.render(contexts)
     return [image for index in range(len(contexts)) for image in (*sheets[index], pages[index])]
 
 
 def pack(
-    form: Prefix, questions: Questions, *, shown: np.ndarray, sees_sheets: np.ndarray, start: np.ndarray
+    form: Prefix, questions: SheetsQuestions, *, shown: np.ndarray, sees_sheets: np.ndarray, start: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Packs a batch: input_ids [B,T+N], positions, mask [B,1,T+N,T+N] and answer [B,N].
 

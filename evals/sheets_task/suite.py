@@ -42,7 +42,7 @@ class Suite:
 
     Attributes:
       task: its name, that of the flag. folder: of its instances. probes: by what a probe is called behind the task's
-      name, the size of its contexts, what it is called in the table, and what is handed to `Material.sample` besides.
+      name, the size of its contexts, what it is called in the table, and what is handed to `TaskSpec.sample` besides.
       questions: asked of each context, by kind. visible: classes of a page's cells by what can be seen of them.
       reuse: makes a batch whose chunks are all reused.
     """

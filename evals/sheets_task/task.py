@@ -27,7 +27,7 @@ COLOURS = 12
 CELL_PIXELS, TEMPORAL = 10, 2
 
 
-class Size(NamedTuple):
+class ContextSize(NamedTuple):
     """How large a context is: sheets, their shape in cells, and that of the page."""
 
     sheets: int
@@ -46,11 +46,11 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "tiny": Size(2, (3, 1), (2, 2)),
-    "small": Size(3, (7, 1), (4, 4)),
-    "4": Size(3, (13, 2), (8, 8)),
-    "8": Size(7, (11, 1), (8, 8)),
-    "16": Size(15, (5, 1), (8, 8)),
+    "tiny": ContextSize(2, (3, 1), (2, 2)),
+    "small": ContextSize(3, (7, 1), (4, 4)),
+    "4": ContextSize(3, (13, 2), (8, 8)),
+    "8": ContextSize(7, (11, 1), (8, 8)),
+    "16": ContextSize(15, (5, 1), (8, 8)),
 }
 """Sizes by name: the chunks of a context, or a small one to begin training with."""
 KINDS = ("page", "sheet", "chain", "override", "aggregate", "whole", "list")
@@ -73,7 +73,7 @@ _SHAPES = """
 """
 
 
-class Vocabulary:
+class SheetsVocabulary:
     """Token ids of the task, by name. `names[id]` is the text of a token."""
 
     def __init__(self) -> None:
@@ -104,11 +104,11 @@ class Vocabulary:
         return len(self.names)
 
 
-VOCABULARY = Vocabulary()
+VOCABULARY = SheetsVocabulary()
 
 
 @dataclasses.dataclass(frozen=True)
-class Contexts:
+class SheetsContexts:
     """The meaning of a batch of contexts (leading axis B everywhere).
 
     sheet_address, sheet_fill, sheet_stripe: [B, sheets, entries], sheets in the order they stand in.
@@ -122,7 +122,7 @@ class Contexts:
     page_address: np.ndarray
     page_glyph: np.ndarray
     ink_seed: np.ndarray
-    size: Size
+    size: ContextSize
 
     def __len__(self) -> int:
         return len(self.page_address)
@@ -133,13 +133,13 @@ class Contexts:
         return self.sheet_address.shape[1]
 
 
-def sample_contexts(rng: np.random.Generator, count: int, size: Size = SIZES["4"]) -> Contexts:
+def sample_contexts(rng: np.random.Generator, count: int, size: ContextSize = SIZES["4"]) -> SheetsContexts:
     """Draws `count` contexts of this size."""
     drawn = [_sample(rng, size) for _ in range(count)]
-    return Contexts(*(np.stack(parts) for parts in zip(*drawn, strict=True)), size=size)
+    return SheetsContexts(*(np.stack(parts) for parts in zip(*drawn, strict=True)), size=size)
 
 
-def _sample(rng: np.random.Generator, size: Size) -> tuple[np.ndarray, ...]:
+def _sample(rng: np.random.Generator, size: ContextSize) -> tuple[np.ndarray, ...]:
     cells = size.cells
     # A twelfth of the entries is there twice; of what is there once, an eighth or so is not on the page.
     known = rng.permutation(ADDRESSES)[: size.entries - max(1, size.entries // 13)]
@@ -172,7 +172,7 @@ def _sample(rng: np.random.Generator, size: Size) -> tuple[np.ndarray, ...]:
     return entries, sheet_fill, sheet_stripe, address, glyph, np.array(rng.integers(0, 2**62))
 
 
-def _deal(rng: np.random.Generator, known: np.ndarray, size: Size) -> np.ndarray:
+def _deal(rng: np.random.Generator, known: np.ndarray, size: ContextSize) -> np.ndarray:
     """Addresses [sheets, entries]: all that are known, and some a second time on another sheet."""
     dealt = np.concatenate([known, rng.permutation(known)[: size.entries - len(known)]])
     while True:
@@ -181,7 +181,7 @@ def _deal(rng: np.random.Generator, known: np.ndarray, size: Size) -> np.ndarray
             return table
 
 
-def latest(contexts: Contexts, shown: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def latest(contexts: SheetsContexts, shown: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Finds fill, stripe and times defined [B, addresses] by the sheets shown (bool [B, sheets]); -1: by none."""
     count = len(contexts)
     item = np.arange(count)[:, None]
@@ -206,7 +206,7 @@ def shapes() -> np.ndarray:
     return np.array([[[mark == "#" for mark in row[shape]] for row in rows] for shape in range(SHAPES)])
 
 
-def render(contexts: Contexts) -> tuple[np.ndarray, np.ndarray]:
+def render(contexts: SheetsContexts) -> tuple[np.ndarray, np.ndarray]:
     """Renders a batch: sheets [B, sheets, height, width, 3] and pages [B, 80, 80, 3], uint8.
 
     The pixels of one context depend on its own meaning and `ink_seed` only, never on the batch around it.
@@ -247,7 +247,7 @@ def _tile(cells: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Questions:
+class SheetsQuestions:
     """Questions about a batch of contexts, packed behind one another: B contexts, N tokens, Q questions.
 
     ids: [B,N]. answer: [B,N], the token to be said after each, -1 where nothing is asked. own: [N], the question each
@@ -264,12 +264,12 @@ class Questions:
 
 
 def ask(
-    contexts: Contexts,
+    contexts: SheetsContexts,
     rng: np.random.Generator,
     counts: dict[str, int],
     shown: np.ndarray | None = None,
     asker: "type[Asker] | None" = None,
-) -> Questions:
+) -> SheetsQuestions:
     """Draws `counts[kind]` questions of each kind per context, answerable from the sheets shown (all when None).
 
     * page: the row or column mark of a glyph's cell. sheet: the fill or stripe of an address that is not on the page.
@@ -292,7 +292,7 @@ def ask(
     }
     made = [(kind, makers[kind]()) for kind, number in counts.items() for _ in range(number)]
     sizes = [ids.shape[1] for _, (ids, _, _) in made]
-    return Questions(
+    return SheetsQuestions(
         ids=np.concatenate([ids for _, (ids, _, _) in made], axis=1).astype(np.int32),
         answer=np.concatenate([answer for _, (_, answer, _) in made], axis=1).astype(np.int32),
         own=np.repeat(np.arange(len(made)), sizes),
@@ -303,7 +303,10 @@ def ask(
 
 
 def fill_shares(
-    contexts: Contexts, questions: Questions, shown: np.ndarray | None = None, first_ink: int = VOCABULARY.ink
+    contexts: SheetsContexts,
+    questions: SheetsQuestions,
+    shown: np.ndarray | None = None,
+    first_ink: int = VOCABULARY.ink,
 ) -> np.ndarray:
     """Computes, where an aggregate question is answered, the share [B,N,12] of its cells with each fill; else 0."""
     counts = Asker(contexts, np.random.default_rng(0), shown).counts
@@ -318,7 +321,7 @@ class Asker:
 
     vocabulary: Any = VOCABULARY
 
-    def __init__(self, contexts: Contexts, rng: np.random.Generator, shown: np.ndarray | None):
+    def __init__(self, contexts: SheetsContexts, rng: np.random.Generator, shown: np.ndarray | None):
         self.contexts, self.rng = contexts, rng
         self.item = np.arange(len(contexts))
         self.by_address = latest(contexts, shown)

@@ -1,7 +1,7 @@
 """Training the small backbone on the sheets task: its recipe, initial parameters, loss and training batches.
 
-The loss is the cross-entropy of answers and nothing else. Every training choice is a field of `Recipe` and is written
-beside the weights.
+The loss is the cross-entropy of answers and nothing else. Every training choice is a field of `SheetsRecipe` and is
+written beside the weights.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from models.families.family import embed_tokens, placeholders
 
 from ..small_task.training import tie_queries
 from . import sequences, task
-from .material import SHEETS, Material
+from .task_spec import SHEETS, TaskSpec
 
 MORE_CONTEXTS = {"tiny": 4, "small": 2}
 """Contexts of a step by their size, as multiples of the recipe's batch."""
@@ -27,10 +27,10 @@ TINY_QUESTIONS = {"page": 4, "sheet": 4, "chain": 8, "override": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class SheetsRecipe:
     """Every training choice.
 
-    backbone: name of the architecture, of `Material.backbones`.
+    backbone: name of the architecture, of `TaskSpec.backbones`.
     window: share of the page's questions that see only the page (the sheets have slid out of the window).
     tiny, small: steps with such contexts (`task.SIZES`) to begin with.
     longer: from this step on, every second batch has 7 or 15 sheets in place of 3.
@@ -94,7 +94,7 @@ class Recipe:
         return "8" if step % 4 == 1 else "16"
 
 
-def initialise(recipe: Recipe, material: Material = SHEETS) -> Any:
+def initialise(recipe: SheetsRecipe, material: TaskSpec = SHEETS) -> Any:
     """Draws parameters: query kernels tied to key kernels, and tokens that start as the tower's features of their kind.
 
     Both are starts only: nothing of them is in the loss.
@@ -117,7 +117,7 @@ def initialise(recipe: Recipe, material: Material = SHEETS) -> Any:
     return model
 
 
-def _features_by_name(model: Any, recipe: Recipe, material: Material, count: int = 64) -> dict[int, np.ndarray]:
+def _features_by_name(model: Any, recipe: SheetsRecipe, material: TaskSpec, count: int = 64) -> dict[int, np.ndarray]:
     """Finds what the untrained tower makes of cells that show the same thing, of unit variance, by first token id."""
     config, settings = material.instance(recipe.backbone)
     contexts = material.sample(
@@ -151,7 +151,7 @@ def _means(features: np.ndarray, label: np.ndarray) -> np.ndarray:
 
 
 def loss_of(
-    model: Any, batch: dict[str, Array], plan: dict[str, Array], material: Material = SHEETS
+    model: Any, batch: dict[str, Array], plan: dict[str, Array], material: TaskSpec = SHEETS
 ) -> tuple[Array, Array]:
     """Computes the mean cross-entropy of all answer tokens, and which of them [B,N] are right.
 
@@ -175,7 +175,7 @@ def loss_of(
     return loss, (jnp.argmax(logits, axis=-1) == answer) & asked
 
 
-class Drawn(NamedTuple):
+class SheetsBatch(NamedTuple):
     """One training batch: packed arrays, and per answer token its kind [N] and whether it sees the sheets [B,N].
 
     images: all that the processor made. size: of the contexts, by name.
@@ -188,7 +188,7 @@ class Drawn(NamedTuple):
     size: str
 
 
-def draw_batch(recipe: Recipe, step: int, material: Material = SHEETS) -> Drawn:
+def draw_batch(recipe: SheetsRecipe, step: int, material: TaskSpec = SHEETS) -> SheetsBatch:
     """Draws the host side of one step, a function of the recipe and the step alone."""
     config, settings = material.instance(recipe.backbone)
     rng = np.random.default_rng([recipe.seed, step])
@@ -210,9 +210,9 @@ def draw_batch(recipe: Recipe, step: int, material: Material = SHEETS) -> Drawn:
     if recipe.proportions:
         shares = task.fill_shares(contexts, questions, shown, material.vocabulary.ink)
         batch["fills"] = shares * (step < recipe.proportions)
-    return Drawn(batch, questions.kind[questions.own], sees[:, questions.own], images, name)
+    return SheetsBatch(batch, questions.kind[questions.own], sees[:, questions.own], images, name)
 
 
-def image_plan(drawn: Drawn, config: Any) -> dict[str, Array]:
+def image_plan(drawn: SheetsBatch, config: Any) -> dict[str, Array]:
     """Makes what the tower needs beside the pixels, the same for every batch of this form."""
     return jax.tree.map(jnp.asarray, config.family.vision.plan(config, drawn.batch["input_ids"], drawn.images))

@@ -145,7 +145,7 @@ def loss_of(model: Any, batch: dict[str, Array], labels: dict[str, Array], plan,
     return loss, {"loss": question, "right": right, **reads}
 
 
-class Drawn(NamedTuple):
+class SmallTaskBatch(NamedTuple):
     """One training batch: packed arrays, auxiliary labels, question kinds [B,Q], and all that the processor made."""
 
     batch: dict[str, np.ndarray]
@@ -154,7 +154,7 @@ class Drawn(NamedTuple):
     images: dict[str, np.ndarray]
 
 
-def draw_batch(recipe: Recipe, step: int, split: str = "train") -> Drawn:
+def draw_batch(recipe: Recipe, step: int, split: str = "train") -> SmallTaskBatch:
     """Draws the host side of one step, a function of the recipe and the step alone."""
     config, settings = instance(recipe.backbone)
     form = form_of(config, settings)
@@ -179,7 +179,7 @@ def draw_batch(recipe: Recipe, step: int, split: str = "train") -> Drawn:
         sees_legends=sees,
         start=rng.integers(0, recipe.start_range, recipe.batch),
     )
-    return Drawn(batch.arrays(), sequences.cell_labels(form, contexts, shown), questions.kind, images)
+    return SmallTaskBatch(batch.arrays(), sequences.cell_labels(form, contexts, shown), questions.kind, images)
 
 
 def image_plan(recipe: Recipe) -> dict[str, Array]:

@@ -10,7 +10,7 @@ from evals import console
 
 
 def test_the_first_line_waits_for_no_slow_import():
-    code = "import sys, evals.greeting; print(sorted({'jax', 'numpy', 'matplotlib', 'absl'} & set(sys.modules)))"
+    code = "import sys, evals.startup_message; print(sorted({'jax', 'numpy', 'matplotlib', 'absl'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
 

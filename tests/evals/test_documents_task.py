@@ -13,7 +13,18 @@ from flax import nnx
 from PIL import Image, ImageDraw, ImageFont
 
 from evals import documents_task
-from evals.documents_task import DOCUMENTS, KINDS, SIZES, VOCABULARY, Documents, Recipe, drawing, faces, picture, task
+from evals.documents_task import (
+    DOCUMENTS,
+    KINDS,
+    SIZES,
+    VOCABULARY,
+    Documents,
+    DocumentsRecipe,
+    drawing,
+    faces,
+    picture,
+    task,
+)
 from evals.documents_task.reuse import DocumentReuse
 from evals.documents_task.suite import DOCUMENTS_SUITE
 from evals.report.documents import ROOT
@@ -251,7 +262,7 @@ def test_names_are_unlike():
 
 def test_variety_grows_as_the_recipe_says():
     """One face in one cut at first, all of both from `varied` on; what is drawn changes no meaning."""
-    recipe = Recipe(plain=10, varied=30)
+    recipe = DocumentsRecipe(plain=10, varied=30)
     assert [recipe.drawn(step)["variety"] for step in (0, 10, 20, 30, 99)] == [0, 0, 0.5, 1, 1]
     plain, half, full = (
         documents_task.sample_documents(np.random.default_rng(1), 40, SIZES["tiny"], variety=variety)
@@ -274,7 +285,7 @@ def test_cuts_of_a_face_are_unlike():
 
 def test_shares_are_asked_of_letters():
     """`proportions` is about aggregate questions alone, and the answer leads the shares."""
-    recipe = Recipe(tiny=0, small=0, batch=2)
+    recipe = DocumentsRecipe(tiny=0, small=0, batch=2)
     drawn = draw_batch(recipe, 0, DOCUMENTS)
     asked = drawn.kinds == task.sheets.KINDS.index("aggregate")
     some = drawn.batch["fills"].sum(axis=-1) > 0
@@ -288,7 +299,8 @@ def test_shares_are_asked_of_letters():
 def test_letters_begin_half_alike():
     """`ink_likeness` is about this task's letters, not about tokens that have the sheets task's numbers."""
     own, half = (
-        np.asarray(initialise(Recipe(ink_likeness=like), DOCUMENTS).decoder.embedding[...]) for like in (1.0, 0.35)
+        np.asarray(initialise(DocumentsRecipe(ink_likeness=like), DOCUMENTS).decoder.embedding[...])
+        for like in (1.0, 0.35)
     )
     letters = slice(VOCABULARY.ink, VOCABULARY.ink + 8)
     changed = np.abs(own - half).max(axis=1) > 1e-6
@@ -300,7 +312,7 @@ def test_letters_begin_half_alike():
 
 def test_a_step_draws_documents():
     """The same step draws the same batch; one patch is a quarter of a cell; no whole questions are asked."""
-    recipe = Recipe(tiny=1, small=1, batch=1)
+    recipe = DocumentsRecipe(tiny=1, small=1, batch=1)
     first, again = (draw_batch(recipe, 0, DOCUMENTS) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first.batch, again.batch)
     contexts = training.MORE_CONTEXTS["tiny"]
@@ -312,7 +324,7 @@ def test_a_step_draws_documents():
 @pytest.mark.slow
 def test_training_lowers_the_loss():
     """Ten steps on one batch."""
-    recipe = Recipe(tiny=1, batch=1)
+    recipe = DocumentsRecipe(tiny=1, batch=1)
     drawn = draw_batch(recipe, 0, DOCUMENTS)
     plan = training.image_plan(drawn, DOCUMENTS.instance()[0])
     batch = jax.tree.map(jnp.asarray, drawn.batch)
@@ -339,7 +351,7 @@ def test_training_lowers_the_loss():
 def fresh() -> ModelBackbone:
     """The small backbone with fresh parameters."""
     config, images = DOCUMENTS.instance()
-    state = nnx.to_pure_dict(nnx.split(initialise(Recipe(), DOCUMENTS))[1])
+    state = nnx.to_pure_dict(nnx.split(initialise(DocumentsRecipe(), DOCUMENTS))[1])
     return ModelBackbone(config, state, images, make_tokenizer(VOCABULARY.names))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from evals.report.comparison import smallest_rank
 from evals.report.table import comparison_table
-from evals.results.beating import beating, on_both, pareto_front
+from evals.results.dominance import dominating_arms, on_both, pareto_front
 from evals.results.headline import headline, headline_results, headline_rows
 from evals.results.rows import Rows, as_row
 from evals.rules import PATH, RULES, read_rules
@@ -67,14 +67,14 @@ def test_a_rank_is_judged_by_the_kinds_of_the_rules():
 
 def test_what_beats_the_patch_on_either_axis():
     """Within the tolerance, no dearer on the axis, not its equal; nothing that a server cannot have."""
-    found = beating(Rows(results(ARMS)), "patch.rank=8")
+    found = dominating_arms(Rows(results(ARMS)), "patch.rank=8")
     stored = {f"stored_bytes.antecedents={count}" for count in (1, 4, 16)}
     expected = {(arm, axis) for arm in ("quantised.bits=2", "chosen.budget=0.05", "better") for axis in stored}
     assert {(beats.arm, beats.axis) for beats in found} == {*expected, ("better", "serving_flops")}
     for axis in stored:
         assert next(beats.arm for beats in found if beats.axis == axis) == "chosen.budget=0.05"
         assert on_both(found, axis) == ["better"]
-    assert beating(Rows(results({"patch.rank=8": ARMS["patch.rank=8"]})), "patch.rank=8") == []
+    assert dominating_arms(Rows(results({"patch.rank=8": ARMS["patch.rank=8"]})), "patch.rank=8") == []
 
 
 def test_the_front_of_an_axis():

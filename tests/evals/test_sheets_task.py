@@ -15,12 +15,22 @@ from hypothesis import strategies as st
 
 from evals import sheets_task
 from evals.results.costs import stored_bits
-from evals.sheets_task import KINDS, SIZES, VOCABULARY, Contexts, Questions, sequences, suite, task, training
+from evals.sheets_task import (
+    KINDS,
+    SIZES,
+    VOCABULARY,
+    SheetsContexts,
+    SheetsQuestions,
+    sequences,
+    suite,
+    task,
+    training,
+)
 from evals.sheets_task.arms import arms_of
 from evals.sheets_task.by_question import by_question
-from evals.sheets_task.material import SHEETS
 from evals.sheets_task.reuse import MOVED, Reuse
-from evals.sheets_task.training import Recipe, draw_batch, initialise
+from evals.sheets_task.task_spec import SHEETS
+from evals.sheets_task.training import SheetsRecipe, draw_batch, initialise
 from evals.small_task.training import make_tokenizer
 from evals.train import SheetsTrainer
 from kvpatch_jax.errors import ConfigError, InputError
@@ -32,12 +42,12 @@ seeds = st.integers(0, 2**32 - 1)
 sizes = st.sampled_from(sorted(SIZES))
 
 
-def draw(seed: int, size: str, count: int = 2) -> tuple[Contexts, np.random.Generator]:
+def draw(seed: int, size: str, count: int = 2) -> tuple[SheetsContexts, np.random.Generator]:
     rng = np.random.default_rng(seed)
     return sheets_task.sample_contexts(rng, count, SIZES[size]), rng
 
 
-def told(contexts: Contexts, index: int, shown: np.ndarray) -> dict[int, list[tuple[int, int]]]:
+def told(contexts: SheetsContexts, index: int, shown: np.ndarray) -> dict[int, list[tuple[int, int]]]:
     """What the sheets shown say of every address, in their order."""
     said: dict[int, list[tuple[int, int]]] = {}
     for sheet in np.flatnonzero(shown[index]):
@@ -47,7 +57,7 @@ def told(contexts: Contexts, index: int, shown: np.ndarray) -> dict[int, list[tu
     return said
 
 
-def asked_of(questions: Questions, number: int, index: int) -> list[tuple[str, str | None]]:
+def asked_of(questions: SheetsQuestions, number: int, index: int) -> list[tuple[str, str | None]]:
     """One question as words: each token's name, and that of what is to be said after it."""
     words = []
     for at in np.flatnonzero(questions.own == number):
@@ -199,7 +209,7 @@ def test_packing():
 
 def test_a_recipe_says_what_a_step_draws():
     """Sizes follow the step; the same step draws the same batch; questions that see the page alone are about it."""
-    recipe = Recipe(tiny=1, small=1, longer=3, batch=2)
+    recipe = SheetsRecipe(tiny=1, small=1, longer=3, batch=2)
     assert [recipe.size(step) for step in range(8)] == ["tiny", "small", "4", "16", "4", "8", "4", "16"]
     first, again = draw_batch(recipe, 0), draw_batch(recipe, 0)
     jax.tree.map(np.testing.assert_array_equal, first.batch, again.batch)
@@ -217,7 +227,7 @@ def test_cells_begin_apart(apart: bool):
     changed = [image.copy() for image in images]
     changed[-1][:10, :10] = 255 - changed[-1][:10, :10]
     form = SHEETS.form_of(config, settings, contexts.size)
-    model = initialise(Recipe(backbone="qwen3_vl", cells_apart=apart, named_by_sight=False))
+    model = initialise(SheetsRecipe(backbone="qwen3_vl", cells_apart=apart, named_by_sight=False))
     features = []
     for shown in (images, changed):
         pixels = config.family.vision.process(shown, settings)
@@ -233,13 +243,13 @@ def test_cells_begin_apart(apart: bool):
 def test_an_unknown_backbone_is_refused():
     """The known ones are named."""
     with pytest.raises(ConfigError, match="qwen2_5_vl, qwen3_vl"):
-        draw_batch(Recipe(backbone="llava", tiny=1, batch=1), 0)
+        draw_batch(SheetsRecipe(backbone="llava", tiny=1, batch=1), 0)
 
 
 def fresh(name: str = "qwen2_5_vl") -> ModelBackbone:
     """A small backbone with fresh parameters."""
     config, images = SHEETS.instance(name)
-    drawn = nnx.to_pure_dict(nnx.split(initialise(Recipe(backbone=name)))[1])
+    drawn = nnx.to_pure_dict(nnx.split(initialise(SheetsRecipe(backbone=name)))[1])
     return ModelBackbone(config, drawn, images, make_tokenizer(VOCABULARY.names))
 
 
@@ -284,7 +294,7 @@ def test_every_chunk_is_reused(name: str):
 @pytest.mark.slow
 def test_training_resumes(tmp_path: Path):
     """Steps of two sizes; a second trainer goes on to the same parameters."""
-    recipe = Recipe(steps=2, batch=1, warmup=1, tiny=1, small=1, chain=2, page=1, sheet=1, aggregate=1)
+    recipe = SheetsRecipe(steps=2, batch=1, warmup=1, tiny=1, small=1, chain=2, page=1, sheet=1, aggregate=1)
     straight = SheetsTrainer(recipe, tmp_path / "a")
     straight.train(2, every=1, save_every=100)
     lines = [json.loads(line) for line in (tmp_path / "a" / "curve.jsonl").read_text().splitlines()]

@@ -21,11 +21,11 @@ from evals.probes.window import QUICK, parts, suite, work_of
 from evals.probes.window.common import add
 from evals.probes.window.drift import Safety, kept_is_exact, pooled_rows
 from evals.probes.window.gate import gate_rows, rank_correlation, resampled
-from evals.probes.window.line import Image, Line, Loop, read_in_one
+from evals.probes.window.image_sequence import AgentLoop, Image, ImageSequence, read_in_one
+from evals.probes.window.probe_images import irrelevant, load_probe_images, with_foreign
 from evals.probes.window.recall import bands
 from evals.probes.window.reorder import without
 from evals.probes.window.slide import SLIDE_KINDS, slide_questions
-from evals.probes.window.stock import irrelevant, load_stock, with_foreign
 from evals.report import window, window_document, window_paper
 from evals.results import intervals
 from evals.results.intervals import Interval
@@ -153,7 +153,7 @@ def test_bands_are_those_of_a_window_that_slides():
 def test_masks_are_bands_of_whole_images():
     rng = np.random.default_rng(4)
     nobody = object.__new__(ModelBackbone)
-    line = Line(nobody, [image(rng, "a", 2), image(rng, "b", 3), image(rng, "c", 1)])
+    line = ImageSequence(nobody, [image(rng, "a", 2), image(rng, "b", 3), image(rng, "c", 1)])
     sees = np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], bool)
     mask = line.band(sees)
     assert mask.shape == (2, 1, 6, 6)
@@ -208,8 +208,8 @@ def test_a_prefill_behind_kept_legends_is_the_re_prefill_where_nothing_moved():
     """Found image by image: replaced behind what stays, the kept ones stand as they stood; else some do not."""
     rng, nobody = np.random.default_rng(10), object.__new__(ModelBackbone)
     a, b, c, page, x, y, z = (image(rng, name) for name in ("a", "b", "c", "page", "x", "y", "z"))
-    before = Line(nobody, [a, b, c, page])
-    exact = lambda *front: kept_is_exact(before, Line(nobody, [*front, page]))
+    before = ImageSequence(nobody, [a, b, c, page])
+    exact = lambda *front: kept_is_exact(before, ImageSequence(nobody, [*front, page]))
     assert exact(a, x, y)
     assert exact(x, y, z)
     assert exact(a, b, c, x)
@@ -339,7 +339,7 @@ class Watched(Counter):
 @pytest.fixture
 def stubbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ResultsTable, Watched]]:
     """Runs the suite with three stubs per batch in place of probes; `fails`: how many come before one that fails."""
-    monkeypatch.setattr(suite, "load_stock", lambda backbone, *more: backbone)
+    monkeypatch.setattr(suite, "load_probe_images", lambda backbone, *more: backbone)
 
     def run_suite(folder: Path | None, fails: int | None = None, seed: int = 1) -> tuple[ResultsTable, Watched]:
         left = itertools.count()
@@ -349,10 +349,10 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ResultsTable
                 raise KeyboardInterrupt
             stub_probe(*arguments, **more)
 
-        plan = lambda sizes, batch: [suite.Planned(f"{batch}.{n}", probe, 1, n + 1, n == 2) for n in range(3)]
+        plan = lambda sizes, batch: [suite.PlannedProbe(f"{batch}.{n}", probe, 1, n + 1, n == 2) for n in range(3)]
         monkeypatch.setattr(suite, "planned", plan)
         table, watch = ResultsTable("m"), Watched()
-        parts = suite.Parts(folder, {"seed": seed})
+        parts = suite.ProbeParts(folder, {"seed": seed})
         nobody = object.__new__(ModelBackbone)
         sizes = dataclasses.replace(QUICK, contexts=8, batch=4)
         suite.measure_window(table, nobody, sizes, seed, Path("unused"), watch, parts)
@@ -419,12 +419,12 @@ def test_a_loop_is_the_model_under_the_band(tmp_path: Path):
     """
     backbone = load(shipped(run.MAIN), dtype="float32")
     contexts = small_task.sample_contexts(np.random.default_rng(8), 2)
-    stock = load_stock(backbone, contexts, np.arange(2), 8, tmp_path)
+    stock = load_probe_images(backbone, contexts, np.arange(2), 8, tmp_path)
     history = [*[legend.of_others(1) for legend in stock.legends], *stock.legends, stock.page]
     band, sees = bands(len(history), 0, 3)
-    together = Line(backbone, history).prefill(band)
+    together = ImageSequence(backbone, history).prefill(band)
 
-    loop = Loop(backbone, 4 * stock.page.size)
+    loop = AgentLoop(backbone, 4 * stock.page.size)
     for number, each in enumerate(history):
         if number == len(history) - 1:
             loop = loop.only(range(len(loop.held) - 3, len(loop.held)))
@@ -435,7 +435,9 @@ def test_a_loop_is_the_model_under_the_band(tmp_path: Path):
             np.testing.assert_allclose(value, together[number][name], atol=2e-5 * scale)
         loop.append(each)
     questions = small_task.ask(contexts, np.random.default_rng(9), {"chain": 3, "page": 2})
-    assert read_in_one(Line(backbone, history), questions, band, sees.tolist()).log_probabilities.shape[:2] == (2, 5)
+    assert read_in_one(ImageSequence(backbone, history), questions, band, sees.tolist()).log_probabilities.shape[
+        :2
+    ] == (2, 5)
 
 
 @pytest.mark.slow

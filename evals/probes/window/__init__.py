@@ -4,7 +4,7 @@ from .basic import orbit_against_exact as orbit_against_exact
 from .basic import probe_recall as probe_recall
 from .basic import probe_reorder as probe_reorder
 from .basic import probe_slide as probe_slide
-from .parts import Parts as Parts
+from .parts import ProbeParts as ProbeParts
 from .suite import FULL as FULL
 from .suite import QUICK as QUICK
 from .suite import WindowSizes as WindowSizes

@@ -10,7 +10,7 @@ import kvpatch_jax as kvp
 from ...small_task import KINDS, Contexts, Questions
 from ...small_task.scenes import Answers
 from ..results_table import ResultsTable
-from .line import KV, Image
+from .image_sequence import KV, Image
 
 RANK = 32
 """Of every patch but the orbit's and the many chunks'; as in the paper's recall."""

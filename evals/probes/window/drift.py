@@ -14,8 +14,8 @@ from ...small_task import KINDS, LEGENDS, Contexts
 from ...small_task.scenes import Answers
 from ..results_table import ResultsTable
 from .common import RANK, Step, add, patch_of, setting
-from .line import KV, Image, Line, Loop, cut, read
-from .stock import ImageStock, foreign_legends, with_foreign
+from .image_sequence import KV, AgentLoop, Image, ImageSequence, cut, read
+from .probe_images import ProbeImages, foreign_legends, with_foreign
 
 CORRECTION_RANK = 16
 QUESTIONS = {"chain": 6, "aggregate": 4, "override": 4, "page": 2}
@@ -55,7 +55,7 @@ class Safety:
             getattr(self, field.name).extend(getattr(other, field.name))
 
 
-def changes(stock: ImageStock) -> list[Change]:
+def changes(stock: ProbeImages) -> list[Change]:
     """Lists the ways: another order, one dropped and one doubled, 1 to 3 replaced, 1 to 3 distractors in front."""
     own, foreign, contexts = list(stock.legends), foreign_legends(stock, 1), stock.contexts
     every = np.ones(LEGENDS, bool)
@@ -76,7 +76,7 @@ def changes(stock: ImageStock) -> list[Change]:
 
 def measure_drift(
     table: ResultsTable,
-    stock: ImageStock,
+    stock: ProbeImages,
     lead: bool,
     rng: np.random.Generator,
     step: Step,
@@ -92,7 +92,7 @@ def measure_drift(
     alone; "shallow", the lowest quarter recomputed and the stored patch above. Adds items "window.drift".
     """
     front, backbone = stock.front(lead), stock.backbone
-    before = Line(backbone, [*front, *stock.legends, stock.page])
+    before = ImageSequence(backbone, [*front, *stock.legends, stock.page])
     conditioned = before.prefill()
     stored = patch_of(stock.page, conditioned[-1], before.antecedent(len(before) - 1))
     listed = changes(stock)
@@ -100,7 +100,7 @@ def measure_drift(
     known = {id(image): kv for image, kv in zip(before.images[:-1], conditioned[:-1], strict=True)}
 
     for change in listed:
-        line = Line(backbone, [*front, *change.images, stock.page])
+        line = ImageSequence(backbone, [*front, *change.images, stock.page])
         parts, place = line.prefill(), len(line) - 1
         ids, whole = line.antecedent(place), line.engine(parts)
         patches = {
@@ -134,16 +134,16 @@ def measure_drift(
         step(f"drift {part}")
 
 
-def kept_is_exact(before: Line, now: Line) -> bool:
+def kept_is_exact(before: ImageSequence, now: ImageSequence) -> bool:
     """Whether every image in front of the page that was there before stands behind the same images as it did."""
     stood = {image.chunk.id: before.antecedent(place) for place, image in enumerate(before.images)}
     ahead = [(image.chunk.id, now.antecedent(place)) for place, image in enumerate(now.images[:-1])]
     return all(stood.get(name, front) == front for name, front in ahead)
 
 
-def as_kept(stock: ImageStock, line: Line, known: dict[int, KV], room: int) -> KV:
+def as_kept(stock: ProbeImages, line: ImageSequence, known: dict[int, KV], room: int) -> KV:
     """Prefills the page behind the line as a window keeps it: known legends as they were, new ones in their places."""
-    loop = Loop(stock.backbone, room)
+    loop = AgentLoop(stock.backbone, room)
     for image in line.images[:-1]:
         if id(image) in known:
             loop.held.append((image, known[id(image)]))
@@ -152,7 +152,7 @@ def as_kept(stock: ImageStock, line: Line, known: dict[int, KV], room: int) -> K
     return loop.prefill(stock.page)
 
 
-def deep_refresh(line: Line, whole: KV, alone: KV, layer: int) -> KV:
+def deep_refresh(line: ImageSequence, whole: KV, alone: KV, layer: int) -> KV:
     """Recomputes the page's layers from `layer` up, behind the legends, from the residual it had there alone."""
     backbone, place = line.backbone, len(line) - 1
     image, where = line.images[place], line.slices[place]
@@ -166,13 +166,19 @@ def deep_refresh(line: Line, whole: KV, alone: KV, layer: int) -> KV:
     return {name: np.concatenate([alone[name][:layer], value[layer:]]) for name, value in turned.items()}
 
 
-def _updated(stock: ImageStock, stored: kvp.Patch, conditioned: KV, ids: tuple[str, ...]) -> kvp.Patch:
+def _updated(stock: ProbeImages, stored: kvp.Patch, conditioned: KV, ids: tuple[str, ...]) -> kvp.Patch:
     correction = kvp.correction_patch(stock.page.chunk, stored, conditioned, CORRECTION_RANK, ids, method="exact")
     return kvp.update_patch(stored, correction, rank=RANK)
 
 
 def _note(
-    safety: Safety, stock: ImageStock, before: Line, line: Line, name: str, said: dict[str, Answers], questions
+    safety: Safety,
+    stock: ProbeImages,
+    before: ImageSequence,
+    line: ImageSequence,
+    name: str,
+    said: dict[str, Answers],
+    questions,
 ) -> None:
     """Writes down per context how far the legends moved and what the stored patch cost."""
     asked = questions.valid & np.isin(
@@ -193,7 +199,7 @@ def _note(
     safety.name.extend([name] * len(apart))
 
 
-def antecedent_divergence(before: Line, now: Line) -> np.ndarray:
+def antecedent_divergence(before: ImageSequence, now: ImageSequence) -> np.ndarray:
     """Computes how far the images in front moved, [B], as a gate would see it: `kvpatch_jax.patching.gate.divergence`.
 
     Each image is one vector, its canonical's channels without phase averaged over tokens.

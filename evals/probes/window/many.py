@@ -7,21 +7,21 @@ import numpy as np
 from ... import small_task
 from ..results_table import ResultsTable
 from .common import Step, add, patch_of, setting
-from .line import KV, Image, Line, Loop, joined, read
-from .stock import ImageStock
+from .image_sequence import KV, AgentLoop, Image, ImageSequence, joined, read
+from .probe_images import ProbeImages
 
 RANK = 16
 QUESTIONS = {"page": 2, "legend": 2, "chain": 6, "aggregate": 4, "override": 4}
 
 
-def images_in_front(stock: ImageStock, count: int, first: int = 1) -> list[Image]:
+def images_in_front(stock: ProbeImages, count: int, first: int = 1) -> list[Image]:
     """Lists `count` images of other contexts: three legends and a page of each in turn."""
     own = [*stock.legends, stock.page]
     return [own[number % len(own)].of_others(first + number // len(own)) for number in range(count)]
 
 
 def measure_many(
-    table: ResultsTable, stock: ImageStock, count: int, lead: bool, rng: np.random.Generator, step: Step
+    table: ResultsTable, stock: ProbeImages, count: int, lead: bool, rng: np.random.Generator, step: Step
 ) -> None:
     """Fills a window with `count` images, the context's own three legends and page last, and serves all from the cache.
 
@@ -34,13 +34,13 @@ def measure_many(
     part, front = setting(chunks=count, lead=lead), stock.front(lead)
     own = [*stock.legends, stock.page]
     others = images_in_front(stock, count - len(own))
-    line = Line(stock.backbone, [*front, *others, *own])
+    line = ImageSequence(stock.backbone, [*front, *others, *own])
     parts = line.prefill()
 
     # The same images, those of others turned by half and the own legends by one: every chunk but the lead has moved.
     half = len(others) // 2
     turned = [*front, *others[half:], *others[:half], *stock.legends[1:], stock.legends[0], stock.page]
-    arranged = Line(stock.backbone, turned)
+    arranged = ImageSequence(stock.backbone, turned)
     formed = {}
     for place, (image, kv) in enumerate(zip(turned, arranged.prefill(), strict=True)):
         formed[image.chunk.id] = patch_of(image, kv, arranged.antecedent(place), RANK)
@@ -49,7 +49,7 @@ def measure_many(
     history = [*earlier, *others, *own]
     windows = [history[max(0, last - count) : last] for last in range(1, len(history) + 1)]
     room = max(sum(image.size for image in [*front, *window]) for window in windows)
-    loop = Loop(stock.backbone, room, stock.lead if lead else None).slid(history, count, len(front))
+    loop = AgentLoop(stock.backbone, room, stock.lead if lead else None).slid(history, count, len(front))
     blind = loop.only(range(len(loop.held) - 1))
     blind.held = [(image, image.canonical) for image, _ in blind.held]
 

@@ -22,14 +22,14 @@ FOLDER = "window_parts"
 
 
 @dataclasses.dataclass
-class Part:
+class ProbePart:
     """What one probe found on one batch of contexts: items, samples, and what a gate would see."""
 
     table: ResultsTable
     safety: Safety
 
 
-class Parts:
+class ProbeParts:
     """The finished probes in a folder; None for a run that keeps nothing.
 
     Args:
@@ -67,7 +67,7 @@ class Parts:
         """Whether a part was finished."""
         return self.folder is not None and self._file(name).exists()
 
-    def keep(self, name: str, part: Part) -> None:
+    def keep(self, name: str, part: ProbePart) -> None:
         """Writes a part: whole, or not at all."""
         if self.folder is None:
             return
@@ -77,7 +77,7 @@ class Parts:
             np.savez_compressed(stream, **_arrays(part))
         os.replace(new, file)
 
-    def read(self, name: str, model: str) -> Part:
+    def read(self, name: str, model: str) -> ProbePart:
         """Reads a part that `has` knows of.
 
         Raises:
@@ -101,7 +101,7 @@ def _replaced(file: Path, content: bytes) -> None:
     os.replace(new, file)
 
 
-def _arrays(part: Part) -> dict[str, Any]:
+def _arrays(part: ProbePart) -> dict[str, Any]:
     """Writes a part as named arrays, of which "about" (JSON) says what they are."""
     arrays: dict[str, Any] = {}
     probes, samples = [], []
@@ -121,9 +121,9 @@ def _arrays(part: Part) -> dict[str, Any]:
     return {"about": np.array(json.dumps(about)), **arrays}
 
 
-def _part(arrays: Mapping[str, np.ndarray], model: str) -> Part:
+def _part(arrays: Mapping[str, np.ndarray], model: str) -> ProbePart:
     about = json.loads(str(arrays["about"]))
-    part = Part(ResultsTable(model), Safety(**about["safety"]))
+    part = ProbePart(ResultsTable(model), Safety(**about["safety"]))
     for number, (probe, name, reference, blind, kinds, arms) in enumerate(about["probes"]):
         items = ProbeItems(probe, reference, blind)
         items.kinds = tuple(kinds)

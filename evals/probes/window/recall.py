@@ -6,13 +6,13 @@ from ... import small_task
 from ...small_task import LEGENDS
 from ..results_table import ResultsTable
 from .common import Step, add, patch_of, setting
-from .line import Line, Loop, read, read_in_one
-from .stock import ImageStock, foreign_legends, with_foreign
+from .image_sequence import AgentLoop, ImageSequence, read, read_in_one
+from .probe_images import ProbeImages, foreign_legends, with_foreign
 
 QUESTIONS = {"chain": 6, "override": 4, "aggregate": 4, "page": 2}
 
 
-def measure_recall(table: ResultsTable, stock: ImageStock, lead: bool, rng: np.random.Generator, step: Step) -> None:
+def measure_recall(table: ResultsTable, stock: ProbeImages, lead: bool, rng: np.random.Generator, step: Step) -> None:
     """Runs a window of three legends over a history of nine; the page was seen and evicted in its middle.
 
     Every legend was prefilled once, behind the two in front of it, and is kept as it is; so the page meets legends that
@@ -27,7 +27,7 @@ def measure_recall(table: ResultsTable, stock: ImageStock, lead: bool, rng: np.r
     older, newer = foreign_legends(stock, 2), foreign_legends(stock, 1)
     front = stock.front(lead)
     room = sum(image.size for image in [*front, *stock.legends, stock.page])
-    loop = Loop(stock.backbone, room, stock.lead if lead else None)
+    loop = AgentLoop(stock.backbone, room, stock.lead if lead else None)
     for image in older:
         loop.append(image)
     loop = loop.slid(stock.legends, LEGENDS, len(front))
@@ -37,7 +37,7 @@ def measure_recall(table: ResultsTable, stock: ImageStock, lead: bool, rng: np.r
     for turnover in range(LEGENDS + 1):
         part = setting(turnover=turnover, lead=lead)
         now = loop.slid(newer[:turnover], LEGENDS, len(front))
-        line = Line(stock.backbone, [*now.line.images, stock.page])
+        line = ImageSequence(stock.backbone, [*now.line.images, stock.page])
         place, ids = len(line) - 1, _ids(now)
         remaining = now.only(range(len(front) + LEGENDS - turnover))
         patches = {
@@ -60,7 +60,7 @@ def measure_recall(table: ResultsTable, stock: ImageStock, lead: bool, rng: np.r
         said = read(line, caches, questions)
         add(table, "recall", part, questions, stock.clusters, said)
 
-        history = Line(stock.backbone, [*front, *older, *stock.legends, *newer[:turnover], stock.page])
+        history = ImageSequence(stock.backbone, [*front, *older, *stock.legends, *newer[:turnover], stock.page])
         band, sees = bands(len(history), len(front), LEGENDS)
         said["oracle"] = said.pop("fresh")
         if not turnover:
@@ -88,5 +88,5 @@ def bands(count: int, front: int, window: int) -> tuple[np.ndarray, np.ndarray]:
     return band, band[-1]
 
 
-def _ids(loop: Loop) -> tuple[str, ...]:
+def _ids(loop: AgentLoop) -> tuple[str, ...]:
     return tuple(image.chunk.id for image, _ in loop.held)

@@ -9,15 +9,15 @@ from ... import small_task
 from ...small_task import LEGENDS
 from ..results_table import ResultsTable
 from .common import Step, add, patch_of, setting
-from .line import KV, Line, read
-from .stock import ImageStock
+from .image_sequence import KV, ImageSequence, read
+from .probe_images import ProbeImages
 
 ORBIT_RANK = 16
 QUESTIONS = {"chain": 4, "aggregate": 3, "override": 4, "page": 1}
 
 
 def measure_reorder(
-    table: ResultsTable, stock: ImageStock, count: int, most: int, lead: bool, rng: np.random.Generator, step: Step
+    table: ResultsTable, stock: ProbeImages, count: int, most: int, lead: bool, rng: np.random.Generator, step: Step
 ) -> None:
     """Serves the page behind `count` images in every order, all or `most` of them.
 
@@ -29,7 +29,7 @@ def measure_reorder(
     part, front = setting(k=count, lead=lead), stock.front(lead)
     images = [*stock.legends, *stock.distractors][:count]
     orders = orders_of(count, most)
-    lines = [Line(stock.backbone, [*front, *(images[i] for i in order), stock.page]) for order in orders]
+    lines = [ImageSequence(stock.backbone, [*front, *(images[i] for i in order), stock.page]) for order in orders]
     conditioned = [line.prefill() for line in lines]
     members = lines[0].antecedent(len(lines[0]) - 1)
 
@@ -71,7 +71,7 @@ def without(total: Accumulated, conditioned: KV) -> Accumulated:
     return Accumulated(left, total.count - 1, total.chunk, total.antecedent)
 
 
-def _effect(stock: ImageStock, page: list[KV]) -> np.ndarray:
+def _effect(stock: ProbeImages, page: list[KV]) -> np.ndarray:
     """How far an order moves the deficit, [B]: root mean of ‖Δπ − Δid‖² / ‖Δid‖² over the other orders π."""
     first = _apart(page[0], stock.page.canonical)
     apart = [_apart(kv, page[0]) / first for kv in page[1:]]

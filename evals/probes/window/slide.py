@@ -12,14 +12,14 @@ from ... import small_task
 from ...small_task import KINDS, LEGENDS, VOCABULARY, Contexts, Questions
 from ..results_table import ResultsTable
 from .common import RANK, Step, add, asked_through, setting
-from .line import KV, Line, read, read_in_one
-from .stock import ImageStock, foreign_legends
+from .image_sequence import KV, ImageSequence, read, read_in_one
+from .probe_images import ProbeImages, foreign_legends
 
 SLIDE_KINDS = ("page", "legend", "survivor", "evicted", "aggregate")
 QUESTIONS = {"page": 2, "legend": 3, "chain": 8, "aggregate": 4}
 
 
-def measure_slide(table: ResultsTable, stock: ImageStock, lead: bool, rng: np.random.Generator, step: Step) -> None:
+def measure_slide(table: ResultsTable, stock: ProbeImages, lead: bool, rng: np.random.Generator, step: Step) -> None:
     """Lets one, two, then all three legends leave; the page and the legends that stay move up.
 
     Arms: "keep", survivors' KV as it is, only turned; "removal", with a patch formed in another context (the same
@@ -30,14 +30,14 @@ def measure_slide(table: ResultsTable, stock: ImageStock, lead: bool, rng: np.ra
     Adds items of both.
     """
     front, backbone = stock.front(lead), stock.backbone
-    full = Line(backbone, [*front, *stock.legends, stock.page])
+    full = ImageSequence(backbone, [*front, *stock.legends, stock.page])
     conditioned, band = full.prefill(), np.tri(len(full), dtype=bool)
     elsewhere = {place: _last(stock, full, place, lead, 0) for place in range(len(front) + 1, len(full))}
 
     for gone in range(1, LEGENDS + 1):
         part, first = setting(gone=gone, lead=lead), len(front) + gone
         stays = [*range(len(front)), *range(first, len(full))]
-        left = Line(backbone, [full.images[place] for place in stays])
+        left = ImageSequence(backbone, [full.images[place] for place in stays])
         target = left.prefill()
 
         lead_kv = {place: left.serve(place) for place in range(len(front))}
@@ -69,20 +69,20 @@ def measure_slide(table: ResultsTable, stock: ImageStock, lead: bool, rng: np.ra
         step(f"slide {part}")
 
 
-def _last(stock: ImageStock, full: Line, place: int, lead: bool, gone: int) -> KV:
+def _last(stock: ProbeImages, full: ImageSequence, place: int, lead: bool, gone: int) -> KV:
     """Prefills an image of the line behind other contexts' legends, the first `gone` of them left out."""
     front = stock.front(lead)
     foreign = foreign_legends(stock, 1)[gone : place - len(front)]
-    return Line(stock.backbone, [*front, *foreign, full.images[place]]).prefill()[-1]
+    return ImageSequence(stock.backbone, [*front, *foreign, full.images[place]]).prefill()[-1]
 
 
 def _removal(chunk: kvp.Chunk, target: KV, base: KV, left: Sequence[str], before: Sequence[str]) -> kvp.Patch:
     return kvp.removal_patch(chunk, target, base, RANK, left, before, method="exact")
 
 
-def _behind_lead(stock: ImageStock, left: Line) -> list[KV]:
+def _behind_lead(stock: ProbeImages, left: ImageSequence) -> list[KV]:
     """Canonicals that were prefilled right behind the lead, the lead's own first."""
-    behind = lambda image: Line(stock.backbone, [stock.lead, image]).prefill()[-1]
+    behind = lambda image: ImageSequence(stock.backbone, [stock.lead, image]).prefill()[-1]
     return [left.images[0].canonical, *(behind(image) for image in left.images[1:])]
 
 

@@ -18,11 +18,11 @@ from .common import setting
 from .drift import Safety, measure_drift
 from .gate import gate_rows
 from .many import measure_many
-from .parts import Part, Parts
+from .parts import ProbePart, ProbeParts
+from .probe_images import load_probe_images
 from .recall import measure_recall
 from .reorder import measure_reorder
 from .slide import measure_slide
-from .stock import load_stock
 
 Probe = Callable[..., None]
 """Measures one batch: (table, stock, rng=…, step=…), and safety=… where the gate is told."""
@@ -56,7 +56,7 @@ FULL = WindowSizes()
 QUICK = WindowSizes(contexts=8, batch=8, orders=6, counts=(3, 4), chunks=(8,))
 
 
-class Planned(NamedTuple):
+class PlannedProbe(NamedTuple):
     """One probe on one batch of contexts.
 
     name: of its part on disk. run: measures it. steps: how often it tells what was done. work: of each step, in about
@@ -83,12 +83,12 @@ class Watch(Protocol):
         ...
 
 
-def planned(sizes: WindowSizes, batch: int) -> list[Planned]:
+def planned(sizes: WindowSizes, batch: int) -> list[PlannedProbe]:
     """Lists what is run on a batch of contexts, by its number."""
     listed = []
 
     def plan(name: str, run: Probe, steps: int, work: int, gated: bool = False) -> None:
-        listed.append(Planned(f"batch={batch}.{name}", run, steps, work, gated))
+        listed.append(PlannedProbe(f"batch={batch}.{name}", run, steps, work, gated))
 
     first = batch == 0
     for lead in (False, True):
@@ -111,7 +111,7 @@ def measure_window(
     seed: int,
     folder: Path,
     watch: Watch,
-    parts: Parts | None = None,
+    parts: ProbeParts | None = None,
 ) -> None:
     """Runs every window probe on a backbone and adds its items and rows, all named "window.…".
 
@@ -119,7 +119,7 @@ def measure_window(
       seed: of the contexts and questions. folder: where images are written. watch: is told what was done.
       parts: what an earlier run has finished is taken from there, the rest is kept there.
     """
-    parts = Parts(None, {}) if parts is None else parts
+    parts = ProbeParts(None, {}) if parts is None else parts
     safety = Safety()
     for number in range(-(-sizes.contexts // sizes.batch)):
         first = number * sizes.batch
@@ -131,8 +131,8 @@ def measure_window(
             else:
                 if stock is None:
                     contexts = small_task.sample_contexts(np.random.default_rng([seed, number]), sizes.batch)
-                    stock = load_stock(backbone, contexts, first + np.arange(sizes.batch), seed, folder)
-                found = Part(ResultsTable(table.model), Safety())
+                    stock = load_probe_images(backbone, contexts, first + np.arange(sizes.batch), seed, folder)
+                found = ProbePart(ResultsTable(table.model), Safety())
                 step = lambda name, work=probe.work: watch(name, work)
                 # A generator per probe, so that a probe draws the same questions whichever others are run.
                 rng = np.random.default_rng([seed, first, 100 + place])

@@ -1,0 +1,100 @@
+"""Which arms beat the patch: as right as it is, at no greater cost on one axis."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from ..rules import RULES, Rules
+from .costs import AXES
+from .rows import Rows
+
+REFERENCES = ("re-prefill", "blind", "mask_4d")
+DIAGNOSTIC = ("oracle_delta", "class_mean")
+"""Families that no server can have: they are told the answer, or what the images show."""
+
+
+class DominatingArm(NamedTuple):
+    """An arm that beats a patch on an axis: accuracy less the patch's, its least over the kinds; both costs, shares."""
+
+    arm: str
+    axis: str
+    gain: float
+    cost: float
+    patch_cost: float
+
+
+def is_diagnostic(arm: str) -> bool:
+    """Says whether an arm needs what a server does not have."""
+    return arm.split(".")[0] in DIAGNOSTIC
+
+
+def dominating_arms(
+    rows: Rows,
+    patch: str,
+    probe: str = "repair.visible",
+    rules: Rules = RULES,
+    costs: Mapping[str, Callable[[str], float]] | None = None,
+) -> list[DominatingArm]:
+    """Lists every arm that beats a patch on an axis, by axis, cheapest first.
+
+    An arm beats it that is at most the rules' tolerance less accurate on each of the rules' kinds, and costs no more on
+    this axis; where both cost the same, it must be more accurate on one kind. Other ranks and variants of the patch
+    count too. References and arms that no server can have (`is_diagnostic`) are left out. `costs`: what an
+    arm costs by axis, other than the rules' axes and the probe's own rows.
+    """
+    if costs is None:
+        costs = {axis: lambda arm, axis=axis: rows.get(probe, arm, axis).value for axis in rules.axes}
+    found = []
+    for axis, cost_of in costs.items():
+        limit = cost_of(patch)
+        here = []
+        for arm in rows.arms(probe):
+            cost = cost_of(arm)
+            gains = [
+                _accuracy(rows, probe, arm, kind) - _accuracy(rows, probe, patch, kind) for kind in rules.beating_kinds
+            ]
+            if arm in (patch, *REFERENCES) or is_diagnostic(arm) or not all(map(math.isfinite, (cost, limit, *gains))):
+                continue
+            better = cost < limit or max(gains) > 0
+            if cost <= limit and min(gains) >= -rules.beating_tolerance - 1e-9 and better:
+                here.append(DominatingArm(arm, axis, min(gains), cost, limit))
+        found += sorted(here, key=lambda beats: (beats.cost, beats.arm))
+    return found
+
+
+def on_both(found: list[DominatingArm], stored: str, work: str = AXES[-1]) -> list[str]:
+    """Lists the arms that beat the patch on an axis of stored bytes and on that of work at once."""
+    arms = dict.fromkeys(beats.arm for beats in found)
+    return [arm for arm in arms if {stored, work} <= {beats.axis for beats in found if beats.arm == arm}]
+
+
+def pareto_front(
+    rows: Rows,
+    axis: str,
+    kind: str,
+    probe: str = "repair.visible",
+    costs: Mapping[str, float] | None = None,
+) -> list[str]:
+    """Lists the arms than which no other is both cheaper on an axis and as accurate on a kind, cheapest first.
+
+    Diagnostic arms and the 4-D mask control are left out; re-prefill and blind reuse are not. `costs`: of the arms to
+    look at, in place of all arms with the probe's own rows of the axis.
+    """
+    if costs is None:
+        costs = {arm: rows.get(probe, arm, axis).value for arm in rows.arms(probe)}
+    points = []
+    for arm, cost in costs.items():
+        right = _accuracy(rows, probe, arm, kind)
+        if math.isfinite(cost + right) and arm != "mask_4d" and not is_diagnostic(arm):
+            points.append((cost, -right, arm))
+    front: list[str] = []
+    best = -math.inf
+    for _, wrong, arm in sorted(points):
+        if -wrong > best:
+            best = -wrong
+            front.append(arm)
+    return front
+
+
+def _accuracy(rows: Rows, probe: str, arm: str, kind: str) -> float:
+    return rows.get(probe, arm, f"accuracy.{kind}").value
