@@ -61,7 +61,7 @@ class Outcome:
       result: the result as JSON.
       lines: the result as text.
       good: whether there was no problem.
-      remarks: warnings for stderr.
+      remarks: messages for stderr.
       rows: name in the JSON, and further rows as JSON and text, produced on demand.
     """
 
@@ -99,7 +99,7 @@ def _disk(options: Options) -> Disk:
 
 def _names(options: Options, disk: Disk) -> ObjectNames:
     if not options.tenant:
-        raise InputError("--tenant: got no tenant; expected one")
+        raise InputError("got no tenant; expected --tenant")
     given = options.secret
     return ObjectNames(options.tenant, read_secret(disk.root) if given is None else names_secret(disk.root, given))
 
@@ -342,7 +342,7 @@ def _budget(options: Options) -> Budget:
 
 def _directory(options: Options) -> str:
     if not options.directory:
-        raise InputError("--directory: got no directory; expected one")
+        raise InputError("got no directory; expected --directory")
     return options.directory
 
 

@@ -60,7 +60,7 @@ def check_secret(directory: str, manifest: Manifest, root: str, secret: bytes | 
     tenants = {name_at(entry.path).tenant for entry in manifest.objects}
     if found is not None or not any(os.path.isdir(f"{root}/{top}/{t}") for top in ("obj", "lib") for t in tenants):
         raise StoreSnapshotError(
-            f"snapshot {directory}: got another secret than {root} has; expected the same, or a new root, or one tenant "
+            f"snapshot {directory}: got another secret than {root}; expected the same, or a new root, or one tenant "
             "after the other"
         )
 
